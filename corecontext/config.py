@@ -37,8 +37,8 @@ MOST = 2**31 - 1
 class CCAConfig:
     """Core Context Aware attention, as docs/math.md defines it.
 
-    The defaults keep the first tokens raw, which pretrained models need; `CCAConfig.paper()` is the
-    paper's rule exactly.
+    The defaults keep the first tokens raw and add core tokens' masses to their scores, which
+    pretrained models need; `CCAConfig.paper()` is the paper's rule exactly.
     """
 
     group_size: int = DEFAULT_GROUP_SIZE
@@ -59,7 +59,8 @@ class CCAConfig:
     """One core token per "kv" head (mean of the query heads' weights), or per "query" head (r times
     the memory)."""
     core_bias: float = 0.0
-    """Added to every core token's score; log(group_size) is proportional attention."""
+    """Added to every core token's score; log(group_size) without `core_mass` is proportional
+    attention."""
     learned: tuple[str, ...] = ()
     """Parameters that `enable` adds to each layer, zero at first, which is the paper's rule:
     "temperature", "probe" (of the values), "distance" and "key_gain" change how core tokens are
@@ -79,9 +80,10 @@ class CCAConfig:
     backend: str = "auto"
     """Implementation: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or
     "reference" (dense)."""
-    core_mass: bool = False
+    core_mass: bool = True
     """Add to a core token's score the entropy of its pooling weights, so that it weighs as its
-    group does, at most (docs/math.md, eq. 14). Not with pooling "max"."""
+    group does, at most (docs/math.md, eq. 14). Pooling "max" has no weights: False there,
+    whatever is given."""
     fetch_groups: int = 0
     """Groups whose raw tokens each query sees instead of their core tokens (k), the best by the
     index, chosen by KV head; each head's own g counts. 0 is CCA; with all groups that a query sees,
@@ -110,10 +112,10 @@ class CCAConfig:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
-        if self.core_mass and self.pooling == "max":
-            raise ValueError(
-                "core_mass must be False with pooling 'max', got True: the maximum has no weights."
-            )
+        if self.pooling == "max":
+            # The maximum has no weights, and the default must not refuse it.
+            # planted: config: a maximum has a mass
+            object.__setattr__(self, "core_mass", False)
         if self.learned and self.pooling not in ("cca", "mean_query"):
             raise ValueError(
                 f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: "

@@ -120,8 +120,8 @@ class CacheBytes(NamedTuple):
 def entry_bytes(config: CCAConfig, head_dim: int, itemsize: int) -> int:
     """Count bytes of a compact cache's key and value of a KV head, with their float32 scales in 8
     bits and the mass that an entry has room for."""
-    mass = 4 if config.core_mass else 0
-    return _token_bytes(config, head_dim, itemsize) + mass
+    has_mass = config.core_mass and config.group_size > 1
+    return _token_bytes(config, head_dim, itemsize) + 4 * has_mass
 
 
 def _token_bytes(config: CCAConfig, head_dim: int, itemsize: int) -> int:

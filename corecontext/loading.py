@@ -31,6 +31,8 @@ class AttentionSizes:
     """First tokens that a rival keeps, or that CCA keeps raw (`CCAConfig.sink_size`)."""
     patterns: str | None = None
     """File with MInference's patterns of this model."""
+    core_mass: bool | None = None
+    """Whether CCA adds masses to core tokens' scores."""
     cache_dtype: str | None = None
     """Format of keys and values in CCA's cache."""
     full_heads: str | None = None
@@ -47,7 +49,10 @@ class AttentionSizes:
     """The attention by which CCA reads a prompt."""
 
 
-CCA_SETTINGS = ("cache_dtype", "prefill", "fetch_groups", "fetch_index", "store", "fetch_slots")
+CCA_SETTINGS = (
+    *("core_mass", "cache_dtype", "prefill"),
+    *("fetch_groups", "fetch_index", "store", "fetch_slots"),
+)
 """Fields of `AttentionSizes` that CCA alone has, by the names of `CCAConfig`."""
 
 
@@ -104,6 +109,8 @@ class Loaded:
                 params["cache_dtype"] = config.cache_dtype
             if config.sink_size:
                 params["sinks"] = config.sink_size
+            if config.core_mass:
+                params["core_mass"] = True
             if config.fetch_groups:
                 params["fetch_groups"] = config.fetch_groups
                 params["fetch_index"] = config.fetch_index

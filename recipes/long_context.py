@@ -17,6 +17,7 @@ _PAPER = TrainConfig(
     group_size=16,
     window_size=1024,
     sink_size=0,
+    core_mass=False,
     steps=1000,
     batch_size=1,
     accumulation=8,

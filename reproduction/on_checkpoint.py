@@ -104,7 +104,7 @@ def _paper_rule(model: str) -> dict[str, Any]:
     own."""
     if getattr(load_config(model), "cca", None):
         return {}
-    return {"sinks": PAPER_RULE["sink_size"]}
+    return {"sinks": PAPER_RULE["sink_size"], "core_mass": PAPER_RULE["core_mass"]}
 
 
 def _has_files(task: str, data: str) -> bool:

@@ -41,6 +41,7 @@ def reference(config, q, k, v, **options):
         core_position=config.core_position,
         core_heads=config.core_heads,
         core_bias=config.core_bias,
+        core_mass=config.core_mass,
         sink_size=config.sink_size,
         rotary=ROTARY,
         backend="reference",
@@ -229,7 +230,7 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
         CCAConfig(g, s, core_heads=core_heads, sink_size=sinks),
         qkv(2, 4, 2, length, dtype=torch.float32),
     )
-    token = 2 * 2 * 2 * D * 4  # rows, KV heads, keys and values, bytes of a vector
+    token = 2 * 2 * (2 * D + 1) * 4  # rows, KV heads, key, value and mass, bytes of a number
 
     def entries(length):
         return max(0, length // g - sinks // g) * width + sinks + s + g - 1
@@ -246,8 +247,9 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
         assert layer.nbytes == layer.allocated_bytes == entries(n) * token
         shape = RowShape(ModelSizes(4, 2, D, layers=3), 4)
         assert 2 * shape.row_bytes(config, n) == 3 * layer.nbytes
-        count = cost.cache_entries(n, g, s, width, sinks)
-        assert 2 * cost.cache_bytes(count, 1, 2, D, 4) == layer.nbytes
+        assert cost.cache_entries(n, g, s, width, sinks) * token == layer.nbytes
+        model = cost.ModelCost(1, 2 * width, 2, D, linear_weights=0, head_weights=0, itemsize=4)
+        assert 2 * model.config_bytes(config, n).device == layer.nbytes
 
 
 def test_what_an_append_pushed_out_is_allocated_until_the_next():
@@ -501,7 +503,8 @@ def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length,
         and layer.ring_size == smaller + g - 1
     )
     if max_length is not None:
-        entry = 3 * 2 * D * 8 * 2  # rows, KV heads, head size, float64, keys and values
+        numbers = 2 * D + (g > 1)  # of a key and a value, and the mass of groups of several tokens
+        entry = 3 * 2 * numbers * 8  # rows, KV heads, float64
         assert before - layer.allocated_bytes == (s - smaller) * entry
     with pytest.raises(
         ValueError,

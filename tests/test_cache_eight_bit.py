@@ -46,6 +46,9 @@ def truth(config, q, k, v, mask=None):
         q_last = own_q[:, :, g - 1 : groups * g : g]
         cores = reference.pool(Groups(q_last, *grouped), spec)
         core_k, core_v = (rounded(x, kind) for x in cores)
+        masses = None
+        if config.core_mass:
+            masses = reference.mass(Groups(q_last, *grouped), spec).expand(*q_last.shape[:3])
         for t in range(own_k.shape[1]):
             start, seen = local_start(t, g, s), num_visible_cores(t, g, s)
             start = 0 if n else start  # the reference has the first tokens in its mask
@@ -59,6 +62,7 @@ def truth(config, q, k, v, mask=None):
                 ),
                 Cores(core_k[:, :, n // g : seen], core_v[:, :, n // g : seen]),
                 spec,
+                None if masses is None else masses[:, :, n // g : seen],
             )
             out[row, :, pad + t] = part.flatten(0, 1)[:, 0]
     return out

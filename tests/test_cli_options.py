@@ -31,11 +31,12 @@ SIZE_VALUES = {
     "group_size": 3,
     "window_size": 5,
     "sinks": 2,
+    "core_mass": False,
     "dtype": "float16",
     "device": "cpu",
     "untested": True,
 }
-SIZES = ["--untested"]
+SIZES = ["--untested", "--no-core-mass"]
 for _name in ("group_size", "window_size", "sinks", "dtype", "device"):
     SIZES += [f"--{_name.replace('_', '-')}", str(SIZE_VALUES[_name])]
 
@@ -158,7 +159,8 @@ def test_perplexity(monkeypatch, calls, here):
     assert main(line, *SIZES, *READ, "--compare", "--method", "window") == 0
     pairs = zip(calls[:10:2], calls[1:10:2])
     found = {measure[1][2]: load[2] for load, measure in pairs}
-    plain = {**SIZE_VALUES, **dict.fromkeys(("cache_dtype", "full_heads", *READ_VALUES))}
+    of_cca = ("core_mass", "cache_dtype", "full_heads", *READ_VALUES)
+    plain = {**SIZE_VALUES, **dict.fromkeys(of_cca)}
     cca = {**SIZE_VALUES, **READ_VALUES, "method": "cca"}
     cca |= {"cache_dtype": "int8", "full_heads": None}
     assert found == {
@@ -179,8 +181,8 @@ def test_info(monkeypatch, calls):
     monkeypatch.setattr(info, "print_info", calls.keep("info"))
     line = "info --model m --group-size 3 --window-size 5 --sinks 2 --length 7 --length 8"
     assert main(f"{line} --untested") == main("info --model m") == 0
-    assert main("info --model m --cache-dtype int8", *STORED) == 0
-    fetch = AttentionSizes(**STORED_VALUES, cache_dtype="int8")
+    assert main("info --model m --cache-dtype int8 --no-core-mass", *STORED) == 0
+    fetch = AttentionSizes(**STORED_VALUES, cache_dtype="int8", core_mass=False)
     assert [args for _, args, _ in calls] == [
         ("m", AttentionSizes(3, 5, 2), [7, 8], True),
         ("m", AttentionSizes(), None, False),
@@ -193,15 +195,15 @@ def test_convert(monkeypatch, calls, capsys):
     checked = calls.keep("check")
     monkeypatch.setattr("corecontext.loading.check_architecture", checked)
     monkeypatch.setattr(train_run, "convert", calls.keep("convert"))
-    line = "convert m new --group-size 3 --window-size 5 --sinks 2 --untested"
+    line = "convert m new --group-size 3 --window-size 5 --sinks 2 --no-core-mass --untested"
     assert main(line) == 0
     assert calls[1][1][1] is True
-    assert calls[2][1] == ("m", "new", CCAConfig(3, 5, sink_size=2))
+    assert calls[2][1] == ("m", "new", CCAConfig(3, 5, sink_size=2, core_mass=False))
     assert main("convert m new --method full") == 0
     assert calls[-1][1] == ("m", "new", None)
     assert capsys.readouterr().out == "wrote new\n" * 2
-    for option in ("--group-size", "--window-size", "--sinks"):
-        assert main(f"convert m new --method full {option} 2") == 2
+    for option in ("--group-size 2", "--window-size 2", "--sinks 2", "--no-core-mass"):
+        assert main(f"convert m new --method full {option}") == 2
     assert main("convert m new --method window") == 2
     assert "method must be cca or full, got 'window'." in capsys.readouterr().err
 
@@ -228,7 +230,7 @@ def test_eval_and_compare(monkeypatch, calls, here, command):
         == 0
     )
     settings = Settings((8, 9), (3,), ("law",), 4, 6, 7, 10, 11)
-    names = ("group_size", "window_size", "sinks", "untested")
+    names = ("group_size", "window_size", "sinks", "core_mass", "untested")
     sizes = {name: SIZE_VALUES[name] for name in names} | FETCH_VALUES | {"prefill": "cca"}
     sizes |= {"patterns": "p", "full_heads": "0:1"}
     model_options = ModelOptions(sizes, None, 12, False, "float16", "cpu")

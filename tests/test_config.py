@@ -12,8 +12,9 @@ import pytest
 from corecontext.config import PAPER_RULE, CCAConfig
 
 
-def test_defaults_keep_the_first_tokens_of_a_pretrained_model():
+def test_defaults_are_those_that_a_pretrained_model_needs():
     assert CCAConfig().sink_size == CCAConfig().group_size == 16
+    assert CCAConfig().core_mass
     assert CCAConfig().replace(sink_size=0, core_mass=False) == CCAConfig.paper()
 
 
@@ -61,7 +62,7 @@ def test_settings_saved_before_a_field_existed_are_the_papers(key):
 
 
 def test_settings_that_were_saved_are_kept():
-    for config in (CCAConfig(4, 9), CCAConfig.paper(4, 9), CCAConfig(4, 9, core_mass=True)):
+    for config in (CCAConfig(4, 9), CCAConfig.paper(4, 9), CCAConfig(4, 9, core_mass=False)):
         checkpoint = SimpleNamespace(cca=json.loads(json.dumps(config.to_dict())))
         assert CCAConfig.saved_in(checkpoint) == config
 
@@ -211,7 +212,7 @@ def test_bounds_are_the_last_that_are_taken():
         assert getattr(CCAConfig(**{name: 2**31 - 1}), name) == 2**31 - 1
         with pytest.raises(ValueError, match=f"^{name} must be at most 2147483647, got 2147483648"):
             CCAConfig(**{name: 2**31})
-    assert CCAConfig(1, 1, 1, sink_size=0) == CCAConfig.paper(1, 1, num_groups=1)
+    assert CCAConfig(1, 1, 1, sink_size=0) == CCAConfig.paper(1, 1, num_groups=1, core_mass=True)
     assert CCAConfig(core_bias=-1.7e308).core_bias == -1.7e308
     with pytest.raises(ValueError, match="core_bias must be finite, got -inf"):
         CCAConfig(core_bias=float("-inf"))
@@ -220,16 +221,16 @@ def test_bounds_are_the_last_that_are_taken():
 
 
 @pytest.mark.parametrize("pooling", ["cca", "mean", "max", "mean_query"])
-def test_what_needs_weights_is_refused_without_them(pooling):
-    for settings, allowed in (
-        ({"core_mass": True}, ("cca", "mean", "mean_query")),
-        ({"learned": ("bias",)}, ("cca", "mean_query")),
-    ):
-        if pooling in allowed:
-            CCAConfig(pooling=pooling, **settings)
-            continue
-        with pytest.raises(ValueError, match=f"must .* with pooling .*{pooling}"):
-            CCAConfig(pooling=pooling, **settings)
+def test_rules_that_need_weights(pooling):
+    """The mass is a default, so pooling without weights has none; learned weights are refused."""
+    for config in (CCAConfig(pooling=pooling), CCAConfig().replace(pooling=pooling)):
+        assert config.core_mass == (pooling != "max")
+    assert not CCAConfig(pooling=pooling, core_mass=False).core_mass
+    if pooling in ("cca", "mean_query"):
+        CCAConfig(pooling=pooling, learned=("bias",))
+        return
+    with pytest.raises(ValueError, match=f"learned must .* with pooling .*{pooling}"):
+        CCAConfig(pooling=pooling, learned=("bias",))
 
 
 def test_a_layer_has_its_own_group_size_and_all_else_of_the_model():

@@ -155,7 +155,7 @@ def test_a_childs_result_is_kept_whatever_it_says_after_it(monkeypatch):
     assert result == {"tokens": 3}
 
 
-def test_a_window_with_first_tokens_holds_as_many_bytes_as_cca():
+def test_a_window_with_first_tokens_holds_as_many_entries_as_cca():
     common = {"dtype": "float16", "device": "meta"}
     settings = DemoSettings(8, 64, sinks=10, **common)
     methods = compare._methods(settings, 1000)

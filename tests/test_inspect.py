@@ -125,6 +125,7 @@ def test_maps_have_the_scale_and_the_softcap_of_the_model():
     q, k, _, scale, softcap, rotary, _ = seen[0]
     assert scale != q.shape[3] ** -0.5 and softcap is not None
     options = {"group_size": 4, "window_size": 9, "scale": scale, "softcap": softcap}
+    options["core_mass"] = config.core_mass
     wanted = effective_map(q, k, rotary=rotary, **options)[0, :, 46]
     for head in range(4):
         torch.testing.assert_close(spread(layer, head, 0, 46), wanted[head], rtol=0, atol=2e-6)

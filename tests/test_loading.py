@@ -192,6 +192,7 @@ def test_sizes_name_what_differs_from_the_default(model):
         "group_size": 16,
         "window_size": 1024,
         "sinks": 16,
+        "core_mass": True,
     }
     loaded = load(model, cache_dtype="int8", sinks=3, device="cpu")
     assert loaded.sizes() == {**plain, "cache_dtype": "int8", "sinks": 3}
@@ -199,8 +200,11 @@ def test_sizes_name_what_differs_from_the_default(model):
     host = {**fetch, "store": "host"}
     for given in (fetch, host, {**host, "fetch_slots": 3}, {"prefill": "full"}):
         assert Loaded(loaded.model, None, CCAConfig(**given)).sizes() == {**plain, **given}
+    del plain["core_mass"]
+    loaded = load(model, core_mass=False, device="cpu")
+    assert loaded.sizes() == plain
     for name in ("layer_group_sizes", "head_group_sizes"):
-        config = CCAConfig(**{name: (4, 8)})
+        config = CCAConfig(**{name: (4, 8)}, core_mass=False)
         sizes = Loaded(loaded.model, None, config).sizes()
         assert sizes == {**plain, name: [4, 8]}
 
@@ -213,6 +217,7 @@ def test_sizes_name_what_differs_from_the_default(model):
         ({"method": "window", "full_heads": "0:1"}, "full-heads must be given for duo_attention"),
         ({"method": "full", "cache_dtype": "int8"}, "cache-dtype must be given for method cca"),
         ({"method": "mean", "cache_dtype": "int8"}, "got method 'mean'."),
+        ({"method": "window", "core_mass": False}, "core-mass must be given for method cca"),
         ({"cache_dtype": "int4"}, "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"),
         ({"method": "window", "window_size": 0}, "window_size must be at least 1"),
         ({"group_size": 0}, "group_size must be at least 1, got 0."),

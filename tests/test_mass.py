@@ -9,7 +9,7 @@ import pytest
 import torch
 from budgets import make_inputs, results_and_gradients
 
-from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext import Rotary, cca_attention
 from corecontext.ops import mass, reference, rules
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.autograd import _flat, cca_attention_op
@@ -189,7 +189,7 @@ def test_the_registered_operator_has_the_setting():
 def test_refusals():
     x = make_inputs(20)
     with pytest.raises(ValueError, match="core_mass must be False with pooling 'max', got True"):
-        CCAConfig.paper(core_mass=True, pooling="max")
+        cca_attention(x.q, x.k, x.v, core_mass=True, pooling="max", core_position="token")
     with pytest.raises(TypeError, match="core_mass must be True or False, got 1"):
         cca_attention(x.q, x.k, x.v, core_mass=1, core_position="token")
 

@@ -19,7 +19,7 @@ from corecontext.integrations import lm_eval
 from corecontext.integrations.vllm.model_settings import TAKEN, settings_of, spec_of
 from corecontext.ops.api import pool_core_tokens
 
-CONFIG = CCAConfig(4, 9, sink_size=3)
+CONFIG = CCAConfig(4, 9, sink_size=3, core_mass=False)
 
 
 # kvpress
@@ -81,7 +81,7 @@ def test_a_press_leaves_first_tokens_core_tokens_and_the_window(kvpress, positio
         )
         for new, core in ((new_keys, core_key), (new_values, core_value)):
             torch.testing.assert_close(new[:, :, 4 + group], core[:, :, 0], rtol=0, atol=1e-6)
-    for config in (CCAConfig.paper(1, 9), CCAConfig(4, 500)):
+    for config in (CCAConfig.paper(1, 9), CCAConfig.paper(4, 500)):
         press = kvpress.CCAPress(config)
         press.post_init_from_model(model)
         assert press.compress(*arguments)[0] is keys
@@ -117,7 +117,7 @@ def test_a_press_refuses_what_a_plain_cache_cannot_hold(kvpress):
         {"fetch_groups": 2},
     ):
         with pytest.raises(NotImplementedError, match=f"^{next(iter(change))} must be .* in a pre"):
-            kvpress.CCAPress(CCAConfig(**change))
+            kvpress.CCAPress(CCAConfig(**{"core_mass": False, **change}))
     with pytest.raises(NotImplementedError, match="Load its language model alone"):
         kvpress.CCAPress().post_init_from_model(
             SimpleNamespace(model=SimpleNamespace(language_model=None))

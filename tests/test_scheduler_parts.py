@@ -297,6 +297,7 @@ def test_the_bytes_of_a_row():
     assert shape.row_bytes(None, 100) == 3 * 2 * 100 * 2 * 16 * 2
     assert entry_bytes(A, 16, 2) == 2 * 16 * 2
     assert entry_bytes(A.replace(core_mass=True), 16, 2) == 2 * 16 * 2 + 4
+    assert entry_bytes(A.replace(group_size=1, core_mass=True), 16, 2) == 2 * 16 * 2
     assert entry_bytes(A.replace(cache_dtype="int8"), 16, 2) == 2 * (16 + 4)
     assert entry_bytes(A.replace(cache_dtype="fp8", core_mass=True), 16, 2) == 2 * (16 + 4) + 4
     ring = 8 + 3
@@ -1085,7 +1086,7 @@ def made(monkeypatch):
 def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     serving = Serving("m")
     assert build.make_scheduler(serving)[1] == "tokenizer" and made.kind == "scheduler"
-    names = ("group_size", "window_size", "sinks", "prefill")
+    names = ("group_size", "window_size", "sinks", "core_mass", "prefill")
     sizes = dict.fromkeys((*names, "fetch_groups", "fetch_index", "store", "fetch_slots"))
     assert made.load == (
         "m",
@@ -1123,7 +1124,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     policy = made.options["policy"]
     assert policy == TablePolicy(((0.5, 4, 8), (0.8, 8, 4), (1.0, 16, 2)), first_token_limit=3.0)
     assert made.options == {**defaults, **chosen, "policy": policy, "max_rows": 2}
-    sizes = {"group_size": 2, "window_size": 3, "sinks": 4}
+    sizes = {"group_size": 2, "window_size": 3, "sinks": 4, "core_mass": False}
     sizes |= {"fetch_groups": 5, "fetch_index": "mean", "store": "host", "prefill": "cca"}
     sizes |= {"fetch_slots": 9}
     build.make_scheduler(Serving("m", dtype="float16", device="cpu", untested=True, **sizes))

@@ -356,7 +356,13 @@ def test_a_cache_of_first_tokens_can_always_be_cropped_back_to(fixed):
         make_inputs(70, batch_size=2, dtype=torch.float64, device=torch.get_default_device()),
     )
     expected = cca_attention(
-        *x[:3], group_size=4, window_size=5, sink_size=12, rotary=ROTARY, backend="reference"
+        *x[:3],
+        group_size=4,
+        window_size=5,
+        sink_size=12,
+        core_mass=True,
+        rotary=ROTARY,
+        backend="reference",
     )
     layer = CompactLayer(config, ROTARY, max_length=fixed)
     for left in (12, 5, 1):

@@ -79,7 +79,8 @@ def test_beams_padding_and_the_bytes():
             )
         with torch.no_grad():
             cache = model(tokens(1, 50), use_cache=True).past_key_values
-    entry = model.config.num_hidden_layers * model.config.num_key_value_heads * 2 * 16 * 4
+    numbers = 2 * 16 + 1  # of a key, a value and a mass
+    entry = model.config.num_hidden_layers * model.config.num_key_value_heads * numbers * 4
     assert cache_bytes(cache) == (50 // 4 - 2 + 8 + 9 + 4 - 1) * entry
 
 

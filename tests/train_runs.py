@@ -36,6 +36,7 @@ def make_setting(folder: Path) -> TrainConfig:
         group_size=4,
         window_size=10,
         sink_size=0,
+        core_mass=False,
         steps=STEPS,
         save_every=EVERY,
         learning_rate=3e-3,

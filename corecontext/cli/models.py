@@ -8,6 +8,7 @@ import typer
 
 from corecontext.cli.options import (
     MODEL_HELP,
+    CoreMass,
     GroupSize,
     Method,
     Sinks,
@@ -27,6 +28,7 @@ def convert(
     group_size: GroupSize = None,
     window_size: WindowSize = None,
     sinks: Sinks = None,
+    core_mass: CoreMass = None,
     untested: Untested = False,
 ) -> None:
     """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary
@@ -41,10 +43,10 @@ def convert(
 
     if method not in METHODS:
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
-    if method == "full" and {group_size, window_size, sinks} != {None}:
+    if method == "full" and {group_size, window_size, sinks, core_mass} != {None}:
         raise UserError(
-            "group-size, window-size and sinks must be given for method cca, got method full, "
-            "which removes CCA's settings."
+            "group-size, window-size, sinks and core-mass must be given for method cca, got method "
+            "full, which removes CCA's settings."
         )
     hf_config = load_config(model)
     check_architecture(hf_config, untested)
@@ -52,7 +54,8 @@ def convert(
 
     config = None
     if method == "cca":
-        config = cca_config(hf_config, AttentionSizes(group_size, window_size, sinks))
+        sizes = AttentionSizes(group_size, window_size, sinks, core_mass=core_mass)
+        config = cca_config(hf_config, sizes)
     run(model, output, config)
     print(f"wrote {output}")
 

@@ -58,6 +58,14 @@ Sinks = Annotated[
         f"whole groups. Default: the checkpoint's, else {DEFAULT_SINK_SIZE}; a rival's own.",
     ),
 ]
+CoreMass = Annotated[
+    bool | None,
+    typer.Option(
+        "--core-mass/--no-core-mass",
+        help="Add the entropy of their weights to core tokens' scores (cca). Default: the "
+        "checkpoint's, else yes.",
+    ),
+]
 CacheDtype = Annotated[
     str | None,
     typer.Option(
@@ -155,6 +163,7 @@ class SizeOptions:
     group_size: GroupSize = None
     window_size: WindowSize = None
     sinks: Sinks = None
+    core_mass: CoreMass = None
     dtype: Dtype = "auto"
     device: Device = "auto"
     untested: Untested = False

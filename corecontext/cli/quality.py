@@ -29,7 +29,7 @@ from corecontext.files import UserError
 
 _SIZES = (
     *("group_size", "window_size", "sinks", "patterns", "full_heads", "untested"),
-    *("fetch_groups", "fetch_index", "prefill"),
+    *("core_mass", "fetch_groups", "fetch_index", "prefill"),
 )
 
 

@@ -48,8 +48,8 @@ class DemoSettings:
     """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
     at most 4,096 tokens for another model than the bundled one."""
     sinks: int = 0
-    """First tokens kept raw under CCA. With them a third method keeps only them and a window, in as
-    many bytes."""
+    """First tokens kept raw under CCA. With them a third method keeps only them and a window, as
+    many entries."""
     model: str = str(ASSETS / "demo_model")
     document: str = str(ASSETS / "document.txt")
     dtype: str = "auto"
@@ -153,7 +153,8 @@ def formula_bytes(record: Record) -> int:
     sinks = num_sinks(p.get("sinks", 0), g)
     entries = cost.cache_entries(p["length"], g, p.get("window_size", 1), sinks=sinks)
     itemsize = getattr(torch, p["dtype"]).itemsize
-    return cost.cache_bytes(entries, p["layers"], p["kv_heads"], p["head_dim"], itemsize)
+    config = CCAConfig(g, core_mass=p.get("core_mass", False))
+    return entries * p["layers"] * p["kv_heads"] * cost.entry_bytes(config, p["head_dim"], itemsize)
 
 
 def _run_in_subprocess(method: str, settings: DemoSettings, task: Task) -> dict[str, Any]:

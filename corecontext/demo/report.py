@@ -38,9 +38,12 @@ def print_report(result: DemoResult) -> None:
     if sinks:
         groups = (length - sinks) // g
         formula = f"(L - n) // g + n + s + g - 1 = {groups} + {sinks} + {s} + {g} - 1"
+    entries = "entries"
+    if cache.params.get("core_mass"):
+        entries += ", each with a mass,"
     console().print(
-        f"The cache {agrees} the formula: {formula} entries a layer. Peak memory is the prefill's, "
-        "on top of the loaded model."
+        f"The cache {agrees} the formula: {formula} {entries} a layer. Peak memory is the "
+        "prefill's, on top of the loaded model."
     )
     note = (
         "The model is tiny and trained to show the machinery: its prose is poor, and it answers "

@@ -19,6 +19,7 @@ _METHODS_WITH = {
     "sinks": ("cca", *takers("sinks")),
     "patterns": takers("patterns"),
     "full_heads": takers("full_heads"),
+    "core_mass": ("cca",),
     "fetch_groups": ("cca",),
     "fetch_index": ("cca",),
     "prefill": ("cca",),

@@ -60,7 +60,7 @@ class CCAPress(BasePress):
     window grows with the answer, and no further core tokens are made.
     """
 
-    config: CCAConfig = field(default_factory=CCAConfig)
+    config: CCAConfig = field(default_factory=lambda: CCAConfig(core_mass=False))
     """g, s, first tokens, pooling and the core tokens' position. Masses and a bias of core tokens,
     core tokens of query heads, sizes by layer or head and 8 bits have no place in a plain cache."""
     compression_ratio: float | None = None
@@ -71,10 +71,12 @@ class CCAPress(BasePress):
     def __post_init__(self) -> None:
         for name in IN_A_PLAIN_CACHE:
             value = getattr(self.config, name)
-            if value != getattr(PLAIN, name):
+            plain = getattr(PLAIN, name)
+            if value != plain:
                 raise NotImplementedError(
-                    f"{name} must be {getattr(PLAIN, name)!r} in a press, got {value!r}: a plain "
-                    "cache cannot hold it. Use corecontext.enable with prefill='full'."
+                    f"{name} must be {plain!r} in a press, got {value!r}: a plain cache cannot "
+                    f"hold it. Give {name}={plain!r}, or use corecontext.enable with "
+                    "prefill='full'."
                 )
 
     def post_init_from_model(self, model: nn.Module) -> None:

@@ -136,7 +136,8 @@ def cca_attention(
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
         core_mass: Add the entropy of its pooling weights to each core token's score, which is then
-            at most the mass of its group (docs/math.md, eq. 14).
+            at most the mass of its group (docs/math.md, eq. 14). Not with pooling "max". The
+            paper's equation has none; the default of `CCAConfig` does.
         fetch_groups: Groups whose raw tokens each query sees instead of their core tokens (k): the
             best by the index, chosen for each KV head. 0 is CCA; where all groups that are seen are
             fetched, this is full attention (docs/fetch.md).
@@ -184,6 +185,10 @@ def cca_attention(
             fetch_groups=fetch_groups,
             fetch_index=fetch_index,
             fetch_share=fetch_share,
+        )
+    if core_mass and pooling == "max":
+        raise ValueError(
+            "core_mass must be False with pooling 'max', got True: the maximum has no weights."
         )
     spec = Spec(
         group_size=group_size,

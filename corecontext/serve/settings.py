@@ -61,6 +61,14 @@ class Serving:
             help="First tokens of every request that stay uncompressed. Default: the checkpoint's.",
         ),
     ] = None
+    core_mass: Annotated[
+        bool | None,
+        typer.Option(
+            "--core-mass/--no-core-mass",
+            help="Add the entropy of their weights to core tokens' scores. Default: the "
+            "checkpoint's.",
+        ),
+    ] = None
     prefill: Annotated[
         str | None,
         typer.Option(
@@ -195,16 +203,16 @@ class Serving:
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        if self.method == "full" and any(self.sizes.values()):
+        if self.method == "full" and set(self.sizes.values()) != {None}:
             raise UserError(
-                "group-size, window-size, sinks, prefill, fetch-groups, fetch-index, store and "
-                "fetch-slots must be left out with --method full."
+                "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index, "
+                "store and fetch-slots must be left out with --method full."
             )
 
     @property
     def sizes(self) -> dict[str, Any]:
         """CCA's settings, fields of `loading.AttentionSizes`."""
-        names = ("group_size", "window_size", "sinks", "prefill")
+        names = ("group_size", "window_size", "sinks", "core_mass", "prefill")
         fetch = ("fetch_groups", "fetch_index", "store", "fetch_slots")
         return {name: getattr(self, name) for name in (*names, *fetch)}
 
