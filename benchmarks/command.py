@@ -10,6 +10,7 @@ from benchmarks.operator_settings import OperatorBench
 from benchmarks.options import Output, for_device, make_command
 from benchmarks.serving_settings import ServeBench
 from benchmarks.training_settings import TrainingBench
+from benchmarks.vllm import VllmBench
 from corecontext.cli.entry import application, run
 from corecontext.files import UserError
 from corecontext.loading import one_line, pick_device
@@ -83,11 +84,24 @@ def bench_serve(given: dict[str, Any], output: Output) -> None:
     print_serving(records)
 
 
+def bench_vllm(given: dict[str, Any], output: Output) -> None:
+    """vLLM with core context beside vLLM with its own attention on this GPU; needs the extra
+    'vllm'."""
+    from benchmarks.vllm import print_vllm, run_vllm_bench
+
+    with one_line():
+        bench = VllmBench(**given)
+    if output.plot is not None:
+        raise UserError("plot must be left out: this benchmark has no figure.")
+    print_vllm(run_vllm_bench(bench, output.keep))
+
+
 COMMANDS = {
     "operator": make_command(OperatorBench, bench_operator),
     "model": make_command(ModelBench, bench_model),
     "train": make_command(TrainingBench, bench_train),
     "serve": make_command(ServeBench, bench_serve),
+    "vllm": make_command(VllmBench, bench_vllm),
 }
 
 

@@ -22,14 +22,23 @@ from corecontext.visibility import group_size_for, num_sinks
 
 
 def print_info(
-    name: str, sizes: AttentionSizes, lengths: Sequence[int] | None, untested: bool = False
+    name: str,
+    sizes: AttentionSizes,
+    lengths: Sequence[int] | None,
+    untested: bool = False,
+    vllm_gib: float | None = None,
 ) -> None:
-    """Print operations and cache bytes for full attention and CCA by length."""
+    """Print operations and cache bytes for full attention and CCA by length.
+
+    Args:
+        vllm_gib: Print the tokens too that vLLM's cache holds on a GPU of so many GiB.
+    """
     # Bad sizes fail before the model is looked for.
     cca_config(None, sizes)
     from corecontext.inference.limits import position_limit
     from corecontext.integrations.hf_attention import full_layers
     from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
+    from corecontext.integrations.vllm.capacity import capacity_table
 
     hf_config = load_config(name)
     check_architecture(hf_config, untested)
@@ -37,9 +46,12 @@ def print_info(
     with one_line(f"model '{name}' cannot be built"):
         cost = ModelCost.of(hf_config)
     limit = position_limit(hf_config) or 131072
+    lengths = lengths or default_lengths(limit)
     with one_line():  # sizes by layer or head may not fit the model
-        table = info_table(cost, config, lengths or default_lengths(limit), hf_config.model_type)
-    console().print(table)
+        tables = [info_table(cost, config, lengths, hf_config.model_type)]
+        if vllm_gib is not None:
+            tables.append(capacity_table(hf_config, cost, config, lengths, vllm_gib))
+    console().print(*tables)
     console().print(
         f"weights read for each new token: {_bytes(cost.weight_bytes())}; cache in "
         f"{8 * cost.itemsize}-bit numbers; the model was built for {limit} tokens"

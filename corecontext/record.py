@@ -59,6 +59,10 @@ UNITS = {
     "serve.limit_rate": "requests/s",
     "serve.setting_share": "fraction",
     "serve.failed": "count",
+    "vllm.first_token_s": "s",
+    "vllm.next_token_ms": "ms",
+    "vllm.requests_per_s": "requests/s",
+    "vllm.cache_tokens": "tokens",
     "demo.first_token_s": "s",
     "demo.next_token_ms": "ms",
     "demo.cache_bytes": "bytes",
@@ -68,7 +72,7 @@ UNITS = {
 }
 """Every name a record may have, and the unit it implies."""
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn-4", "kvpress")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn-4", "kvpress", "vllm")
 TOP_FOLDERS = ("corecontext", "benchmarks", "reproduction")
 
 

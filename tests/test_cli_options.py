@@ -184,10 +184,12 @@ def test_info(monkeypatch, calls):
     assert main("info --model m --cache-dtype int8 --no-core-mass", *STORED) == 0
     fetch = AttentionSizes(**STORED_VALUES, cache_dtype="int8", core_mass=False)
     assert [args for _, args, _ in calls] == [
-        ("m", AttentionSizes(3, 5, 2), [7, 8], True),
-        ("m", AttentionSizes(), None, False),
-        ("m", fetch, None, False),
+        ("m", AttentionSizes(3, 5, 2), [7, 8], True, None),
+        ("m", AttentionSizes(), None, False, None),
+        ("m", fetch, None, False, None),
     ]
+    assert main("info --model m --vllm --gpu-memory 80") == 0
+    assert calls[3][1][-1] == 80
 
 
 def test_convert(monkeypatch, calls, capsys):

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_model import save_tiny_model
+from transformers import AutoConfig
 
 from corecontext import CCAConfig, info
 from corecontext.cli import main
@@ -132,3 +134,39 @@ def test_the_limit_has_the_scaling_of_the_rotation_and_dynamic_scaling_is_said(t
         shown = " ".join(capsys.readouterr().out.split())
         assert "the model was built for 3072 tokens" in shown
         assert ("CCA cannot be enabled: rotary embedding 'dynamic' changes" in shown) is refused
+
+
+def test_tokens_in_the_cache_of_vllm(tmp_path, capfd):
+    model = save_tiny_model(tmp_path / "model")
+    line = ["info", "--model", str(model), "--vllm", "--gpu-memory", "0.01"]
+    line += ["--group-size", "4", "--window-size", "8", "--sinks", "0"]
+    assert main([*line, "--length", "640"]) == 0
+    hf_config = AutoConfig.from_pretrained(model)
+    cost = ModelCost.of(hf_config)
+    weights = cost.weight_bytes()
+    weights += 0 if hf_config.tie_word_embeddings else cost.head_weights * cost.itemsize
+    free = int(0.92 * 0.01 * 2**30) - weights
+    pages = free // (cost.num_layers * cost.kv_heads * 16 * 2 * cost.head_dim * cost.itemsize)
+    # A prompt's step brings all tokens; decoding, 11 raw tokens in two pages, 160 core tokens.
+    compact = (pages - 40 + 2) * 640 // (2 + 10)
+    shown = capfd.readouterr().out.split()
+    assert f"{16 * pages:,}" in shown
+    assert f"{compact:,}" in shown
+    assert main([*line, "--cache-dtype", "int8"]) == 2
+    assert "cca.cache_dtype must be 'auto' in vLLM" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--vllm"], "gpu_memory must be given on a machine without a GPU"),
+        (["--vllm", "--gpu-memory", "0"], "gpu_memory must be more than 0, got 0.0."),
+        (["--vllm", "--gpu-memory", "1e-5"], "gpu_memory must be more than the weights'"),
+        (["--gpu-memory", "80"], "gpu_memory must be left out without --vllm."),
+    ],
+)
+def test_memory_that_holds_no_cache_of_vllm(options, message, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = save_tiny_model(tmp_path / "model")
+    assert main(["info", "--model", str(model), *options]) == 2
+    assert message in capfd.readouterr().err

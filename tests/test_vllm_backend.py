@@ -3,6 +3,9 @@ on the GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +33,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
 from corecontext import CCAConfig, cca_attention
-from corecontext.integrations.vllm import paged_backend, plugin
+from corecontext.cost import ModelCost
+from corecontext.integrations.vllm import capacity, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.ops.triton import pool
 
@@ -67,6 +71,7 @@ def vllm_config(**cca) -> SimpleNamespace:
         model_config=SimpleNamespace(
             hf_text_config=hf_config(**cca),
             dtype=torch.float32,
+            max_model_len=128,
             is_mm_prefix_lm=False,
             use_mla=False,
         ),
@@ -273,6 +278,16 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, mass):
     assert step(runner, [d], [2], settings) == 12
 
 
+@pytest.mark.parametrize("mass", [False, True])
+def test_pages_have_the_bytes_that_info_counts(make_layers, mass):
+    config = vllm_config(core_mass=mass)
+    [layer, _] = make_layers(config)
+    hf = config.model_config.hf_text_config
+    cost = replace(ModelCost.of(hf), num_layers=1, itemsize=4)
+    spec = layer.get_kv_cache_spec(config)
+    assert capacity.page_bytes(cost, settings_of(hf)) * PAGE == 16 * spec.page_size_bytes
+
+
 def test_a_run_that_measures_memory_writes_zeros_and_makes_tables(make_layers):
     [layer, _] = make_layers(vllm_config())
     out = torch.ones(3, HEADS, DIM)
@@ -281,22 +296,50 @@ def test_a_run_that_measures_memory_writes_zeros_and_makes_tables(make_layers):
     assert pool._TABLES[layer.impl.spec.rotary.inv_freq]
 
 
-def test_a_captured_step_has_short_sequences():
-    lengths = torch.tensor([90, 90]).int()
-    common = SimpleNamespace(
-        query_start_loc=torch.tensor([0, 2, 4]).int(),
-        seq_lens=lengths,
-        max_query_len=2,
-        max_seq_len=128,
-        num_actual_tokens=4,
+def common_of(lengths: list[int], count: int) -> SimpleNamespace:
+    """Metadata of vLLM for `count` new tokens of each sequence."""
+    return SimpleNamespace(
+        query_start_loc=torch.arange(len(lengths) + 1).int() * count,
+        seq_lens=torch.tensor(lengths).int(),
+        max_query_len=count,
+        max_seq_len=max(lengths),
+        num_actual_tokens=len(lengths) * count,
         block_table_tensor=None,
         slot_mapping=torch.arange(8),
     )
-    builder = paged_backend.BatchBuilder(None, [], None, None)
+
+
+def test_a_captured_step_has_short_sequences():
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=1)
+    builder = paged_backend.BatchBuilder(None, [], config, None)
+    common = common_of([90, 90], 2)
     metadata = builder.build_for_cudagraph_capture(common)
-    assert metadata.batch.longest == 128
     assert len(metadata.slots) == 4
-    assert lengths.tolist() == [2, 2]
+    assert common.seq_lens.tolist() == [2, 2]
+
+
+def test_the_warm_up_of_a_captured_step_runs_its_kernels():
+    """Kernels depend on the longest length: for decoding steps it is the model's in all steps."""
+    builder = paged_backend.BatchBuilder(None, [], vllm_config(), None)
+    assert builder.build(0, common_of([1, 1], 1)).batch.longest == 128
+    assert builder.build_for_cudagraph_capture(common_of([90, 90], 1)).batch.longest == 128
+    assert builder.build(0, common_of([40, 90], 2)).batch.longest == 90
+
+
+def test_a_layer_keeps_no_cache_that_vllm_frees(make_layers):
+    """As those of the run that measures the memory of captured steps."""
+    config = vllm_config()
+    make_layers(config)
+    runner = Runner(config, 20)
+    settings = settings_of(config.model_config.hf_text_config)
+    step(runner, [runner.request("a", [1, 2, 3])], [3], settings)
+    layers = runner.layers.values()
+    caches = [weakref.ref(layer.kv_cache) for layer in layers]
+    for layer in layers:
+        layer.kv_cache = torch.tensor([])
+    gc.collect()
+    assert not any(cache() is not None for cache in caches)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", ["plain", "mass", "small cache", "drafts"])
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+CASES = ["plain", "mass", "small cache", "drafts"]
+CASES += [pytest.param(case, marks=ON_GPU) for case in ("captured", "graphs", "many")]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_the_engine(case):
     """In chunks of prompts, with shared beginnings, preemption, and drafts some of which are
     rejected."""

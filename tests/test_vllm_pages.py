@@ -189,3 +189,20 @@ def test_admission_counts_the_pages_of_the_worst_step():
                 pages = layout.window_pages(computed, computed + count)
                 assert len(pages) <= layout.most_window_pages(count, computed + count)
                 assert len(pages) <= layout.most_window_pages(count, 100)
+
+
+@pytest.mark.parametrize("length, pages", [(300, 400), (70, 90), (20, 64)])
+def test_as_many_requests_as_the_cache_is_said_to_hold_have_their_pages(length, pages):
+    layout = PageLayout(group_size=4, window_size=20, sinks=4, page_size=8)
+    count = layout.cache_tokens(pages, length, 50) // length
+    cores = len(layout.core_pages(length))
+    steps = [len(layout.window_pages(n - 1, n)) for n in range(1, length + 1)]
+    chunks = [len(layout.window_pages(n, min(length, n + 50))) for n in range(max(1, length - 50))]
+    needed = (count - 1) * (max(steps) + cores) + max(chunks) + cores
+    assert 0 < needed <= pages
+    assert needed + 2 * (max(steps) + cores + 1) > pages  # and about no more
+
+
+def test_a_cache_that_holds_no_step_holds_no_tokens():
+    layout = PageLayout(group_size=4, window_size=20, sinks=4, page_size=8)
+    assert layout.cache_tokens(2, 300, 200) == 0

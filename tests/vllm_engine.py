@@ -130,19 +130,34 @@ CASES = {
         },
     },
 }
+DECODING_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 if GPU:
-    CASES["graphs"] = {"enforce_eager": False}
+    CASES["captured"] = {"enforce_eager": False, "compilation_config": DECODING_GRAPHS}
+    CASES["graphs"] = {"enforce_eager": False, "compilation_config": {}}
+    CASES["many"] = {
+        "tokens": 24,
+        "requests": 64,
+        "enforce_eager": False,
+        "compilation_config": DECODING_GRAPHS,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 96,
+        "num_gpu_blocks_override": 400,
+    }
 
 
-def prompts(short: bool) -> list[list[int]]:
-    """Prompts of many lengths, two of which begin alike; or short ones alone, whose answers need
+def prompts(requests: int, short: bool) -> list[list[int]]:
+    """Prompts of many lengths, some of which begin alike; or short ones alone, whose answers need
     most of the pages."""
     draw = random.Random(0)
     begun = [draw.randrange(128) for _ in range(70)]
     texts = [[draw.randrange(128) for _ in range(length)] for length in (1, 7, 61)]
     if short:
         return [begun[i : i + 5] for i in range(4)]
-    return [*texts, [*begun[:66], 1], [*begun, 2, 3]]
+    texts += [[*begun[:66], 1], [*begun, 2, 3]]
+    for _ in range(requests - len(texts)):
+        added = [draw.randrange(128) for _ in range(draw.randint(1, 30))]
+        texts.append(begun[: draw.randrange(70)] + added)
+    return texts
 
 
 def checkpoint(folder: str, config: CCAConfig, tied: bool) -> LlamaForCausalLM:
@@ -178,7 +193,7 @@ def run(name: str, options: dict) -> dict:
     count = options.pop("tokens", 6)
     config = CCAConfig(**CCA, core_mass=options.pop("core_mass", False))
     tied = options.pop("tied", False)
-    texts = prompts(options.pop("short", False))
+    texts = prompts(options.pop("requests", 5), options.pop("short", False))
     COUNTS.update(accepted=0, preempted=0)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(checkpoint(folder, config, tied))
@@ -190,20 +205,19 @@ def run(name: str, options: dict) -> dict:
         settings = {
             "enforce_eager": True,
             "compilation_config": {} if GPU else {"custom_ops": ["none"]},
+            "gpu_memory_utilization": 0.3,
             "kv_cache_memory_bytes": 8 << 20,
+            "max_model_len": 128,
+            "max_num_batched_tokens": 24,
+            "max_num_seqs": 4,
+            "block_size": 8,
             **options,
         }
-        if not settings["enforce_eager"]:
-            settings.pop("compilation_config")
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
             dtype="float32",
             attention_backend="CUSTOM",
-            max_model_len=128,
-            max_num_batched_tokens=24,
-            max_num_seqs=4,
-            block_size=8,
             seed=0,
             enable_prefix_caching=True,
             **settings,

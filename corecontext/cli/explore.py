@@ -256,9 +256,18 @@ def info(
         list[int] | None,
         typer.Option(help="Prompt length; may be repeated. Default: powers of two to the limit."),
     ] = None,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Count the tokens too that vLLM's cache holds.")
+    ] = False,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(help="Memory of the GPU in GiB, for --vllm. Default: this machine's."),
+    ] = None,
     untested: Untested = False,
 ) -> None:
     """Estimate the costs and savings of CCA for a model, by length; loads no weights."""
+    if gpu_memory is not None and not vllm:
+        raise UserError("gpu_memory must be left out without --vllm.")
     for value in length or ():
         check_least(1, length=value)
     from corecontext.info import print_info
@@ -275,4 +284,9 @@ def info(
         store=store,
         fetch_slots=fetch_slots,
     )
-    print_info(model, sizes, length, untested)
+    vllm_gib = None
+    if vllm:
+        from corecontext.integrations.vllm.capacity import gpu_gib
+
+        vllm_gib = gpu_gib(gpu_memory)
+    print_info(model, sizes, length, untested, vllm_gib)

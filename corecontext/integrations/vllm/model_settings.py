@@ -41,13 +41,24 @@ def settings_of(hf_config: Any) -> CCAConfig:
     Raises:
         ValueError: the architecture or a setting is not available in vLLM.
     """
+    check_architecture(hf_config)
+    config = CCAConfig.saved_in(hf_config)
+    check_settings(config)
+    return config
+
+
+def check_architecture(hf_config: Any) -> None:
+    """Raise ValueError for a model that is not available with core context in vLLM."""
     architectures = list(getattr(hf_config, "architectures", None) or [])
     if not set(architectures) & set(ARCHITECTURES):
         raise ValueError(
             f"architectures must hold one of {', '.join(ARCHITECTURES)} for core context in vLLM, "
             f"got {architectures}. Serve the model by `corecontext serve`."
         )
-    config = CCAConfig.saved_in(hf_config)
+
+
+def check_settings(config: CCAConfig) -> None:
+    """Raise ValueError for a setting that is not available in vLLM."""
     for name, value in TAKEN.items():
         given = getattr(config, name)
         if given != value:
@@ -57,7 +68,6 @@ def settings_of(hf_config: Any) -> CCAConfig:
             "cca.group_size must be at least 2 in vLLM, got 1, which is full attention. "
             "Leave out --attention-backend CUSTOM."
         )
-    return config
 
 
 def spec_of(hf_config: Any, scale: float, softcap: float | None) -> Spec:

@@ -89,6 +89,14 @@ class PageLayout:
         """Return the core pages, by number, of a request with `total` tokens."""
         return range(-(-total // self.core_page_tokens))
 
+    def cache_tokens(self, pages: int, length: int, new_tokens: int) -> int:
+        """Return the tokens that `pages` pages hold in requests of `length` tokens, one of which is
+        in a step of `new_tokens` and the others decode."""
+        most = self.most_window_pages(new_tokens, length)
+        usual = self.most_window_pages(1, length)
+        each = usual + len(self.core_pages(length))
+        return max(0, (pages - most + usual) * length // each)
+
     def completed_groups(self, start: int, end: int) -> range:
         """Return the groups that tokens start .. end-1 complete, without those kept raw: the step
         writes their core tokens."""

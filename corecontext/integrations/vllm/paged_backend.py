@@ -89,6 +89,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.most_decoded = 1 + num_drafts(vllm_config)
+        self.longest = vllm_config.model_config.max_model_len
 
     def build(
         self,
@@ -98,9 +100,12 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     ) -> StepMetadata:
         """Return the description of a step; nothing is copied and nothing waits for the device."""
         common = common_attn_metadata
-        batch = Batch(
-            common.query_start_loc, common.seq_lens, common.max_query_len, common.max_seq_len
-        )
+        longest = common.max_seq_len
+        if common.max_query_len <= self.most_decoded:
+            # A captured decoding step is replayed for any length, and the step that warms it up
+            # must compile the kernels that it captures.
+            longest = self.longest
+        batch = Batch(common.query_start_loc, common.seq_lens, common.max_query_len, longest)
         count = common.num_actual_tokens
         slots = common.slot_mapping[:count]
         return StepMetadata(count, batch, common.block_table_tensor, slots)
@@ -176,7 +181,6 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         self.config = settings_of(hf_config)
         self.spec = spec_of(hf_config, scale, softcap)
         self.cores: CoreCache | None = None
-        self._pages: tuple[int, Pages, Pages] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the cache of core tokens to vLLM's table of layers; again where weights are loaded
@@ -229,9 +233,10 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         if isinstance(metadata, list):
             metadata = metadata[0]
         count = attn_metadata.num_tokens
-        raw, cores = self._pages_of(kv_cache)
-        raw = raw._replace(table=attn_metadata.table)
-        cores = cores._replace(table=metadata[self.cores.layer_name].table)
+        # Not kept between steps: vLLM frees the caches of the run that measures memory.
+        has_mass = self.config.core_mass
+        raw = pages_of(kv_cache, attn_metadata.table, has_mass)
+        cores = pages_of(self.cores.kv_cache, metadata[self.cores.layer_name].table, has_mass)
         batch = attn_metadata.batch
         query = query[:count]
         store_tokens(key[:count], value[:count], attn_metadata.slots, raw)
@@ -240,27 +245,18 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         attend_pages(query, batch, raw, cores, self.spec, bias, output[:count])
         return output
 
-    def _pages_of(self, kv_cache: Tensor) -> tuple[Pages, Pages]:
-        """Return both caches as the kernels read them, without their block tables."""
-        place = kv_cache.data_ptr()
-        if self._pages is None or self._pages[0] != place:
-            caches = [
-                pages_of(cache, self.config.core_mass) for cache in (kv_cache, self.cores.kv_cache)
-            ]
-            self._pages = (place, *caches)
-        return self._pages[1:]
-
 
 def _spec_of_layer(spec: WindowSpec, vllm_config: VllmConfig) -> WindowSpec:
     """Return the description of a layer's window, in place of vLLM's for full attention."""
     return spec
 
 
-def pages_of(cache: Tensor, has_mass: bool) -> Pages:
+def pages_of(cache: Tensor, table: Tensor, has_mass: bool) -> Pages:
     """Return a cache [P, 2, Hkv, E, D] as pages, with the masses behind their keys and values."""
-    k, v = (cache[:, i].transpose(1, 2) for i in (0, 1))
+    k = cache[:, 0].transpose(1, 2)
+    v = cache[:, 1].transpose(1, 2)
     if not has_mass:
-        return Pages(k, v, cache)
+        return Pages(k, v, table)
     pages, _, heads, entries, _ = cache.shape
     stride = cache.stride(0) * cache.element_size() // 4
     first = stride - entries * heads
@@ -268,7 +264,7 @@ def pages_of(cache: Tensor, has_mass: bool) -> Pages:
     numbers.set_(cache.untyped_storage())
     first += cache.storage_offset() * cache.element_size() // 4
     mass = numbers.as_strided((pages, entries, heads), (stride, heads, 1), first)
-    return Pages(k, v, cache, mass)
+    return Pages(k, v, table, mass)
 
 
 def num_drafts(vllm_config: VllmConfig) -> int:

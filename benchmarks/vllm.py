@@ -1,0 +1,319 @@
+"""Measure vLLM with core context beside vLLM with its own attention: first and next token of one
+request, requests per second, and tokens that the cache holds.
+
+Each method runs in a process of its own, on the same vLLM, with random weights and without prefix
+caching. Records are handed over as soon as they are made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import check_choices, check_positive, option
+from benchmarks.serving_settings import SERVED_SHAPES
+from corecontext.config import CCAConfig
+from corecontext.files import UserError
+from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.measure import package_path
+from corecontext.record import Record, device_name, make_record
+
+BACKENDS = {"cca": "CUSTOM", "full": "FLASH_ATTN"}
+"""Method -> vLLM's name of its attention."""
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class VllmBench:
+    """Model, methods and load to measure."""
+
+    methods: tuple[str, ...] = option(("cca", "full"), name="method")
+    """cca, or full: vLLM's own FlashAttention."""
+    shape: str = "llama3.1-8b"
+    """llama3.1-8b: a model of these sizes with random weights."""
+    group_size: int = 16
+    """Tokens per core token, g."""
+    window_size: int = 1024
+    """Nearest tokens kept as they are, s."""
+    lengths: tuple[int, ...] = option((1024, 32768, 131072), name="length")
+    """Tokens of a prompt alone on the machine, whose first and next token are measured."""
+    steps: int = 48
+    """Next tokens of such a prompt."""
+    trials: int = 1
+    """Times that each of these lengths is measured."""
+    prompt_length: int = 32768
+    """Tokens of each prompt that is sent with others."""
+    new_tokens: int = 1024
+    """Tokens of each answer to them."""
+    requests: int = 24
+    """Requests sent all at once; 0 measures none."""
+    most_batched: int = 8192
+    """Tokens that a step brings at most."""
+    compiled: bool = False
+    """Compile the model by torch.compile, as vLLM does by default; starting takes longer."""
+    memory_share: float = 0.9
+    """Share of the GPU's memory that vLLM uses."""
+    seed: int = 0
+    """Seed of the prompts."""
+
+    def __post_init__(self) -> None:
+        check_choices("method", self.methods, tuple(BACKENDS))
+        check_choices("shape", (self.shape,), tuple(SERVED_SHAPES))
+        check_positive(
+            length=self.lengths,
+            steps=self.steps,
+            trials=self.trials,
+            prompt_length=self.prompt_length,
+            new_tokens=self.new_tokens,
+            most_batched=self.most_batched,
+        )
+        if self.requests < 0:
+            raise ValueError(f"requests must be at least 0, got {self.requests}.")
+        if not 0 < self.memory_share < 1:
+            raise ValueError(f"memory_share must be between 0 and 1, got {self.memory_share}.")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(*(n + self.steps for n in self.lengths), self.prompt_length + self.new_tokens)
+
+    @property
+    def config(self) -> CCAConfig:
+        """Settings of core context."""
+        return CCAConfig(group_size=self.group_size, window_size=self.window_size)
+
+    def params(self, method: str, **more: Any) -> dict[str, Any]:
+        """Return a record's params."""
+        settings: dict[str, Any] = {}
+        if method == "cca":
+            sizes = ("group_size", "window_size", "sink_size")
+            settings = {name: getattr(self.config, name) for name in sizes}
+        return {
+            "method": method,
+            "attention": BACKENDS[method],
+            **settings,
+            "model": self.shape,
+            "random_weights": True,
+            "dtype": "bfloat16",
+            "model_runner": "V1",
+            "compiled": self.compiled,
+            "most_batched": self.most_batched,
+            "memory_share": self.memory_share,
+            **more,
+        }
+
+
+def run_vllm_bench(
+    bench: VllmBench, on_records: Callable[[list[Record]], Any] = lambda new: None
+) -> list[Record]:
+    """Measure all methods, several of them in a process each.
+
+    Raises:
+        UserError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "bench vllm needs vLLM, which is not installed. Install it with: "
+            "pip install 'corecontext[vllm]'"
+        )
+    if len(bench.methods) > 1:
+        return [record for method in bench.methods for record in _apart(bench, method, on_records)]
+    # vLLM reads the environment when it is imported. Engine and scheduler stay in this process, so
+    # that the times are those of steps, not of messages.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    [method] = bench.methods
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(bench, method, folder)
+    trial = _Trial(bench, method, engine, device_name("cuda"), on_records)
+    trial.cache_tokens()
+    trial.warm_up()
+    for length in bench.lengths:
+        trial.alone(length)
+    if bench.requests:
+        trial.together()
+    return trial.records
+
+
+def _apart(
+    bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any]
+) -> list[Record]:
+    """Measure a method in a process of its own, which frees the GPU's memory when it ends."""
+    given = {**asdict(bench), "methods": [method]}
+    program = [sys.executable, "-m", "benchmarks.vllm", json.dumps(given)]
+    records = []
+    with subprocess.Popen(program, env=package_path(), stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith('{"name"'):
+                records.append(Record.from_json(line))
+                on_records(records[-1:])
+    if child.returncode:
+        # The other methods are measured all the same.
+        print(f"{method}: vLLM ended with code {child.returncode}", file=sys.stderr)
+    return records
+
+
+def model_config(bench: VllmBench, method: str) -> dict[str, Any]:
+    """Return the config.json of the model, with positions for the longest request."""
+    shape = dict(SERVED_SHAPES[bench.shape])
+    shape["max_position_embeddings"] = max(shape["max_position_embeddings"], bench.longest)
+    if method == "cca":
+        shape["cca"] = bench.config.to_dict()
+    return shape
+
+
+def make_engine(bench: VllmBench, method: str, folder: str) -> Any:
+    """Start vLLM's engine on a model whose config.json is written to a folder."""
+    from vllm import LLM
+
+    from corecontext.integrations.vllm.plugin import register
+
+    register()  # as the entry point of an installed package does
+    Path(folder, "config.json").write_text(json.dumps(model_config(bench, method)))
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, 129, 16)]}
+    if not bench.compiled:
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    llm = LLM(
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        attention_backend=BACKENDS[method],
+        block_size=PAGE_SIZE,
+        max_model_len=bench.longest,
+        max_num_batched_tokens=bench.most_batched,
+        max_num_seqs=min(128, bench.most_batched),
+        enable_prefix_caching=False,
+        gpu_memory_utilization=bench.memory_share,
+        compilation_config=compilation,
+        seed=0,
+    )
+    return llm.llm_engine
+
+
+class _Trial:
+    """Measure one method."""
+
+    def __init__(
+        self,
+        bench: VllmBench,
+        method: str,
+        engine: Any,
+        device: str,
+        on_records: Callable[[list[Record]], Any],
+    ) -> None:
+        self.bench = bench
+        self.method = method
+        self.engine = engine
+        self.device = device
+        self.on_records = on_records
+        self.records: list[Record] = []
+        self.random = random.Random(bench.seed)
+
+    def keep(self, name: str, value: float | list[float], **more: Any) -> None:
+        """Make a record and hand it over."""
+        params = self.bench.params(self.method, **more)
+        record = make_record(f"vllm.{name}", value, params, device=self.device)
+        self.records.append(record)
+        self.on_records([record])
+
+    def prompt(self, length: int) -> list[int]:
+        """Return a prompt that begins like no other."""
+        return [self.random.randrange(1000, 100_000) for _ in range(length)]
+
+    def cache_tokens(self) -> None:
+        """Count the tokens that the cache holds in requests of this benchmark."""
+        pages = self.engine.vllm_config.cache_config.num_gpu_blocks
+        length = self.bench.prompt_length + self.bench.new_tokens
+        tokens = pages * PAGE_SIZE
+        if self.method == "cca":
+            layout = PageLayout.of(self.bench.config, PAGE_SIZE)
+            tokens = layout.cache_tokens(pages, length, self.bench.most_batched)
+        self.keep("cache_tokens", tokens, length=length, pages=pages)
+
+    def warm_up(self) -> None:
+        """Run prompts of one chunk, of several, and beside others, so that kernels are compiled."""
+        most = self.bench.longest - 4
+        timed(self.engine, [self.prompt(min(300, most))], 4)
+        long = min(2 * self.bench.most_batched + 100, most)
+        timed(self.engine, [self.prompt(long), *(self.prompt(min(40, most)) for _ in range(7))], 4)
+
+    def alone(self, length: int) -> None:
+        """Measure the first and the next tokens of a request alone."""
+        first = []
+        steps = []
+        for _ in range(self.bench.trials):
+            [times] = timed(self.engine, [self.prompt(length)], 1 + self.bench.steps)
+            first.append(times[0])
+            steps += [1000 * (b - a) for a, b in itertools.pairwise(times)]
+        self.keep("first_token_s", first, length=length)
+        self.keep("next_token_ms", steps, length=length)
+
+    def together(self) -> None:
+        """Measure requests sent all at once, from the first one sent to the last token made."""
+        bench = self.bench
+        load = {
+            "prompt_length": bench.prompt_length,
+            "new_tokens": bench.new_tokens,
+            "requests": bench.requests,
+        }
+        prompts = [self.prompt(bench.prompt_length) for _ in range(bench.requests)]
+        times = timed(self.engine, prompts, bench.new_tokens)
+        self.keep("requests_per_s", bench.requests / max(t[-1] for t in times), **load)
+        self.keep("first_token_s", statistics.median(t[0] for t in times), **load)
+
+
+def timed(engine: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[list[float]]:
+    """Send prompts at once to vLLM's engine, and return for each when its tokens were there, in
+    seconds since then."""
+    from vllm import SamplingParams
+
+    options = SamplingParams(
+        max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    start = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, options)
+    times: list[list[float]] = [[] for _ in prompts]
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        for output in outputs:
+            arrived = times[int(output.request_id)]
+            # More than one token is there only with drafts or after a late look.
+            arrived += [now] * (len(output.outputs[0].token_ids) - len(arrived))
+    return times
+
+
+def print_vllm(records: Sequence[Record]) -> None:
+    """Print a line for each record."""
+    for record in records:
+        params = record.params
+        load = f"{params['length']:,} tokens" if "length" in params else "together"
+        print(f"{params['method']:5} {record.name:22} {load:16} {record.value:,.4g} {record.unit}")
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    chosen = {key: tuple(x) if isinstance(x, list) else x for key, x in settings.items()}
+
+    def hand_over(new: list[Record]) -> None:
+        """Print records for the process that started this one."""
+        for record in new:
+            print(record.to_json(), flush=True)
+
+    run_vllm_bench(VllmBench(**chosen), hand_over)

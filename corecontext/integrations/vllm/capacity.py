@@ -1,0 +1,91 @@
+"""Count the tokens that vLLM's cache holds with core context and without, by arithmetic alone:
+vLLM need not be installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from corecontext.config import CCAConfig
+from corecontext.cost import ModelCost, entry_bytes
+from corecontext.files import UserError
+from corecontext.integrations.vllm.model_settings import check_architecture, check_settings
+from corecontext.integrations.vllm.page_layout import PageLayout
+
+MEMORY_SHARE = 0.92
+"""Share of a GPU's memory that vLLM uses by default."""
+PAGE_SIZE = 16
+"""Entries of a page, vLLM's default."""
+MOST_BATCHED = 8192
+"""Tokens of a prompt in a step, vLLM's default on large GPUs."""
+
+
+def gpu_gib(given: float | None) -> float:
+    """Return the memory of a GPU in GiB: as given, else of this machine's.
+
+    Raises:
+        UserError: there is no GPU, and none given.
+    """
+    import torch
+
+    if given is not None:
+        if not 0 < given < float("inf"):
+            raise UserError(f"gpu_memory must be more than 0, got {given}.")
+        return given
+    if not torch.cuda.is_available():
+        raise UserError("gpu_memory must be given on a machine without a GPU, such as 141.")
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
+def page_bytes(cost: ModelCost, config: CCAConfig) -> int:
+    """Return the bytes of a page of all layers."""
+    entry = entry_bytes(config, cost.head_dim, cost.itemsize)
+    return cost.num_layers * cost.kv_heads * PAGE_SIZE * entry
+
+
+def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> tuple[int, int]:
+    """Return the tokens of requests of `length` tokens in `free` bytes, with full attention and
+    with core context."""
+    full = free // page_bytes(cost, CCAConfig.paper()) * PAGE_SIZE
+    pages = free // page_bytes(cost, config)
+    layout = PageLayout.of(config, PAGE_SIZE)
+    return full, layout.cache_tokens(pages, length, MOST_BATCHED)
+
+
+def capacity_table(
+    hf_config: Any, cost: ModelCost, config: CCAConfig, lengths: list[int], gib: float
+) -> Table:
+    """Make a table of the tokens that a GPU of `gib` GiB holds, one row a length.
+
+    Raises:
+        UserError: the weights alone do not fit.
+        ValueError: the model or a setting is not available in vLLM.
+    """
+    check_architecture(hf_config)
+    check_settings(config)
+    weights = cost.weight_bytes()
+    if not hf_config.tie_word_embeddings:
+        # A step reads one row of the embedding, which has the output head's size.
+        weights += cost.head_weights * cost.itemsize
+    free = int(MEMORY_SHARE * gib * 2**30) - weights
+    if free <= 0:
+        raise UserError(
+            f"gpu_memory must be more than the weights' {weights / 2**30:.1f} GiB / "
+            f"{MEMORY_SHARE}, got {gib:.4g} GiB."
+        )
+    table = Table(
+        title=f"vLLM on one GPU of {gib:.4g} GiB: tokens in the cache",
+        box=SIMPLE_HEAD,
+        caption=(
+            f"{MEMORY_SHARE:.0%} of the memory without the weights; a step's own memory is "
+            "taken from it too"
+        ),
+    )
+    for column in ("tokens of\na request", "full", "CCA", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    for length in lengths:
+        full, compact = held_tokens(cost, config, length, free)
+        table.add_row(str(length), f"{full:,}", f"{compact:,}", f"{compact / max(1, full):.1f}x")
+    return table

@@ -1,0 +1,142 @@
+"""The benchmark of vLLM, with an engine that answers at once in place of vLLM's."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import vllm as bench_vllm
+from benchmarks.command import main
+from benchmarks.vllm import VllmBench, model_config, timed
+from corecontext import CCAConfig
+from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.record import Record, read_records
+
+
+class Engine:
+    """Gives each request a token in each step, its first one after a step of its prompt."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1000))
+        self.waiting: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.prompts: list[list[int]] = []
+
+    def add_request(self, name, prompt, options):
+        assert options["ignore_eos"] and options["temperature"] == 0
+        self.prompts.append(prompt["prompt_token_ids"])
+        self.waiting[name] = options["max_tokens"]
+        self.tokens[name] = []
+
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+
+    def step(self):
+        outputs = []
+        for name, left in list(self.waiting.items()):
+            self.tokens[name].append(7)
+            completion = SimpleNamespace(token_ids=self.tokens[name])
+            outputs.append(SimpleNamespace(request_id=name, outputs=[completion]))
+            self.waiting[name] = left - 1
+            if left == 1:
+                del self.waiting[name]
+        return outputs
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine, which `python -m benchmarks vllm` measures."""
+    engine = Engine()
+    package = SimpleNamespace(SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(bench_vllm, "make_engine", lambda *args: engine)
+    monkeypatch.setattr(bench_vllm, "device_name", lambda device: "a GPU")
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.setenv(name, "")
+    return engine
+
+
+def test_each_token_has_its_time(engine):
+    times = timed(engine, [[1, 2], [3]], 5)
+    assert [len(row) for row in times] == [5, 5]
+    assert all(row == sorted(row) and row[0] > 0 for row in times)
+
+
+@pytest.mark.parametrize("method", ["cca", "full"])
+def test_records_of_a_method(engine, method, tmp_path, capsys):
+    path = tmp_path / "vllm.jsonl"
+    line = f"vllm --method {method} --length 20 --length 40 --steps 3 --prompt-length 30"
+    line += f" --new-tokens 4 --requests 5 --most-batched 16 --json {path}"
+    assert main(line.split()) == 0
+    records = read_records(path)
+    assert [record.name.removeprefix("vllm.") for record in records] == [
+        "cache_tokens",
+        *("first_token_s", "next_token_ms") * 2,
+        "requests_per_s",
+        "first_token_s",
+    ]
+    tokens = 16000
+    if method == "cca":
+        tokens = PageLayout.of(VllmBench().config, 16).cache_tokens(1000, 34, 16)
+    assert records[0].value == tokens
+    assert records[1].params["length"] == 20
+    assert records[-2].params["requests"] == 5
+    assert all(record.params["method"] == method for record in records)
+    assert [len(prompt) for prompt in engine.prompts[-5:]] == [30] * 5
+    assert len(set(map(tuple, engine.prompts))) == len(engine.prompts)
+    assert f"{method:5} vllm.requests_per_s" in capsys.readouterr().out
+
+
+def test_the_model_has_positions_for_the_longest_request():
+    bench = VllmBench(lengths=(200_000,), steps=10, group_size=8)
+    shape = model_config(bench, "cca")
+    assert shape["max_position_embeddings"] == bench.longest == 200_010
+    assert CCAConfig.from_dict(shape["cca"]).group_size == 8
+    assert "cca" not in model_config(bench, "full")
+
+
+def test_several_methods_run_in_a_process_each(engine, monkeypatch, capsys):
+    """Records of one that ends early are kept."""
+    line = Record("vllm.cache_tokens", 5, "tokens", params={"method": "cca"}).to_json()
+    called = []
+
+    class Process:
+        returncode = 3
+        stdout = ("a log\n", line + "\n")
+
+        def __init__(self, program, **options):
+            called.append(program[-1])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(bench_vllm.subprocess, "Popen", Process)
+    kept = []
+    records = bench_vllm.run_vllm_bench(VllmBench(), kept.extend)
+    assert records == kept
+    assert [record.value for record in records] == [5, 5]
+    assert '"methods": ["full"]' in called[1]
+    assert "full: vLLM ended with code 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--method sdpa", "method must be one of 'cca', 'full'"),
+        ("--length 0", "length must be at least 1"),
+        ("--requests -1", "requests must be at least 0"),
+        ("--memory-share 1.5", "memory_share must be between 0 and 1"),
+        ("--plot x.svg", "plot must be left out"),
+        ("", "bench vllm needs vLLM"),
+    ],
+)
+def test_wrong_options(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: None)
+    assert main(f"vllm {options}".split()) == 2
+    assert message in capsys.readouterr().err
