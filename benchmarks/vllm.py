@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.options import check_choices, check_positive, option
 from benchmarks.serving_settings import SERVED_SHAPES
-from corecontext.config import CCAConfig
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.measure import package_path
@@ -43,9 +43,9 @@ class VllmBench:
     """cca, or full: vLLM's own FlashAttention."""
     shape: str = "llama3.1-8b"
     """llama3.1-8b: a model of these sizes with random weights."""
-    group_size: int = 16
+    group_size: int = DEFAULT_GROUP_SIZE
     """Tokens per core token, g."""
-    window_size: int = 1024
+    window_size: int = DEFAULT_WINDOW_SIZE
     """Nearest tokens kept as they are, s."""
     lengths: tuple[int, ...] = option((1024, 32768, 131072), name="length")
     """Tokens of a prompt alone on the machine, whose first and next token are measured."""
