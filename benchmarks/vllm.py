@@ -98,7 +98,7 @@ class VllmBench:
         """Return a record's params."""
         settings: dict[str, Any] = {}
         if method == "cca":
-            sizes = ("group_size", "window_size", "sink_size")
+            sizes = ("group_size", "window_size", "sink_size", "core_mass")
             settings = {name: getattr(self.config, name) for name in sizes}
         return {
             "method": method,
