@@ -308,8 +308,9 @@ def print_vllm(records: Sequence[Record]) -> None:
 
 
 if __name__ == "__main__":
-    settings = json.loads(sys.argv[1])
-    chosen = {key: tuple(x) if isinstance(x, list) else x for key, x in settings.items()}
+    chosen: dict[str, Any] = json.loads(sys.argv[1])
+    for field in ("methods", "lengths"):
+        chosen[field] = tuple(chosen[field])
 
     def hand_over(new: list[Record]) -> None:
         """Print records for the process that started this one."""

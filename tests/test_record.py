@@ -127,6 +127,7 @@ def test_a_bad_line_is_named(tmp_path):
 def test_names_carry_their_unit():
     ends = {
         "tokens_per_s": "tokens/s",
+        "cache_tokens": "tokens",
         "requests_per_s": "requests/s",
         "_rate": "requests/s",
         "_ms": "ms",

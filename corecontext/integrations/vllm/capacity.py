@@ -3,6 +3,7 @@ vLLM need not be installed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -55,7 +56,7 @@ def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> t
 
 
 def capacity_table(
-    hf_config: Any, cost: ModelCost, config: CCAConfig, lengths: list[int], gib: float
+    hf_config: Any, cost: ModelCost, config: CCAConfig, lengths: Sequence[int], gib: float
 ) -> Table:
     """Make a table of the tokens that a GPU of `gib` GiB holds, one row a length.
 
