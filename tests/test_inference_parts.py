@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -515,6 +516,18 @@ def test_a_request_is_keyed_by_all_that_its_buffers_depend_on(model):
     assert by_load[1:] == [Load(0, 0, 99, 1.5, 28)]  # which may be padded, too
 
 
+def test_padding_takes_no_position(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(model.config, "max_position_embeddings", 11)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5], mask[1, :3] = 0, 0
+    engine = Engine(model)
+    rows = engine.generate(tokens(2, 12), mask, max_new_tokens=2, eos_token_id=[])
+    assert [len(row) for row in rows] == [2, 2]
+    with pytest.raises(ValueError, match="^input_ids must fit the model's 11 positions, got 9 tok"):
+        engine.stream(tokens(2, 12), mask, max_new_tokens=3)
+
+
 def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
     model = tiny_model()
     with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
@@ -527,7 +540,7 @@ def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
             engine.stream(tokens(1, 30), max_new_tokens=3)
         available[0] = row
         engine.generate(tokens(1, 30), max_new_tokens=3)
-        assert engine.host_bytes_kept == row
+        assert engine.host_bytes_kept == row and engine.load().host_bytes_used == 0
         available[0] = 0
         engine.generate(tokens(1, 20), max_new_tokens=3)  # in the cache that is kept
         available[0] = None
@@ -682,8 +695,10 @@ def test_a_stream_that_was_closed_or_failed_gives_no_token(model, monkeypatch):
     assert list(unread) == [] and engine.time_to_first_token is None
     with engine.stream(ids, max_new_tokens=3) as stream:
         assert stream.session is None and stream.made == 0 and stream.running == [True]
+        began = time.perf_counter()
         next(stream)
-        assert stream.made == 1 and engine.time_to_first_token > 0 and stream.prompt is None
+        assert stream.made == 1 and stream.prompt is None
+        assert 0 < engine.time_to_first_token <= time.perf_counter() - began
     assert stream.session is None and not engine._busy and len(engine._idle) == 1
     failing = engine.stream(ids, max_new_tokens=3)
     next(failing)
@@ -747,6 +762,33 @@ def test_what_the_engine_does_not_have_is_generated_by_transformers(monkeypatch)
         **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
         **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), 0),
     }
+    assert [name for name, value in PLAIN.items() if value is None] == [
+        "bad_words_ids",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "watermarking_config",
+        "stop_strings",
+    ]
+
+
+def test_a_chat_template_writes_special_tokens_itself(monkeypatch):
+    monkeypatch.setattr(generation, "chat_prompt", lambda tokenizer, turns: f"<{turns}>")
+    monkeypatch.setattr(generation, "encode", lambda loaded, text, **options: (text, options))
+    asked = generation.encode_prompt
+    for template in (None, "{{ messages }}"):
+        loaded = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+        for chat in (None, False):
+            assert asked(loaded, "T \n", None, chat, room_for=3) == ("T \n", {"room_for": 3})
+        assert asked(loaded, "T \n", "Q", False, room_for=3) == ("T\n\nQ\n", {"room_for": 3})
+    in_template = {"room_for": 3, "special_tokens": False}
+    for chat in (None, True):
+        text = "<[('user', 'T\\n\\nQ')]>"
+        assert asked(loaded, "T \n", "Q", chat, room_for=3) == (text, in_template)
+    assert asked(loaded, "T", None, True, room_for=3) == ("<[('user', 'T')]>", in_template)
 
 
 def test_a_continuation_checks_and_simplifies_its_numbers():
