@@ -895,7 +895,7 @@ def test_a_policy_whose_module_raises_is_one_line(tmp_path, monkeypatch):
         (["--policy", "wild"], "policy must be 'elastic'"),
         (
             ["--method", "full", "--group-size", "4"],
-            "group-size, window-size, sinks, prefill, fetch-groups, fetch-index, store",
+            "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index, store",
         ),
         (["--model", "nowhere/at/all"], "model 'nowhere/at/all' does not exist"),
         (["--api-key-file", "nowhere"], "file 'nowhere' does not exist"),
