@@ -20,6 +20,7 @@ from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import adapted, from_scratch
 from reproduction.real_figure import draw_frontier
 from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
+from reproduction.rivals_tables import rivals_markdown
 from reproduction.sizes import FULL
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
@@ -148,6 +149,8 @@ TABLES: Sequence[PageTable] = (
     PageTable("real, short", "real", partial(real_markdown, trained=False, short=True)),
     PageTable("real, indices", "real", index_markdown),
     PageTable("real, extended", "real", extended_markdown),
+    PageTable("rivals, as it is", "rivals", partial(rivals_markdown, trained=False)),
+    PageTable("rivals, trained", "rivals", partial(rivals_markdown, trained=True)),
 )
 
 if __name__ == "__main__":
