@@ -20,7 +20,6 @@ from benchmarks.model_check import check_model
 from benchmarks.model_methods import (
     CCA_METHODS,
     CCA_RAW,
-    FETCH,
     FETCHING,
     FULL,
     FULL_ROWS,
@@ -42,7 +41,7 @@ from corecontext.cost import ModelCost
 from corecontext.files import is_out_of_memory, one_line
 from corecontext.heads.budget import Shape
 from corecontext.inference.limits import check_length, free_bytes
-from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_cache import cache_bytes, host_bytes
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
@@ -94,8 +93,7 @@ class _Run:
             settings = {"group_size": config.group_size, "window_size": config.window_size}
             if config.cache_dtype != "auto":
                 settings["cache_dtype"] = config.cache_dtype
-            if job.method == FETCH:
-                settings |= FETCHING
+            settings |= FETCHING.get(job.method, {})
         elif job.method == "streaming_llm":
             settings = {"sinks": 4, "window_size": config.window_size}
         return {
@@ -209,9 +207,7 @@ def _measure(run: _Run, job: Job) -> None:
     settings: dict[str, Any] = {}
     if method in CCA_METHODS:
         settings = {"fuse": job.fuse, "chunk_size": bench.chunk_size}
-    config = job.config
-    if method == FETCH:
-        config = config.replace(**FETCHING)
+    config = job.config.replace(**FETCHING.get(method, {}))
     if method == CCA_RAW:
         shape = Shape(run.cost.num_layers, run.cost.kv_heads)
         try:
@@ -271,6 +267,8 @@ def _prompt_and_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
         run.record("model.first_token_s", seconds, params)
         run.record("model.peak_bytes", run.weight_bytes + max(peaks), params)
         run.record("model.cache_bytes", cache_bytes(current.cache), with_cache)
+        if in_host_memory := host_bytes(current.cache):
+            run.record("model.host_bytes", in_host_memory, with_cache)
     if "itl" in bench.what:
         run.record("model.next_token_ms", _step_ms(run, current.step), with_cache)
     current.close()

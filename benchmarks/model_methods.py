@@ -30,10 +30,12 @@ from corecontext.model_sizes import ModelSizes
 FULL = ("full", *KERNELS)
 FULL_ROWS = "full_rows"  # decodes only
 CCA_RAW = "cca_raw"
-FETCH = "fetch"
-CCA_METHODS = ("cca", CCA_RAW, FETCH)
-FETCHING = {**DECODING["fetch"], "fetch_share": 16, "store": "device"}
-"""Settings of method fetch; neighbouring queries of a prompt share a choice."""
+FETCHING = {
+    "fetch": {**DECODING["fetch"], "fetch_share": 16, "store": "device"},
+    "fetch_host": {**DECODING["fetch"], "fetch_share": 16, "store": "host"},
+}
+"""Settings of methods with fetch; neighbouring queries of a prompt share a choice."""
+CCA_METHODS = ("cca", CCA_RAW, *FETCHING)
 # Fallbacks of a step: the chosen kernel may refuse its mask.
 DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 

@@ -23,6 +23,7 @@ METHOD_LABELS = {
     "cca": "CCA",
     "cca_raw": "CCA, some heads raw",
     "fetch": "CCA, 64 groups fetched",
+    "fetch_host": "CCA, 64 groups fetched from host memory",
     "streaming_llm": "StreamingLLM",
     "sdpa_flash": "full (flash)",
     "sdpa_cudnn": "full (cuDNN)",
@@ -123,7 +124,7 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
         if r.params["method"] == "cca":
             made.setdefault(_key(r), Comparison(r.device, {})).params = dict(r.params)
     for r in measured:
-        ours = r.params["method"] in ("cca", "cca_raw", "fetch")
+        ours = r.params["method"] in ("cca", "cca_raw", "fetch", "fetch_host")
         configured = ours or r.params.get("of") == "cca"
         for key, comparison in made.items():
             if key == _key(r) or (not configured and key[:-2] == _key(r)[:-2]):

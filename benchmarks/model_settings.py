@@ -12,7 +12,7 @@ from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfi
 
 METHODS = (
     *("full", "sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm"),
-    *("cca", "cca_raw", "fetch"),
+    *("cca", "cca_raw", "fetch", "fetch_host"),
 )
 WHATS = ("ftl", "itl")
 FUSES = ("none", "compile")
@@ -33,9 +33,9 @@ class ModelBench:
     131072, or 16384 for --sweep, 32768 for --throughput."""
     methods: tuple[str, ...] = option((), name="method")
     """full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own
-    kernel), streaming_llm, cca, cca_raw (some KV heads keep every token, at the same cache size) or
-    fetch (raw tokens of the 64 best groups, kept on the device).
-    Default: full, streaming_llm and cca; on a GPU all but full, cca_raw and fetch."""
+    kernel), streaming_llm, cca, cca_raw (some KV heads keep every token, at the same cache size),
+    fetch (raw tokens of the 64 best groups, kept on the device) or fetch_host (in host memory).
+    Default: full, streaming_llm and cca; on a GPU all but full, cca_raw and those with fetch."""
     what: tuple[str, ...] = WHATS
     """ftl (first token, peak memory, cache) or itl (next tokens)."""
     sweep: bool = False
@@ -83,7 +83,7 @@ class ModelBench:
         check_choices("what", self.what, WHATS)
         check_choices("fuse", self.fuses, FUSES)
         check_choices("dtype", (self.dtype,), DTYPES)
-        for method in {"cca_raw", "fetch"}.intersection(self.methods):
+        for method in {"cca_raw", "fetch", "fetch_host"}.intersection(self.methods):
             if self.mode != "lengths":
                 raise ValueError(
                     f"method must be without {method!r} for a {self.mode} run, which does not "

@@ -32,6 +32,7 @@ UNITS = {
     "model.first_token_s": "s",
     "model.next_token_ms": "ms",
     "model.cache_bytes": "bytes",
+    "model.host_bytes": "bytes",
     "model.peak_bytes": "bytes",
     "model.tokens_per_s": "tokens/s",
     "model.skipped": "count",

@@ -240,6 +240,17 @@ def test_some_heads_raw_have_the_cache_of_equal_groups(tmp_path):
     assert few.name == "model.skipped" and "must be at most 0 of 4 KV heads" in few.params["reason"]
 
 
+def test_fetch_from_host_memory_counts_its_bytes_there():
+    bench = dataclasses.replace(TINY, lengths=(96,), methods=("cca", "fetch", "fetch_host"))
+    found = model.run_model_bench(bench)
+    device = [value(found, "cache_bytes", method=m) for m in ("cca", "fetch_host", "fetch")]
+    host = value(found, "host_bytes", method="fetch_host")
+    assert device[0] < device[1] and device[2] == device[1] + host
+    (comparison,) = model_report.comparisons(found)
+    label = "CCA, 64 groups fetched from host memory"
+    assert comparison.value("model.next_token_ms", label) > 0
+
+
 def test_throughput_by_batch(more):
     found = [r for r in more if r.name == "model.tokens_per_s"]
     assert [(r.params["method"], r.params["batch"], r.params["cache"]) for r in found] == [
