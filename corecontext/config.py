@@ -194,8 +194,8 @@ class CCAConfig:
 
     @property
     def fetches_by_slots(self) -> bool:
-        """Whether a cache keeps fetched groups on the device. Its steps ask the device which are
-        missing, so they cannot be captured."""
+        """Whether a cache keeps fetched groups on the device. Only the fused step finds those that
+        are missing on the device itself; others ask it, and are not captured."""
         return self.fetches_from_host and self.fetch_slots > 0
 
     @property

@@ -34,6 +34,7 @@ from corecontext.ops.triton import (
     fetch_decode_attend,
     fetch_decode_choice,
     fetch_decode_index,
+    fetch_decode_slots,
     fetch_kernels,
     fetch_score_kernels,
     marks,
@@ -94,6 +95,8 @@ STEP = (
     fetch_decode_index.fetch_scores_kernel,
     fetch_decode_choice.fetch_choose_kernel,
     fetch_decode_attend.fetch_step_kernel,
+    fetch_decode_slots.find_slots_kernel,
+    fetch_decode_slots.load_slots_kernel,
 )
 LOSS = (loss_kernel.loss_kernel,)
 HEADS = 4  # query heads that share a KV head
@@ -278,8 +281,15 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     wide = {**types, "rotation_ptr": "fp32"}
     yield Kernel(fetch_decode_choice.fetch_choose_kernel, {**place, **index, **blocks}, wide)
     flags = {"WIDTH": 1, "POOLS": True, "HALF": dim // 2, "INTERLEAVED": False, "HEAD_DIM": dim}
-    flags |= {"HAS_BIAS": False, "HAS_MASS": True}
+    flags |= {"HAS_BIAS": False, "HAS_MASS": True, "FETCHED_SINKS": 16}
     yield Kernel(fetch_decode_attend.fetch_step_kernel, {**place, **flags, **plan.step}, types)
+    numbers = ("table", "owner", "order", "slot", "missing")
+    types |= {f"{name}_ptr": "i32" for name in numbers}
+    types |= {"last_used_ptr": "i64", "counts_ptr": "i64"}
+    blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "COMPARED": 32, "num_warps": 8}
+    yield Kernel(fetch_decode_slots.find_slots_kernel, blocks, types)
+    blocks = {"GROUP": 16 * dim, "HEAD_DIM": dim, "BLOCK": 1024, "num_warps": 4}
+    yield Kernel(fetch_decode_slots.load_slots_kernel, blocks, types)
 
 
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:

@@ -775,6 +775,21 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         f"{STEP}::test_of_equal_groups_the_lower_are_fetched",
     ),
     Fault(
+        "fetch: a step evicts a group that it reads",
+        "return tl.where(exists, age, 0x7FFFFFFFFFFFFFFF)",
+        "tests/test_triton_fetch_slots.py::test_slots_are_those_of_the_store",
+    ),
+    Fault(
+        "fetch: an evicted group keeps its slot, in a step",
+        "pass",
+        "tests/test_triton_fetch_slots.py::test_slots_are_those_of_the_store",
+    ),
+    Fault(
+        "fetch: a missing group is loaded as if there were no first tokens",
+        "source = n * room * HEAD_DIM + group.to(tl.int64) * GROUP",
+        "tests/test_triton_fetch_slots.py::test_slots_are_those_of_the_store",
+    ),
+    Fault(
         "fetch: a fused step leaves its raw token unstored",
         "pass",
         f"{STEP}::test_every_step_of_every_row",

@@ -612,13 +612,18 @@ def test_each_kind_of_sampling_has_its_captured_step(model, monkeypatch):
     assert growing.cache is not cache
     plain = sessions.Session(model, None, key._replace(config=None), **options)
     assert not plain.fixed
-    # Raw tokens in host memory are allocated at once; steps with slots are not compiled.
-    host = CONFIG.replace(fetch_groups=2, store="host")
+    # Raw tokens in host memory are allocated at once; steps that ask the device are not captured.
+    host = CONFIG.replace(fetch_groups=2, store="host", backend="packed")
     for static, num_slots in ((False, 0), (True, 0), (False, 2), (True, 2)):
         key = key._replace(config=host.replace(fetch_slots=num_slots))
         fetching = sessions.Session(model, handle_of(model), key, **{**options, "static": static})
-        assert fetching.fixed and fetching.is_compiled == (not num_slots)
-        assert fetching.capture == (fetching.is_compiled and fetching.tokens.is_cuda)
+        assert fetching.fixed and fetching.capture == fetching.tokens.is_cuda
+        fetching.capture = True
+        with fetching.configured():
+            model(fetching.tokens.repeat(1, 20), past_key_values=fetching.cache, use_cache=True)
+        made.clear()
+        fetching.step("greedy")
+        assert len(made) == (0 if num_slots else 1)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ FETCH = {
     "fetch_scores_kernel",
     "fetch_choose_kernel",
     "fetch_step_kernel",
+    "find_slots_kernel",
+    "load_slots_kernel",
 }
 MASS = {"mass_fwd_kernel", "mass_bwd_kernel"}
 LOSS = {"loss_kernel"}

@@ -151,7 +151,7 @@ def test_of_equal_groups_the_lower_are_fetched():
         ({"fetch_index": "parts:3:2"}, None),
         ({"window_size": 7}, None),
         ({"cache_dtype": "int8"}, None),
-        ({"store": "host", "fetch_slots": 2}, None),
+        ({"store": "host", "fetch_slots": 2, "cache_dtype": "int8"}, None),
         ({}, 3.0),
     ],
     ids=str,
@@ -165,8 +165,9 @@ def test_other_caches_decode_in_plain_pytorch(settings, softcap):
     assert layer.attend(*(x[:, :, 20:] for x in qkv), softcap=softcap).isfinite().all()
 
 
-def test_compiles_as_one_graph():
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2)
+@pytest.mark.parametrize("changes", [{}, {"store": "host", "fetch_slots": 3}], ids=str)
+def test_compiles_as_one_graph(changes):
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, **changes)
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 2, 1, 29, 16)
     layer = CompactLayer(config, rotary, max_length=40)
@@ -184,11 +185,16 @@ def test_compiles_as_one_graph():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="graphs need a GPU")
-@pytest.mark.parametrize("index", ["pairs:2", "mean"])
-@pytest.mark.parametrize("store", ["device", "host"])
-def test_a_captured_step_replays(store, index):
+@pytest.mark.parametrize(
+    "index, store, num_slots",
+    [
+        *(("pairs:2", "device", 0), ("mean", "device", 0), ("pairs:2", "host", 0)),
+        *(("mean", "host", 0), ("pairs:2", "host", 6)),
+    ],
+)
+def test_a_captured_step_replays(index, store, num_slots):
     prefill, length = 300, 420
-    settings = {"core_mass": True, "store": store, "fetch_index": index}
+    settings = {"store": store, "fetch_slots": num_slots, "fetch_index": index, "core_mass": True}
     config = CCAConfig.paper(16, 64, fetch_groups=4, **settings)
     rotary = Rotary.from_theta(100.0, 128)
     qkv = tensors(2, 8, 2, length, 128, torch.bfloat16)

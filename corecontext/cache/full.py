@@ -28,6 +28,7 @@ class FullLayer:
     config = None
     is_empty = False  # the first append is like later ones
     padding_known = True  # no mask is ever needed
+    asks_device = False
 
     def __init__(self, max_length: int, *, fixed: bool = False) -> None:
         self.max_length = max_length

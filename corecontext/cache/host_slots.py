@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corecontext.cache.host_store import HostStore
 from corecontext.cache.raw_store import Format, num_bytes
-from corecontext.ops.spec import Spec
+from corecontext.ops.spec import FetchSlots, RawSlots, Spec
 
 FREE = -1
 """The group of a slot without one, and the slot of a group without one."""
@@ -28,20 +28,16 @@ class SlotStore(HostStore):
         spec, like, format, length: As for `RawStore`.
     """
 
-    _BY_ROW = (*HostStore._BY_ROW, "slots", "owner", "last_used", "table")
+    _BY_ROW = (*HostStore._BY_ROW, "slots", "owner", "last_used", "table", "counts")
 
     def __init__(
         self, spec: Spec, like: list[Tensor], format: Format, length: int, num_slots: int
     ) -> None:
         super().__init__(spec, like, format, length)
         self.num_slots = num_slots
-        zero = torch.zeros((), dtype=torch.long, device=like[0].device)
-        self.clock = zero
-        """Steps so far."""
-        self.hits = zero.clone()
-        """Groups that steps found in a slot."""
-        self.lookups = zero.clone()
-        """Groups that steps read."""
+        shape = self.raw[0].shape[:2]
+        self.counts = torch.zeros(*shape, 3, dtype=torch.long, device=like[0].device)
+        """Steps, groups found in a slot and groups read so far, [B, Hkv, 3]."""
         self._make_slots()
 
     def _make_slots(self) -> None:
@@ -61,9 +57,13 @@ class SlotStore(HostStore):
         self.last_used = torch.zeros((*shape, count), dtype=torch.long, **options)
         """The step that last read each slot, [B, Hkv, n]."""
 
-    def as_slots(self) -> None:
-        """Return None: the fused step has no slots."""
-        return
+    def as_slots(self) -> RawSlots | None:
+        """Return the buffers as the fused step takes them, or None, as `RawStore.as_slots`."""
+        raw = super().as_slots()
+        if raw is None:
+            return None
+        tensors = (*self.slots, self.table, self.owner, self.last_used, self.counts)
+        return raw._replace(slots=FetchSlots(*tensors))
 
     # Sizes
     # -----
@@ -72,17 +72,28 @@ class SlotStore(HostStore):
         """Bytes in use on the device: of the index, and of slots and table for the groups of rows
         of `length` tokens."""
         groups = self.num_groups(length)
-        slots = [x[:, :, : min(groups, self.num_slots)] for x in self._slot_tensors[:-1]]
+        each = (*self.slots, self.owner, self.last_used)
+        slots = [x[:, :, : min(groups, self.num_slots)] for x in each]
         return num_bytes([*self._used_index(length), *slots, self.table[:, :, : groups + 1]])
 
     @property
     def _slot_tensors(self) -> list[Tensor]:
-        return [*self.slots, self.owner, self.last_used, self.table]
+        return [*self.slots, self.owner, self.last_used, self.table, self.counts]
+
+    @property
+    def hits(self) -> Tensor:
+        """Groups that steps found in a slot, summed over KV heads."""
+        return self.counts[..., 1].sum()
+
+    @property
+    def lookups(self) -> Tensor:
+        """Groups that steps read, summed over KV heads."""
+        return self.counts[..., 2].sum()
 
     @property
     def extras(self) -> list[Tensor]:
         """The tensors that are small beside the raw tokens."""
-        return [*super().extras, *self._slot_tensors, self.clock, self.hits, self.lookups]
+        return [*super().extras, *self._slot_tensors]
 
     # Rows and length
     # ---------------
@@ -102,6 +113,7 @@ class SlotStore(HostStore):
         self.owner = self.owner.index_select(0, rows)
         self.last_used = self.last_used.index_select(0, rows)
         self.slots = [x.index_select(0, rows) for x in self.slots]
+        self.counts = self.counts.index_select(0, rows)
 
     def forget(self, lengths: Tensor) -> None:
         """Empty the slots of groups that rows of so many tokens, [B], do not have."""
@@ -143,7 +155,7 @@ class SlotStore(HostStore):
     def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [N, k g, D] of groups [N, k], any tokens for -1.
 
-        Asks the device which groups are missing: cannot be captured.
+        Asks the device which groups are missing: cannot be captured. The fused step does not.
         """
         slot, is_missing = self._find_slots(numbers.long())
         row, place = is_missing.nonzero(as_tuple=True)
@@ -161,16 +173,16 @@ class SlotStore(HostStore):
     def _find_slots(self, group: Tensor) -> tuple[Tensor, Tensor]:
         """Give each of the groups [N, k] a slot, also -1; return the slots, and which groups are
         still to be loaded into theirs."""
-        tensors = (self.table, self.owner, self.last_used)
-        table, owner, last_used = (x.flatten(0, 1) for x in tensors)
+        tensors = (self.table, self.owner, self.last_used, self.counts)
+        table, owner, last_used, counts = (x.flatten(0, 1) for x in tensors)
         scratch = table.shape[1] - 1
         is_group = group >= 0
         place = torch.where(is_group, group, scratch)
         slot = table.gather(1, place).long()
         is_hit = is_group & (slot >= 0)
-        self.clock += 1
-        self.hits += is_hit.sum()
-        self.lookups += is_group.sum()
+        counts[:, 0] += 1
+        counts[:, 1] += is_hit.sum(1)
+        counts[:, 2] += is_group.sum(1)
 
         # The others get the slots that were not read for longest, free ones first: of those that
         # this step does not read, which are enough.
@@ -189,5 +201,5 @@ class SlotStore(HostStore):
         table.scatter_(1, place, slot.int())
         table[:, scratch] = FREE
         owner.scatter_(1, slot, group.int())
-        last_used.scatter_(1, slot, torch.where(is_group, self.clock, 0))
+        last_used.scatter_(1, slot, torch.where(is_group, counts[:, :1], 0))
         return slot, is_group & ~is_hit

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading_of, spec_of
 from corecontext.cache.decode_step import decode_step
+from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.slots import read, write
 from corecontext.cache.state import LayerState
 from corecontext.ops import rules
@@ -215,6 +216,12 @@ class CompactLayer(LayerState):
             self.mass_buffer,
             raw,
         )
+
+    @property
+    def asks_device(self) -> bool:
+        """Whether a step asks the device which groups are missing, so that it cannot be
+        captured."""
+        return isinstance(self.store, SlotStore) and self._slots() is None
 
     def _choose_step(self) -> None:
         """Find the fused step for the buffers' dtype and device, if the backend has one."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.cache import parts_of
 from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
@@ -79,9 +80,7 @@ class Session:
         # Raw tokens in host memory are allocated at once: their end comes before the first token.
         self.fixed = (self.static or from_host) and self._compact
         device = self.model.device
-        by_slots = config is not None and config.fetches_by_slots
-        self.capture = self.capture and self.fixed and device.type == "cuda" and not by_slots
-        self.is_compiled = self.fixed and not by_slots
+        self.capture = self.capture and self.fixed and device.type == "cuda"
         self.cache = self._new_cache()
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
@@ -113,6 +112,12 @@ class Session:
     def configured(self) -> contextlib.AbstractContextManager[None]:
         """Set the model to this session's settings, and back."""
         return configured(self.handle, self.key.config)
+
+    @property
+    def _asks_device(self) -> bool:
+        """Whether a step asks the device for numbers."""
+        layers = (x.compact for x in self.cache.layers if isinstance(x, CCALayer))
+        return any(part.asks_device for layer in layers for part in parts_of(layer))
 
     def reset(self) -> None:
         """Empty the cache for the next request; fixed buffers stay in place for captured steps."""
@@ -153,7 +158,7 @@ class Session:
             kind: `Sampling.kind`.
         """
         self.length += 1
-        if not self.capture:
+        if kind not in self._captured and (not self.capture or self._asks_device):
             self._step(kind)
             return
         if kind not in self._captured:
@@ -168,7 +173,7 @@ class Session:
     @torch.no_grad()
     def _step(self, kind: str) -> None:
         mask = None if self.mask is None else self.mask[:, : self.length]
-        forward = self.forward if self.is_compiled else self.model
+        forward = self.forward if self.fixed and not self._asks_device else self.model
         with self.configured():
             out = forward(
                 self.tokens,

@@ -220,6 +220,23 @@ class Upstream(NamedTuple):
         return self.map(lambda x: x[:, :, rows])
 
 
+class FetchSlots(NamedTuple):
+    """Hold recently fetched groups of raw tokens in host memory (`cache.host_slots`)."""
+
+    keys: Tensor
+    """[B, Hkv, n, g, D]."""
+    values: Tensor
+    """As keys."""
+    table: Tensor
+    """The slot of each group, [B, Hkv, M + 1] in int32, -1 for none."""
+    owner: Tensor
+    """The group of each slot, [B, Hkv, n] in int32, -1 for none."""
+    last_used: Tensor
+    """The step that last read each slot, [B, Hkv, n] in int64."""
+    counts: Tensor
+    """Steps, groups found in a slot and groups read so far, [B, Hkv, 3] in int64."""
+
+
 class RawSlots(NamedTuple):
     """Hold the raw tokens and the index in low bits beside a compact cache, which a decoding step
     with fetch reads and writes."""
@@ -236,6 +253,8 @@ class RawSlots(NamedTuple):
     """[B, Hkv, D] in float32."""
     rotations: tuple[Tensor, Tensor]
     """The index's rotation [D, D], in the dtype of queries and in float32."""
+    slots: FetchSlots | None = None
+    """Where fetched groups are read from instead."""
 
 
 class Slots(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from corecontext.cache import parts_of
 from corecontext.graphs import WARM_UP, CapturedStep
 from corecontext.integrations.hf_cache import GivenLayer
 from corecontext.serve.rows import PooledLayer, RowPool
@@ -119,9 +120,9 @@ class DecodeBatch:
 
     def _step_for(self, shares: Shares) -> Step:
         """Return the step of these rows, used before or new."""
-        configs = [pool.config for pool, _ in shares]
-        by_slots = any(config is not None and config.fetches_by_slots for config in configs)
-        if self._memory is None or by_slots:
+        layers = (layer for pool, _ in shares for layer in pool.layers)
+        asks_device = any(part.asks_device for layer in layers for part in parts_of(layer))
+        if self._memory is None or asks_device:
             return Step(self.model, shares)
         key = tuple((id(pool), count) for pool, count in shares)
         step = self._steps.pop(key, None)

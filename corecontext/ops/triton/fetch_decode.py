@@ -22,11 +22,12 @@ from torch import Tensor
 from corecontext.config import parse_index
 from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.fetch.low_bits import LEVELS
-from corecontext.ops.spec import RawSlots, Slots, Spec
+from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode import _merge_kernel, arguments_of, slots_of, step_plan
 from corecontext.ops.triton.fetch_decode_attend import fetch_step_kernel
 from corecontext.ops.triton.fetch_decode_choice import fetch_choose_kernel
 from corecontext.ops.triton.fetch_decode_index import fetch_scores_kernel
+from corecontext.ops.triton.fetch_decode_slots import MOST_SLOTS, find_and_load
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.tiles import Chip, chip_of, decode_splits
 
@@ -50,6 +51,8 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
         return f"window {spec.window_size} is less than two groups of {g}"
     if raw.codes.shape[2] > _MOST_GROUPS:
         return f"{raw.codes.shape[2]} groups are more than {_MOST_GROUPS}"
+    if raw.slots is not None and raw.slots.keys.shape[2] > MOST_SLOTS:
+        return f"{raw.slots.keys.shape[2]} slots are more than {MOST_SLOTS}"
     return None
 
 
@@ -180,11 +183,20 @@ def _decode(
             BLOCK_K=power_of_2(chosen_groups),
             num_warps=max(4, min(16, block // 512)),
         )
+        fetched = (raw.keys, raw.values)
+        fetched_room = raw.keys.shape[2]
+        fetched_sinks = spec.sinks
+        if raw.slots is not None:
+            # Chosen groups are those of slots from here on.
+            chosen = find_and_load(raw, chosen, marks, spec.sinks)
+            fetched = (raw.slots.keys, raw.slots.values)
+            fetched_room = raw.slots.keys.shape[2] * g
+            fetched_sinks = 0
         launch(
             fetch_step_kernel,
             (rows, total),
             (
-                *(q, k, v, keys, values, masses, marks, chosen, raw.keys, raw.values),
+                *(q, k, v, keys, values, masses, marks, chosen, raw.keys, raw.values, *fetched),
                 *(
                     length,
                     slots.pad,
@@ -198,11 +210,14 @@ def _decode(
                     slots.ring_size,
                     g,
                 ),
-                *(spec.window_size, raw.keys.shape[2], num_groups),
+                *(spec.window_size, raw.keys.shape[2], fetched_room, num_groups),
                 *(num_shares, groups_each, float(spec.scale), float(core_bias)),
             ),
             (q.stride()[:2], k.stride()[:2], v.stride()[:2], chosen_groups),
-            **place,
+            ON_DEVICE=on_device,
+            SINKS=spec.sinks,
+            FETCHED_SINKS=fetched_sinks,
+            HEADS=heads,
             WIDTH=heads if spec.core_heads == "query" else 1,
             POOLS=capacity > slots.ring_size + spec.sinks,
             HALF=0 if slots.rotation is None else cos.shape[1],
@@ -238,15 +253,19 @@ def _fetch_op(
     """Run `_decode` as one operator of a graph, as `decode._decode_op`.
 
     Args:
-        buffers, tables, sizes: Those of `slots_of`, then `RawSlots`, its rotations and the groups
-            that a step fetches.
+        buffers, tables, sizes: Those of `slots_of`, then `RawSlots` and its `FetchSlots`, its
+            rotations, the groups that a step fetches and whether there are `FetchSlots`.
         index: `Spec.fetch_index`.
     """
-    *sizes, num_groups = sizes
+    *sizes, num_groups, has_slots = sizes
+    fetched = None
+    if has_slots:
+        fetched = FetchSlots(*buffers[-6:])
+        buffers = buffers[:-6]
     arguments = (buffers[:-5], seen, pad, tables[:-2], sizes, factors, "auto")
     slots, spec, core_bias = slots_of(*arguments)
     spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
-    slots = slots._replace(raw=RawSlots(*buffers[-5:], tuple(tables[-2:])))
+    slots = slots._replace(raw=RawSlots(*buffers[-5:], tuple(tables[-2:]), fetched))
     return _decode(tokens, slots, spec, core_bias)
 
 
@@ -274,8 +293,8 @@ def fetch_step(
         return _decode([q, k, v], slots, spec, core_bias)
     assert slots.raw is not None, "fetch reads raw tokens"
     buffers, seen, pad, tables, sizes, factors, _ = arguments_of(slots, spec, core_bias)
-    *stored, rotations = slots.raw
-    buffers = [*buffers, *stored]
+    *stored, rotations, fetched = slots.raw
+    buffers = [*buffers, *stored, *(fetched or ())]
     tables = [*tables, *rotations]
-    sizes = [*sizes, spec.fetch_groups]
+    sizes = [*sizes, spec.fetch_groups, int(fetched is not None)]
     return _fetch_op([q, k, v], buffers, seen, pad, tables, sizes, factors, spec.fetch_index)

@@ -96,7 +96,7 @@ def _attend_fetched(
 @triton.jit(
     do_not_specialize=[
         *("seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"),
-        *("room", "num_groups", "num_shares", "groups_each"),
+        *("room", "fetched_room", "num_groups", "num_shares", "groups_each"),
     ]
 )
 def fetch_step_kernel(
@@ -110,6 +110,8 @@ def fetch_step_kernel(
     chosen_ptr,
     raw_k_ptr,
     raw_v_ptr,
+    fetched_k_ptr,
+    fetched_v_ptr,
     seen_ptr,
     pad_ptr,
     cos_ptr,
@@ -123,6 +125,7 @@ def fetch_step_kernel(
     group_size,
     window_size,
     room,
+    fetched_room,
     num_groups,
     num_shares,
     groups_each,
@@ -134,6 +137,7 @@ def fetch_step_kernel(
     num_chosen,
     ON_DEVICE: tl.constexpr,
     SINKS: tl.constexpr,
+    FETCHED_SINKS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     POOLS: tl.constexpr,
@@ -156,6 +160,11 @@ def fetch_step_kernel(
     the new token twice and pools the group that it closes: no other program of the step reads what
     it writes. The next ones attend to fetched tokens, the
     others to the compact entries without the core tokens of fetched groups.
+
+    Args:
+        chosen_ptr: Numbers of the groups in the fetched tokens, -1 for none.
+        fetched_k_ptr: [B Hkv, fetched_room, HEAD_DIM], the raw keys behind FETCHED_SINKS tokens, or
+            the slots of groups; values likewise.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -204,15 +213,16 @@ def fetch_step_kernel(
         )
         _store_raw((k_ptr, v_ptr), (raw_k_ptr, raw_v_ptr), position, room, HEAD_DIM, BLOCK_D)
     elif part <= num_fetching:
+        fetched = n * fetched_room * HEAD_DIM
         _attend_fetched(
             (q_ptr, q_strides[1]),
-            (raw_k_ptr, raw_v_ptr),
+            (fetched_k_ptr + fetched, fetched_v_ptr + fetched),
             chosen_ptr + n * num_chosen,
             parts,
             part - 1,
             (groups_each, num_chosen, group_size),
             scale,
-            SINKS,
+            FETCHED_SINKS,
             HEADS,
             HEAD_DIM,
             BLOCK_M,

@@ -78,7 +78,7 @@ def _choose(
     slots = tl.arange(0, BLOCK_K)
     empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
     tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
-    tl.store(marks_ptr + groups, is_chosen.to(tl.int8), mask=inside)
+    tl.store(marks_ptr + groups, is_chosen.to(tl.int8), mask=groups < num_groups)
 
 
 @triton.jit(

@@ -1,0 +1,85 @@
+"""The kernels that find and load slots of groups in a decoding step, against `SlotStore`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton backend needs triton")
+
+from test_triton_fetch_step import HALF, assert_rows, fed, reference, tensors
+
+from corecontext import CCAConfig, Rotary
+from corecontext.cache import CompactLayer
+from corecontext.cache.host_slots import SlotStore
+from corecontext.cache.raw_store import Format
+from corecontext.ops.spec import Spec
+from corecontext.ops.triton.fetch_decode_slots import find_and_load
+
+pytestmark = pytest.mark.usefixtures("default_device")
+
+
+def filled_store(num_slots):
+    """A store of two rows of two KV heads with 30 groups of four tokens behind five."""
+    spec = Spec(4, 8, 1.0, fetch_groups=4, fetch_index="pairs:2", sink_size=5)
+    like = [torch.zeros(2, 2, 1, 16)] * 2
+    store = SlotStore(spec, like, Format("auto", torch.float32), 8 + 120, num_slots)
+    for x in store.raw:
+        x.normal_(generator=torch.Generator(x.device).manual_seed(0))
+    return store
+
+
+@pytest.mark.parametrize("num_slots", [4, 7, 33])
+def test_slots_are_those_of_the_store(num_slots):
+    """Also of groups that were chosen before, and after a crop."""
+    store, wanted = filled_store(num_slots), filled_store(num_slots)
+    generator = torch.Generator("cpu").manual_seed(1)
+    for step in range(24):
+        if step == 12:
+            lengths = torch.tensor([60, 128])
+            store.forget(lengths)
+            wanted.forget(lengths)
+        # The first row has fewer groups, and now and then none.
+        chosen = torch.full((4, 4), -1, dtype=torch.int32)
+        marks = torch.zeros(4, 30, dtype=torch.int8)
+        for row in range(4):
+            count = 30 if row > 1 else 13
+            groups = torch.randperm(count, generator=generator, device="cpu")[:4].sort()[0]
+            chosen[row] = groups.int()
+            marks[row, groups] = 1
+        raw = store.as_slots()
+        found = find_and_load(raw, chosen, marks, store.spec.sinks)
+        slots, _ = wanted._find_slots(chosen.long())
+        assert torch.equal(found.long(), slots)
+        for name in ("table", "owner", "last_used", "counts"):
+            assert torch.equal(getattr(store, name), getattr(wanted, name)), name
+        keys, values = super(SlotStore, store).groups(chosen)
+        row = torch.arange(4)[:, None]
+        for buffer, x in zip(store.slots, (keys, values)):
+            assert torch.equal(buffer.flatten(0, 1)[row, slots].flatten(1, 2), x)
+    assert 0 < store.hits < store.lookups == 24 * 16
+
+
+def test_none_takes_no_slot():
+    store = filled_store(4)
+    chosen = torch.tensor([[3, 9, -1, -1]] * 4, dtype=torch.int32)
+    marks = torch.zeros(4, 30, dtype=torch.int8)
+    marks[:, [3, 9]] = 1
+    for _ in range(2):
+        found = find_and_load(store.as_slots(), chosen, marks, store.spec.sinks)
+    assert found.tolist() == [[0, 1, -1, -1]] * 4 and store.owner[1, 1].tolist() == [3, 9, -1, -1]
+    assert store.hits == 8 and store.lookups == 16 and (store.table[..., 30] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_every_step_reads_its_slots(dtype):
+    """In a cache with as many slots as a step fetches."""
+    settings = {"core_mass": True, "sink_size": 4, "store": "host", "fetch_slots": 2}
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, **settings)
+    rotary = Rotary.from_theta(100.0, 16)
+    qkv = tensors(1, 2, 1, 40, 16, dtype)
+    layer = CompactLayer(config, rotary, max_length=40)
+    out = fed(layer, qkv, 33)
+    assert_rows(out, reference(config, rotary, qkv)[:, :, 33:], dtype)
+    assert 0 < layer.store.hits < layer.store.lookups == 14
+    assert not layer.asks_device
