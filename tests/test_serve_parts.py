@@ -1310,15 +1310,15 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
         ({"api_key": "\u00e9"}, "the API key must be ASCII"),
         (
             {"method": "full", "group_size": 4},
-            "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
+            "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index",
         ),
         (
             {"method": "full", "window_size": 4},
-            "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
+            "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index",
         ),
         (
             {"method": "full", "sinks": 4},
-            "group-size, window-size, sinks, prefill, fetch-groups, fetch-index",
+            "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index",
         ),
         *(
             (
@@ -1326,6 +1326,7 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
                 "group-size, .* fetch-slots must be left out with --me",
             )
             for name, value in (
+                ("core_mass", False),
                 ("prefill", "cca"),
                 ("fetch_groups", 2),
                 ("fetch_index", "mean"),
@@ -1344,7 +1345,7 @@ def test_settings_that_break_a_rule_are_refused(settings, message):
 def test_settings_at_their_bounds_are_taken():
     least = dict.fromkeys(("cache_mib", "max_running", "rows_per_pool", "chunk_size"), 1)
     Serving(port=0, queue_limit=0, max_length=1, time_limit_s=1e-9, **least)
-    Serving(port=65535, method="full", group_size=0, tensor_parallel=8, api_key="x")
+    Serving(port=65535, method="full", tensor_parallel=8, api_key="x")
     Serving(tensor_parallel=1, device="cpu", random_weights=True)
 
 

@@ -236,6 +236,13 @@ def test_a_browser_reaches_a_server_without_a_key_by_no_name_of_its_own():
     assert statuses(*hosts, key=None) == [200] * len(hosts)
 
 
+def test_a_refusal_shows_little_of_a_header_and_names_the_scheme_of_the_key():
+    local = guarded(None, None, local=True)
+    shown = json.loads(local._refuse_anywhere({b"host": b"\xe9" + b"x" * 200}).body)
+    assert f"got '\\xe9{'x' * 99}'. Send that" in shown["error"]["message"]
+    assert guarded(None)._refuse({}, "GET").headers["www-authenticate"] == "Bearer"
+
+
 def test_only_servers_without_a_key_on_the_loopback_look_at_the_host():
     for settings, local in (
         ({}, True),
