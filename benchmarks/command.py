@@ -87,7 +87,8 @@ def bench_serve(given: dict[str, Any], output: Output) -> None:
 def bench_vllm(given: dict[str, Any], output: Output) -> None:
     """vLLM with core context beside vLLM with its own attention on this GPU; needs the extra
     'vllm'."""
-    from benchmarks.vllm import print_vllm, run_vllm_bench
+    from benchmarks.vllm import run_vllm_bench
+    from benchmarks.vllm_report import print_vllm
 
     with one_line():
         bench = VllmBench(**given)

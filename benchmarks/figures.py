@@ -20,6 +20,7 @@ from benchmarks.operator_figure import draw_operator
 from benchmarks.operator_tables import operator_markdown
 from benchmarks.serving_report import draw_serve
 from benchmarks.training_report import draw_training, training_markdown
+from benchmarks.vllm_report import vllm_markdown
 from corecontext.demo.report import demo_table, draw_demo
 from corecontext.files import write_text
 from corecontext.record import Record, read_records
@@ -63,6 +64,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("operator", "operator", operator_markdown),
     PageTable("model", "model", model_markdown),
     PageTable("training", "training", training_markdown),
+    PageTable("vllm", "vllm", vllm_markdown),
 )
 FIGURES: Sequence[Figure] = (
     Figure("headline", "model operator", draw_headline),

@@ -299,14 +299,6 @@ def timed(engine: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[li
     return times
 
 
-def print_vllm(records: Sequence[Record]) -> None:
-    """Print a line for each record."""
-    for record in records:
-        params = record.params
-        load = f"{params['length']:,} tokens" if "length" in params else "together"
-        print(f"{params['method']:5} {record.name:22} {load:16} {record.value:,.4g} {record.unit}")
-
-
 if __name__ == "__main__":
     chosen: dict[str, Any] = json.loads(sys.argv[1])
     for field in ("methods", "lengths"):

@@ -10,9 +10,10 @@ import pytest
 from benchmarks import vllm as bench_vllm
 from benchmarks.command import main
 from benchmarks.vllm import VllmBench, model_config, timed
+from benchmarks.vllm_report import vllm_markdown
 from corecontext import CCAConfig
 from corecontext.integrations.vllm.page_layout import PageLayout
-from corecontext.record import Record, read_records
+from corecontext.record import UNITS, Record, read_records
 
 
 class Engine:
@@ -87,7 +88,7 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
     assert all(record.params["method"] == method for record in records)
     assert [len(prompt) for prompt in engine.prompts[-5:]] == [30] * 5
     assert len(set(map(tuple, engine.prompts))) == len(engine.prompts)
-    assert f"{method:5} vllm.requests_per_s" in capsys.readouterr().out
+    assert "30 + 4 at once" in capsys.readouterr().out
 
 
 def test_the_model_has_positions_for_the_longest_request():
@@ -123,6 +124,29 @@ def test_several_methods_run_in_a_process_each(engine, monkeypatch, capsys):
     assert [record.value for record in records] == [5, 5]
     assert '"methods": ["full"]' in called[1]
     assert "full: vLLM ended with code 3" in capsys.readouterr().err
+
+
+def test_the_table_has_the_newest_of_both_methods():
+    def record(name, value, method, date, **params):
+        params |= {"method": method}
+        return Record(name, value, UNITS[name], params=params, device="a GPU", date=date)
+
+    alone, together = {"length": 32768}, {"prompt_length": 32768, "new_tokens": 1024}
+    records = [
+        record("vllm.requests_per_s", 1.5, "cca", "3", **together, requests=40),
+        record("vllm.requests_per_s", 0.5, "full", "2", **together, requests=24),
+        record("vllm.next_token_ms", 3.0, "cca", "2", **alone),
+        record("vllm.next_token_ms", 9.0, "cca", "1", **alone),
+        record("vllm.next_token_ms", 6.0, "full", "1", **alone),
+        record("vllm.cache_tokens", 7e6, "cca", "1", length=33792),
+    ]
+    assert vllm_markdown(records).splitlines()[2:] == [
+        "| next token | 32K alone | 6 ms | 3 ms | 2.00x |",
+        "| requests per second | 32K + 1,024 at once | 0.5 | 1.5 | 3.00x |",
+        "| tokens in the cache | requests of 33,792 tokens |  | 7,000,000 |  |",
+        "",
+        "a GPU, vLLM unknown; requests at once: 40 for cca, 24 for full.",
+    ]
 
 
 @pytest.mark.parametrize(
