@@ -134,6 +134,7 @@ def test_names_carry_their_unit():
         "_s": "s",
         "_us": "us",
         "_bytes": "bytes",
+        "_nll": "nats",
         ".skipped": "count",
         ".failed": "count",
         ".perplexity": "perplexity",
