@@ -415,7 +415,8 @@ def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monk
     made = []
     monkeypatch.setattr(step, "Step", lambda *given: made.append(given) or given)
     monkeypatch.setattr(step, "KEEP_GRAPHS", 2)
-    pools = [SimpleNamespace(config=None) for _ in range(3)]
+    plain, asking = (SimpleNamespace(asks_device=asks) for asks in (False, True))
+    pools = [SimpleNamespace(layers=[plain, plain]) for _ in range(3)]
     shares = [((pool, 1),) for pool in pools]
     assert batch._step_for(shares[0]) == (model, shares[0]) and not batch._steps
     batch._memory = "memory"
@@ -431,11 +432,10 @@ def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monk
     batch._step_for(((pools[1], 4), (pools[2], 1)))
     batch.forget(pools[2])
     assert not batch._steps
-    # Steps with slots of raw tokens cannot be captured, whatever runs beside them.
-    host = CONFIG.replace(fetch_groups=2, store="host")
-    shares = ((pools[0], 1), (SimpleNamespace(config=host.replace(fetch_slots=2)), 1))
+    # Steps that ask the device cannot be captured, whatever runs beside them.
+    shares = ((pools[0], 1), (SimpleNamespace(layers=[plain, asking]), 1))
     assert batch._step_for(shares) == (model, shares) and not batch._steps
-    batch._step_for(((SimpleNamespace(config=host), 1),))
+    batch._step_for(((SimpleNamespace(layers=[plain]), 1),))
     assert len(batch._steps) == 1
 
 

@@ -14,6 +14,7 @@ from corecontext.cache import CompactLayer
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.raw_store import Format
 from corecontext.ops.spec import Spec
+from corecontext.ops.triton import fetch_decode_slots
 from corecontext.ops.triton.fetch_decode_slots import find_and_load
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -30,8 +31,10 @@ def filled_store(num_slots):
 
 
 @pytest.mark.parametrize("num_slots", [4, 7, 33])
-def test_slots_are_those_of_the_store(num_slots):
+def test_slots_are_those_of_the_store(num_slots, monkeypatch):
     """Also of groups that were chosen before, and after a crop."""
+    if num_slots == 7:  # and that a program copies in pieces
+        monkeypatch.setattr(fetch_decode_slots, "_COPIED", 16)
     store, wanted = filled_store(num_slots), filled_store(num_slots)
     generator = torch.Generator("cpu").manual_seed(1)
     for step in range(24):

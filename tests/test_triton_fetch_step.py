@@ -121,6 +121,16 @@ def test_more_groups_than_a_program_holds_are_scored_in_plain_pytorch(monkeypatc
         assert (layer._slots() is not None) == takes
 
 
+def test_more_slots_than_a_program_orders_are_found_by_asking_the_device(monkeypatch):
+    settings = {"fetch_groups": 2, "store": "host", "fetch_slots": 5}
+    config = CCAConfig.paper(4, 8, backend="triton", **settings)
+    layer = CompactLayer(config, Rotary.from_theta(100.0, 16), max_length=40)
+    layer.attend(*tensors(1, 2, 1, 20, 16))
+    for most, takes in ((5, True), (4, False)):
+        monkeypatch.setattr(fetch_decode, "MOST_SLOTS", most)
+        assert (layer._slots() is not None) == takes and layer.asks_device == (not takes)
+
+
 def test_scales_that_a_step_writes_are_finite():
     config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, core_position="token")
     layer = CompactLayer(config, None, max_length=12)
