@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from corecontext import CCAConfig
 from corecontext.cache import CompactLayer, host_memory
 from corecontext.cache.host_slots import FREE
+from corecontext.cache.host_store import HostStore
 from corecontext.cost import ModelCost, fetch_flops, store_bytes
 from corecontext.model_sizes import ModelSizes
 from corecontext.serve.rows import RowPool, RowShape
@@ -213,6 +214,18 @@ def test_operations_of_fetch_are_counted_by_query():
         assert fetch_flops(config, length, 6, 8) == 4 * 6 * 8 * keys + 2 * 6 * 8 * (
             2 * (sum(seen) // share)
         )
+
+
+def test_a_prompt_is_not_read_back(monkeypatch):
+    config = CONFIG.replace(fetch_slots=0)
+    tensors = texts()
+    layer = CompactLayer(config, ROTARY)
+    read = []
+    tokens = HostStore.tokens
+    monkeypatch.setattr(HostStore, "tokens", lambda *args: read.append(args[2]) or tokens(*args))
+    out = fed(layer, tensors, 0, [40, 20])
+    near(out, one_pass(config, tensors))
+    assert read == [60]
 
 
 class AsksNothing(TorchDispatchMode):

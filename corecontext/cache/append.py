@@ -132,7 +132,11 @@ def append_rows(
     is_plain = position == 0 and num_visible_cores(end - 1, g, spec.window_size) == 0
     if is_plain and spec.softcap is None:
         return attend_causally(*new[:3], spec.scale)
-    tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, spec)
+    if position == 0 and spec.fetch_groups:
+        # All raw tokens are at hand: host memory need not be read.
+        tokens = Tokens(q, new.k.flatten(0, 1), new.v.flatten(0, 1))
+    else:
+        tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, spec)
     cores = entries.get_cores(rows, total, new.k.dtype)
     backend = with_fetch(backend_module(entries.config.backend, q), spec)
     bias = entries.bias_of_cores(rows, total, q)
