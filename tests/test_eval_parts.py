@@ -208,7 +208,9 @@ def test_every_option_of_an_evaluation_reaches_its_place(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "run_task", run_task)
     identity = {"group_size": 4, "window_size": 5}
     monkeypatch.setattr(evaluation, "describe", lambda *given: {**identity, "given": given[1:]})
+    ours = {"core_mass": False, "fetch_groups": 2, "fetch_index": "mean", "prefill": "full"}
     sizes = {"group_size": 3, "window_size": 5, "sinks": 2, "patterns": "p", "full_heads": "0:1"}
+    sizes |= ours
     options = ModelOptions(sizes, 8, None, False, "float16", "meta")
     folder = str(tmp_path)
     settings = Settings(subtasks=("mmlu:law", "vt"))
@@ -226,7 +228,7 @@ def test_every_option_of_an_evaluation_reaches_its_place(monkeypatch, tmp_path):
         {"num_groups": None, **subject_options},
         ("mmlu", folder, ("law", "vt"), ("subject", of_window), place),
         ("ruler", folder, ("vt",), ("subject", of_window), place),
-        ("m", {"method": "cca", "sinks": 2, **common}),
+        ("m", {"method": "cca", "sinks": 2, **ours, **common}),
         {"num_groups": 8, **subject_options},
         ("mmlu", folder, ("law", "vt"), ("subject", of_cca), place),
         ("ruler", folder, ("vt",), ("subject", of_cca), place),

@@ -622,8 +622,12 @@ def test_each_kind_of_sampling_has_its_captured_step(model, monkeypatch):
         with fetching.configured():
             model(fetching.tokens.repeat(1, 20), past_key_values=fetching.cache, use_cache=True)
         made.clear()
+        fused = mock.Mock(side_effect=model)
+        fetching.forward = fused
         fetching.step("greedy")
         assert len(made) == (0 if num_slots else 1)
+        fetching._step("greedy")
+        assert fused.called == (not num_slots)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 from corecontext import CCAConfig, info
 from corecontext.cli import main
 from corecontext.cost import ModelCost, attention_flops, fetch_flops, operator_flops
+from corecontext.integrations.vllm import capacity
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,8 @@ def test_tokens_in_the_cache_of_vllm(tmp_path, capfd):
     shown = capfd.readouterr().out.split()
     assert f"{16 * usual:,}" in shown
     assert f"{compact:,}" in shown
+    assert main([*line, "--length", "500", "--length", "640"]) == 0
+    assert f"{compact:,}" in capfd.readouterr().out.split()
     assert main([*line, "--cache-dtype", "int8"]) == 2
     assert "cca.cache_dtype must be 'auto' in vLLM" in capfd.readouterr().err
 
@@ -172,3 +176,26 @@ def test_memory_that_holds_no_cache_of_vllm(options, message, tmp_path, capfd, m
     model = save_tiny_model(tmp_path / "model")
     assert main(["info", "--model", str(model), *options]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_the_table_of_vllms_cache(monkeypatch):
+    hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
+    config = CCAConfig(16, 64, core_mass=False)
+    table = capacity.capacity_table(hf_config, COST, config, [2048, 16384], 0.01)
+    free = int(0.92 * 0.01 * 2**30) - COST.weight_bytes()
+    columns = [list(column.cells) for column in table.columns]
+    held = [capacity.held_tokens(COST, config, length, free) for length in (2048, 16384)]
+    assert columns[:3] == [
+        ["2048", "16384"],
+        [f"{full:,}" for full, _ in held],
+        [f"{compact:,}" for _, compact in held],
+    ]
+    assert held[0][0] == held[1][0] < held[0][1] < held[1][1]
+    assert columns[3] == [f"{compact / full:.1f}x" for full, compact in held]
+    hf_config.architectures = ["GPT2LMHeadModel"]
+    with pytest.raises(ValueError, match="^architectures must hold one of Llama"):
+        capacity.capacity_table(hf_config, COST, config, [2048], 0.01)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(total_memory=3 * 2**29)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    assert capacity.gpu_gib(None) == 1.5 and capacity.gpu_gib(2.5) == 2.5

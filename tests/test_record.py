@@ -139,7 +139,6 @@ def test_names_carry_their_unit():
         ".failed": "count",
         ".perplexity": "perplexity",
         "bits_per_byte": "bits/byte",
-        "_nll": "nats",
     }
     for name, unit in UNITS.items():
         end = next((end for end in ends if name.endswith(end)), None)

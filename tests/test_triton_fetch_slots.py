@@ -80,9 +80,9 @@ def test_every_step_reads_its_slots(dtype):
     settings = {"core_mass": True, "sink_size": 4, "store": "host", "fetch_slots": 2}
     config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, **settings)
     rotary = Rotary.from_theta(100.0, 16)
-    qkv = tensors(1, 2, 1, 40, 16, dtype)
+    qkv = tensors(1, 4, 2, 40, 16, dtype)
     layer = CompactLayer(config, rotary, max_length=40)
     out = fed(layer, qkv, 33)
     assert_rows(out, reference(config, rotary, qkv)[:, :, 33:], dtype)
-    assert 0 < layer.store.hits < layer.store.lookups == 14
+    assert 0 < layer.store.hits < layer.store.lookups == 28
     assert not layer.asks_device
