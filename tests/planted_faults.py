@@ -1223,6 +1223,18 @@ return NewTokens(q, *raw, stored, raw)
         f"{SECURITY}::test_lines_of_asyncio_hold_no_text_of_an_error",
     ),
     Fault(
+        "serve: a request gets the model's k, not its own",
+        "_with_fetch_groups(config, fetch_groups)",
+        "tests/test_inference_parts.py::"
+        "test_the_number_of_groups_fetched_is_the_requests_else_the_policys",
+    ),
+    Fault(
+        "serve: g and s are lowered before k",
+        "steps = ((0.5, 1, 1), (0.65, 2, 1), (0.8, 4, 2), (0.9, 4, 4), (1.0, 4, 16))",
+        "tests/test_inference_parts.py::"
+        "test_a_table_lowers_the_groups_fetched_before_it_touches_g_and_s",
+    ),
+    Fault(
         "serve: clients make metrics without limit",
         "if False:",
         f"{SECURITY}::test_clients_do_not_make_metrics_without_limit",

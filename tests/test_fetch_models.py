@@ -11,6 +11,7 @@ from corecontext import CCAConfig
 from corecontext.cli import main
 from corecontext.inference import Engine
 from corecontext.inference.limits import host_bytes_of
+from corecontext.inference.session import configured
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
@@ -146,6 +147,39 @@ def test_a_server_equals_recomputing(store, num_slots):
         for ids, new in zip(prompts, made):
             truth = recompute(model, torch.tensor([ids]), len(new))[0, len(ids) :]
             assert new == truth.tolist()
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_each_request_has_its_own_number_of_groups(store):
+    """Rows of one step fetch 0 to 6 groups: each gets what it gets alone, and no beginning that was
+    read with another number."""
+    model = tiny_model()
+    config = CONFIG.replace(store=store, fetch_groups=6)
+    prompt = tokens(1, 70)[0].tolist()
+    asked = (6, 0, 1, None, 3, 1)
+    with corecontext.enabled(model, config) as handle:
+        scheduler = Scheduler(model, chunk_size=32, rows_per_pool=2)
+        made = [[] for _ in asked]
+        requests = [Request(prompt, 12, fetch_groups=k) for k in asked]
+        slots = [scheduler.submit(x, new.append) for x, new in zip(requests, made)]
+        most = 0
+        while not scheduler.idle:
+            scheduler.run_turn()
+            most = max(most, sum(bool(pool.slots) for pool in scheduler.memory.pools))
+        assert most == 4  # settings in one step
+        assert [slot.cached_tokens for slot in slots] == [0, 0, 0, 64, 0, 64]
+        engine = Engine(model, static=False)
+        for k, new in zip(asked, made):
+            ids = torch.tensor([prompt])
+            assert engine.generate(ids, max_new_tokens=12, fetch_groups=k) == [new]
+            assert handle.config == config
+            with configured(handle, config.replace(fetch_groups=6 if k is None else k)):
+                assert new == recompute(model, ids, 12)[0, 70:].tolist()
+        assert len({tuple(new) for new in made}) > 1
+        with pytest.raises(ValueError, match="^fetch_groups must be at most the model's 6, got 7"):
+            engine.stream(ids, max_new_tokens=2, fetch_groups=7)
+        with engine.stream(ids, max_new_tokens=2, fetch_groups=2) as stream:
+            assert (stream.group_size, stream.fetch_groups) == (4, 2)
 
 
 def test_a_server_refuses_what_its_memories_do_not_hold():

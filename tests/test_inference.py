@@ -655,7 +655,7 @@ def test_wrong_settings_are_refused(model):
         Engine(plain, policy=TablePolicy())
     engine = Engine(plain)
     with pytest.raises(
-        ValueError, match="^group_size and window_size must be used with CCA enabled"
+        ValueError, match="^group_size, window_size and fetch_groups must be used with CCA"
     ):
         engine.stream(tokens(1, 4), max_new_tokens=1, group_size=4)
     with corecontext.enabled(plain), pytest.raises(ValueError, match="^model must stay as it was"):

@@ -76,6 +76,49 @@ def test_settings_are_the_requests_else_the_policys_else_the_models():
         chosen(config=by_length, policy=None, length=None)
 
 
+def test_the_number_of_groups_fetched_is_the_requests_else_the_policys():
+    config = CCAConfig.paper(5, 13, fetch_groups=6, prefill="fetch")
+
+    def chosen(k=None, sizes=None, *, g=None, s=None, config=config):
+        policy = (lambda load: sizes) if sizes else None
+        return settings_for(config, g, s, 30, policy, Load(), k)
+
+    assert chosen() == chosen(6) == chosen(sizes=(5, 13)) == config
+    assert chosen(2) == config.replace(fetch_groups=2) == chosen(sizes=(5, 13, 2))
+    assert chosen(sizes=(5, 13, 99)) == config and chosen(2, (5, 13, 3)).fetch_groups == 2
+    # A request that chooses g and s leaves k to the policy.
+    assert chosen(sizes=(1, 1, 3), g=5, s=13) == config.replace(fetch_groups=3)
+    none = CCAConfig.paper(5, 13)
+    assert chosen(0) == config.replace(fetch_groups=0, prefill="auto")
+    assert chosen(0, config=none) == chosen(sizes=(5, 13, 4), config=none) == none
+    for k, rule in ((7, "at most the model's 6, got 7"), (-1, "at least 0, got -1")):
+        with pytest.raises(ValueError, match=f"^fetch_groups must be {rule}"):
+            chosen(k)
+    with pytest.raises(ValueError, match="^fetch_groups must be at most the model's 0, got 1"):
+        chosen(1, config=none)
+    with pytest.raises(TypeError, match="^fetch_groups must be an integer, got True"):
+        chosen(True)
+    with pytest.raises(ValueError, match=r"^policy must give .*, got \(5, 13, 2, 1\)"):
+        chosen(sizes=(5, 13, 2, 1))
+
+
+def test_a_table_lowers_the_groups_fetched_before_it_touches_g_and_s():
+    rows = table_rows(4, 64, 32)
+    steps = (
+        (0.5, 4, 64, 32),
+        (0.65, 4, 64, 16),
+        (0.8, 4, 64, 8),
+        (0.9, 8, 32, 4),
+        (1.0, 16, 16, 2),
+    )
+    assert rows == steps
+    policy = TablePolicy(rows, queue_limit=100)
+    found = [policy(Load(queue)) for queue in (0, 50, 60, 70, 85, 95, 400)]
+    assert found == [row[1:] for row in (steps[0], *steps, steps[-1])]
+    assert policy.sizes == [row[1:] for row in steps]
+    assert [row[3] for row in table_rows(4, 64, 5)] == [5, 2, 1, 1, 1]
+
+
 def test_sizes_are_cut_to_the_text_and_a_table_gives_its_rows():
     large = CCAConfig(50, 60, sink_size=70)
     assert cut_to(large, 55) == CCAConfig(50, 55, sink_size=55)

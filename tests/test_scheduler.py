@@ -171,7 +171,7 @@ def test_full_attention_from_a_static_cache():
             assert [one.tokens for one in again] == expected and again[0].config is None
             assert_empty(scheduler)
         with pytest.raises(
-            ValueError, match="^group_size and window_size must be left out, got a server of full"
+            ValueError, match="^group_size, window_size and fetch_groups must be left out, got a"
         ):
             ask(3, group_size=2).submit(scheduler)
 

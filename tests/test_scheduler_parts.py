@@ -492,13 +492,17 @@ def test_settings_follow_the_request_the_policy_and_the_prompt():
     assert by_length.settings_for(Request([1] * 24, 1), load).group_size == 10
     full = admission(full=True, policy=policy)
     assert full.settings_for(Request([1], 1), load) is None
-    for sizes in ({"group_size": 2}, {"window_size": 2}):
-        with pytest.raises(ValueError, match="^group_size and window_size must be left out"):
+    for sizes in ({"group_size": 2}, {"window_size": 2}, {"fetch_groups": 0}):
+        with pytest.raises(ValueError, match="^group_size, window_size and fetch_groups must be"):
             full.settings_for(Request([1], 1, **sizes), load)
     varied = admission(CCAConfig.paper(5, 13, head_group_sizes=(3, 8)), policy=policy)
     assert varied.settings_for(Request([1], 1), load).window_size == 7
     with pytest.raises(ValueError, match=r"^group_size must be left out, got 5 .*\(3, 8\)"):
         varied.settings_for(Request([1], 1, group_size=5), load)
+    fetches = admission(CONFIG.replace(fetch_groups=4), policy=policy)
+    assert fetches.settings_for(Request([1], 1, fetch_groups=2), load).fetch_groups == 2
+    with pytest.raises(ValueError, match="^fetch_groups must be at most the model's 4, got 5. Ask"):
+        fetches.check(Request([1], 1, fetch_groups=5))
 
 
 def test_log_probabilities_are_those_of_the_rows_that_want_them():
@@ -785,6 +789,8 @@ def test_a_prompt_that_is_scored_is_read_in_small_chunks(model, monkeypatch):
 
 
 def test_warming_up_sends_a_request_for_each_size(monkeypatch):
+    asked_groups = []
+
     def sent(sizes, chunk_size=8, max_length=100, full=False, config=A, errors=()):
         requests, errors = [], dict(errors)
 
@@ -800,6 +806,7 @@ def test_warming_up_sends_a_request_for_each_size(monkeypatch):
         scheduler = SimpleNamespace(**fields, admission=rules, submit=submit, clear=mock.Mock())
         warm_up(scheduler, sizes)
         scheduler.clear.assert_called_once_with()
+        asked_groups[:] = [request.fetch_groups for request in requests]
         return [
             (request.group_size, request.window_size, len(request.prompt), request.max_new_tokens)
             for request in requests
@@ -814,6 +821,8 @@ def test_warming_up_sends_a_request_for_each_size(monkeypatch):
     assert sent([(8, 30)], config=varied) == [own]
     assert sent([(90, 90)], max_length=50) == [own, (90, 90, 46, 4)]
     assert sent((), max_length=2) == [(None, None, 1, 1)]
+    triple = sent([(4, 8, 3)])
+    assert triple == [own, (4, 8, 13, 4)] and asked_groups == [None, 3]
     assert len(sent([(8, 30), (9, 30)], errors={2: ValueError("too large")})) == 3
     with pytest.raises(RuntimeError, match="no kernel"):
         sent([(8, 30)], errors={2: RuntimeError("no kernel")})
@@ -1059,12 +1068,12 @@ def test_other_ranks_are_started_with_their_numbers_and_end_with_the_first(monke
 @pytest.fixture
 def made(monkeypatch):
     """What a server is made of: the arguments of `load` and of the scheduler."""
-    made = SimpleNamespace(device=torch.device("cpu"), ranks=None)
+    made = SimpleNamespace(device=torch.device("cpu"), ranks=None, config=A)
 
     def load(source, **options):
         made.load = (source, options)
         return SimpleNamespace(
-            model=SimpleNamespace(device=made.device), tokenizer="tokenizer", config=A
+            model=SimpleNamespace(device=made.device), tokenizer="tokenizer", config=made.config
         )
 
     def scheduler(kind):
@@ -1124,6 +1133,9 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     policy = made.options["policy"]
     assert policy == TablePolicy(((0.5, 4, 8), (0.8, 8, 4), (1.0, 16, 2)), first_token_limit=3.0)
     assert made.options == {**defaults, **chosen, "policy": policy, "max_rows": 2}
+    made.config = made.config.replace(fetch_groups=8)
+    build.make_scheduler(Serving("m", policy="elastic"))
+    assert made.options["policy"].sizes[:3] == [(4, 8, 8), (4, 8, 4), (4, 8, 2)]
     sizes = {"group_size": 2, "window_size": 3, "sinks": 4, "core_mass": False}
     sizes |= {"fetch_groups": 5, "fetch_index": "mean", "store": "host", "prefill": "cca"}
     sizes |= {"fetch_slots": 9}

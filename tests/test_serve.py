@@ -81,7 +81,8 @@ def test_the_official_client(server):
     whole = client.completions.create(**asked)
     assert whole.usage.prompt_tokens == 700 and whole.usage.completion_tokens == 12
     assert whole.choices[0].finish_reason == "length" and len(whole.choices[0].text) == 12
-    assert whole.corecontext == {"group_size": 16, "window_size": 256}
+    sizes = {"group_size": 16, "window_size": 256, "fetch_groups": 0}
+    assert whole.corecontext == sizes
     pieces = list(
         client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     )
@@ -90,9 +91,9 @@ def test_the_official_client(server):
     )
     assert pieces[-1].usage.total_tokens == 712 and pieces[-2].choices[0].finish_reason == "length"
     assert pieces[-1].usage.prompt_tokens_details.cached_tokens == 640  # five chunks of 128
-    assert pieces[0].corecontext == {"group_size": 16, "window_size": 256} and len(pieces) > 10
+    assert pieces[0].corecontext == sizes and len(pieces) > 10
     own = client.completions.create(**asked, extra_body={"group_size": 4, "window_size": 40})
-    assert own.corecontext == {"group_size": 4, "window_size": 40}
+    assert own.corecontext == {"group_size": 4, "window_size": 40, "fetch_groups": 0}
     numbers = client.completions.create(**{**asked, "prompt": list(DOCUMENT[:700].encode())})
     assert numbers.choices[0].text == whole.choices[0].text
 

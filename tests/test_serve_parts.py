@@ -25,6 +25,7 @@ from pydantic import ValidationError  # noqa: E402
 from corecontext.config import CCAConfig  # noqa: E402
 from corecontext.cost import CacheBytes  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
+from corecontext.inference.policy import SIZE_NAMES  # noqa: E402
 from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling  # noqa: E402
 from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
 from corecontext.serve import http as server_module  # noqa: E402
@@ -159,6 +160,7 @@ FIELDS = {
     "stream_options": ([None, {}, {"include_usage": True}], [{"x": 1}, [], True]),
     "group_size": ([None, 1, 2**20], [0, 2**20 + 1]),
     "window_size": ([None, 1, 2**24], [0, 2**24 + 1]),
+    "fetch_groups": ([None, 0, 2**20], [-1, 2**20 + 1, True, 1.0, "1"]),
     "ignore_eos": ([None, True, False], [0, "no"]),
     "user": ([None, 5, {"a": []}], []),
     "metadata": ([None, 5, {"a": []}], []),
@@ -369,7 +371,7 @@ def test_a_whole_answer_has_the_protocols_form():
             "total_tokens": 11,
             "prompt_tokens_details": {"cached_tokens": 0},
         },
-        "corecontext": {"group_size": 4, "window_size": 8},
+        "corecontext": {"group_size": 4, "window_size": 8, "fetch_groups": 0},
     }
     assert server.cancelled == [0, 1]  # without effect after the end
 
@@ -401,7 +403,7 @@ def test_a_stream_has_the_protocols_form(options):
     assert heads[0]["object"] == "text_completion"
     wants_usage = bool(options and options.get("include_usage"))
     more = {"usage": None} if wants_usage else {}
-    more |= {"corecontext": {"group_size": 4, "window_size": 8}}
+    more |= {"corecontext": {"group_size": 4, "window_size": 8, "fetch_groups": 0}}
     more["system_fingerprint"] = server.service.fingerprint
     body = {"index": 0, "logprobs": None}
     expected = [
@@ -463,10 +465,11 @@ def test_a_prompt_that_is_refused_cancels_those_before_it(error, status):
 
 def test_sizes_are_named_where_all_prompts_have_them():
     for configs, sizes in (
-        ([CONFIG, CONFIG], (4, 8)),
-        ([CONFIG, CCAConfig.paper(4, 9)], (None, None)),
-        ([None, None], (None, None)),
-        ([CCAConfig.paper(4, 8, layer_group_sizes=(2, 4))] * 2, (None, 8)),
+        ([CONFIG, CONFIG], (4, 8, 0)),
+        ([CONFIG, CCAConfig.paper(4, 9)], (None,) * 3),
+        ([CONFIG, CONFIG.replace(fetch_groups=2)], (None,) * 3),
+        ([None, None], (None,) * 3),
+        ([CCAConfig.paper(4, 8, layer_group_sizes=(2, 4))] * 2, (None, 8, 0)),
     ):
         server = Scripted("x", "y")
         submit, left = server.service.worker.submit, list(configs)
@@ -477,7 +480,7 @@ def test_sizes_are_named_where_all_prompts_have_them():
 
         server.service.worker.submit = next_config
         whole = server.ask(prompt=["a", "b"], max_tokens=1).json()["corecontext"]
-        assert (whole["group_size"], whole["window_size"]) == sizes
+        assert tuple(whole[name] for name in SIZE_NAMES) == sizes
 
 
 def test_log_probabilities_follow_the_text():
@@ -565,7 +568,7 @@ def test_the_fields_of_a_body_reach_the_scheduler():
     plain = translated()
     assert (plain.prompt, plain.max_new_tokens, plain.eos) == ([97, 98], 16, {7})
     assert plain.sampling == Sampling(1.0, None, 1.0)
-    assert (plain.group_size, plain.window_size) == (None, None)
+    assert (plain.group_size, plain.window_size, plain.fetch_groups) == (None, None, None)
     assert plain.logprobs is None and not plain.prompt_logprobs
     assert plain.seed != translated().seed and 0 <= plain.seed < 2**63
     full = translated(
@@ -577,10 +580,12 @@ def test_the_fields_of_a_body_reach_the_scheduler():
         ignore_eos=True,
         group_size=2,
         window_size=6,
+        fetch_groups=0,
         logprobs=4,
     )
     assert full.sampling == Sampling(0.5, 9, 0.25) and full.seed == 0 and full.eos == frozenset()
     assert (full.max_new_tokens, full.group_size, full.window_size) == (5, 2, 6)
+    assert full.fetch_groups == 0
     assert full.logprobs == 4 and not full.prompt_logprobs
     assert translated(temperature=0).sampling == Sampling(0.0)
     assert translated(echo=True, logprobs=0).prompt_logprobs
@@ -770,12 +775,13 @@ def test_a_request_that_ends_is_logged_without_its_text(caplog):
         "completion_tokens": 4,
         "group_size": 4,
         "window_size": 8,
+        "fetch_groups": 0,
         "queued_s": 0.5,
         "first_token_s": 1.25,
         "total_s": 3.0,
     }
     assert caplog.records[0].fields == fields
-    none = dict.fromkeys(("group_size", "window_size", "queued_s", "first_token_s"))
+    none = dict.fromkeys((*SIZE_NAMES, "queued_s", "first_token_s"))
     assert caplog.records[1].fields == {
         **fields,
         **none,
@@ -1133,8 +1139,10 @@ def test_metrics_count_the_requests_that_ended():
     assert value("tokens_total", kind="prompt") == 26  # read, less those that were cached
     assert value("tokens_total", kind="prompt_cached") == 10
     assert value("tokens_total", kind="made") == 8
-    assert value("settings_total", group_size="4", window_size="8") == 4
-    assert value("settings_total", group_size="none", window_size="none") == 1
+    own, none, other = (
+        dict(zip(SIZE_NAMES, labels)) for labels in (("4", "8", "0"), ["none"] * 3, ["other"] * 3)
+    )
+    assert value("settings_total", **own) == 4 and value("settings_total", **none) == 1
     assert value("time_to_first_token_seconds_sum") == 12
     assert value("time_to_first_token_seconds_count") == 3
     assert value("time_per_token_seconds_sum") == 3 and value("time_per_token_seconds_count") == 2
@@ -1143,24 +1151,24 @@ def test_metrics_count_the_requests_that_ended():
         value("cache_bytes", what=x) for x in ("budget", "used", "allocated", "prefixes")
     ]
     assert cache_bytes == [90, 30, 50, 7]
-    assert value("running", group_size="4", window_size="8") == 2
-    assert value("running", group_size="other", window_size="other") == 1
-    assert value("running", group_size="none", window_size="none") == 1
+    assert [value("running", **labels) for labels in (own, other, none)] == [2, 1, 1]
 
 
 def test_labels_are_sizes_that_the_operator_chose():
     varied = CCAConfig.paper(4, 8, layer_group_sizes=(2, 4))
+    fetches = CCAConfig.paper(4, 8, fetch_groups=3)
     plain, own = Request([1], 1), Request([1], 1, window_size=8)
-    assert sizes_of(Slot(plain, config=varied)) == (None, 8) and sizes_of(Slot(plain)) == (
-        None,
-        None,
-    )
+    none = Request([1], 1, fetch_groups=0)
+    assert sizes_of(Slot(plain, config=varied)) == (None, 8, 0)
+    assert sizes_of(Slot(plain)) == (None, None, None)
     for request, config, by_length, labels in (
-        (plain, CONFIG, False, ("4", "8")),
-        (plain, CONFIG, True, ("other", "other")),
-        (own, CONFIG, False, ("other", "other")),
-        (own, None, True, ("none", "none")),
-        (plain, varied, False, ("none", "8")),
+        (plain, CONFIG, False, ("4", "8", "0")),
+        (plain, fetches, False, ("4", "8", "3")),
+        (plain, CONFIG, True, ("other",) * 3),
+        (own, CONFIG, False, ("other",) * 3),
+        (none, CONFIG, False, ("other",) * 3),
+        (own, None, True, ("none",) * 3),
+        (plain, varied, False, ("none", "8", "0")),
     ):
         assert labels_of(Slot(request, config=config), by_length) == labels
     for num_groups, policy, by_length in ((3, None, True), (3, "some", False), (None, None, False)):

@@ -20,7 +20,13 @@ from starlette.responses import PlainTextResponse  # noqa: E402
 from corecontext.cli import main  # noqa: E402
 from corecontext.config import CCAConfig  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
-from corecontext.inference.policy import Load, TablePolicy, settings_for, table_rows  # noqa: E402
+from corecontext.inference.policy import (  # noqa: E402
+    SIZE_NAMES,
+    Load,
+    TablePolicy,
+    settings_for,
+    table_rows,
+)
 from corecontext.serve import build, connection, guard, logs, tensor_parallel  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
 from corecontext.serve.http import create_app  # noqa: E402
@@ -431,17 +437,17 @@ def test_answers_that_are_errors_are_counted_from_400_on():
 def test_clients_do_not_make_metrics_without_limit():
     own = CCAConfig.paper(group_size=8, window_size=32)
 
-    def series(own: CCAConfig, *requests: Request, policy=None) -> set[tuple[str, str]]:
+    def series(own: CCAConfig, *requests: Request, policy=None) -> set[tuple[str, ...]]:
         scheduler = mock.MagicMock(policy=policy)
         scheduler.admission.config = own
         metrics = Metrics(scheduler)
         for request in requests:
-            config = settings_for(
-                own, request.group_size, request.window_size, len(request.prompt), policy, Load()
-            )
+            sizes = (request.group_size, request.window_size)
+            rest = (len(request.prompt), policy, Load(), request.fetch_groups)
+            config = settings_for(own, *sizes, *rest)
             metrics.ended(Slot(request, config=config, end_reason="stop"), 0.0)
         return {
-            (sample.labels["group_size"], sample.labels["window_size"])
+            tuple(sample.labels[name] for name in SIZE_NAMES)
             for metric in metrics.settings.collect()
             for sample in metric.samples
         }
@@ -449,11 +455,15 @@ def test_clients_do_not_make_metrics_without_limit():
     chosen = [Request([1], 1, group_size=g, window_size=s) for g in (2, 3) for s in (40, 50)]
     chosen += [Request([1], 1, window_size=60), Request([1], 1, group_size=4)]
     plain = Request([1] * 99, 1)
-    assert series(own, plain, *chosen) == {("8", "32"), ("other", "other")}
-    assert series(own, plain, policy=TablePolicy(table_rows(16, 512))) == {("16", "512")}
+    other = ("other",) * 3
+    assert series(own, plain, *chosen) == {("8", "32", "0"), other}
+    assert series(own, plain, policy=TablePolicy(table_rows(16, 512))) == {("16", "512", "0")}
+    fetches = own.replace(fetch_groups=9)
+    chosen = [Request([1], 1, fetch_groups=k) for k in range(9)]
+    assert series(fetches, plain, *chosen) == {("8", "32", "9"), other}
     lengths = [Request([1] * length, 1) for length in (100, 300, 900)]
     by_length = CCAConfig.paper(window_size=32, num_groups=4)
-    assert series(by_length, *lengths) == {("other", "other")}
+    assert series(by_length, *lengths) == {other}
 
 
 def test_long_stop_texts_that_the_answer_keeps_beginning_cost_little():

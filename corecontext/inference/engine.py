@@ -52,8 +52,9 @@ class Engine:
     intermediate tensors, and of the whole step in decoding, where buffers are fixed. Compiling
     takes from seconds to minutes at the first request of each kind."""
     policy: Policy | None = None
-    """Gives (group_size, window_size) of requests that choose none; None leaves those of the
-    model's handle. A model with a g for each layer or head keeps its own g."""
+    """Gives (group_size, window_size), or these and fetch_groups, of requests that choose none;
+    None leaves those of the model's handle. A model with a g for each layer or head keeps its own
+    g."""
     cache_bytes_budget: int | None = None
     """Reported to the policy, bytes."""
     host_bytes_budget: int | None = None
@@ -108,8 +109,8 @@ class Engine:
             input_ids: [B, L], int64, on the model's device.
             attention_mask: [B, L], 0 for padding on the left; None means no padding.
             options: Fields of `Generation`: max_new_tokens, and optionally sampling, seed,
-                eos_token_id, stop_strings, tokenizer, group_size, window_size, queue_length and
-                on_chunk.
+                eos_token_id, stop_strings, tokenizer, group_size, window_size, fetch_groups,
+                queue_length and on_chunk.
 
         Raises:
             MemoryError: raw tokens of the request would not fit in host memory.
@@ -191,11 +192,12 @@ class Engine:
         """Choose CCA's settings of a request; None without CCA."""
         group_size = generation.group_size
         window_size = generation.window_size
+        fetch_groups = generation.fetch_groups
         if self.handle is None:
-            if group_size is not None or window_size is not None:
+            if {group_size, window_size, fetch_groups} != {None}:
                 raise ValueError(
-                    "group_size and window_size must be used with CCA enabled, got a model "
-                    "without. Call corecontext.enable(model)."
+                    "group_size, window_size and fetch_groups must be used with CCA enabled, got "
+                    "a model without. Call corecontext.enable(model)."
                 )
             return None
         return settings_for(
@@ -205,6 +207,7 @@ class Engine:
             length - pads[0] if len(set(pads)) == 1 else None,
             self.policy,
             self.load(generation.queue_length, length - min(pads)),
+            fetch_groups,
         )
 
     def load(self, queue_length: int = 0, prompt_length: int = 0) -> Load:

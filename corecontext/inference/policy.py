@@ -1,4 +1,4 @@
-"""Choose the group and window size of a request by the load (elastic g and s, paper 4.3)."""
+"""Choose g, s and k of a request by the load (elastic g and s, paper 4.3)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig, check_int
 from corecontext.visibility import group_size_for
 
 
@@ -38,9 +38,12 @@ class Load:
         return max(on_device, self.host_bytes_used / (self.host_bytes_budget or math.inf))
 
 
-Policy = Callable[[Load], tuple[int, int]]
-"""Gives (group_size, window_size) for a load. g holds for the whole request; s may be shrunk while
-it runs."""
+Sizes = tuple[int, int] | tuple[int, int, int]
+"""(group_size, window_size), or (group_size, window_size, fetch_groups)."""
+SIZE_NAMES = ("group_size", "window_size", "fetch_groups")
+Policy = Callable[[Load], Sizes]
+"""Gives sizes for a load; two of them leave fetch_groups to the model. g and k hold for the whole
+request; s may be shrunk while it runs."""
 
 
 def settings_for(
@@ -50,6 +53,7 @@ def settings_for(
     prompt_length: int | None,
     policy: Policy | None,
     load: Load,
+    fetch_groups: int | None = None,
 ) -> CCAConfig:
     """Choose the settings of a request: its own sizes, else the policy's, else the model's.
 
@@ -59,18 +63,30 @@ def settings_for(
         group_size, window_size: The request's own sizes; None leaves them to the policy.
         prompt_length: Tokens of each row; None where rows have different lengths.
         policy: Asked for sizes that the request leaves open. Its g is ignored where the model has
-            a g for each layer or head.
+            a g for each layer or head; a larger k than the model's is the model's.
         load: For the policy.
+        fetch_groups: The request's own k, at most the model's; None leaves it to the policy.
 
     Raises:
         ValueError: a size breaks a rule, or `num_groups` meets rows of different lengths.
     """
-    if policy is not None and (group_size is None or window_size is None):
-        policy_group_size, policy_window_size = policy(load)
+    leaves_fetch_groups = fetch_groups is None and config.fetch_groups > 0
+    if policy is not None and (group_size is None or window_size is None or leaves_fetch_groups):
+        sizes = policy(load)
+        if len(sizes) not in (2, 3):
+            raise ValueError(
+                "policy must give (group_size, window_size), or these and fetch_groups, got "
+                f"{sizes}."
+            )
         if group_size is None and not config.varies:
-            group_size = policy_group_size
+            group_size = sizes[0]
         if window_size is None:
-            window_size = policy_window_size
+            window_size = sizes[1]
+        if leaves_fetch_groups and len(sizes) == 3:
+            fetch_groups = min(sizes[2], config.fetch_groups)
+    if fetch_groups is not None:
+        # planted: serve: a request gets the model's k, not its own
+        config = _with_fetch_groups(config, fetch_groups)
     if window_size is not None:
         config = config.replace(window_size=window_size)
     if group_size is None:
@@ -85,6 +101,19 @@ def settings_for(
     return config.replace(group_size=group_size, num_groups=None)
 
 
+def _with_fetch_groups(config: CCAConfig, fetch_groups: int) -> CCAConfig:
+    """Return the settings with another k, at most theirs; 0 fetches nothing."""
+    check_int("fetch_groups", fetch_groups, 0)
+    if fetch_groups > config.fetch_groups:
+        raise ValueError(
+            f"fetch_groups must be at most the model's {config.fetch_groups}, got {fetch_groups}. "
+            "Ask for fewer, or set the model up with more."
+        )
+    if fetch_groups == 0 and config.prefill == "fetch":
+        config = config.replace(prefill="auto")
+    return config.replace(fetch_groups=fetch_groups)
+
+
 def cut_to(config: CCAConfig, length: int) -> CCAConfig:
     """Cut g, s and the sinks to texts of at most `length` tokens: larger sizes change no number,
     but take larger buffers."""
@@ -94,12 +123,32 @@ def cut_to(config: CCAConfig, length: int) -> CCAConfig:
     return config.replace(**{name: min(getattr(config, name), length) for name in names})
 
 
-def table_rows(group_size: int, window_size: int) -> tuple[tuple[float, int, int], ...]:
+Row = tuple[float, int, int] | tuple[float, int, int, int]
+"""(pressure, group_size, window_size), or with fetch_groups."""
+
+
+def table_rows(group_size: int, window_size: int, fetch_groups: int = 0) -> tuple[Row, ...]:
     """Return the rows of a table: these sizes up to half of the load, then twice and four times
-    the g with half and a quarter of the s."""
+    the g with half and a quarter of the s.
+
+    With fetch, k is lowered first, to a half and to a quarter. Where g then grows, k shrinks as
+    much, so that each query sees as many raw tokens as with that quarter; it is at least 1.
+    """
+    if not fetch_groups:
+        return tuple(
+            (pressure, group_size * factor, max(1, window_size // factor))
+            for pressure, factor in ((0.5, 1), (0.8, 2), (1.0, 4))
+        )
+    # planted: serve: g and s are lowered before k
+    steps = ((0.5, 1, 1), (0.65, 1, 2), (0.8, 1, 4), (0.9, 2, 8), (1.0, 4, 16))
     return tuple(
-        (pressure, group_size * factor, max(1, window_size // factor))
-        for pressure, factor in ((0.5, 1), (0.8, 2), (1.0, 4))
+        (
+            pressure,
+            group_size * factor,
+            max(1, window_size // factor),
+            max(1, fetch_groups // divisor),
+        )
+        for pressure, factor, divisor in steps
     )
 
 
@@ -112,8 +161,8 @@ class TablePolicy:
     the last row.
     """
 
-    rows: tuple[tuple[float, int, int], ...] = table_rows(DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
-    """(pressure, group_size, window_size), by rising pressure."""
+    rows: tuple[Row, ...] = table_rows(DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
+    """(pressure, group_size, window_size), or with fetch_groups, by rising pressure."""
     queue_limit: int = 32
     """Waiting requests that count as pressure 1."""
     first_token_limit: float = 30.0
@@ -130,9 +179,9 @@ class TablePolicy:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}.")
 
     @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """All (group_size, window_size) that the table can give."""
-        return [(g, s) for _, g, s in self.rows]
+    def sizes(self) -> list[Sizes]:
+        """All sizes that the table can give."""
+        return [row[1:] for row in self.rows]
 
     def pressure(self, load: Load) -> float:
         """Return 0 for an idle server, 1 for a full one."""
@@ -142,11 +191,11 @@ class TablePolicy:
             (load.time_to_first_token or 0.0) / self.first_token_limit,
         )
 
-    def __call__(self, load: Load) -> tuple[int, int]:
-        """Return (group_size, window_size) for this load."""
+    def __call__(self, load: Load) -> Sizes:
+        """Return the sizes for this load."""
         pressure = self.pressure(load)
         row = next((row for row in self.rows if pressure <= row[0]), self.rows[-1])
-        return row[1], row[2]
+        return row[1:]
 
 
 def load_policy(name: str) -> Policy:

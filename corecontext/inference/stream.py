@@ -43,6 +43,9 @@ class Generation:
     """This request's g; None takes the policy's, else the handle's."""
     window_size: int | None = None
     """This request's s; None takes the policy's, else the handle's."""
+    fetch_groups: int | None = None
+    """This request's k, at most the handle's; None takes the policy's, else the handle's. 0 fetches
+    nothing."""
     queue_length: int = 0
     """Waiting requests, for the policy."""
     on_chunk: Callable[[int], Any] = lambda tokens: None
@@ -147,6 +150,11 @@ class Stream(Iterator[list["int | None"]]):
     def window_size(self) -> int | None:
         """Nearest tokens kept as they are, s, now; None without CCA."""
         return None if self.key.config is None else self.key.config.window_size
+
+    @property
+    def fetch_groups(self) -> int | None:
+        """Groups whose raw tokens each query sees, k, of this request; None without CCA."""
+        return None if self.key.config is None else self.key.config.fetch_groups
 
     def configure(self, *, group_size: int | None = None, window_size: int | None = None) -> None:
         """Shrink s of a running request, which frees memory and speeds up every further step.

@@ -58,7 +58,7 @@ class Admission:
     full: bool
     """Whether full attention is served."""
     policy: Policy | None
-    """Gives (g, s) of requests that choose none; None leaves the model's own."""
+    """Gives (g, s) or (g, s, k) of requests that choose none; None leaves the model's own."""
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never run.
@@ -89,9 +89,10 @@ class Admission:
         """Choose a request's settings, None for full attention; without a load, which the policy
         needs, by the model's own."""
         if self.full:
-            if request.group_size is not None or request.window_size is not None:
+            if {request.group_size, request.window_size, request.fetch_groups} != {None}:
                 raise ValueError(
-                    "group_size and window_size must be left out, got a server of full attention."
+                    "group_size, window_size and fetch_groups must be left out, got a server of "
+                    "full attention."
                 )
             return None
         config = self.config
@@ -107,4 +108,5 @@ class Admission:
             len(request.prompt),
             None if load is None else self.policy,
             load or Load(),
+            request.fetch_groups,
         )

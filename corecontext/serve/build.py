@@ -99,7 +99,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
         "a server's model has CCA enabled, whose place its own caches take under method 'full'"
     )
     if serving.policy == "elastic":
-        rows = table_rows(config.group_size, config.window_size)
+        rows = table_rows(config.group_size, config.window_size, config.fetch_groups)
         policy = TablePolicy(rows, first_token_limit=serving.first_token_limit)
     cuda = loaded.model.device.type == "cuda"
     kind = Scheduler if ranks is None or ranks.is_rank_0 else Follower
@@ -230,7 +230,8 @@ def run(serving: Serving) -> int:
         listener.listen(BACKLOG)  # before the log names the port: early clients queue
     host, port = listener.getsockname()[:2]
     scheduler = app.state.worker.scheduler
-    own = scheduler.admission.config
+    config = scheduler.admission.config
+    own = (config.group_size, config.window_size, config.fetch_groups)
     log_event(
         "listening",
         host=host,
@@ -238,7 +239,7 @@ def run(serving: Serving) -> int:
         model=serving.model_name,
         method=serving.method,
         policy=serving.policy,
-        sizes=getattr(scheduler.policy, "sizes", [(own.group_size, own.window_size)]),
+        sizes=getattr(scheduler.policy, "sizes", [own]),
         key=serving.api_key is not None,
     )
     # planted: serve: open to the network without a word
@@ -246,7 +247,7 @@ def run(serving: Serving) -> int:
         log_event(
             "open to the network without an API key: set CORECONTEXT_API_KEY", level="warning"
         )
-    config = uvicorn.Config(
+    options = uvicorn.Config(
         app,
         http=Connection,
         backlog=BACKLOG,
@@ -254,7 +255,7 @@ def run(serving: Serving) -> int:
         access_log=False,
         timeout_graceful_shutdown=30,
     )
-    Server(config).run([listener])
+    Server(options).run([listener])
     worker = app.state.worker
     # planted: serve: the interpreter ends under the model's thread
     if worker.alive:

@@ -319,6 +319,7 @@ class Service:
             frozenset() if body.ignore_eos else self._eos,
             body.group_size,
             body.window_size,
+            body.fetch_groups,
             deadline=arrived + self.serving.time_limit_s,
             arrived=arrived,
             logprobs=body.top,
@@ -349,7 +350,7 @@ class Service:
         """Count and log a request that has ended; on the worker's thread."""
         now = time.monotonic()
         self.metrics.ended(slot, now)
-        g, s = sizes_of(slot)
+        g, s, k = sizes_of(slot)
         arrived = slot.request.arrived
         fields = {
             "outcome": slot.end_reason,
@@ -358,6 +359,7 @@ class Service:
             "completion_tokens": slot.made,
             "group_size": g,
             "window_size": s,
+            "fetch_groups": k,
             "queued_s": _seconds(arrived, slot.started),
             "first_token_s": _seconds(arrived, slot.first_token_at),
             "total_s": _seconds(arrived, now),

@@ -10,35 +10,34 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
+from corecontext.inference.policy import SIZE_NAMES
 from corecontext.serve.request import Slot
 from corecontext.serve.scheduler import Scheduler
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
 
-SIZES = ("group_size", "window_size")  # labels
 
-
-def sizes_of(slot: Slot) -> tuple[int | None, int | None]:
-    """Return the g and s that a request got; no g where each layer has its own."""
+def sizes_of(slot: Slot) -> tuple[int | None, int | None, int | None]:
+    """Return the g, s and k that a request got; no g where each layer has its own."""
     config = slot.config
     if config is None:
-        return None, None
+        return None, None, None
     if config.varies:
-        return None, config.window_size
-    return config.group_size, config.window_size
+        return None, config.window_size, config.fetch_groups
+    return config.group_size, config.window_size, config.fetch_groups
 
 
-def labels_of(slot: Slot, by_length: bool) -> tuple[str, str]:
-    """Return the labels of a request's g and s: "none" before it started, under full attention, and
-    for a g where each layer has its own; "other" for sizes that its client chose, by name or (by
-    length) by the length of the prompt, since each pair of labels stays in memory."""
+def labels_of(slot: Slot, by_length: bool) -> tuple[str, ...]:
+    """Return the labels of a request's g, s and k: "none" before it started, under full attention,
+    and for a g where each layer has its own; "other" for sizes that its client chose, by name or
+    (by length) by the length of the prompt, since each set of labels stays in memory."""
     request = slot.request
+    chosen = {request.group_size, request.window_size, request.fetch_groups} != {None}
     # planted: serve: clients make metrics without limit
-    if slot.config is not None and (by_length or request.group_size or request.window_size):
-        return "other", "other"
-    g, s = ("none" if size is None else str(size) for size in sizes_of(slot))
-    return g, s
+    if slot.config is not None and (by_length or chosen):
+        return ("other",) * len(SIZE_NAMES)
+    return tuple("none" if size is None else str(size) for size in sizes_of(slot))
 
 
 class Metrics:
@@ -62,7 +61,9 @@ class Metrics:
         self.tokens = counter(
             "corecontext_tokens", "Tokens by kind: prompt, cached prompt, generated.", ["kind"]
         )
-        self.settings = counter("corecontext_settings", "Requests that ended, by g and s.", SIZES)
+        self.settings = counter(
+            "corecontext_settings", "Requests that ended, by g, s and k.", SIZE_NAMES
+        )
         self.first_token = histogram(
             "corecontext_time_to_first_token_seconds",
             "From arrival to the first token.",
@@ -112,7 +113,7 @@ class Metrics:
             host_bytes.add_metric(["allocated"], allocated.host)
             yield host_bytes
         running = GaugeMetricFamily(
-            "corecontext_running", "Requests that run, by g and s.", labels=SIZES
+            "corecontext_running", "Requests that run, by g, s and k.", labels=SIZE_NAMES
         )
         active = [labels_of(slot, self.by_length) for slot in scheduler.active()]
         for labels, count in Count(active).items():

@@ -137,6 +137,12 @@ class GenerateRequest(Fields):
     window_size: int | None = Field(
         None, ge=1, le=2**24, description="This request's s (an extension)."
     )
+    fetch_groups: int | None = Field(
+        None,
+        ge=0,
+        le=2**20,
+        description="This request's k, at most the server's; 0 fetches nothing (an extension).",
+    )
     ignore_eos: bool | None = Field(
         None, description="Go on after an end-of-text token (an extension)."
     )
@@ -277,11 +283,12 @@ class Error(BaseModel):
 
 
 class Settings(BaseModel):
-    """The g and s that a request got; null under full attention, g also where each layer has its
+    """The g, s and k that a request got; null under full attention, g also where each layer has its
     own."""
 
     group_size: int | None
     window_size: int | None
+    fetch_groups: int | None
 
 
 class Usage(BaseModel):

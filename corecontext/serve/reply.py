@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
+from corecontext.inference.policy import SIZE_NAMES
 from corecontext.serve.errors import RequestError
 from corecontext.serve.logprobs_writer import LogprobsWriter
 from corecontext.serve.metrics import sizes_of
@@ -102,10 +103,11 @@ class Reply:
         }
 
     def _sizes(self) -> dict[str, Any]:
-        """Return g and s; null where the policy gave several prompts different ones."""
+        """Return g, s and k; null where the policy gave several prompts different ones."""
         sizes = {sizes_of(choice.slot) for choice in self.choices}
-        group_size, window_size = sizes.pop() if len(sizes) == 1 else (None, None)
-        return {"group_size": group_size, "window_size": window_size}
+        if len(sizes) > 1:
+            return dict.fromkeys(SIZE_NAMES)
+        return dict(zip(SIZE_NAMES, sizes.pop()))
 
     async def whole(self) -> dict[str, Any]:
         """Return the answers in one piece.

@@ -42,6 +42,8 @@ class Request:
     layer."""
     window_size: int | None = None
     """This request's s; None leaves it to the policy."""
+    fetch_groups: int | None = None
+    """This request's k, at most the model's; None leaves it to the policy, 0 fetches nothing."""
     deadline: float | None = None
     """Time by `time.monotonic` at which the request is ended unfinished; None is never."""
     arrived: float = field(default_factory=time.monotonic)

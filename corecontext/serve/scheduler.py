@@ -73,8 +73,8 @@ class Scheduler:
     chunk_size: int = 256
     """Tokens of a prompt read in a turn."""
     policy: Policy | None = None
-    """Gives (g, s) of requests that choose none; None leaves the model's own. Of a model with a g
-    for each layer only s is chosen."""
+    """Gives (g, s) or (g, s, k) of requests that choose none; None leaves the model's own. A model
+    with a g for each layer keeps its g."""
     max_length: int = UNLIMITED
     """Most tokens of prompt and answer, within the model's positions."""
     capture: bool = True

@@ -78,7 +78,10 @@ class Serving:
     ] = None
     fetch_groups: Annotated[
         int | None,
-        typer.Option(help="Groups whose raw tokens each query sees. Default: the checkpoint's."),
+        typer.Option(
+            help="Groups whose raw tokens each query sees, k; requests may ask for fewer. Default: "
+            "the checkpoint's."
+        ),
     ] = None
     fetch_index: Annotated[
         str | None, typer.Option(help="Index that chooses them. Default: the checkpoint's.")
@@ -97,7 +100,7 @@ class Serving:
     policy: Annotated[
         str,
         typer.Option(
-            help="g and s of requests that choose none: fixed (the model's), elastic (by the "
+            help="g, s and k of requests that choose none: fixed (the model's), elastic (by the "
             "load), or module:function."
         ),
     ] = "fixed"
