@@ -29,8 +29,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--soak N: how many requests tests/test_soak.py sends."""
+    """--soak N and --fuzz N: the size of tests/test_soak.py and tests/test_fetch_fuzz.py."""
     parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
+    parser.addoption("--fuzz", type=int, default=12, help="random configurations of fetch")
+    parser.addoption("--record", help="file that gets a record of the soak or the fuzz")
 
 
 # By the time they take, most first: what begins last must be short, or one process waits for it.
@@ -75,6 +77,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the interpreter free all objects at its exit."""
     gc.unfreeze()
+
+
+@pytest.fixture
+def record_check(request: pytest.FixtureRequest):
+    """Append a record of a long check that has passed to the file of --record, if there is one."""
+
+    def append(command: str, **params: object) -> None:
+        from corecontext.record import append_records, make_record
+
+        path = request.config.getoption("--record")
+        if path is not None:
+            append_records(path, [make_record("checks.failed", 0, params, command=command)])
+
+    return append
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
-"""Many requests of random lengths, g, s, batch sizes and settings through one engine: each answer
-is that of the rows alone, and memory returns to where it was. `pytest tests/test_soak.py --soak
-1000 -n 0` sends more of them."""
+"""Many requests of random lengths, g, s, k, batch sizes and settings through one engine, and
+through one server: each answer is that of the request alone, and memory returns to where it was.
+`pytest tests/test_soak.py --soak 1000 -n 0` sends more of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
 from corecontext.ops import packed
+from corecontext.serve.request import Request
+from corecontext.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("default_device")
+FETCH = CCAConfig.paper(5, 13, fetch_groups=6)
 GROWTH = 48 * 2**20  # bytes that the process may grow by after the first tenth of the requests
 
 
@@ -58,6 +61,9 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> Non
     handle.configure(
         cache_dtype=draw.choice(("auto", "auto", "int8", "fp8")),
         core_heads=draw.choice(("kv", "query")),
+        store=draw.choice(("device", "host")),
+        fetch_index=draw.choice(("pairs:2", "mean", "bits:1", "core")),
+        prefill=draw.choice(("auto", "auto", "cca", "fetch", "full")),
     )
     lengths = [draw.randint(1, 70) for _ in range(draw.randint(1, 4))]
     ids, mask, rows = prompts(lengths, number)
@@ -68,6 +74,7 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> Non
         "max_new_tokens": count,
         "group_size": draw.choice((1, 2, 5, 16)),
         "window_size": draw.randint(1, 30),
+        "fetch_groups": draw.choice((None, 0, 0, 1, 2, 4, 6)),
         "sampling": draw.choice((Sampling(), Sampling(1.1), Sampling(0.9, top_k=20))),
     }
     seeds = [draw.randint(0, 1000) for _ in lengths]
@@ -80,10 +87,10 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> Non
 
 
 @pytest.mark.timeout(0)
-def test_soak(request):
+def test_soak(request, record_check):
     count, draw = request.config.getoption("--soak"), random.Random(0)
     model = tiny_model()
-    with corecontext.enabled(model, CCAConfig.paper(5, 13)) as handle:
+    with corecontext.enabled(model, FETCH) as handle:
         engine = Engine(model, static=True, keep=2)
         for number in range(count):
             one_request(engine, handle, draw, number)
@@ -105,3 +112,99 @@ def test_soak(request):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             assert torch.cuda.memory_allocated() == allocated
+    command = f"python -m pytest tests/test_soak.py -n 0 --soak {count}"
+    record_check(command, check="soak of the engine", requests=count)
+
+
+# A server
+# ------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A request to a server, and the tokens that it got."""
+
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self.tokens: list[int] = []
+        self.request = request
+        self.slot = scheduler.submit(request, self.tokens.append)
+
+
+def draw_request(draw: random.Random, beginnings: list[list[int]]) -> Request:
+    """Draw a request; some begin alike, some choose their g, s and k."""
+    ids = tokens(1, draw.randint(1, 40), seed=draw.randint(0, 10**6))[0].tolist()
+    g, s = draw.choice(((None, None), (None, None), (3, 20), (16, 9), (1, 7)))
+    return Request(
+        draw.choice([[], *beginnings]) + ids,
+        draw.randint(1, 12),
+        sampling=draw.choice((Sampling(), Sampling(1.2), Sampling(0.9, 20, 0.8))),
+        seed=draw.randint(0, 1000),
+        group_size=g,
+        window_size=s,
+        fetch_groups=draw.choice((None, 0, 1, 2, 3, 4, 5, 6)),
+    )
+
+
+def check_answer(model: torch.nn.Module, asked: Asked) -> None:
+    """Hold an answer to that of an engine with nothing beside it; a request that was cancelled got
+    the first tokens of it."""
+    request = asked.request
+    alone = Engine(model, static=False, keep=0, chunk_size=16).generate(
+        torch.tensor([request.prompt]),
+        max_new_tokens=request.max_new_tokens,
+        sampling=request.sampling,
+        seed=request.seed,
+        eos_token_id=[],
+        group_size=request.group_size,
+        window_size=request.window_size,
+        fetch_groups=request.fetch_groups,
+    )[0]
+    assert asked.slot.end_reason in ("length", "cancelled"), asked.slot.error
+    if asked.slot.end_reason == "cancelled":
+        alone = alone[: len(asked.tokens)]
+    assert asked.tokens == alone, request
+
+
+def finish(scheduler: Scheduler) -> None:
+    while not scheduler.idle:
+        scheduler.run_turn()
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_soak_of_a_server(store, fixed, request, record_check):
+    """A quarter of the requests for each store and kind of rows."""
+    total = request.config.getoption("--soak")
+    count = max(4, total // 4)
+    draw = random.Random(f"{store} {fixed}")
+    model = tiny_model()
+    beginnings = [tokens(1, 32, seed=i)[0].tolist() for i in range(3)]
+    checked = 0
+    with corecontext.enabled(model, FETCH.replace(store=store)):
+        sizes = {"max_rows": 6, "rows_per_pool": 3, "chunk_size": 16, "host_bytes": 2**22}
+        scheduler = Scheduler(model, cache_bytes=2**22, capture=False, **sizes)
+        scheduler.batch.fixed = fixed  # as on a GPU, where idle rows run along
+        running: list[Asked] = []
+        for number in range(count):
+            running.append(Asked(scheduler, draw_request(draw, beginnings)))
+            for _ in range(draw.randint(0, 6)):
+                scheduler.run_turn()
+            while len(scheduler.waiting) > 8:
+                scheduler.run_turn()
+            if draw.random() < 0.1:
+                scheduler.cancel(draw.choice(running).slot)
+            if number in (count // 10, count - 1):
+                finish(scheduler)
+                scheduler.clear()
+            for asked in [x for x in running if x.slot.end_reason]:
+                check_answer(model, asked)
+                running.remove(asked)
+                checked += 1
+            if number == count // 10:
+                left = live_tensors(), resident_bytes()
+        assert checked == count and not running
+        assert scheduler.memory.used == scheduler.memory.allocated == 0
+        assert live_tensors() <= left[0]
+        assert resident_bytes() - left[1] < GROWTH
+    command = f"python -m pytest tests/test_soak.py -n 0 --soak {total}"
+    record_check(command, check="soak of a server", requests=count, store=store, fixed=fixed)
