@@ -182,6 +182,16 @@ def test_chunks_get_what_they_see_once_and_make_each_group_once():
         assert layout.is_shared == (len(held) == 2)
 
 
+def test_fetch_is_refused_with_the_way_out():
+    from corecontext.distributed.context_parallel import Shard, context_parallel_attention
+
+    wire = SimpleNamespace(rank=0, size=2)
+    x = torch.zeros(1, 2, 20, 8)
+    spec = Spec(4, 9, 1.0, fetch_groups=3)
+    with pytest.raises(NotImplementedError, match="got 3: .* Use one process, split the heads"):
+        context_parallel_attention(Inputs(x, x, x), Shard(wire, Layout.balanced(40, 2, 0)), spec)
+
+
 def test_shards_refuse_what_does_not_fit():
     from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 
@@ -248,7 +258,11 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
             {"prefill": "auto", "cache_dtype": "int8"},
             "a cache in int8 cannot be filled by several processes",
         ),
-        ({"cache_dtype": "auto", "backend": "reference"}, "'reference' cannot be spread"),
+        (
+            {"cache_dtype": "auto", "fetch_groups": 2},
+            "fetch_groups=2 cannot be spread: .* Use prefill on one process, or fetch_groups=0",
+        ),
+        ({"fetch_groups": 0, "backend": "reference"}, "'reference' cannot be spread"),
     ):
         handle.configure(**settings)
         with pytest.raises(NotImplementedError, match=message):

@@ -187,7 +187,7 @@ def fill_cache(case: Case) -> torch.Tensor | None:
         settings["core_bias"] = float(case.bias[0])
     if isinstance(settings["group_size"], tuple):
         settings["head_group_sizes"] = settings.pop("group_size")
-    slots = settings["fetch_groups"] + draw.choice((0, 1, 5))
+    slots = draw.choice((0, *(settings["fetch_groups"] + more for more in (0, 1, 5))))
     config = CCAConfig(**settings, store=draw.choice(("device", "host")), fetch_slots=slots)
     length = case.inputs.q.shape[2]
     layer = new_layer(config, rotary, max_length=draw.choice((None, length)))

@@ -56,6 +56,19 @@ def settings_of(rule: dict, dtype=torch.float64) -> dict:
     }
 
 
+@pytest.mark.parametrize(
+    "backend, learned", [("reference", None), ("packed", {"bias": torch.zeros(4)})]
+)
+def test_a_batch_of_nothing_but_padding_has_gradients_of_zero(backend, learned):
+    x = make_inputs(9)
+    settings = {"group_size": 2, "window_size": 3, "core_position": "token", "learned": learned}
+    attend = functools.partial(cca_attention, backend=backend, return_lse=True, **settings)
+    mask = torch.zeros(1, 9, dtype=torch.bool)
+    found = results_and_gradients(attend, x, attention_mask=mask)
+    assert (found.pop("lse") == -torch.inf).all()
+    assert not any(value.any() for value in found.values())
+
+
 def oracle(q, k, v, *, group_size, window_size, pooling, learned, rotary, core_heads="kv"):
     """Docs/math.md, eq. 12 and 5, token by token."""
     p = {

@@ -62,6 +62,7 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> Non
         cache_dtype=draw.choice(("auto", "auto", "int8", "fp8")),
         core_heads=draw.choice(("kv", "query")),
         store=draw.choice(("device", "host")),
+        fetch_slots=draw.choice((0, 0, 6, 9)),
         fetch_index=draw.choice(("pairs:2", "mean", "bits:1", "core")),
         prefill=draw.choice(("auto", "auto", "cca", "fetch", "full")),
     )
@@ -180,7 +181,7 @@ def test_soak_of_a_server(store, fixed, request, record_check):
     model = tiny_model()
     beginnings = [tokens(1, 32, seed=i)[0].tolist() for i in range(3)]
     checked = 0
-    with corecontext.enabled(model, FETCH.replace(store=store)):
+    with corecontext.enabled(model, FETCH.replace(store=store, fetch_slots=7 * (not fixed))):
         sizes = {"max_rows": 6, "rows_per_pool": 3, "chunk_size": 16, "host_bytes": 2**22}
         scheduler = Scheduler(model, cache_bytes=2**22, capture=False, **sizes)
         scheduler.batch.fixed = fixed  # as on a GPU, where idle rows run along

@@ -75,7 +75,7 @@ def test_two_processes_equal_one(tmp_path, device, monkeypatch):
         {(1, 4), (1, 8)},
         {(1, 4), (1, 1)},
     ]
-    for name in ("equal", "by head"):
+    for name in ("equal", "by head", "fetch", "fetch from host"):
         assert one[name]["device"] == two[name]["device"] == device
         for what in ("whole", "last"):
             torch.testing.assert_close(two[name][what], one[name][what], rtol=1e-5, atol=1e-5)

@@ -78,7 +78,7 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: backend="reference", which has no backward in parts.
+        NotImplementedError: fetch, or backend="reference", which has no backward in parts.
     """
     q, k, v, bias, learned = inputs
     _check(inputs, shard.layout, spec)
@@ -104,8 +104,9 @@ def _check(inputs: Inputs, layout: Layout, spec: Spec) -> None:
     q, k, _, _, learned = inputs
     if spec.fetch_groups:
         raise NotImplementedError(
-            f"fetch_groups must be 0 in context parallelism, got {spec.fetch_groups}. Use one "
-            "process."
+            f"fetch_groups must be 0 in context parallelism, got {spec.fetch_groups}: each query "
+            "chooses among the groups of all processes. Use one process, split the heads (tensor "
+            "parallelism), or fetch_groups=0."
         )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)

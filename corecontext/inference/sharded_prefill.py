@@ -53,7 +53,7 @@ def context_parallel_prefill(
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without
             padding, it exceeds max_length or the model's positions, or ranks were given different
             prompts.
-        NotImplementedError: sliding-window layers, a prompt with an attention of its own,
+        NotImplementedError: sliding-window layers, a prompt with an attention of its own, fetch,
             backend="reference" or a cache in 8 bits, which several ranks cannot have.
     """
     handle = handle_of(model)
@@ -135,6 +135,10 @@ def _check(
         "a model with sliding-window layers cannot be spread: these layers would see parts of the "
         "prompt only. Use prefill on one process.": handle.hybrid,
         f"a prompt of prefill {config.prefill!r} {way_out}": config.prefill in ("cca", "full"),
+        f"a prompt with fetch_groups={config.fetch_groups} cannot be spread: each query chooses "
+        "among the groups of all processes. Use prefill on one process, or fetch_groups=0.": (
+            config.fetch_groups > 0
+        ),
         f"backend 'reference' {way_out}": config.backend == "reference",
         f"a cache in {config.cache_dtype} cannot be filled by several processes: they attend to "
         "tokens before these are rounded. Use cache_dtype='auto'.": config.cache_dtype != "auto",

@@ -155,7 +155,15 @@ def attention(
         masses = mass(groups, view.spec, learned) if view.spec.core_mass else None
         return pool(groups, view.spec, learned), masses
 
-    return by_segment(inputs, ragged, spec, pool_segment, functools.partial(attend, module))[:2]
+    attend_segment = functools.partial(attend, module)
+    out, lse, _ = by_segment(inputs, ragged, spec, pool_segment, attend_segment)
+    if torch.is_grad_enabled() and out.grad_fn is None:
+        # Nothing but padding: gradients are 0, and a backward does not fail.
+        # planted: 5: a batch of padding has no backward
+        nothing = sum(x[:0].sum() for x in (*inputs[:3], *inputs.learned.values()))
+        out = out + nothing
+        lse = lse + nothing
+    return out, lse
 
 
 def attend(
