@@ -36,7 +36,7 @@ from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
 DEFAULT = "cca_default"
-"""The default recipe of `corecontext train`: heads that keep every token, and a teacher."""
+"""The recipe `raw` of `corecontext train`: heads that keep every token, and a teacher."""
 LOSS_CHUNK = 2048
 TEACHES = 0.5  # the teacher's share of the loss, which makes no difference to time
 # After the first step, which compiles: a GPU's first steps of a length are slower than later ones.

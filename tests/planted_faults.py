@@ -439,6 +439,11 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
         "tests/test_config.py::test_rules_that_need_weights",
     ),
     Fault(
+        "training: a run that fetches all groups is not idle",
+        "most_groups = self.fetch_groups + 1",
+        f"{TRAIN_LAWS}::test_a_run_whose_rows_never_leave_the_window_is_said_to_be_idle",
+    ),
+    Fault(
         "training: the settings of an old run get today's defaults",
         'values = values["config"]',
         "tests/test_train_parts.py::test_first_tokens_are_raw_but_under_the_papers_rule_and_in_old_runs",

@@ -1363,9 +1363,17 @@ def test_the_defaults_are_those_of_the_documentation():
     assert (defaults.port, defaults.max_running, defaults.queue_limit) == (8000, 64, 256)
     assert (defaults.time_limit_s, defaults.dtype, defaults.device) == (600.0, "auto", "auto")
     assert defaults.tensor_parallel == 1 and not defaults.untested and not defaults.random_weights
-    unset = ("model", "name", "group_size", "window_size", "sinks", "api_key", "cache_mib")
+    unset = ("model", "name", "group_size", "window_size", "sinks", "core_mass", "api_key")
     fetch = ("prefill", "fetch_groups", "fetch_index", "store", "fetch_slots")
-    for name in (*unset, *fetch, "host_cache_mib", "rows_per_pool", "chunk_size", "max_length"):
+    for name in (
+        *unset,
+        *fetch,
+        "cache_mib",
+        "host_cache_mib",
+        "rows_per_pool",
+        "chunk_size",
+        "max_length",
+    ):
         assert getattr(defaults, name) is None, name
 
 

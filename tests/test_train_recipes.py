@@ -221,7 +221,7 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
     held = json.loads((tmp_path / "model" / "config.json").read_text())
     held["cca"] = corecontext.CCAConfig.paper(
-        8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8"
+        8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8", store="host"
     ).to_dict()
     (tmp_path / "model" / "config.json").write_text(json.dumps(held))
     assert (
@@ -249,9 +249,11 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
     if expected is None:
         assert saved is None
     else:
-        cache_dtype = "auto" if "scratch" in options else "int8"
+        cache = {"cache_dtype": "int8", "store": "host"}
+        if "scratch" in options:
+            cache = {}
         assert corecontext.CCAConfig.from_dict(saved) == corecontext.CCAConfig.paper(
-            **{"group_size": 8, "cache_dtype": cache_dtype, **expected}
+            **{"group_size": 8, **cache, **expected}
         )
 
 
@@ -261,7 +263,7 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     def run(name, *options):
         command = [
             "train",
-            *(["paper"] if name == "paper" else []),
+            *([name] if name in ("paper", "raw") else []),
             "--model",
             one_head.model,
             "--data",
@@ -278,47 +280,54 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
             "32",
             "--cache-dir",
             one_head.cache_dir,
-            "--no-core-mass",  # with them, the model's one head reads random text no better raw
             *options,
         ]
         assert main(command) == 0
         config = json.loads((tmp_path / name / "train_config.json").read_text())["config"]
-        return config["raw_heads"], config["distil"]
+        return config["fetch_groups"], config["raw_heads"], config["distil"]
 
-    assert run("best") == (None, 0.5)
+    def saved_by(name):
+        return corecontext.CCAConfig.from_dict(
+            transformers.AutoConfig.from_pretrained(tmp_path / name / "model").cca
+        )
+
+    assert run("best") == (64, 0, 0.5)
     assert (
-        "by default: KV heads that keep every token, the model as it was teaches, rate 0.0001. "
-        in capsys.readouterr().out
+        "by default: raw tokens of 64 groups for each query, the model as it was teaches, rate "
+        "0.0001. " in capsys.readouterr().out
     )
-    saved = corecontext.CCAConfig.paper(
-        **transformers.AutoConfig.from_pretrained(tmp_path / "best/model").cca
+    assert saved_by("best") == corecontext.CCAConfig(
+        4, 32, fetch_groups=64, fetch_index="pairs:2", store="host"
     )
-    assert saved.layer_group_sizes == (16, (16, 1))
-    assert saved.sink_size == 16
-    assert run("paper") == (0, 0.0) and "by default" not in capsys.readouterr().out
-    by_rule = transformers.AutoConfig.from_pretrained(tmp_path / "paper/model").cca
-    assert corecontext.CCAConfig.from_dict(by_rule) == corecontext.CCAConfig.paper(4, 32)
-    assert run("none", "--raw-heads", "0", "--distil", "0") == (0, 0.0)
+    # With masses, the model's one head reads random text no better raw.
+    assert run("raw", "--no-core-mass") == (0, None, 0.5)
+    assert "by default" not in capsys.readouterr().out
+    saved = saved_by("raw")
+    assert saved.layer_group_sizes == (16, (16, 1)) and saved.store == "device"
+    assert saved.sink_size == 16 and not saved.core_mass
+    assert run("paper") == (0, 0, 0.0) and "by default" not in capsys.readouterr().out
+    assert saved_by("paper") == corecontext.CCAConfig.paper(4, 32)
+    assert run("none", "--fetch-groups", "0", "--distil", "0") == (0, 0, 0.0)
     assert "by default: rate 0.0001. " in capsys.readouterr().out
     assert (
-        run("window", "--method", "window") == (0, 0.0)
+        run("window", "--method", "window") == (0, 0, 0.0)
         and "by default" not in capsys.readouterr().out
     )
-    assert run("scratch", "--strategy", "scratch") == (None, 0.0)
-    assert corecontext.CCAConfig.paper(
-        **transformers.AutoConfig.from_pretrained(tmp_path / "scratch/model").cca
-    ) == saved.replace(layer_group_sizes=(16, (1, 16)))
-    assert run("query", "--core-heads", "query") == (0, 0.5)
-    assert run("lora", "--strategy", "lora", "--distil", "0.25") == (None, 0.25)
+    assert run("scratch", "--strategy", "scratch") == (0, None, 0.0)
+    assert saved_by("scratch") == saved.replace(layer_group_sizes=(16, (1, 16)), core_mass=True)
+    assert run("query", "--core-heads", "query") == (64, 0, 0.5)
+    few = ("--fetch-groups", "3")
+    assert run("lora", "--strategy", "lora", "--distil", "0.25", *few) == (3, 0, 0.25)
     config = json.loads(Path(one_head.model, "config.json").read_text())
     short = tmp_path / "short"
     shutil.copytree(one_head.model, short)
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
     assert run("long", "--model", str(short)) == (
-        None,
+        64,
+        0,
         0.0,
     )  # it cannot teach what it was not built for
-    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (0, 0.5)
+    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (64, 0, 0.5)
 
 
 def test_the_default_schedule_is_for_trained_weights_and_the_models_length(tmp_path):

@@ -169,15 +169,18 @@ def test_an_option_that_is_no_json_is_named_as_it_was_given(capsys):
     assert "error: raw-heads must be JSON, got '{2': " in capsys.readouterr().err
 
 
-def test_the_help_shows_defaults_and_lists(capsys, monkeypatch):
+def test_the_help_shows_the_default_recipes_values_and_lists(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["train", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
     for text in (
         "by the end of their names. May be repeated. Default: q_proj k_proj v_proj o_proj.",
         "Tokens of a training row, L; raises the model's max_position_embeddings if less. Default: "
-        "4096.",
+        "8192.",
         "a third more work. Default: True.",
+        "Optimizer steps. Default: 120.",
+        "0 is CCA. Default: 64.",
+        "Tokens per core token, g. Default: 16.",
     ):
         assert text in shown, text
     assert "wandb. May be repeated. " in shown and "Default: False" not in shown

@@ -200,17 +200,22 @@ def test_a_tokenizer_has_no_more_entries_than_the_model(tiny):
         make_tokenizer(config, SimpleNamespace(vocab_size=255))
 
 
+FETCH = {"fetch_groups": 64, "fetch_index": "pairs:2", "store": "host"}
+
+
 @pytest.mark.parametrize(
     "changes, given, names",
     [
-        ({}, (), {"raw_heads", "distil"}),
-        ({}, ("distil",), {"raw_heads"}),
+        ({}, (), {*FETCH, "distil"}),
+        ({}, ("distil",), {*FETCH}),
+        ({"fetch_groups": 3}, ("fetch_groups",), {"fetch_index", "store", "distil"}),
         ({"context_parallel": 2}, (), {"raw_heads"}),
         ({"strategy": "scratch"}, (), {"raw_heads"}),
-        ({"context_length": 8192}, ("context_length",), {"raw_heads", "distil"}),
-        ({"context_length": 8193}, ("context_length",), {"raw_heads"}),
-        ({"core_heads": "query"}, (), {"distil"}),
-        ({"layer_group_sizes": (4, 4)}, ("layer_group_sizes",), {"distil"}),
+        ({"strategy": "scratch", "core_heads": "query"}, (), set()),
+        ({"context_length": 8192}, ("context_length",), {*FETCH, "distil"}),
+        ({"context_length": 8193}, ("context_length",), {*FETCH}),
+        ({"core_heads": "query"}, (), {*FETCH, "distil"}),
+        ({"layer_group_sizes": (4, 4)}, ("layer_group_sizes",), {*FETCH, "distil"}),
         ({"method": "full"}, (), set()),
         ({"model": ""}, (), set()),
     ],
@@ -219,7 +224,8 @@ def test_the_best_settings_are_those_that_a_run_can_have(tiny, changes, given, n
     config = TrainConfig(**{"model": tiny, **changes})
     best = best_settings(config, given)
     chosen = {name: value for name, value in best.items() if name not in SCHEDULE}
-    assert chosen == {name: {"raw_heads": None, "distil": 0.5}[name] for name in names}
+    recipe = {"raw_heads": None, "distil": 0.5, **FETCH}
+    assert chosen == {name: recipe[name] for name in names}
     config.replace(**best)
 
 

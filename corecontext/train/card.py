@@ -169,6 +169,8 @@ def _attention(config: TrainConfig) -> str:
     text = f"Core Context Aware attention, {sizes}, s = {config.window_size}"
     if config.sink_size:
         text += f", the first {config.sink_size} tokens raw"
+    if config.cca().core_mass:
+        text += ", core tokens with their masses"
     if config.fetch_groups:
         text += f", raw tokens of {config.fetch_groups} groups fetched by {config.fetch_index}"
     return text

@@ -14,7 +14,14 @@ import typer
 from rich.markup import escape
 
 from corecontext.files import UserError
-from corecontext.train.train_config import SCHEDULE, TrainConfig, field_help, load_recipe
+from corecontext.train.train_config import (
+    DEFAULT_RECIPE,
+    RECIPES,
+    SCHEDULE,
+    TrainConfig,
+    field_help,
+    load_recipe,
+)
 
 _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _PANELS = {
@@ -66,12 +73,13 @@ def train_command() -> Callable[..., None]:
         print(f"{result.model}: {result.steps} steps, {text}")
 
     recipe = typer.Argument(
-        help="raw (some KV heads keep every token, and the original model teaches; "
-        f"{SCHEDULE['steps']} steps of {SCHEDULE['accumulation']} rows of "
-        f"{SCHEDULE['context_length']} tokens, rate {SCHEDULE['learning_rate']:g}) or paper (its "
-        "rule alone); FILE.py:FUNCTION that returns a TrainConfig; or a run's "
-        "train_config.json. Default: CCA's settings in the checkpoint, or else raw, as far as "
-        "possible."
+        help="fetch (each query sees raw tokens of its best groups, and the original model "
+        f"teaches; {SCHEDULE['steps']} steps of {SCHEDULE['accumulation']} rows of "
+        f"{SCHEDULE['context_length']} tokens, rate {SCHEDULE['learning_rate']:g}), raw (the same, "
+        "but some KV heads keep every token instead) or paper (its rule alone); FILE.py:FUNCTION "
+        "that returns a TrainConfig; or a run's train_config.json. Default: CCA's settings in the "
+        f"checkpoint, or else {DEFAULT_RECIPE}, as far as possible. The options' defaults are "
+        f"those of {DEFAULT_RECIPE}."
     )
     texts = field_help()
     annotations: dict[str, Any] = {"recipe": Annotated[str | None, recipe]}
@@ -95,8 +103,8 @@ def _is_first_rank() -> bool:
 
 
 def _default_config(given: dict[str, Any]) -> TrainConfig:
-    """Return the settings of a run without a recipe: CCA's in the checkpoint, or the recipe
-    `raw`."""
+    """Return the settings of a run without a recipe: CCA's in the checkpoint, or the default
+    recipe."""
     from corecontext.train.student import best_settings, saved_settings
 
     saved = saved_settings(TrainConfig().replace(**given), given)
@@ -124,6 +132,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     config = config.replace(**best)
     if best and _is_first_rank():
         titles = {
+            "fetch_groups": f"raw tokens of {config.fetch_groups} groups for each query",
             "raw_heads": "KV heads that keep every token",
             "distil": "the model as it was teaches",
             "steps": f"{config.steps} steps",
@@ -145,10 +154,12 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _annotation(setting: Field, text: str, panel: str) -> Any:
-    """Return the option of a field; it is None where not given, because a recipe may give it."""
+    """Return the option of a field; it is None where not given, because a recipe may give it. Its
+    help has the default recipe's value."""
     default: Any = setting.default
     if setting.default_factory is not MISSING:
         default = setting.default_factory()
+    default = RECIPES[DEFAULT_RECIPE].get(setting.name, default)
     kind: Any = {"int": int, "float": float, "bool": bool}.get(str(setting.type).split()[0], str)
     if str(setting.type).startswith("tuple"):
         kind = list[int] if "int" in str(setting.type) else list[str]

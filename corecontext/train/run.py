@@ -148,7 +148,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     if config.is_idle() and job.is_first_rank:
         logging.getLogger(__name__).warning(
             "no query of a row of %d tokens sees a core token: CCA is full attention in this run. "
-            "Give a longer --context-length or a smaller --window-size.",
+            "Give a longer --context-length, a smaller --window-size or fewer --fetch-groups.",
             config.context_length,
         )
     trainer = _make_trainer(config, job)

@@ -21,7 +21,7 @@ from corecontext.loading import (
     pick_rival,
 )
 from corecontext.model_sizes import ModelSizes
-from corecontext.train.train_config import RECIPES, SCHEDULE, TrainConfig
+from corecontext.train.train_config import DEFAULT_RECIPE, RECIPES, SCHEDULE, TrainConfig
 
 PARTIAL_LAYERS = ("q_proj", "k_proj", "v_proj")
 """Names of W^Q, W^K and W^V; models with a joint matrix call it qkv_proj."""
@@ -122,20 +122,23 @@ def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any
 
 
 def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
-    """Return the settings of the recipe `raw` that the run supports, for options that are not
+    """Return the settings of the recipe `fetch` that the run supports, for options that are not
     given.
 
-    Rivals support none of them. Core tokens per query head and given sizes by layer exclude
-    `raw_heads`. `distil` needs trained weights, rows within the model's length and one process a
-    row. The schedule is for trained weights, and its rows are no longer than the model.
+    From scratch and in context parallelism, which refuses fetch, these are `raw_heads` of the
+    recipe `raw`, unless core tokens per query head or given sizes by layer exclude it. Rivals
+    support none of them. `distil` needs trained weights, rows within the model's length and one
+    process a row. The schedule is for trained weights, and its rows are no longer than the model.
     """
     from corecontext.inference.limits import position_limit
 
     if config.method != "cca" or not config.model:
         return {}
-    best = dict(RECIPES["raw"])
+    best = dict(RECIPES[DEFAULT_RECIPE])
+    if config.strategy == "scratch" or config.context_parallel > 1:
+        best = dict(RECIPES["raw"])
     if "layer_group_sizes" in given or config.core_heads != "kv":
-        del best["raw_heads"]
+        best.pop("raw_heads", None)
     hf_config = load_config(config.model)
     limit = position_limit(hf_config)
     best["context_length"] = min(best["context_length"], limit or best["context_length"])

@@ -24,7 +24,7 @@ from typing import Any
 from corecontext.baselines.rivals import offered
 from corecontext.config import PAPER_RULE, CCAConfig, check_choice, check_int, did_you_mean
 from corecontext.files import UserError
-from corecontext.visibility import is_full_attention, num_sinks
+from corecontext.visibility import is_full_attention, num_sinks, num_visible_cores
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
 METHODS = ("cca", "full", *offered("train"))
@@ -39,11 +39,20 @@ SCHEDULE = {
 }
 """Length, rate and rows of an adaptation in minutes (docs/real-model.md)."""
 RECIPES: dict[str, dict[str, Any]] = {
+    "fetch": {
+        "fetch_groups": 64,
+        "fetch_index": "pairs:2",
+        "store": "host",
+        "distil": 0.5,
+        **SCHEDULE,
+    },
     "raw": {"raw_heads": None, "distil": 0.5, **SCHEDULE},
     "paper": PAPER_RULE,
 }
-"""The recipes of `corecontext train`: the best settings of docs/reproduction.md with the schedule
-of docs/real-model.md, and the paper's rule."""
+"""The recipes of `corecontext train`: the best settings on a pretrained model (docs/real-model.md),
+those of the miniature (docs/reproduction.md) with the same schedule, and the paper's rule."""
+DEFAULT_RECIPE = "fetch"
+"""The recipe of a run that names none, as far as the run can have it."""
 _LEAST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "workers", "context_parallel"), 1),
     **dict.fromkeys(("lora_rank", "loss_chunk", "shuffle_documents", "long_tokens"), 1),
@@ -98,7 +107,10 @@ class TrainConfig:
     fetch_groups: int = CCAConfig.fetch_groups
     """Groups whose raw tokens each query sees in place of their core tokens, k; 0 is CCA."""
     fetch_index: str = CCAConfig.fetch_index
-    """Index that chooses these groups: core, mean, bounds, parts:P, oracle or bits:B."""
+    """Index that chooses these groups: core, mean, bounds, parts:P, pairs:B, bits:B or oracle."""
+    store: str = CCAConfig.store
+    """Where a cache of the trained model keeps raw tokens for fetch: device or host; training has
+    no cache."""
     learned: tuple[str, ...] = ()
     """Learned parameters of core tokens: temperature, probe, distance, key_gain, bias."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
@@ -304,12 +316,15 @@ class TrainConfig:
         sizes: set[int] = set()
         for layer in self.layer_group_sizes or (self.group_size,):
             sizes.update(layer if isinstance(layer, tuple) else (layer,))
-        return self.method == "cca" and all(
-            is_full_attention(
-                self.context_length, g, self.window_size, num_sinks(self.sink_size, g)
-            )
-            for g in sizes
-        )
+        return self.method == "cca" and all(map(self._is_full, sizes))
+
+    def _is_full(self, group_size: int) -> bool:
+        """Whether heads with this g see no core token in a row."""
+        length, s = self.context_length, self.window_size
+        sinks = num_sinks(self.sink_size, group_size)
+        # planted: training: a run that fetches all groups is not idle
+        most_groups = num_visible_cores(length - 1 - sinks, group_size, s)
+        return most_groups <= self.fetch_groups or is_full_attention(length, group_size, s, sinks)
 
     def rows_per_step(self, processes: int) -> int:
         """Return the number of rows that so many processes together see in a step."""
@@ -357,8 +372,8 @@ def load_recipe(name: str) -> TrainConfig:
     """Return the TrainConfig of a recipe.
 
     Args:
-        name: "raw" or "paper"; FILE.py:FUNCTION, or FILE.py with a function of the file's name; or
-            the train_config.json of a run.
+        name: "fetch", "raw" or "paper"; FILE.py:FUNCTION, or FILE.py with a function of the file's
+            name; or the train_config.json of a run.
 
     Raises:
         UserError: there is no such recipe.
