@@ -17,6 +17,7 @@ from tiny_model import save_tiny_model
 import corecontext
 from corecontext import CCAConfig
 from corecontext.data.packing import fill_row
+from corecontext.data.row_stream import StreamedRows
 from corecontext.files import UserError
 from corecontext.heads import choose, findings, search
 from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads, untrained_heads
@@ -185,6 +186,15 @@ def test_the_longest_documents_are_looked_at(rows, limit, shapes):
     texts = choose._longest_documents(rows_of(*rows), config, limit)
     assert {int(text[0, 0]): text.shape[1] for text in texts} == shapes
     assert all(text.shape[0] == 1 and bool((text == text[0, 0]).all()) for text in texts)
+
+
+def test_a_stream_that_was_looked_at_begins_where_it_was():
+    stream, rows = mock.MagicMock(spec=StreamedRows), rows_of((30, 10))
+    stream.__len__.return_value = 1
+    stream.__getitem__.side_effect = rows.__getitem__
+    assert len(choose._longest_documents(stream, CCAConfig.paper(2, 2), None)) == 1
+    stream.state_dict.assert_called_once_with(0)
+    stream.load_state_dict.assert_called_once_with(stream.state_dict.return_value)
 
 
 def test_documents_too_short_for_a_search_are_refused():
