@@ -160,9 +160,9 @@ def test_a_ragged_batch_of_chunks_and_decoding_tokens(sinks, window):
 
 def test_programs_share_the_entries_of_a_block(monkeypatch):
     monkeypatch.setattr(paged_attend, "decode_splits", lambda *sizes: 3)
-    monkeypatch.setattr(paged_attend, "paged_tiles", lambda *sizes: Tiles(16, 8, 4, 1))
-    config = CCAConfig(group_size=3, window_size=4, sink_size=3)
-    check(config, halves(), [{0: 13}, {0: 2, 1: 1}])
+    monkeypatch.setattr(paged_attend, "paged_tiles", lambda *sizes: Tiles(16, 16, 4, 1))
+    config = CCAConfig(group_size=3, window_size=12, sink_size=3)
+    check(config, halves(), [{0: 46}, {0: 2, 1: 1}])
 
 
 def test_masses_bias_and_softcap():
@@ -176,10 +176,10 @@ def test_half_precision_without_rotation():
 
 
 def test_a_long_past_has_tiles_without_a_mask(monkeypatch):
-    tiles = Tiles(32, 8, 4, 1)
+    tiles = Tiles(32, 16, 4, 1)
     monkeypatch.setattr(paged_attend, "paged_tiles", lambda *sizes: tiles)
     config = CCAConfig(group_size=2, window_size=16, sink_size=2)
-    check(config, halves(), [{0: 36}, {0: 3}], page_size=8)
+    check(config, halves(), [{0: 70}, {0: 3}], page_size=8)
 
 
 def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch):

@@ -60,10 +60,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.utils import cpu_triton_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+if GPU:
+    CPUWorker = DeviceWorker  # the module of the CPU's worker takes torch.cuda's streams away
+else:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
 from corecontext import CCAConfig, enable
 from corecontext.inference import Engine

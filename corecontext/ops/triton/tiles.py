@@ -125,8 +125,11 @@ def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
     """For attention over pages: block_m rows, of the at most `rows` that a sequence brings for each
     KV head."""
     tiles = forward_tiles(chip, dtype, dim)
+    is_half = dtype != torch.float32 and dim <= 128 and chip.shared_memory > 0
     if rows <= 16:  # the rows of the smallest matrix product
-        return tiles._replace(block_m=16)
+        return Tiles(16, 32, 1, 3) if is_half else tiles._replace(block_m=16)
+    if is_half and rows > 64 and chip.shared_memory >= 160 * 1024:
+        return Tiles(128, 64, 8, 3)
     return tiles
 
 
