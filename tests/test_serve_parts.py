@@ -1355,6 +1355,8 @@ def test_settings_at_their_bounds_are_taken():
     Serving(port=0, queue_limit=0, max_length=1, time_limit_s=1e-9, **least)
     Serving(port=65535, method="full", tensor_parallel=8, api_key="x")
     Serving(tensor_parallel=1, device="cpu", random_weights=True)
+    sizes = Serving(fetch_groups=2, store="host", fetch_slots=8).sizes
+    assert (sizes["store"], sizes["fetch_slots"]) == ("host", 8)
 
 
 def test_the_defaults_are_those_of_the_documentation():
