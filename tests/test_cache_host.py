@@ -2,6 +2,7 @@
 pass."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,6 +267,19 @@ def test_tokens_of_a_text_before_reach_no_result():
         start = layer.seq_len
         out = fed(layer, tensors, start, [5, *[1] * 10])
         near(out, expected[:, :, start : start + 15])
+
+
+def test_memory_is_not_unpinned_while_a_graph_is_captured(monkeypatch):
+    freed = []
+    runtime = SimpleNamespace(cudaHostUnregister=freed.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    pages = [torch.zeros(8, device="cpu") for _ in range(2)]
+    for is_capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+        host_memory._unpin(pages[is_capturing], torch.device("cuda"))
+        assert bool(freed) == (not is_capturing)
+    assert set(freed) == {x.data_ptr() for x in pages} and not host_memory._unused
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -64,10 +64,21 @@ class _Pinned:
         }
 
 
+_unused: list[tuple[Tensor, torch.device]] = []
+"""Pinned memory to be given back."""
+
+
 def _unpin(pages: Tensor, device: torch.device) -> None:
-    """Give pinned memory back, after the kernels that use it."""
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+    """Give pinned memory back, after the kernels that use it.
+
+    Garbage may be collected while a graph is captured, which waiting for the device would break:
+    then the next call gives it back.
+    """
+    _unused.append((pages, device))
+    while _unused and not torch.cuda.is_current_stream_capturing():
+        pages, device = _unused.pop()
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
 
 
 def available_bytes() -> int | None:
