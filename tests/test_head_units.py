@@ -90,6 +90,16 @@ def test_there_is_more_to_choose_from_than_is_chosen():
             search._check_count(count, choices, heads)
 
 
+def test_more_than_half_of_the_window_stays():
+    shape, config = Shape(4, 4), CCAConfig.paper(4, 8)
+    heads = [Unit(3, head) for head in range(3)]
+    # 200 tokens would leave a window of 4.
+    message = "at most 2 of 16 KV heads, so that more than half of the window of 8 stays with 200"
+    with pytest.raises(ValueError, match=message):
+        at_equal_cache(shape, heads, config, 200, raw=True)
+    assert at_equal_cache(shape, heads[:2], config, 200, raw=True).window_size > 4
+
+
 def test_heads_of_random_weights_are_upwards_from_five_eighths():
     layers = [unit.layer for unit in untrained_heads(Shape(8, 1), 8)]
     assert layers == [5, 6, 7, 4, 3, 2, 1, 0]

@@ -588,6 +588,12 @@ def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
         engine.generate(tokens(1, 20), max_new_tokens=3)  # in the cache that is kept
         available[0] = None
         engine.generate(tokens(2, 20), max_new_tokens=3)
+        for asked, k in ((1, 1), (0, 0), (None, 2)):
+            stream = engine.stream(tokens(1, 20), max_new_tokens=3, fetch_groups=asked)
+            assert stream.fetch_groups == stream.key.config.fetch_groups == k
+    for name in ("group_size", "window_size", "fetch_groups"):
+        with pytest.raises(ValueError, match="^group_size, window_size and fetch_groups must be u"):
+            Engine(model).stream(tokens(1, 20), max_new_tokens=3, **{name: 1})
 
 
 def test_tokens_are_of_the_models_vocabulary_and_device(model):

@@ -1334,7 +1334,7 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
                 "group-size, .* fetch-slots must be left out with --me",
             )
             for name, value in (
-                ("core_mass", False),
+                ("core_mass", True),
                 ("prefill", "cca"),
                 ("fetch_groups", 2),
                 ("fetch_index", "mean"),
