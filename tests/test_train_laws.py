@@ -138,6 +138,7 @@ def test_a_run_whose_rows_never_leave_the_window_is_said_to_be_idle(tmp_path):
     # Each query fetches every group that it sees: all tokens are raw.
     fetching = config.replace(context_length=1040 + 2 * 16, fetch_groups=2)
     assert not fetching.is_idle() and fetching.replace(fetch_groups=3).is_idle()
+    assert fetching.replace(context_length=1040 + 2 * 16 - 1).is_idle()
     config = config.replace(layer_group_sizes=(1, (1, 8)))
     assert not config.is_idle() and config.replace(context_length=1031).is_idle()
     config = config.replace(context_length=1031)

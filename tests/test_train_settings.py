@@ -115,6 +115,21 @@ def test_fetch_is_a_part_of_the_attention_and_of_cca_alone():
         TrainConfig(fetch_groups=-1)
 
 
+def test_the_card_names_all_of_the_attention():
+    plain = TrainConfig(group_size=4, window_size=9, sink_size=0, core_mass=False)
+    text = "Core Context Aware attention, g = 4, s = 9"
+    assert card._attention(plain) == text
+    assert card._attention(plain.replace(sink_size=4)) == f"{text}, the first 4 tokens raw"
+    masses = plain.replace(core_mass=True)
+    assert card._attention(masses) == f"{text}, core tokens with their masses"
+    assert card._attention(masses.replace(pooling="max")) == text
+    fetching = plain.replace(fetch_groups=3, fetch_index="mean")
+    assert card._attention(fetching) == f"{text}, raw tokens of 3 groups fetched by mean"
+    by_layer = plain.replace(layer_group_sizes=(4, (8, 1)))
+    assert card._attention(by_layer) == text.replace("g = 4", "g = [4, (8, 1)] by layer")
+    assert card._attention(plain.replace(method="window")) == "window attention"
+
+
 # The command
 
 
