@@ -271,13 +271,14 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     index = fetch_decode.index_constants(spec, dim)
     scoring = fetch_decode.scores_constants(chip, dtype, HEADS, index)
     scoring["ASM"] = scoring["ASM"] and chip is not CHIPS["gfx942"][1]
+    scoring["WIDTH"] = 8192
     floats = ("scores", "lse", "acc", "mass", "centre", "cos", "sin")
     types = {f"{name}_ptr": "fp32" for name in floats}
     types |= {"seen_ptr": "i64", "pad_ptr": "i64", "chosen_ptr": "i32", "marks_ptr": "i8"}
-    types |= {"codes_ptr": "u8", "scales_ptr": "fp16"}
+    types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8"}
     yield Kernel(fetch_decode_index.fetch_scores_kernel, {**place, **index, **scoring}, types)
     blocks = {"BLOCK_P": 16, "BLOCK_D": power_of_2(dim), "BLOCK": 8192, "BLOCK_S": 64}
-    blocks |= {"BLOCK_K": 64, "num_warps": 16}
+    blocks |= {"BLOCK_K": 64, "BLOCK_H": HEADS, "num_warps": 8}
     wide = {**types, "rotation_ptr": "fp32"}
     yield Kernel(fetch_decode_choice.fetch_choose_kernel, {**place, **index, **blocks}, wide)
     flags = {"WIDTH": 1, "POOLS": True, "HALF": dim // 2, "INTERLEAVED": False, "HEAD_DIM": dim}

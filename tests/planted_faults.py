@@ -780,6 +780,11 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         f"{STEP}::test_every_step_of_every_row",
     ),
     Fault(
+        "fetch: the second levels of bytes, mirrored, in a step",
+        "l1 = (-(table >> ((shift >> 2) & 24))).to(tl.int8)",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
         "fetch: of equal shares a step chooses the last groups",
         "is_chosen = (inside & (values >= high)) | (is_last & (before > at_low - num_chosen))",
         f"{STEP}::test_of_equal_groups_the_lower_are_fetched",

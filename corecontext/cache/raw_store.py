@@ -13,9 +13,10 @@ from torch import Tensor
 
 from corecontext.cache.eight_bit import decode_all
 from corecontext.cache.slots import grown, read, write
+from corecontext.config import parse_index
 from corecontext.fetch_sizes import index_lag, num_indexed
 from corecontext.ops.fetch.index import Index, build, centre_of, num_centred
-from corecontext.ops.fetch.low_bits import rotation
+from corecontext.ops.fetch.low_bits import columns_of_codes, rotation
 from corecontext.ops.spec import RawSlots, Spec
 from corecontext.visibility import num_complete_groups
 
@@ -72,8 +73,10 @@ class RawStore:
             wide = torch.promote_types(key.dtype, torch.float32)
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
             # Held here: a captured step reads them where they are.
+            _, _, bits = parse_index(spec.fetch_index)
             kinds = (key.dtype, torch.float32)
-            self._rotations = tuple(rotation(key.shape[3], x, key.device) for x in kinds)
+            matrices = [rotation(key.shape[3], x, key.device) for x in kinds]
+            self._rotations = tuple(columns_of_codes(x, bits) for x in matrices)
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
         """Whether it could be empty for such tokens, in place."""

@@ -252,7 +252,8 @@ class RawSlots(NamedTuple):
     centre: Tensor
     """[B, Hkv, D] in float32."""
     rotations: tuple[Tensor, Tensor]
-    """The index's rotation [D, D], in the dtype of queries and in float32."""
+    """The index's rotation, its columns by `low_bits.columns_of_codes`, in the dtype of queries and
+    in float32."""
     slots: FetchSlots | None = None
     """Where fetched groups are read from instead."""
 

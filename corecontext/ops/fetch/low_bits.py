@@ -42,6 +42,14 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (signs * matrix).to(device, dtype)
 
 
+def columns_of_codes(matrix: Tensor, bits: int) -> Tensor:
+    """Return the columns of a matrix [D, D] as bytes hold their codes, [8 / bits, D,
+    ceil(D bits / 8)]: those of the first code of each byte, of the second, and so on, then 0."""
+    each = 8 // bits
+    padded = F.pad(matrix, (0, -matrix.shape[1] % each))
+    return padded.unflatten(1, (-1, each)).permute(2, 0, 1).contiguous()
+
+
 @functools.lru_cache(maxsize=8)
 def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the level of each code, [2^bits], rising."""

@@ -241,6 +241,13 @@ def _pool_group(
 
 
 @triton.jit
+def _load_marks(marks_ptr, entries, end, first_core, WIDTH: tl.constexpr):
+    """Return the marks of the groups of core tokens, 0 for entries before them and behind."""
+    is_core = (entries >= first_core) & (entries < end)
+    return tl.load(marks_ptr + (entries - first_core) // WIDTH, mask=is_core, other=0)
+
+
+@triton.jit
 def _attend_entries(
     q,
     buffers,
@@ -283,6 +290,8 @@ def _attend_entries(
     tile = begin.to(tl.int64) * HEAD_DIM + offs[:, None] * HEAD_DIM + dims[None, :]
     k_tile = keys_ptr + tile
     v_tile = values_ptr + tile
+    if HAS_MARKS:  # those of the next tile are on the way while this one is used
+        marks = _load_marks(marks_ptr, begin + offs, end, ring_size + SINKS, WIDTH)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         # Which entries are seen: by age in the ring (0 is the new token, counted apart), by
         # position among the first tokens, all core tokens before `end`.
@@ -318,8 +327,8 @@ def _attend_entries(
             core_entry = (entries - ring_size - SINKS)[None, :]
             visible = visible & ((core_entry < 0) | (core_entry % WIDTH == heads[:, None]))
         if HAS_MARKS:
-            group = (entries - ring_size - SINKS) // WIDTH
-            mark = tl.load(marks_ptr + group, mask=seen & is_core, other=0)
+            mark = marks
+            marks = _load_marks(marks_ptr, entries + BLOCK_N, end, ring_size + SINKS, WIDTH)
             # planted: fetch: a fetched group keeps its core token, in a step
             visible = visible & (mark == 0)[None, :]
         scores = tl.where(visible, scores, -float("inf"))

@@ -5,8 +5,8 @@ Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
 tokens of groups chosen. 4 r M bytes of scores are written and read once, from the chip's own cache.
 At 131,072 tokens, g = 16, s = 1,024, k = 64, D = 128 and 8 KV heads in 16 bits that is 17 + 38 + 4
-MB, where CCA reads 38. The products with the index take 2 r P D operations a group, 0.5 GFLOP;
-decoding its bytes takes 1.3 operations a code, 17 codes in 10^8 of a second on an H200.
+MB, where CCA reads 38. Decoding the index takes 0.6 operations a code. The choice is one program
+for each KV head, which reads 4 r M bytes.
 
 All programs are split by shapes and share the entries seen by the length, which is read on the
 device, so a captured step replays at any length.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from corecontext.config import parse_index
+from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.fetch.low_bits import LEVELS
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
@@ -29,11 +30,13 @@ from corecontext.ops.triton.fetch_decode_choice import fetch_choose_kernel
 from corecontext.ops.triton.fetch_decode_index import fetch_scores_kernel
 from corecontext.ops.triton.fetch_decode_slots import MOST_SLOTS, find_and_load
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.tiles import Chip, chip_of, decode_splits
+from corecontext.ops.triton.tiles import Chip, chip_of
 
 _MOST_GROUPS = 32768  # whose scores one program holds
 _FETCHED_TOKENS = 128  # of a KV head, that one program attends to
 _MOST_PARTS = 128  # that one program merges
+_CHOICE_WARPS = 8
+_REGISTERS = 168  # of a thread of four warps, so that three programs run on a multiprocessor
 
 
 def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
@@ -66,7 +69,8 @@ def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
         "SCALES": parts if kind == "bits" else 1,
         "LEVELS": LEVELS[bits],
         "HEAD_DIM": dim,
-        "BLOCK_C": max(16, power_of_2(ceil_div(dim * bits, 8))),
+        # The least inner size of a matrix product of whole numbers is 32.
+        "BLOCK_C": max(32 if bits == 2 else 16, power_of_2(ceil_div(dim * bits, 8))),
     }
 
 
@@ -83,18 +87,32 @@ def scores_constants(
     if chip.shared_memory and not vector:
         keys = 256 * 128 // max(128, index["HEAD_DIM"])
     block_p = power_of_2(index["PARTS"])
-    has_asm = torch.version.hip is None and chip.shared_memory > 0 and not vector
+    whole = index["BITS"] == 2 and not vector
     block_m = power_of_2(heads)
+    if not vector:  # columns of the smallest matrix product, two for each head of whole numbers
+        block_m = max(4 if whole else 8, block_m)
     return {
-        "ASM": has_asm and index["BITS"] == 2,
-        "BLOCK_M": block_m if vector else max(8, block_m),
+        "WHOLE": whole,
+        # A register of the instructions has four neighbouring bytes where whole rows are loaded.
+        "ASM": whole
+        and torch.version.hip is None
+        and chip.shared_memory > 0
+        and index["HEAD_DIM"] % 64 == 0,
+        "BLOCK_M": block_m,
         "BLOCK_N": max(1, keys // block_p),
         "BLOCK_P": block_p,
         "BLOCK_D": max(16, power_of_2(index["HEAD_DIM"])),
         "VECTOR": vector,
-        "STAGES": 2,
+        "STAGES": 4,
         "num_warps": 2,
     }
+
+
+def scoring_splits(chip: Chip, rows: int, num_groups: int, block_n: int) -> int:
+    """Return the number of programs that share the groups of each of `rows` KV heads: seven on a
+    multiprocessor, fewer where each would not have three tiles."""
+    fitting = 7 * chip.multiprocessors // rows
+    return max(1, min(fitting, ceil_div(num_groups, 3 * block_n)))
 
 
 def _decode(
@@ -123,20 +141,25 @@ def _decode(
     block_p = scoring["BLOCK_P"]
 
     # Shares of the index, of the chosen groups and of the compact entries.
-    num_scoring = decode_splits(chip, rows, num_groups, scoring["BLOCK_N"])
+    num_scoring = scoring_splits(chip, rows, num_groups, scoring["BLOCK_N"])
     num_fetching = min(16, ceil_div(chosen_groups * g, _FETCHED_TOKENS))
     groups_each = ceil_div(chosen_groups, num_fetching)
+    # No more programs than run at once, where that is less than a tile each.
     num_shares = min(plan.num_parts - 1, _MOST_PARTS - 1 - num_fetching)
+    num_shares = max(num_shares - num_fetching, min(num_shares, 16))
     total = 1 + num_fetching + num_shares
 
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    scores = make(rows, heads, num_groups)
+    block = max(16, power_of_2(num_groups))
+    scores = make(rows, heads, block)
+    words = 8 * scoring["BLOCK_M"] * index["BLOCK_C"] if scoring["WHOLE"] else 0
+    scratch = make(rows, num_scoring, words, dtype=torch.int8)
     score_lse = make(rows, num_scoring, heads)
     chosen = make(rows, chosen_groups, dtype=torch.int32)
-    marks = make(rows, num_groups, dtype=torch.int8)
+    marks = make(rows, block, dtype=torch.int8)
     acc = make(rows, total, heads, dim)
     lse = make(rows, total, heads)
     # Kernels do not touch the tensors that stand in for missing ones.
@@ -156,15 +179,15 @@ def _decode(
             fetch_scores_kernel,
             (rows, num_scoring),
             (
-                *(q, raw.rotations[0], raw.codes, raw.scales, scores, score_lse),
+                *(q, raw.rotations[0], raw.codes, raw.scales, scratch, scores, score_lse),
                 *(length, slots.pad, seen, kv_heads, *rule, float(spec.scale)),
             ),
             (q.stride()[:2],),
             **place,
             **index,
             **scoring,
+            WIDTH=block,
         )
-        block = max(16, power_of_2(num_groups))
         launch(
             fetch_choose_kernel,
             (rows, 2),
@@ -179,9 +202,10 @@ def _decode(
             BLOCK_P=max(16, block_p),
             BLOCK_D=tile["BLOCK_D"],
             BLOCK=block,
+            BLOCK_H=power_of_2(heads),
             BLOCK_S=power_of_2(num_scoring),
             BLOCK_K=power_of_2(chosen_groups),
-            num_warps=max(4, min(16, block // 512)),
+            num_warps=max(4, min(_CHOICE_WARPS, block // 512)),
         )
         fetched = (raw.keys, raw.values)
         fetched_room = raw.keys.shape[2]
@@ -210,7 +234,7 @@ def _decode(
                     slots.ring_size,
                     g,
                 ),
-                *(spec.window_size, raw.keys.shape[2], fetched_room, num_groups),
+                *(spec.window_size, raw.keys.shape[2], fetched_room, block),
                 *(num_shares, groups_each, float(spec.scale), float(core_bias)),
             ),
             (q.stride()[:2], k.stride()[:2], v.stride()[:2], chosen_groups),
@@ -225,6 +249,7 @@ def _decode(
             HAS_BIAS=core_bias != 0,
             HAS_MASS=slots.masses is not None,
             HEAD_DIM=dim,
+            maxnreg=_REGISTERS if nvidia_capability(q.device) else None,
             **tile,
         )
         launch(

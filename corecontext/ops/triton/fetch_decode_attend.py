@@ -96,7 +96,7 @@ def _attend_fetched(
 @triton.jit(
     do_not_specialize=[
         *("seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"),
-        *("room", "fetched_room", "num_groups", "num_shares", "groups_each"),
+        *("room", "fetched_room", "marks_stride", "num_shares", "groups_each"),
     ]
 )
 def fetch_step_kernel(
@@ -126,7 +126,7 @@ def fetch_step_kernel(
     window_size,
     room,
     fetched_room,
-    num_groups,
+    marks_stride,
     num_shares,
     groups_each,
     scale,
@@ -156,10 +156,10 @@ def fetch_step_kernel(
 ):
     """Append the new tokens and attend in parts, as `decode._step_kernel`, with fetch.
 
-    Grid: (B Hkv, 1 + parts of fetched tokens + num_shares). The first program of a KV head stores
+    Grid: (B Hkv, 1 + num_shares + parts of fetched tokens). The first program of a KV head stores
     the new token twice and pools the group that it closes: no other program of the step reads what
-    it writes. The next ones attend to fetched tokens, the
-    others to the compact entries without the core tokens of fetched groups.
+    it writes. The next ones, which read most, attend to the compact entries without the core tokens
+    of fetched groups, the others to fetched tokens.
 
     Args:
         chosen_ptr: Numbers of the groups in the fetched tokens, -1 for none.
@@ -183,9 +183,8 @@ def fetch_step_kernel(
     raw_v_ptr += n * room * HEAD_DIM
     first = (n * tl.num_programs(1) + part) * HEADS
     parts = (acc_ptr + first * HEAD_DIM, lse_ptr + first)
-    marks_ptr += n * num_groups
+    marks_ptr += n * marks_stride
     buffers = (keys_ptr, values_ptr, keys_ptr, values_ptr, mass_ptr, marks_ptr)
-    num_fetching = tl.num_programs(1) - 1 - num_shares
     if part == 0:
         k_ptr += batch * k_strides[0] + head * k_strides[1]
         v_ptr += batch * v_strides[0] + head * v_strides[1]
@@ -212,31 +211,12 @@ def fetch_step_kernel(
             BLOCK_D,
         )
         _store_raw((k_ptr, v_ptr), (raw_k_ptr, raw_v_ptr), position, room, HEAD_DIM, BLOCK_D)
-    elif part <= num_fetching:
-        fetched = n * fetched_room * HEAD_DIM
-        _attend_fetched(
-            (q_ptr, q_strides[1]),
-            (fetched_k_ptr + fetched, fetched_v_ptr + fetched),
-            chosen_ptr + n * num_chosen,
-            parts,
-            part - 1,
-            (groups_each, num_chosen, group_size),
-            scale,
-            FETCHED_SINKS,
-            HEADS,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
-            VECTOR,
-            STAGES,
-        )
-    else:
+    elif part <= num_shares:
         attend_share(
             (q_ptr, q_strides[1]),
             buffers,
             parts,
-            (part - 1 - num_fetching, num_shares),
+            (part - 1, num_shares),
             (position, slot, capacity, ring_size, group_size, window_size),
             scale,
             1.0,
@@ -249,6 +229,25 @@ def fetch_step_kernel(
             HAS_MASS,
             True,
             False,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            VECTOR,
+            STAGES,
+        )
+    else:
+        fetched = n * fetched_room * HEAD_DIM
+        _attend_fetched(
+            (q_ptr, q_strides[1]),
+            (fetched_k_ptr + fetched, fetched_v_ptr + fetched),
+            chosen_ptr + n * num_chosen,
+            parts,
+            part - 1 - num_shares,
+            (groups_each, num_chosen, group_size),
+            scale,
+            FETCHED_SINKS,
+            HEADS,
             HEAD_DIM,
             BLOCK_M,
             BLOCK_N,

@@ -5,15 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from corecontext.ops.triton.fetch_decode_index import write_index
+from corecontext.ops.triton.fetch_decode_write import write_index
 from corecontext.ops.triton.primitives import TINY, visible_cores
-
-
-@triton.jit
-def _rising(x):
-    """Return whole numbers in the order of finite floats."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
@@ -26,6 +19,7 @@ def _choose(
     num_chosen,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -36,30 +30,36 @@ def _choose(
     first ones are chosen.
 
     Args:
-        sizes: Visible groups, groups that there is room for, and parts of the log-sum-exp.
+        sizes: Visible groups, and parts of the log-sum-exp.
     """
-    count, num_groups, num_parts = sizes
+    count, num_parts = sizes
     groups = tl.arange(0, BLOCK)
     inside = groups < count
     parts = tl.arange(0, BLOCK_S)
-    # The log of the sum of shares.
-    total = tl.full([BLOCK], -float("inf"), tl.float32)
-    for h in range(HEADS):
-        lse = tl.load(lse_ptr + parts * HEADS + h, mask=parts < num_parts, other=-float("inf"))
-        highest = tl.maximum(tl.max(lse, 0), -1e30)  # none is seen
-        lse = highest + tl.log2(tl.maximum(tl.sum(tl.exp2(lse - highest), 0), TINY))
-        shares = tl.load(scores_ptr + h * num_groups + groups, mask=inside, other=0.0) - lse
-        larger = tl.maximum(total, shares)
-        total = larger + tl.log2(tl.exp2(total - larger) + tl.exp2(shares - larger))
+    heads = tl.arange(0, BLOCK_H)
+    # Each head's log-sum-exp.
+    exists = (parts < num_parts)[:, None] & (heads < HEADS)[None, :]
+    at = parts[:, None] * HEADS + heads[None, :]
+    lse = tl.load(lse_ptr + at, mask=exists, other=-float("inf"))
+    highest = tl.maximum(tl.max(lse, 0), -1e30)  # none is seen
+    lse = highest + tl.log2(tl.maximum(tl.sum(tl.exp2(lse - highest[None, :]), 0), TINY))
+
+    # The sum of shares, times 2^100 so that the least do not become 0: its bits, as whole numbers,
+    # have its order.
+    total = tl.zeros([BLOCK], tl.float32)
+    for h in tl.static_range(HEADS):
+        shift = 100.0 - tl.sum(tl.where(heads == h, lse, 0.0), 0)
+        # Groups that are not seen have no scores; without a mask four are loaded at once.
+        total += tl.exp2(tl.load(scores_ptr + h * BLOCK + groups) + shift)
+    values = tl.where(inside, total.to(tl.int32, bitcast=True), -1)
 
     # At least k have low or more, fewer have high or more.
-    values = tl.where(inside, _rising(total), -0x7FFFFFFF)
     low = tl.min(tl.where(inside, values, 0x7FFFFFF0), 0)
     high = tl.max(values, 0) + 1
     at_low = count
     at_high = count * 0
     while (at_low > num_chosen) & (low + 1 < high):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        middle = low + (high - low) // 2
         at_middle = tl.sum((values >= middle).to(tl.int32), 0)
         enough = at_middle >= num_chosen
         at_low = tl.where(enough, at_middle, at_low)
@@ -78,7 +78,7 @@ def _choose(
     slots = tl.arange(0, BLOCK_K)
     empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
     tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
-    tl.store(marks_ptr + groups, is_chosen.to(tl.int8), mask=groups < num_groups)
+    tl.store(marks_ptr + groups, is_chosen.to(tl.int8))
 
 
 @triton.jit(
@@ -122,6 +122,7 @@ def fetch_choose_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -139,14 +140,15 @@ def fetch_choose_kernel(
     if tl.program_id(1) == 0:
         count = tl.minimum(visible_cores(later, group_size, window_size), num_groups)
         _choose(
-            scores_ptr + n * HEADS * num_groups,
+            scores_ptr + n * HEADS * BLOCK,
             lse_ptr + n * num_parts * HEADS,
             chosen_ptr + n * num_chosen,
-            marks_ptr + n * num_groups,
-            (count, num_groups, num_parts),
+            marks_ptr + n * BLOCK,
+            (count, num_parts),
             num_chosen,
             HEADS,
             BLOCK,
+            BLOCK_H,
             BLOCK_S,
             BLOCK_K,
         )

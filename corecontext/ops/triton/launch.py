@@ -23,6 +23,7 @@ def launch(
     *,
     num_warps: int,
     num_stages: int | None = None,
+    maxnreg: int | None = None,
     **constants: Any,
 ) -> None:
     """Run a kernel.
@@ -35,11 +36,14 @@ def launch(
             apart.
         specialized: The arguments after them, for whose values Triton may compile a kernel of its
             own: integers and, as tuples, strides.
+        maxnreg: Most registers of a thread, on NVIDIA's chips.
         constants: The values that the kernel is compiled for.
     """
-    options = {"num_warps": num_warps}
+    options: dict[str, Any] = {"num_warps": num_warps}
     if num_stages is not None:
         options["num_stages"] = num_stages
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     if torch.compiler.is_compiling():
         _launch_outside_graph(kernel, grid, arguments + specialized, {**constants, **options})
         return

@@ -1,0 +1,106 @@
+"""Write an index in low bits in a decoding step: that of a group (`ops/fetch/low_bits.py`)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from corecontext.ops.triton.fetch_decode_index import level_of, rotated_columns
+from corecontext.ops.triton.primitives import TINY, tile_mask
+
+
+@triton.jit
+def write_index(
+    keys,
+    index,
+    place,
+    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the centre of a row's index with the last token that it counts, and the index of a
+    group (`RawStore.put_step`, `low_bits.encode`), at a step that closes a group.
+
+    Args:
+        keys: Pointers to the row's raw keys from the token after the first ones on, the new one not
+            read, and to the new key.
+        index: Pointers to centre, codes, scales and the rotation in float32.
+        place: Position of the new token after the first ones, the group, group_size, and tokens
+            that the centre counts, at least two groups.
+    """
+    raw_ptr, new_ptr = keys
+    centre_ptr, codes_ptr, scales_ptr, rotation_ptr = index
+    position, group, group_size, num_centred = place
+    EACH: tl.constexpr = 8 // BITS
+    BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
+    dims = tl.arange(0, BLOCK_D)
+    in_dims = dims < HEAD_DIM
+    parts = tl.arange(0, BLOCK_P)
+    mask = tile_mask(parts, PARTS, dims, HEAD_DIM)
+
+    if position + 1 == num_centred:
+        total = tl.load(new_ptr + dims, mask=in_dims, other=0.0).to(tl.float32)
+        rows = tl.arange(0, 16)
+        for start in range(0, num_centred - 1, 16):
+            at = (start + rows)[:, None] * HEAD_DIM + dims[None, :]
+            old = (start + rows < num_centred - 1)[:, None] & in_dims[None, :]
+            total += tl.sum(tl.load(raw_ptr + at, mask=old, other=0.0).to(tl.float32), 0)
+        centre = total / num_centred
+        # planted: fetch: a step writes no centre
+        tl.store(centre_ptr + dims, centre, mask=in_dims)
+    else:
+        centre = tl.load(centre_ptr + dims, mask=in_dims, other=0.0)
+
+    # The means of its parts, without the centre.
+    size = group_size // PARTS
+    means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    for i in range(size):
+        token = group.to(tl.int64) * group_size + parts * size + i
+        at = token[:, None] * HEAD_DIM + dims[None, :]
+        means += tl.load(raw_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    means = tl.where(mask, means / size - centre[None, :], 0.0)
+
+    # Codes of the rotated means over their size, and the scale that makes products exact.
+    squares = tl.sum(means * means, 1)
+    if SCALES == 1:
+        squares = tl.zeros([BLOCK_P], tl.float32) + tl.sum(squares, 0) / PARTS
+    rms = tl.maximum(tl.sqrt(squares / HEAD_DIM), TINY)
+    packed = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
+    own = tl.zeros([BLOCK_P], tl.float32)
+    with_stored = tl.zeros([BLOCK_P], tl.float32)
+    cols = tl.arange(0, BLOCK_C)
+    UPPER: tl.constexpr = 2 ** (BITS - 1)
+    for i in tl.static_range(EACH):
+        x = (
+            rotated_columns(means, rotation_ptr, i, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, False)
+            / rms[:, None]
+        )
+        # The level nearest to a magnitude, of equal distances the lower number.
+        upper = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
+        lower = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
+        for j in tl.static_range(1, UPPER):
+            edge = (LEVELS[j - 1] + LEVELS[j]) / 2
+            upper += (x > edge).to(tl.int32)
+            lower += (x > -edge).to(tl.int32)
+        codes = lower + (x > 0.0).to(tl.int32) + upper
+        stored = level_of(codes, BITS, LEVELS)
+        exists = (cols * EACH + i < HEAD_DIM)[None, :]
+        own += tl.sum(x * x, 1)
+        with_stored += tl.sum(tl.where(exists, x * stored, 0.0), 1)
+        packed += tl.where(exists, codes << (BITS * i), 0)
+    if SCALES == 1:
+        own = tl.zeros([BLOCK_P], tl.float32) + tl.sum(own, 0)
+        with_stored = tl.zeros([BLOCK_P], tl.float32) + tl.sum(with_stored, 0)
+    scales = rms * (own / tl.maximum(with_stored, TINY))
+    scales = tl.minimum(scales, 65504.0).to(scales_ptr.dtype.element_ty)
+
+    at = (group.to(tl.int64) * PARTS + parts)[:, None] * BYTES + cols[None, :]
+    is_byte = (parts < PARTS)[:, None] & (cols < BYTES)[None, :]
+    # planted: fetch: a fused step leaves the index of a closed group unwritten
+    tl.store(codes_ptr + at, packed.to(tl.uint8), mask=is_byte)
+    tl.store(scales_ptr + group.to(tl.int64) * SCALES + parts, scales, mask=parts < SCALES)
