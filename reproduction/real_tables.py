@@ -48,7 +48,8 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
     without answers have a table of their own.
 
     Args:
-        short: Only SHORT, with mass; with fetch only the stores on the host where there are any.
+        short: Only SHORT, with mass; of fetch that at equal bytes where there is any, or else the
+            stores on the host where there are any.
     """
     lines = [
         line
@@ -65,10 +66,13 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
     if short:
         stores = {line.params["store"] for line in lines}
         unshown = {"device"} if "host" in stores else set()
+        methods = set(SHORT)
+        if any(line.params["method"] == "fetch_equal_bytes" for line in lines):
+            methods.remove("fetch")
         lines = [
             line
             for line in lines
-            if line.params["method"] in SHORT
+            if line.params["method"] in methods
             and line.params["core_mass"] is not False
             and line.params["store"] not in unshown
         ]
