@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from corecontext.eval import scores
@@ -42,6 +45,17 @@ def test_token_f1():
     assert scores.token_f1("cat dog", "cat") == pytest.approx(2 / 3)
     assert scores.token_f1("cat cat", "cat cat bird bird") == pytest.approx(2 / 3)
     assert scores.token_f1("dog", "cat") == 0 and scores.token_f1("", "cat") == 0
+
+
+def test_rouge_l_is_the_f_of_the_package(monkeypatch):
+    def get_scores(self, answers, references, avg):
+        assert (answers, references, avg) == (["an answer"], ["a reference"], True)
+        part = {"r": 0.9, "p": 0.1, "f": 0.5}
+        return {"rouge-1": dict.fromkeys(part, 0.2), "rouge-l": part}
+
+    package = SimpleNamespace(Rouge=type("Rouge", (), {"get_scores": get_scores}))
+    monkeypatch.setitem(sys.modules, "rouge", package)
+    assert scores.rouge_l("an answer", "a reference") == 0.5
 
 
 def test_rouge_l():

@@ -569,6 +569,11 @@ def test_a_question_stands_among_its_passages_and_others():
         assert question.prompt.endswith("\n\nQuestion: q?\nAnswer:") and question.references == [
             "a"
         ]
+    orders = set()
+    for seed in range(20):
+        prompt = ruler._passages(passages, 0, random.Random(seed), 3).prompt
+        orders.add(tuple(text in ("2", "7") for text in re.findall(r":\ntext (\d)", prompt)))
+    assert len(orders) > 5  # of 10: those that are asked about stand anywhere
 
 
 # Prompts of the other tasks

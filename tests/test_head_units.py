@@ -105,6 +105,20 @@ def test_heads_of_random_weights_are_upwards_from_five_eighths():
     assert layers == [5, 6, 7, 4, 3, 2, 1, 0]
 
 
+def test_a_search_is_named_by_all_that_its_losses_depend_on(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(search, "identify", lambda *given: named.append(given) or "name")
+    for loss in ("far_loss", "end_loss"):
+        monkeypatch.setattr(search, loss, lambda *given: 1.0)
+    model = tiny_model("llama", num_hidden_layers=4)
+    rows = [tokens(1, 600)]
+    with corecontext.enabled(model, CCAConfig.paper(16, 256, layer_group_sizes=(4,) * 4)):
+        for starts in (None, [500]):
+            search.find_units(model, rows, 4096, 1, folder=tmp_path, starts=starts)
+    equal = CCAConfig.paper(16, 256)
+    assert named == [(model, rows, equal, None), (model, rows, equal, [500])]
+
+
 @pytest.mark.parametrize("raw", [False, True])
 def test_heads_are_looked_for_in_the_best_quarter_of_the_layers(raw, monkeypatch, capsys):
     """With the losses of a table: layers 6 and 2 are best alone, of their heads 2.1, and beside it

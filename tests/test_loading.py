@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -278,6 +279,17 @@ def test_gpus_are_counted_from_0(monkeypatch):
         assert pick_device(given) == device
     with pytest.raises(UserError, match="'cuda:2' is not available: .* there are 2"):
         pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+def test_another_device_must_hold_numbers(device, monkeypatch):
+    held = mock.Mock(side_effect=AssertionError("not built in"))
+    monkeypatch.setattr(torch, "zeros", held)
+    with pytest.raises(UserError, match=f"^device '{device}' is not available, or holds no numb"):
+        pick_device(device)
+    held.side_effect = None
+    assert pick_device(device) == device
+    assert held.call_args.kwargs == {"device": device}
 
 
 def test_a_folder_of_a_gguf_file_is_told_how_to_name_it(tmp_path):

@@ -265,6 +265,7 @@ def test_fields_that_have_two_forms_are_read_as_one():
     "body, message, param",
     [
         ({"n": 2}, "n must be 1: a prompt gets one answer, got 2.", "n"),
+        ({"n": "\u00fc"}, "n must be 1: a prompt gets one answer, got '\\xfc'.", "n"),
         ({"best_of": 3}, "best_of must be 1: a prompt gets one answer, got 3.", "best_of"),
         ({"min_p": 0.1}, "min_p must be 0: it is not supported, got 0.1.", "min_p"),
         (
@@ -1215,6 +1216,15 @@ def test_an_answer_that_was_cut_off_sends_no_text_that_was_held_back():
     with pytest.raises(RequestError, match="^the request took longer than its time limit"):
         asyncio.run(asyncio.wait_for(answer(), 5))
     assert pieces == []
+
+
+@pytest.mark.parametrize("prompt, text", [(b"a\xe2\x82", "\ufffdb"), (b"\x82a", "\ufffdb")])
+def test_half_a_character_at_the_end_of_a_prompt_takes_no_text_of_the_answer(prompt, text):
+    def decode(ids, **options):
+        return bytes(ids).decode(errors="replace")
+
+    stream = TextStream(SimpleNamespace(decode=decode), (), list(prompt))
+    assert "".join([stream.push(0xAC), stream.push(ord("b")), stream.end()]) == text
 
 
 def test_a_worker_takes_requests_while_it_runs():

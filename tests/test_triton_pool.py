@@ -27,6 +27,7 @@ CASES = [
     (3, 20, 2, 5, "kv", "partial", None),
     (3, 20, 3, 2, "query", "partial_interleaved", 5.0),
     (4, 64, 2, 19, "query", "half", None),
+    (4, 64, 3, 5, "kv", "half", None),
     (4, 64, 1, 9, "kv", None, 0.5),
     (16, 80, 3, 3, "kv", "half", 2.0),
     (16, 64, 1, 5, "query", "interleaved", None),
@@ -127,6 +128,24 @@ def test_matches_plain_and_reference(case, dtype):
     got = run(*FUSED, q_last, k, v, grads, **options)
     same = run(*PLAIN, q_last, k, v, grads, **options)
     check(got, same, truth(q_last, k, v, grads, **options), dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(4, 16, 2, 3, "kv", "half"), (3, 20, 1, 4, "kv", None), (150, 20, 1, 2, "query", None)],
+    ids=str,
+)
+def test_values_may_lie_otherwise_than_keys(case):
+    group_size, head_dim, heads, groups, core_heads, kind = case
+    q_last, k, v = inputs(group_size, head_dim, heads, groups, torch.float32)
+    options = dict(scale=0.3, core_heads=core_heads, rotary=rotary_of(kind, head_dim))
+    shape = (k.shape[0], heads if core_heads == "query" else 1, groups, head_dim)
+    grads = [torch.ones(shape, device=DEVICE)] * 2
+    wanted = run(*FUSED, q_last, k, v, grads, **options)
+    assert k.stride() == v.stride() != v.contiguous().stride()
+    for same in ((q_last, k, v.contiguous()), (q_last, k.contiguous(), v)):
+        for a, b in zip(run(*FUSED, *same, grads, **options), wanted):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("group_size", [4, 150])
