@@ -62,7 +62,7 @@ SPILLED = {
     "_attend_dkv_kernel": 1024,
     "pool_long_bwd_kernel": 512,
     "fetch_dkv_kernel": 512,
-    "group_scores_kernel": 768,
+    "group_scores_kernel": 512,
 }
 
 

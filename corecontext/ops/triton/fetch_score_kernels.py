@@ -342,4 +342,4 @@ def group_scores_kernel(
         )
         if RUN > 0:
             tl.debug_barrier()  # the scores have been stored
-            _store_best(scores_ptr, best_ptr, begin, end, places, RUN, 2 * BLOCK_N)
+            _store_best(scores_ptr, best_ptr, begin, end, places, RUN, BLOCK_N)

@@ -89,6 +89,8 @@ def choose_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
         return Tiles(16, 32, 4, 1)
     if shared < 160 * 1024:
         return Tiles(32, 64, 4, 2)
+    if shared < 200 * 1024:  # Ampere's matrix products hold more in registers
+        return Tiles(64, 32, 4, 2)
     return Tiles(64, 64, 4, 2)
 
 
