@@ -540,6 +540,8 @@ def test_common_words_come_as_often_as_ruler_says(source, length, often, seldom)
         word: seldom for word in counts if word not in question.references
     }
     assert len(counts) == 10 + 7
+    common = [word in question.references for _, word in numbered]
+    assert common != sorted(common) and common != sorted(common, reverse=True)
     solved = example.split(" are ")[-1].split()
     assert not set(counts) & set(solved)
     counts = Counter(re.findall(r"\d+\. (\w+)", example))

@@ -23,7 +23,7 @@ from corecontext.inference import engine as engine_module
 from corecontext.inference import session as sessions
 from corecontext.inference.policy import cut_to, settings_for, table_rows
 from corecontext.inference.prefill import read_left_padding
-from corecontext.inference.sampling import INVALID, Sampler, choose_rows
+from corecontext.inference.sampling import INVALID, Sampler, _kept, choose_rows
 from corecontext.inference.session import SessionKey, configured
 from corecontext.inference.stream import Generation
 from corecontext.integrations.transformers import handle_of
@@ -486,6 +486,12 @@ def test_a_sampler_starts_anew_with_each_request():
 
 # Sessions and streams
 # ------------------------------------------------------------------------------------------------
+
+
+def test_of_the_whole_probability_the_top_k_stay():
+    """The probabilities of likelier tokens may add up to less than 1 in float32."""
+    logits = torch.randn(500, 40, generator=torch.Generator().manual_seed(0))
+    assert (_kept(logits, torch.tensor([[7]]), torch.tensor([[1.0]])).sum(-1) == 7).all()
 
 
 def test_the_newest_idle_sessions_are_kept(model, monkeypatch):

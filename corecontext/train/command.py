@@ -119,7 +119,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     try:
         config = TrainConfig().replace(**saved | given)
     except ValueError as error:
-        causes = [name for name in saved if name not in given and fits(saved.keys() - {name})]
+        causes = [name for name in saved if fits(saved.keys() - {name})]
         if not causes:
             raise
         raise UserError(
