@@ -278,7 +278,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8"}
     yield Kernel(fetch_decode_index.fetch_scores_kernel, {**place, **index, **scoring}, types)
     blocks = {"BLOCK_P": 16, "BLOCK_D": power_of_2(dim), "BLOCK": 8192, "BLOCK_S": 64}
-    blocks |= {"BLOCK_K": 64, "BLOCK_H": HEADS, "num_warps": 8}
+    blocks |= {"BLOCK_K": 64, "BLOCK_H": HEADS, "num_warps": fetch_decode._CHOICE_WARPS}
     wide = {**types, "rotation_ptr": "fp32"}
     yield Kernel(fetch_decode_choice.fetch_choose_kernel, {**place, **index, **blocks}, wide)
     flags = {"WIDTH": 1, "POOLS": True, "HALF": dim // 2, "INTERLEAVED": False, "HEAD_DIM": dim}

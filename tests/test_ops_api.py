@@ -351,6 +351,14 @@ def test_core_bias_as_a_number_or_one_for_each_head(device):
     torch.testing.assert_close(run(core_bias=0.0), run(core_bias=torch.zeros(4, device=device)))
 
 
+def test_two_tokens_are_two_documents_where_positions_begin_again(device):
+    q, k, v = torch.randn(3, 1, 2, 2, 4, device=device).unbind()
+    positions = torch.zeros(1, 2, dtype=torch.long, device=device)
+    settings = {"group_size": 2, "window_size": 2, "core_position": "token"}
+    out = cca_attention(q, k, v, position_ids=positions, **settings)
+    torch.testing.assert_close(out, v)  # each sees itself alone
+
+
 def test_position_ids_that_only_rise_are_one_document(device):
     x, rotary = make_inputs(40, batch_size=2, device=device), Rotary.from_theta(10000.0, 16, device)
     run = functools.partial(

@@ -35,7 +35,7 @@ from corecontext.ops.triton.tiles import Chip, chip_of
 _MOST_GROUPS = 32768  # whose scores one program holds
 _FETCHED_TOKENS = 128  # of a KV head, that one program attends to
 _MOST_PARTS = 128  # that one program merges
-_CHOICE_WARPS = 8
+_CHOICE_WARPS = 16
 _REGISTERS = 168  # of a thread of four warps, so that three programs run on a multiprocessor
 
 
