@@ -118,5 +118,5 @@ def test_kernels_fit(chip, made):
     ["sm_80", "sm_89", "sm_100", "sm_120", pytest.param("sm_90", marks=OLD), "sm_86", "gfx942"],
 )
 def test_all_sizes_fit(chip):
-    kernels = PLAIN | MASS | FETCH | PAGED
+    kernels = PLAIN | MASS | FETCH | LOSS | PAGED
     check(compile_for(chip, "all"), kernels | HOPPER if chip == "sm_90" else kernels)
