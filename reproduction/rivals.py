@@ -42,7 +42,7 @@ NAMES = ("full", *OWN, *PRESSED)
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is measured."""
+    """Name a model and the contexts on which its caches are compared."""
 
     name: str
     """The model's name in records."""
