@@ -77,10 +77,10 @@ class Page:
         values = [record.value for record in records]
         return f"{show(fmean(values))} &plusmn; {show(stdev(values))} ({listed})"
 
-    def section(self, anchor: str, title: str, *parts: str) -> None:
+    def section(self, anchor: str, title: str, *paragraphs: str) -> None:
         """Add a section."""
         head = f'<section id="{anchor}"><h2>{html.escape(title)}</h2>'
-        self.sections.append(f"{head}{''.join(parts)}</section>")
+        self.sections.append(f"{head}{''.join(paragraphs)}</section>")
 
     def render(self, title: str) -> str:
         """Return the whole page."""

@@ -200,7 +200,7 @@ def _not_adapted(size: Size) -> Iterator[Method]:
 
 def alike(known_methods: dict[str, Method], method: Method) -> list[str]:
     """Return the methods with this one's attention, itself among them, which cost the same."""
-    return [name for name, other in known_methods.items() if other.config == method.config]
+    return [name for name, known in known_methods.items() if known.config == method.config]
 
 
 def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | DuoAttention:

@@ -141,7 +141,7 @@ def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequenc
             Column("part", lambda place: html.escape(place[1] or "all")),
             *(Column(method, partial(score, method)) for method in methods),
         ]
-        places = dict.fromkeys((size, part) for size, part, _ in by_place)
+        places = dict.fromkeys((size, layers) for size, layers, _ in by_place)
         page.section(task, f"{task} ({WHERE[task]})", table(columns, places))
     if grid:
         columns = [

@@ -142,7 +142,7 @@ def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.op
     learned: list[torch.nn.Parameter] = []  # of CCA
     rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(part in name for part in TRAINED[trains]))
+        parameter.requires_grad_(any(layer in name for layer in TRAINED[trains]))
         if not parameter.requires_grad:
             continue
         if ".cca." in name:

@@ -285,9 +285,9 @@ class RealModel:
             value = math.exp(float(far_half(nll).mean()))
             records = [make_record("real.perplexity", value, far, device=device)]
             if self.adaptation.rope_theta is not None:
-                for i, part in enumerate(nll.chunk(POSITIONS)):
+                for i, losses in enumerate(nll.chunk(POSITIONS)):
                     at = {**far, "task": "position", "position": f"{i + 1}/{POSITIONS}"}
-                    value = math.exp(float(part.mean()))
+                    value = math.exp(float(losses.mean()))
                     records.append(make_record("real.perplexity", value, at, device=device))
             for (task, length), questions in self.questions.items():
                 share = sum(question.share_right(run) for question in questions) / len(questions)

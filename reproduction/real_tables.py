@@ -102,10 +102,10 @@ def index_markdown(records: Sequence[Record]) -> str:
     ]
     lines.sort(key=lambda line: (line.params["fetch_groups"], line.cache["device_bytes"]))
     # The core tokens are an index that takes no bytes of its own.
-    own = [line.cache["device_bytes"] for line in lines if line.params["index"] == "core"]
+    core_bytes = [line.cache["device_bytes"] for line in lines if line.params["index"] == "core"]
 
     def added(line: Line) -> str:
-        return _mib(line.cache["device_bytes"] - own[0]) if own else ""
+        return _mib(line.cache["device_bytes"] - core_bytes[0]) if core_bytes else ""
 
     columns = [
         Column("index", lambda line: f"`{line.params['index']}`", left=True),

@@ -32,16 +32,16 @@ class Question(NamedTuple):
     """A prompt with its right answer."""
 
     ids: list[int]
-    parts: tuple[slice, ...]
+    places: tuple[slice, ...]
     """Tokens of each fact in the answer; one is right where all its tokens are."""
 
     def share_right(self, run: AttentionRun) -> float:
         """Return the share of the facts that a model under an attention knows."""
-        first = self.parts[0].start
+        first = self.places[0].start
         right = run.is_first_choice(self.ids, first)
         return sum(
-            bool(right[part.start - first : part.stop - first].all()) for part in self.parts
-        ) / len(self.parts)
+            bool(right[place.start - first : place.stop - first].all()) for place in self.places
+        ) / len(self.places)
 
 
 def needle_questions(
@@ -100,5 +100,5 @@ def _list_question(tokenizer: Any, text: str, facts: list[Fact]) -> Question:
         asked += f"{fact.sentence}\n"
         end = len(asked) - len("}\n")
         places.append((end - len(fact.answer), end))
-    ids, parts = find_tokens(tokenizer, asked, places)
-    return Question(ids, tuple(parts))
+    ids, spans = find_tokens(tokenizer, asked, places)
+    return Question(ids, tuple(spans))

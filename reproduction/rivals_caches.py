@@ -175,8 +175,12 @@ class CacheRun:
         count = end - item.answer + 1
         with torch.inference_mode():
             cache = prefill(self.model, tokens[:, : item.question]).cache
-            held = bytes_of(cache)
-            sizes = {"device_bytes": held, "kept_bytes": held, "host_bytes": host_bytes(cache)}
+            device_bytes = bytes_of(cache)
+            sizes = {
+                "device_bytes": device_bytes,
+                "kept_bytes": device_bytes,
+                "host_bytes": host_bytes(cache),
+            }
             # Tokens whose logits are kept are no part of the prompt: the settings read them.
             question = tokens[:, item.question :]
             output = self.model(question, past_key_values=cache, logits_to_keep=question.shape[1])

@@ -95,14 +95,14 @@ class PressRun:
 
     def _bytes(self, cache: DynamicCache) -> dict[str, int]:
         """Return the bytes of a cache, and of those of its entries that attention sees."""
-        held = 0
+        device_bytes = 0
         kept = 0
         for layer, block in zip(cache.layers, self.model.model.layers):
             entries = layer.keys[..., 0].numel()
             layer_bytes = layer.keys.nbytes + layer.values.nbytes
-            held += layer_bytes
+            device_bytes += layer_bytes
             kept += layer_bytes * (entries - _num_hidden(block)) // entries
-        return {"device_bytes": held, "kept_bytes": kept, "host_bytes": 0}
+        return {"device_bytes": device_bytes, "kept_bytes": kept, "host_bytes": 0}
 
 
 class GivenAnswers(kvpress.KVPressTextGenerationPipeline):

@@ -74,16 +74,16 @@ def rivals_markdown(records: Sequence[Record], *, trained: bool) -> str:
         return show
 
     def likelihood(line: Line, compression: int) -> str:
-        found = [values.get((*line, compression, "real.answer_nll", task)) for task in tasks]
-        return "".join(f"{record.value:.2f}" for record in found if record)
+        records = [values.get((*line, compression, "real.answer_nll", task)) for task in tasks]
+        return "".join(f"{record.value:.2f}" for record in records if record)
 
     def seconds(line: Line, compression: int) -> str:
-        found = [
+        records = [
             record
             for key, record in values.items()
             if key[:4] == (*line, compression, "real.first_token_s")
         ]
-        return f"{found[-1].value:.3f}" if found else ""
+        return f"{records[-1].value:.3f}" if records else ""
 
     if longest is not None:
         add(f"cache of {longest.length:,} tokens, MiB", kept)

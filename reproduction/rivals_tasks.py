@@ -52,18 +52,18 @@ class Item(NamedTuple):
     """Tokens of all three."""
     question: int
     """The question's first token."""
-    parts: tuple[slice, ...]
+    places: tuple[slice, ...]
     """Tokens of each fact in the answer; the answer is the text from the first of them on."""
 
     @property
     def answer(self) -> int:
         """The answer's first token."""
-        return self.parts[0].start
+        return self.places[0].start
 
     def share_right(self, right: Sequence[bool]) -> float:
         """Return the share of facts whose tokens are all right, of those from `answer` on."""
         first = self.answer
-        facts = [all(right[part.start - first : part.stop - first]) for part in self.parts]
+        facts = [all(right[place.start - first : place.stop - first]) for place in self.places]
         return sum(facts) / len(facts)
 
 
@@ -101,7 +101,7 @@ def make_items(
 def _split(questions: Sequence[Question], tokenizer: Any, mark: str) -> list[Item]:
     """Return questions with the token at which each begins: the last place of a mark."""
     marks = tokenizer(mark, add_special_tokens=False)["input_ids"]
-    return [Item(ids, _last_place(ids, marks), parts) for ids, parts in questions]
+    return [Item(ids, _last_place(ids, marks), spans) for ids, spans in questions]
 
 
 def _last_place(ids: Sequence[int], marks: Sequence[int]) -> int:
@@ -155,5 +155,5 @@ def _asked(loaded: Loaded, prompt: str, references: Sequence[str]) -> Question:
         # A blank belongs to the word after it.
         places.append((len(text) - 1, len(text) + len(reference)))
         text += reference
-    ids, parts = find_tokens(loaded.tokenizer, text, places)
-    return Question(ids, tuple(parts))
+    ids, spans = find_tokens(loaded.tokenizer, text, places)
+    return Question(ids, tuple(spans))

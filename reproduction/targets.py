@@ -50,8 +50,8 @@ def cost_of(
     page: Page, name: str, known_methods: dict[str, Method], method: Method
 ) -> Record | None:
     """Return the cost of a method's attention, whichever method it was measured under."""
-    for other in alike(known_methods, method):
-        record = page.find(name, of="methods", method=other)
+    for same in alike(known_methods, method):
+        record = page.find(name, of="methods", method=same)
         if record is not None:
             return record
     return None
@@ -147,13 +147,13 @@ class _Judge:
         return max(ranked, key=lambda item: item[:2])[2] if ranked else None
 
     def _beside(
-        self, name: str, ours: str, other: str, params: dict[str, Any]
+        self, name: str, ours: str, rival: str, params: dict[str, Any]
     ) -> tuple[tuple[float, float] | None, str]:
         """Return two methods' means over the seeds that both have, and them as HTML."""
         pairs = []
         for seed in self.size.seeds:
             pair = [
-                self.page.find(name, stage=f"{method}-{seed}", **params) for method in (ours, other)
+                self.page.find(name, stage=f"{method}-{seed}", **params) for method in (ours, rival)
             ]
             if all(pair):
                 pairs.append(pair)

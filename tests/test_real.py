@@ -132,8 +132,8 @@ def test_lists_have_their_values_in_the_text_and_in_the_answer(data, model, monk
     for question in list_questions(essays, tokenizer, 2, seed=3, records=4):
         text, answer = tokenizer.decode(question.ids).split("</><assistant>")
         records = answer.splitlines()
-        assert len(set(records)) == len(question.parts) == 4
-        for record, part in zip(records, question.parts):
+        assert len(set(records)) == len(question.places) == 4
+        for record, part in zip(records, question.places):
             assert text.count(record) == 1
             assert tokenizer.decode(question.ids[part]).strip() == str(json.loads(record)["value"])
     with pytest.raises(UserError, match="must have at least 600 tokens"):

@@ -60,7 +60,7 @@ def test_questions_follow_their_contexts(loaded, data):
         for item in items:
             context = decode(item.ids[: item.question])
             question = decode(item.ids[item.question : item.answer])
-            facts = [decode(item.ids[part]) for part in item.parts]
+            facts = [decode(item.ids[part]) for part in item.places]
             mark = "What is the special" if task.name == "needles" else "Question:"
             assert context.startswith("<user>") and "</>" not in context
             assert question.startswith(mark) and question.count("</><assistant>") == 1

@@ -41,7 +41,7 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
 def check_keys(name: str, info: Any) -> None:
     """Raise a UserError unless the loading info of transformers says that all weights came."""
     shapes = {
-        key: f"{key} {list(file)} for {list(own)}" for key, file, own in info["mismatched_keys"]
+        key: f"{key} {list(file)} for {list(shape)}" for key, file, shape in info["mismatched_keys"]
     }
     # Parameters `...cca.NAME` are learned ones, which `enable` reads.
     unexpected = [key for key in info["unexpected_keys"] if ".cca." not in key]

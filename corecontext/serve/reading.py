@@ -53,9 +53,9 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     if begins and slot.config is not None:
         # Else it would grow by a quarter, beyond the row that is counted for it.
         for layer in slot.cache.layers:
-            for part in parts_of(layer.compact):
+            for entries in parts_of(layer.compact):
                 # planted: serve: the cache of a prompt grows beyond its row
-                part.reserve(len(prompt))
+                entries.reserve(len(prompt))
     if end - start == prefixes.chunk_size and _shares(slot):
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)
