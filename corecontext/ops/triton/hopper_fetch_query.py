@@ -29,9 +29,15 @@ PAIRS = 2  # pairs of groups in shared memory
 
 
 @gluon.jit
-def _copy_pair(i, count, chosen, memory, GROUP_SIZE: gl.constexpr, PAIRS: gl.constexpr):
-    """Copy the keys and values of groups 2 i and 2 i + 1; zeros behind the last of `count`."""
-    n, k_desc, v_desc, k_smem, v_smem, ready, num_tokens, sink_groups = memory
+def _copy_pair(i, count, chosen, source, memory, GROUP_SIZE: gl.constexpr, PAIRS: gl.constexpr):
+    """Copy the keys and values of groups 2 i and 2 i + 1; zeros behind the last of `count`.
+
+    Args:
+        source: KV head, descriptors of keys and values, num_tokens and sink_groups.
+        memory: From `_start_copies`.
+    """
+    n, k_desc, v_desc, num_tokens, sink_groups = source
+    k_smem, v_smem, ready = memory
     slot = i % PAIRS
     mbarrier.expect(ready.index(slot), 4 * k_desc.block_type.nbytes)
     for j in gl.static_range(2):
@@ -39,6 +45,32 @@ def _copy_pair(i, count, chosen, memory, GROUP_SIZE: gl.constexpr, PAIRS: gl.con
         token = gl.where(group < 0, num_tokens, (sink_groups + group) * GROUP_SIZE)
         copy_in(k_desc, [n, 0, token, 0], ready.index(slot), k_smem.index(2 * slot + j))
         copy_in(v_desc, [n, 0, token, 0], ready.index(slot), v_smem.index(2 * slot + j))
+
+
+@gluon.jit
+def _start_copies(
+    pairs,
+    count,
+    chosen,
+    source,
+    GROUP_SIZE: gl.constexpr,
+    PAIRS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Ask for the first PAIRS pairs of groups; return the memory of keys and of values, two groups
+    to a slot, and the barrier of each slot."""
+    _, k_desc, v_desc, _, _ = source
+    k_smem = gl.allocate_shared_memory(DTYPE, [2 * PAIRS] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [2 * PAIRS] + v_desc.block_type.shape, v_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PAIRS):
+        mbarrier.init(ready.index(i), 1)
+    fence_async_shared()
+    memory = (k_smem, v_smem, ready)
+    for i in gl.static_range(PAIRS):
+        if i < pairs:
+            _copy_pair(i, count, chosen, source, memory, GROUP_SIZE, PAIRS)
+    return memory
 
 
 @gluon.jit(
@@ -87,22 +119,11 @@ def fetch_query_hopper(
     count = gl.minimum(groups_seen(q_start + row, rule, num_groups), num_chosen)
     # Without a group in the far past the first part is the whole.
     if count > 0:
-        k_smem = gl.allocate_shared_memory(
-            DTYPE, [2 * PAIRS, 1, 1, GROUP_SIZE, BLOCK_D], k_desc.layout
-        )
-        v_smem = gl.allocate_shared_memory(
-            DTYPE, [2 * PAIRS, 1, 1, GROUP_SIZE, BLOCK_D], v_desc.layout
-        )
-        ready = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(PAIRS):
-            mbarrier.init(ready.index(i), 1)
-        fence_async_shared()
-        memory = (n, k_desc, v_desc, k_smem, v_smem, ready, num_tokens, sink_groups)
         chosen = chosen_ptr + gl.program_id(0).to(gl.int64) * num_chosen
         pairs = (count + 1) // 2
-        for i in gl.static_range(PAIRS):
-            if i < pairs:
-                _copy_pair(i, count, chosen, memory, GROUP_SIZE, PAIRS)
+        source = (n, k_desc, v_desc, num_tokens, sink_groups)
+        memory = _start_copies(pairs, count, chosen, source, GROUP_SIZE, PAIRS, DTYPE)
+        k_smem, v_smem, ready = memory
 
         # The queries, [dims, heads].
         first = (n.to(gl.int64) * HEADS * num_queries + row) * HEAD_DIM
@@ -135,7 +156,7 @@ def fetch_query_hopper(
             v = v_smem.index(2 * slot + 1).reshape([GROUP_SIZE, BLOCK_D]).permute([1, 0])
             acc = mma_v2(v.load(a_layout), gl.convert_layout(t.to(DTYPE), b_layout), acc)
             if i + PAIRS < pairs:
-                _copy_pair(i + PAIRS, count, chosen, memory, GROUP_SIZE, PAIRS)
+                _copy_pair(i + PAIRS, count, chosen, source, memory, GROUP_SIZE, PAIRS)
 
         # Two parts of one softmax (docs/math.md, eq. 8); the first always has a key.
         head = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -215,22 +236,11 @@ def fetch_query_dq_hopper(
     rule = (GROUP_SIZE, window_size, sink_groups)
     count = gl.minimum(groups_seen(row, rule, num_groups), num_chosen)
     if count > 0:
-        k_smem = gl.allocate_shared_memory(
-            DTYPE, [2 * PAIRS, 1, 1, GROUP_SIZE, BLOCK_D], k_desc.layout
-        )
-        v_smem = gl.allocate_shared_memory(
-            DTYPE, [2 * PAIRS, 1, 1, GROUP_SIZE, BLOCK_D], v_desc.layout
-        )
-        ready = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(PAIRS):
-            mbarrier.init(ready.index(i), 1)
-        fence_async_shared()
-        memory = (n, k_desc, v_desc, k_smem, v_smem, ready, num_tokens, sink_groups)
         chosen = chosen_ptr + gl.program_id(0).to(gl.int64) * num_chosen
         pairs = (count + 1) // 2
-        for i in gl.static_range(PAIRS):
-            if i < pairs:
-                _copy_pair(i, count, chosen, memory, GROUP_SIZE, PAIRS)
+        source = (n, k_desc, v_desc, num_tokens, sink_groups)
+        memory = _start_copies(pairs, count, chosen, source, GROUP_SIZE, PAIRS, DTYPE)
+        k_smem, v_smem, ready = memory
         q = gl.load(q_ptr + tile, mask=mask, other=0.0)
         lse = gl.load(lse_ptr + place, mask=head < HEADS, other=0.0) * LOG2E
         dq = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
@@ -248,7 +258,7 @@ def fetch_query_dq_hopper(
                 keys = k.permute([1, 0]).load(a_layout)
                 dq = mma_v2(keys, gl.convert_layout(s, b_layout), dq)
             if i + PAIRS < pairs:
-                _copy_pair(i + PAIRS, count, chosen, memory, GROUP_SIZE, PAIRS)
+                _copy_pair(i + PAIRS, count, chosen, source, memory, GROUP_SIZE, PAIRS)
         rows = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout))[:, None]
         dq_tile = dq_ptr + first + (head.to(gl.int64) * num_queries * HEAD_DIM)[None, :] + rows
         exists = (head < HEADS)[None, :] & (rows < HEAD_DIM)
