@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -160,9 +161,15 @@ def test_mistakes_are_one_line(packed, tmp_path, monkeypatch):
         local_model(str(odd))
     with pytest.raises(UserError, match="'none.gguf' does not exist. Give an existing GGUF file."):
         local_model("none.gguf")
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(UserError, match=r"needs the package gguf, .* 'corecontext\[gguf\]'$"):
-        local_model(packed)
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_missing_package_is_named(packed, tmp_path, monkeypatch, package):
+    path = shutil.copy(packed, tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    missing = rf"needs the package {package}, .* 'corecontext\[gguf\]'$"
+    with pytest.raises(UserError, match=missing):
+        local_model(str(path))
 
 
 def test_a_packaged_model_needs_its_package(monkeypatch):

