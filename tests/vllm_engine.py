@@ -1,9 +1,10 @@
 """Generate by vLLM's whole engine with core context, and by our Engine: `python
 tests/vllm_engine.py [case ...]`.
 
-Prints one JSON line for each case: the requests whose greedy tokens differ, tokens of prompts that
-came from shared pages, preemptions, and on a CPU the drafts that were accepted. On a GPU it is vLLM
-as it is. Without one, vLLM's CPU platform runs with our kernels in Triton's interpreter, and small
+Prints one JSON line for each case: the requests whose greedy tokens are not those of our Engine, of
+one forward over all tokens, or of the same request alone; tokens of prompts that came from shared
+pages, preemptions, and on a CPU the drafts that were accepted. On a GPU it is vLLM as it is. Without
+one, vLLM's CPU platform runs with our kernels in Triton's interpreter, and small
 functions stand in for the operators of its CPU build.
 """
 
@@ -15,6 +16,8 @@ import os
 import random
 import sys
 import tempfile
+import time
+from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -56,7 +59,7 @@ if not GPU:  # before modules of vLLM take the platform's object
     vllm.platforms._current_platform = Interpreted()
     vllm.platforms.current_platform = vllm.platforms._current_platform
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.utils import cpu_triton_utils
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -71,6 +74,7 @@ else:
 
 from corecontext import CCAConfig, enable
 from corecontext.inference import Engine
+from corecontext.integrations.hf_gguf import local_model
 from corecontext.integrations.vllm import plugin
 
 
@@ -117,7 +121,14 @@ def accept_drafts(out, ends, drafts, argmax, bonus, is_greedy, most, *synthetic,
         begin = end
 
 
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 2,
+}
 CCA = {"group_size": 4, "window_size": 10, "sink_size": 4}
+START = time.perf_counter()
 COUNTS = {"accepted": 0, "preempted": 0}
 CASES = {
     "plain": {},
@@ -126,12 +137,7 @@ CASES = {
     "drafts": {
         "tokens": 16,
         "tied": True,  # the last token is a likely next one, and so are drafts
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 2,
-        },
+        "speculative_config": NGRAMS,
     },
 }
 DECODING_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -141,12 +147,38 @@ if GPU:
     CASES["many"] = {
         "tokens": 24,
         "requests": 64,
+        "engine": 16,
         "enforce_eager": False,
         "compilation_config": DECODING_GRAPHS,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 96,
         "num_gpu_blocks_override": 400,
     }
+    CASES["real"] = {
+        "real": True,
+        "tokens": 24,
+        "requests": 64,
+        "engine": 4,
+        "alone": 4,
+        "enforce_eager": False,
+        "compilation_config": DECODING_GRAPHS,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 2 << 30,
+        "block_size": 16,
+    }
+    CASES["real, small cache, drafts"] = {
+        **CASES["real"],
+        "engine": 0,
+        "alone": 0,
+        "num_gpu_blocks_override": 160,
+        "speculative_config": NGRAMS,
+    }
+if GPU and torch.cuda.device_count() > 1:
+    TWO_GPUS = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+    CASES["two GPUs"] = TWO_GPUS
+    CASES["two GPUs, captured"] = {**CASES["captured"], **TWO_GPUS}
 
 
 def prompts(requests: int, short: bool) -> list[list[int]]:
@@ -191,32 +223,84 @@ def checkpoint(folder: str, config: CCAConfig, tied: bool) -> LlamaForCausalLM:
     return model.cuda() if GPU else model
 
 
+def real_checkpoint(folder: str, config: CCAConfig) -> LlamaForCausalLM:
+    """Save SmolLM2 with these settings in float32, and return it with core context."""
+    source = local_model("smollm2")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model.config.cca = config.to_dict()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    enable(model, config, warn=False)
+    return model.cuda() if GPU else model
+
+
+def real_prompts(folder: str, requests: int) -> list[list[int]]:
+    """Prompts of many lengths from a page of this project, half of which begin alike."""
+    page = Path(__file__).parent.parent / "docs" / "math.md"
+    tokens = AutoTokenizer.from_pretrained(folder)(page.read_text())["input_ids"]
+    draw = random.Random(0)
+    texts = []
+    for number in range(requests):
+        first = 0 if number % 2 else draw.randrange(len(tokens) - 700)
+        texts.append(tokens[first : first + draw.randint(1, 700)])
+    return texts
+
+
+def say(text: str) -> None:
+    """Print progress."""
+    print(f"{time.perf_counter() - START:.0f} s: {text}", file=sys.stderr, flush=True)
+
+
+@torch.inference_mode()
+def is_greedy(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> bool:
+    """Whether each token of an answer is the likeliest by one forward over all of them."""
+    tokens = torch.tensor([prompt + answer[:-1]], device=model.device)
+    logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 :]
+    if logits.argmax(-1).tolist() == answer:
+        return True
+    chosen = logits.gather(1, torch.tensor(answer, device=model.device)[:, None])
+    say(f"prompt of {len(prompt)}: {(logits.amax(-1, True) - chosen).amax():.2g} below the best")
+    return False
+
+
 def run(name: str, options: dict) -> dict:
     """Run a case, and return its line."""
     options = dict(options)
     count = options.pop("tokens", 6)
+    requests = options.pop("requests", 5)
+    real = options.pop("real", False)
     config = CCAConfig(**CCA, core_mass=options.pop("core_mass", False))
+    if real:
+        config = CCAConfig(group_size=16, window_size=64, sink_size=16, core_mass=True)
     tied = options.pop("tied", False)
-    texts = prompts(options.pop("requests", 5), options.pop("short", False))
+    short = options.pop("short", False)
     COUNTS.update(accepted=0, preempted=0)
+    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
+    settings = {
+        "enforce_eager": True,
+        "compilation_config": {} if GPU else {"custom_ops": ["none"]},
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 8 << 20,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 4,
+        "block_size": 8,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(checkpoint(folder, config, tied))
+        if real:
+            model = real_checkpoint(folder, config)
+            texts = real_prompts(folder, requests)
+        else:
+            model = checkpoint(folder, config, tied)
+            texts = prompts(requests, short)
+        engine = Engine(model)
         device = engine.model.device
         wanted = [
             engine.generate(torch.tensor([prompt], device=device), max_new_tokens=count)[0]
-            for prompt in texts
+            for prompt in texts[: options.pop("engine", requests)]
         ]
-        settings = {
-            "enforce_eager": True,
-            "compilation_config": {} if GPU else {"custom_ops": ["none"]},
-            "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": 8 << 20,
-            "max_model_len": 128,
-            "max_num_batched_tokens": 24,
-            "max_num_seqs": 4,
-            "block_size": 8,
-            **options,
-        }
+        say("our Engine generated")
+        alone = options.pop("alone", 0)
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
@@ -224,17 +308,24 @@ def run(name: str, options: dict) -> dict:
             attention_backend="CUSTOM",
             seed=0,
             enable_prefix_caching=True,
-            **settings,
+            **{**settings, **options},
         )
-        params = SamplingParams(
-            max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False
-        )
+        say("vLLM started")
         inputs = [{"prompt_token_ids": prompt} for prompt in texts]
+        singles = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in inputs[:alone]]
         outputs = llm.generate(inputs, params, use_tqdm=False)
+        say("vLLM generated")
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    pairs = list(zip(texts, tokens))
+    not_greedy = [i for i, pair in enumerate(pairs) if not is_greedy(model, *pair)]
+    say("forwards compared")
     return {
         "case": name,
         "wrong": [i for i, pair in enumerate(zip(tokens, wanted)) if pair[0] != pair[1]],
+        "not_greedy": not_greedy,
+        "not_as_alone": [
+            i for i, output in enumerate(singles) if list(output.outputs[0].token_ids) != tokens[i]
+        ],
         "requests": len(tokens),
         "shared": sum(output.num_cached_tokens or 0 for output in outputs),
         **COUNTS,
