@@ -3,9 +3,9 @@ tests/vllm_engine.py [case ...]`.
 
 Prints one JSON line for each case: the requests whose greedy tokens are not those of our Engine, of
 one forward over all tokens, or of the same request alone; tokens of prompts that came from shared
-pages, preemptions, and on a CPU the drafts that were accepted. On a GPU it is vLLM as it is. Without
-one, vLLM's CPU platform runs with our kernels in Triton's interpreter, and small
-functions stand in for the operators of its CPU build.
+pages, preemptions, and on a CPU the drafts that were accepted. On a GPU it is vLLM as it is.
+Without one, vLLM's CPU platform runs with our kernels in Triton's interpreter, and small functions
+stand in for the operators of its CPU build.
 """
 
 from __future__ import annotations
