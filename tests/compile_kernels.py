@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton import (
     attend,
@@ -35,6 +36,7 @@ from corecontext.ops.triton import (
     fetch_decode_choice,
     fetch_decode_index,
     fetch_decode_slots,
+    fetch_index_keys,
     fetch_kernels,
     fetch_score_kernels,
     marks,
@@ -71,7 +73,7 @@ CHIPS = {
     )
 }
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FLOATS = ("scale", "softcap", "bias", "query_scale", "teacher_share")
+FLOATS = ("unit", "scale", "softcap", "bias", "query_scale", "teacher_share")
 """Arguments that are numbers with a fraction."""
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
 ATTENTION = (attend._attend_fwd_kernel, attend._attend_dq_kernel, attend._attend_dkv_kernel)
@@ -81,6 +83,7 @@ FETCH = (
     fetch_kernels.fetch_dkv_kernel,
 )
 CHOICE = (
+    fetch_index_keys.index_keys_kernel,
     fetch_score_kernels.index_lse_kernel,
     fetch_score_kernels.group_scores_kernel,
     fetch_choose._select_kernel,
@@ -221,6 +224,10 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
         "num_stages": tiles.num_stages,
     }
     yield Kernel(fetch_score_kernels.index_lse_kernel, sizes, types)
+    index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
+    blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
+    wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16"}
+    yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
     sizes = {**sizes, "ADD": True, "SEGMENT": 1024, "RUN": 16}
     yield Kernel(fetch_score_kernels.group_scores_kernel, sizes, types)
     sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
