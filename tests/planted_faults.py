@@ -1357,6 +1357,11 @@ limits = (
         "tests/test_eval.py::test_an_mmlu_prompt_and_its_letter_fit_the_limit",
     ),
     Fault(
+        "baselines: the chunk before a query's is read forwards",
+        "x = x.clone()",
+        "tests/test_baselines.py::test_a_window_alone_equals_its_mask",
+    ),
+    Fault(
         "baselines: a diagonal too few",
         "count = min(pattern.second // block_size, slash.shape[2])",
         "tests/test_baselines.py::test_the_picked_diagonals_hold_as_many_tokens_as_the_pattern_says",

@@ -29,6 +29,7 @@ from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, s
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.ops.rotary import Rotary
 
 FAMILIES = (
     "llama",
@@ -503,6 +504,27 @@ def test_a_window_alone_equals_its_mask(length, window_size, softcap, monkeypatc
         torch.testing.assert_close(one, other, **near)
 
 
+@pytest.mark.parametrize("far_position", ["none", "cache", "ceiling"])
+@pytest.mark.parametrize("length, window_size, num_sinks", [(37, 8, 4), (41, 8, 12), (20, 1, 3)])
+def test_a_prompt_in_chunks_equals_its_masks(length, window_size, num_sinks, far_position):
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (
+        torch.randn(2, heads, length, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    rotary = Rotary.from_theta(1e4, 8)
+    sinks = Sinks(k[:, :, :num_sinks], v[:, :, :num_sinks], far_position, rotary)
+    call = (q, k, v, sinks, window_size, Scoring(0.3))
+    outs = [
+        blocks_module.sink_attention(*call),
+        blocks_module.sink_attention(*call, pads=torch.zeros(2, dtype=torch.long)),  # by masks
+    ]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+    grad = torch.randn(outs[0].shape, dtype=torch.float64, generator=generator)
+    grads = [torch.autograd.grad(out, (q, k, v), grad) for out in outs]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+
+
 def test_memory_grows_with_the_length_not_its_square(monkeypatch):
     largest = []
     original = blocks_module.masked_attention
@@ -517,7 +539,7 @@ def test_memory_grows_with_the_length_not_its_square(monkeypatch):
         q = torch.randn(1, 1, length, 8)
         largest.clear()
         sinks = Sinks(q[:, :, :4], q[:, :, :4])
-        blocks_module.sink_attention(q, q, q, sinks, 256, Scoring(0.3))
+        blocks_module.sink_attention(q, q, q, sinks, 256, Scoring(0.3, 30.0))
         peaks.append(max(largest))
     assert peaks[0] == peaks[1] < 4096 * 1024
 

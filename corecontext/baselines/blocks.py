@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from corecontext.baselines import chunks
 from corecontext.ops.rotary import Rotary
 
 ROWS = 1024
@@ -114,13 +115,13 @@ def sink_attention(
         v = expand_heads(v, q.shape[1])
         is_causal = num_queries > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scoring.scale)
+    if pads is None and num_queries == num_keys == total and not scoring.softcap:
+        return _whole_prompt(q, k, v, sinks, window_size, scoring.scale)
     slots = torch.arange(first, total, device=q.device)
     positions = slots[None]  # [1 or B, T]
     if pads is not None:
         positions = positions - pads[:, None]
-    if num_sinks and sinks.far_position == "ceiling":
-        back = -torch.arange(num_sinks, device=q.device)[None]
-        sinks = sinks._replace(k=_rotate(sinks.k, back, sinks.rotary))
+    sinks = _with_far_keys(sinks)
     outs = []
     for a in range(0, num_queries, ROWS):
         b = min(a + ROWS, num_queries)
@@ -145,6 +146,23 @@ def sink_attention(
     return torch.cat(outs, 2)
 
 
+def _whole_prompt(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Sinks, window_size: int, scale: float
+) -> Tensor:
+    """Attend in prompts without padding and without tokens before them."""
+    batch_size, kv_heads, length, _ = k.shape
+    sink_q = q[:, :, window_size:]
+    if sinks.k.shape[2]:
+        sinks = _with_far_keys(sinks)
+        positions = torch.arange(window_size, length, device=q.device)[None]
+        sink_q = _far_queries(sink_q, sinks, window_size, positions)
+    q, sink_q = (x.unflatten(1, (kv_heads, -1)).flatten(0, 1) for x in (q, sink_q))
+    tokens = [x.flatten(0, 1)[:, None] for x in (k, v, sinks.k, sinks.v)]
+    prompt = chunks.Prompt(q, *tokens[:2], sink_q, *tokens[2:])
+    out = chunks.attend(prompt, window_size, scale)
+    return out.unflatten(0, (batch_size, kv_heads)).flatten(1, 2)
+
+
 def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Sinks, window_size: int, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,15 +173,30 @@ def _with_sinks(
     """
     if sinks.far_position == "none":
         return q, torch.cat((k, sinks.k), 2), torch.cat((v, sinks.v), 2)
-    size, limit = q.shape[3], window_size
-    if sinks.far_position == "cache":
-        limit += sinks.k.shape[2] - 1
-    rotated = _rotate(q, positions.clamp(max=limit) - positions, sinks.rotary)
+    size = q.shape[3]
     return (
-        torch.cat((q, rotated), -1),
+        torch.cat((q, _far_queries(q, sinks, window_size, positions)), -1),
         torch.cat((F.pad(k, (0, size)), F.pad(sinks.k, (size, 0))), 2),
         F.pad(torch.cat((v, sinks.v), 2), (0, size)),
     )
+
+
+def _far_queries(q: Tensor, sinks: Sinks, window_size: int, positions: Tensor) -> Tensor:
+    """Rotate queries at positions [1 or B, T] to where the sinks that have left see them."""
+    if sinks.far_position == "none":
+        return q
+    limit = window_size
+    if sinks.far_position == "cache":
+        limit += sinks.k.shape[2] - 1
+    return _rotate(q, positions.clamp(max=limit) - positions, sinks.rotary)
+
+
+def _with_far_keys(sinks: Sinks) -> Sinks:
+    """Put all sinks at the position of the first, where they are at the ceiling."""
+    if sinks.far_position != "ceiling":
+        return sinks
+    back = -torch.arange(sinks.k.shape[2], device=sinks.k.device)[None]
+    return sinks._replace(k=_rotate(sinks.k, back, sinks.rotary))
 
 
 def _rotate(x: Tensor, offsets: Tensor, rotary: Rotary) -> Tensor:

@@ -1,0 +1,157 @@
+"""Attend to sinks and a window in whole prompts by plain causal attention, without masks.
+
+A prompt is cut into chunks of the window's size. A query sees its own chunk up to itself and, of
+the chunk before, the tokens behind its own place: two triangles, the second one read backwards.
+Time and memory grow linearly with the length, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from corecontext.ops import partial
+from corecontext.ops.merge import merge
+from corecontext.ops.spec import Upstream
+
+
+class Prompt(NamedTuple):
+    """The tensors of whole prompts, of N = B x Hkv KV heads with r query heads each."""
+
+    q: Tensor
+    """[N, r, L, D]."""
+    k: Tensor
+    """[N, 1, L, D], as v."""
+    v: Tensor
+    sink_q: Tensor
+    """The queries from slot `window_size` on, rotated for the sinks, [N, r, L - s, D]."""
+    sink_k: Tensor
+    """[N, 1, n, D], as sink_v."""
+    sink_v: Tensor
+
+
+def attend(prompt: Prompt, window_size: int, scale: float) -> Tensor:
+    """Let each query see its nearest `window_size` tokens and the sinks that have left them,
+    [N, r, L, D], for L > window_size."""
+    return _Attend.apply(*prompt, window_size, scale)
+
+
+class _Triangle(NamedTuple):
+    """A part of [N, chunks, heads, s, ...] in which row i sees keys 0 to i."""
+
+    rows: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    is_backwards: bool
+
+    def read(self, x: Tensor, at: tuple[slice, ...]) -> Tensor:
+        """Return the part's rows or keys, [N x chunks, heads, s, ...]."""
+        x = x[at]
+        if self.is_backwards:
+            # planted: baselines: the chunk before a query's is read forwards
+            x = x.flip(3)
+        return x.flatten(0, 1)
+
+    def unread(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return x in the order and the shape of `like`."""
+        x = x.unflatten(0, like.shape[:2])
+        if self.is_backwards:
+            x = x.flip(3)
+        return x
+
+
+_ALL, _NOT_FIRST, _NOT_LAST = slice(None), slice(1, None), slice(None, -1)
+_OWN = _Triangle((_ALL,), (_ALL,), is_backwards=False)
+_BEFORE = _Triangle(
+    (_ALL, _NOT_FIRST, _ALL, _NOT_LAST), (_ALL, _NOT_LAST, _ALL, _NOT_FIRST), is_backwards=True
+)
+
+
+class _Attend(torch.autograd.Function):
+    """Parts that meet in `merge`; the backward of each takes the merged results."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        prompt = Prompt(*args[:6])
+        window_size, scale = args[6:]
+        tokens = [_chunks(x, window_size) for x in prompt[:3]]
+        out = torch.empty_like(tokens[0])
+        lse = out.new_empty(out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32))
+        for part in _triangles(window_size):
+            results = partial.forward(*_read(part, tokens), scale=scale, is_causal=True)
+            views = [x[part.rows] for x in (out, lse)]
+            results = [part.unread(x, view) for x, view in zip(results, views)]
+            _write(views, results, is_first=part is _OWN)
+        length = prompt.q.shape[2]
+        out, lse = (_joined(x, length) for x in (out, lse))
+        if prompt.sink_k.shape[2]:
+            results = partial.forward(*prompt[3:], scale=scale, bias=_sink_bias(prompt))
+            _write([x[:, :, window_size:] for x in (out, lse)], results, is_first=False)
+        ctx.window_size = window_size
+        ctx.scale = scale
+        ctx.save_for_backward(*prompt, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        prompt = Prompt(*tensors)
+        upstream = Upstream(grad_out, None, out, lse)
+        chunked = upstream.map(lambda x: _chunks(x, ctx.window_size))
+        tokens = [_chunks(x, ctx.window_size) for x in prompt[:3]]
+        grads = [torch.zeros_like(x, dtype=lse.dtype) for x in tokens]
+        for part in _triangles(ctx.window_size):
+            seen = chunked.map(lambda x, part=part: part.read(x, part.rows))
+            results = partial.backward(seen, *_read(part, tokens), scale=ctx.scale, is_causal=True)
+            for grad, at, result in zip(grads, (part.rows, part.keys, part.keys), results):
+                view = grad[at]
+                view += part.unread(result, view)
+        length = out.shape[2]
+        grads = [_joined(x, length).to(out.dtype) for x in grads]
+        sink_grads: tuple[Tensor | None, ...] = (None, None, None)
+        if prompt.sink_k.shape[2]:
+            seen = upstream.rows(slice(ctx.window_size, None))
+            bias = _sink_bias(prompt)
+            sink_grads = partial.backward(seen, *prompt[3:], scale=ctx.scale, bias=bias)
+            sink_grads = tuple(x.to(out.dtype) for x in sink_grads)
+        return *grads, *sink_grads, None, None
+
+
+def _triangles(window_size: int) -> tuple[_Triangle, ...]:
+    """The parts of a window; a window of one token ends at its query."""
+    return (_OWN, _BEFORE) if window_size > 1 else (_OWN,)
+
+
+def _read(part: _Triangle, tokens: list[Tensor]) -> list[Tensor]:
+    """The queries, keys and values of a part."""
+    return [part.read(x, at) for x, at in zip(tokens, (part.rows, part.keys, part.keys))]
+
+
+def _write(views: list[Tensor], results: Any, is_first: bool) -> None:
+    """Write a part's output and log-sum-exp, merged with those that are there."""
+    if not is_first:
+        results = merge(*([view, result] for view, result in zip(views, results)))
+    for view, result in zip(views, results):
+        view.copy_(result)
+
+
+def _chunks(x: Tensor, window_size: int) -> Tensor:
+    """Cut x [N, heads, L, ...] into [N, chunks, heads, s, ...]; zeros fill the last one."""
+    missing = -x.shape[2] % window_size
+    padding = (0, 0) * (x.dim() - 3) + (0, missing)
+    return F.pad(x, padding).unflatten(2, (-1, window_size)).transpose(1, 2).contiguous()
+
+
+def _joined(x: Tensor, length: int) -> Tensor:
+    """The inverse of `_chunks`."""
+    return x.transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def _sink_bias(prompt: Prompt) -> Tensor:
+    """0 for the sinks that have left a query's window, else -inf, [L - s, n]."""
+    rows = torch.arange(prompt.sink_q.shape[2], device=prompt.q.device)
+    slots = torch.arange(prompt.sink_k.shape[2], device=prompt.q.device)
+    return partial.mask_bias(rows[:, None] >= slots, prompt.q)
