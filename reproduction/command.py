@@ -39,6 +39,14 @@ def reproduce(
             "--smoke", help="Everything with tiny models, in seconds; the numbers mean nothing."
         ),
     ] = False,
+    brief: Annotated[
+        bool,
+        typer.Option(
+            "--brief",
+            help="One small base, and CCA with masses and with fetch, untrained and adapted: "
+            "minutes on one GPU.",
+        ),
+    ] = False,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this time; what is under way is saved.")
     ] = None,
@@ -80,9 +88,11 @@ def reproduce(
         raise UserError(f"minutes must be above 0, got {minutes}.")
     if gpus < 1 or (gpus > 1 and model is not None):
         raise UserError(f"gpus must be at least 1, and 1 with a model, got {gpus}.")
-    if model is not None and (smoke or minutes is not None or stage or finalist):
+    if smoke and brief:
+        raise UserError("smoke must not be given with brief: each is a size. Give one of them.")
+    if model is not None and (smoke or brief or minutes is not None or stage or finalist):
         raise UserError(
-            "smoke, minutes, stage and finalist must be given without a model, which is not "
+            "smoke, brief, minutes, stage and finalist must be given without a model, which is not "
             "trained."
         )
     if model is None and (limit is not None or length or documents or dtype != "auto"):
@@ -126,11 +136,14 @@ def reproduce(
     from reproduction.processes import run_on_gpus
     from reproduction.report import write_report
     from reproduction.run import Miniature
-    from reproduction.sizes import FULL, SMOKE
+    from reproduction.sizes import BRIEF, FULL, SMOKE
 
+    size = FULL
+    if smoke or brief:
+        size = SMOKE if smoke else BRIEF
     arguments: dict[str, Any] = {
         "folder": out,
-        "size": SMOKE if smoke else FULL,
+        "size": size,
         "data": data,
         "device": device,
         "finalists": tuple(finalist or ()),

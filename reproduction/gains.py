@@ -15,15 +15,19 @@ from reproduction.sizes import Size
 from reproduction.texts import Corpus
 
 DRAWS = 1000
+ENDS = ("window", "full")
+UNTRAINED_ENDS = ("window_zero", "full_zero")
+"""Measured by brief sizes."""
 
 
 def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
     """Return (ln window - ln x) / (ln window - ln full) by method and seed.
 
     Over the second half of each window. The window and full attention were trained as the method
-    was: adapted, or from scratch. Stages that try a rate or are measured in brief have none, nor
-    where full attention gains nothing. `low` and `high` are the 95 % interval over documents, drawn
-    again a thousand times with all their windows, the same for all methods.
+    was: adapted, or from scratch; in a brief size also not adapted. Stages that try a rate or are
+    measured in brief have none, nor where full attention gains nothing. `low` and `high` are the
+    95 % interval over documents, drawn again a thousand times with all their windows, the same for
+    all methods.
     """
     corpus = Corpus(folder, None)  # the tokens are in the folder
     made = []
@@ -31,10 +35,12 @@ def gains(folder: Path, records: Sequence[Record], size: Size) -> list[Record]:
         p = record.params
         if record.name != "quality.perplexity" or p.get("bucket") != "far":
             continue
-        if p["method"] in ("full", "window"):
+        is_untrained = size.is_brief and p["method"].endswith("_zero")
+        ends = UNTRAINED_ENDS if is_untrained else ENDS
+        if p["method"] in ends:
             continue
         stage_of = from_scratch if p["stage"] == from_scratch(p["method"], p["seed"]) else adapted
-        stages = [stage_of("window", p["seed"]), stage_of("full", p["seed"]), p["stage"]]
+        stages = [*(stage_of(end, p["seed"]) for end in ends), p["stage"]]
         paths = [folder / stage / f"far_{p['split']}.npy" for stage in stages]
         if not all(path.exists() for path in paths):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from corecontext.baselines import (
@@ -17,6 +18,7 @@ from corecontext.baselines import (
 from corecontext.config import LEARNED, CCAConfig
 from corecontext.heads.budget import COARSE, MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.visibility import num_complete_groups, window_capacity
+from reproduction.real_methods import Sizes
 from reproduction.sizes import Size
 
 PAPER_RIVALS = ("window", "window_wide", "streaming_llm", "lm_infinite", "mean", "max")
@@ -64,8 +66,13 @@ def methods(size: Size) -> dict[str, Method]:
     """Return every method by name.
 
     Those with core tokens have the same cache size within 5 %, those by query head within 10 %:
-    longer groups leave more tokens without a core token.
+    longer groups leave more tokens without a core token. A brief size has a list of its own, in
+    which fetch may have more bytes.
     """
+    if size.is_brief:
+        adapted = list(_with_masses_and_fetch(size))
+        made = [*map(_as_it_is, adapted), *adapted]
+        return {method.name: method for method in made}
     made = [
         *_paper(size),
         *_variants(size),
@@ -196,6 +203,32 @@ def _not_adapted(size: Size) -> Iterator[Method]:
     yield Method("lm_infinite_zero", lm_infinite, "LM-Infinite, not adapted", "")
     yield Method("minference_zero", minference, "MInference, not adapted", "", later=True)
     yield Method("cca_zero", _cca(size), "CCA, not adapted", "")
+
+
+def _with_masses_and_fetch(size: Size) -> Iterator[Method]:
+    """Yield the ends of the gain, and CCA with masses and with fetch from host memory: first with
+    the bytes of CCA on the device, then with its window and more bytes."""
+    sizes = Sizes(size.length, size.group, size.window, 0, True, size.window // size.group)
+    sizes = replace(sizes, store="host", head_dim=size.hidden // size.heads)
+    count = sizes.fetch_groups
+    double = replace(sizes, fetch_groups=2 * count)
+    wide = sizes.wide_window()
+    yield Method("full", None, "full attention")
+    yield Method("window", WindowOnly(window_size=size.window), "window alone")
+    yield Method("cca", _cca(size), "CCA, the paper's rule")
+    yield Method("cca_mass", sizes.cca(), "CCA with mass")
+    title = f"CCA with mass, fetch of {count} groups"
+    equal = f"{title}, on the device the bytes of CCA"
+    yield Method("fetch_equal_bytes", sizes.fetch_equal_bytes(), equal)
+    yield Method("fetch", sizes.fetch(), title)
+    yield Method("window_wide", WindowOnly(window_size=wide), "a window as large as CCA's cache")
+    yield Method("fetch_double", double.fetch(), title.replace(str(count), str(2 * count)))
+
+
+def _as_it_is(method: Method) -> Method:
+    """Return a method under which a base model is measured without training."""
+    title = f"{method.title}, not adapted"
+    return method._replace(name=f"{method.name}_zero", title=title, trains="")
 
 
 def alike(known_methods: dict[str, Method], method: Method) -> list[str]:

@@ -22,7 +22,7 @@ class Stage(NamedTuple):
     sizes: tuple[tuple[str, int], ...] = ()
     """group_size or window_size in place of the method's."""
     lr: float = 0.0
-    """The rate that is tried."""
+    """The rate that is tried; from scratch, the rate where none are tried."""
 
 
 def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
@@ -38,6 +38,8 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
     for name in finalists:
         if name not in adaptable:
             raise UserError(f"finalist must be one of {', '.join(adaptable)}, got {name!r}.")
+    if size.is_brief:
+        return list(_brief(size))
     plan = [Stage("prepare", "prepare"), Stage("cost", "cost", (), size.seeds[0])]
     for seed in size.seeds:
         plan += _of_seed(size, seed, (*FINALISTS, *finalists))
@@ -46,6 +48,18 @@ def stages(size: Size, finalists: tuple[str, ...] = ()) -> list[Stage]:
             stage = _scratch(size, name, base_seed, "cca")
             plan.append(stage._replace(needs=(*stage.needs, layers_of(size, base_seed))))
     return plan
+
+
+def _brief(size: Size) -> Iterator[Stage]:
+    """Yield the stages of a brief size: one base, measured as it is first, then adapted."""
+    seed = size.seeds[0]
+    base = base_of(size, seed)
+    yield Stage("prepare", "prepare")
+    yield Stage(base, "scratch", ("prepare",), seed, "full", lr=size.rates[0])
+    for method in methods(size).values():
+        kind = "adapt" if method.trains else "zero"
+        yield Stage(adapted(method.name, seed), kind, (base,), seed, method.name)
+    yield Stage("cost", "cost", (), seed)
 
 
 def _of_seed(size: Size, seed: int, finalists: tuple[str, ...]) -> Iterator[Stage]:
@@ -95,6 +109,24 @@ def _scratch(size: Size, name: str, seed: int, like: str) -> Stage:
     """Return training from scratch, at the best of the rates tried for the method `like`."""
     needs = tuple(stage.name for stage in _tries(size, like))
     return Stage(from_scratch(name, seed), "scratch", needs, seed, name)
+
+
+def adapt_steps(size: Size, stage: Stage, method: Method) -> int:
+    """Return the steps of an adaptation: fewer of a size, and from a model of short contexts."""
+    is_short = bool(stage.sizes) or stage.kind == "short"
+    return (size.short_steps if is_short else size.adapt_steps) * method.stretch
+
+
+def trained_tokens(size: Size, stage: Stage, method: Method) -> int | None:
+    """Return the tokens that a stage's model was trained on, its base's too; None where the stage
+    measures models of several stages, or none."""
+    levels = {"tune": size.tune_levels, "short": size.levels[:-1]}.get(stage.kind, size.levels)
+    base = size.step_tokens * sum(count for _, count in levels)
+    if stage.kind in ("tune", "scratch", "zero"):
+        return base
+    if stage.kind in ("adapt", "short"):
+        return base + size.adapt_tokens * adapt_steps(size, stage, method)
+    return None
 
 
 def sizes_of(size: Size) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from reproduction.html_page import (
 )
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, methods
 from reproduction.plan import from_scratch, later_seed, layers_of, tuned
+from reproduction.quality_tables import brief_markdown
 from reproduction.sizes import Size
 from reproduction.targets import cost_of, targets
 
@@ -61,11 +62,18 @@ QUESTIONS = {
 
 
 def write_report(folder: Path, records: Sequence[Record], size: Size) -> Path:
-    """Write report.html and its figures into the folder; sections without records say so."""
+    """Write report.html and its figures into the folder; sections without records say so.
+
+    A brief size has a table in report.md instead.
+    """
     derived = gains(folder, records, size)
     with atomic_path(folder / "derived.jsonl") as name:
         text = "".join(record.to_json() + "\n" for record in derived)
         Path(name).write_text(text, encoding="utf-8")
+    if size.is_brief:
+        out = folder / "report.md"
+        write_text(out, brief_markdown(records, size))
+        return out
     page = Page([*records, *derived])
     figures = plots.draw_all(folder, page.records, size)
     _Report(page, size, methods(size), figures).write()

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from corecontext.files import UserError
-from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_cache import cache_bytes, host_bytes
 from corecontext.terminal import progress
 from reproduction.miniature import autocast, nll_of
 from reproduction.sizes import Size
@@ -182,8 +182,9 @@ def cloze(model: LlamaForCausalLM, corpus: Corpus, size: Size, device: str) -> l
 
 def time_and_cache(
     model: LlamaForCausalLM, size: Size, device: str, dtype: torch.dtype | None = None
-) -> tuple[list[float], int]:
-    """Return samples of the seconds to read a text of the trained length, and its cache's bytes.
+) -> tuple[list[float], int, int]:
+    """Return samples of the seconds to read a text of the trained length, and its cache's bytes on
+    the device and in host memory.
 
     Weights and cache have one dtype for all methods, as when they are served: bfloat16 on a GPU.
     Under autocast the rotary embedding is float32, and so would be the keys and values that full
@@ -206,7 +207,8 @@ def time_and_cache(
                 out = model(ids, use_cache=True, logits_to_keep=1)
             _wait(device)
             seconds.append((time.perf_counter() - begin) / len(ids))
-    return seconds[1:], cache_bytes(out.past_key_values) // len(ids)
+    cache = out.past_key_values
+    return seconds[1:], cache_bytes(cache) // len(ids), host_bytes(cache) // len(ids)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""Define the sizes of the reproduction: the miniature and its smoke test."""
+"""Define the sizes of the reproduction: the miniature, its brief form and its smoke test."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,9 @@ class Size:
     latency_repeats: int = 5
     latency_rows: int = 16
     """Prompts that are timed at once: one prompt of a model this small would time launches."""
+    is_brief: bool = False
+    """One base at one rate, and only full attention, the window, CCA, masses and fetch: untrained,
+    and adapted for a short time."""
 
 
 FULL = Size(
@@ -74,6 +77,22 @@ FULL = Size(
     groups=(2, 4, 8, 16, 32, 64),
     windows=(64, 128, 256, 512, 1024),
     documents=(5, 10, 20),
+)
+BRIEF = replace(
+    FULL,
+    name="brief",
+    levels=FULL.tune_levels,  # 79 million tokens
+    adapt_steps=FULL.short_steps,
+    eval_tokens=1_000_000,
+    groups=(),
+    windows=(),
+    documents=(20,),
+    seeds=(0,),
+    bases=(0,),
+    rates=(2e-3,),
+    latency_repeats=1,
+    latency_rows=1,
+    is_brief=True,
 )
 SMOKE = Size(
     name="smoke",
@@ -103,4 +122,4 @@ SMOKE = Size(
     latency_repeats=1,
     latency_rows=2,
 )
-SIZES = {size.name: size for size in (FULL, SMOKE)}
+SIZES = {size.name: size for size in (FULL, BRIEF, SMOKE)}

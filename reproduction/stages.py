@@ -19,7 +19,7 @@ from corecontext.terminal import progress
 from corecontext.visibility import group_size_for
 from reproduction import scoring
 from reproduction.miniature import add_lora, attention, merge_lora
-from reproduction.plan import Stage, base_of, sizes_of
+from reproduction.plan import Stage, adapt_steps, base_of, sizes_of
 from reproduction.training_loop import Schedule, Watch
 from reproduction.workspace import LAYERS, RECORDS, SHORT_WEIGHTS, WEIGHTS, Workspace
 
@@ -42,17 +42,24 @@ def cost(work: Workspace, stage: Stage) -> Iterator[Record]:
     """
     model = work.new_model(stage.seed).eval()
     cca = work.methods["cca"]
-    candidates = [(method, "methods") for method in work.methods.values()]
+    # A method costs the same whether adapted or not.
+    candidates = [
+        (method, "methods")
+        for method in work.methods.values()
+        if method.trains or not work.size.is_brief
+    ]
     for g, s in sizes_of(work.size):
         config = cca.config.replace(group_size=g, window_size=s)
         candidates.append((cca._replace(config=config), "sizes"))
     with progress("time and cache", len(candidates)) as advance:
         for method, of in candidates:
             with attention(model, method.config):
-                seconds, num_bytes = scoring.time_and_cache(model, work.size, work.device)
-            value = seconds if len(seconds) > 1 else seconds[0]
-            yield work.record("model.first_token_s", value, method, stage, of=of)
-            yield work.record("model.cache_bytes", num_bytes, method, stage, of=of)
+                seconds, device, host = scoring.time_and_cache(model, work.size, work.device)
+            if not work.size.is_brief:  # its stages share a GPU
+                value = seconds if len(seconds) > 1 else seconds[0]
+                yield work.record("model.first_token_s", value, method, stage, of=of)
+            params = {"of": of} if host == 0 else {"of": of, "host_bytes": host}
+            yield work.record("model.cache_bytes", device, method, stage, **params)
             advance(1)
 
 
@@ -80,7 +87,9 @@ def scratch(work: Workspace, stage: Stage) -> Iterator[Record]:
         for record in read_records(work.folder / name / RECORDS)
         if record.params.get("bucket") == "all"
     ]
-    lr = min(trials, key=lambda record: record.value).params["lr"]
+    lr = stage.lr
+    if trials:
+        lr = min(trials, key=lambda record: record.value).params["lr"]
     model = work.new_model(stage.seed)
     is_base = method.config is None
 
@@ -154,7 +163,7 @@ def adapt(work: Workspace, stage: Stage) -> Iterator[Record]:
         teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if method.trains == "lora":
         add_lora(model, stage.seed)
-    steps = (size.short_steps if brief else size.adapt_steps) * method.stretch
+    steps = adapt_steps(size, stage, method)
     rate = size.adapt_lr * method.rate
     levels = ((size.length, steps),)
     schedule = Schedule(levels, size.adapt_tokens, rate, stage.seed, method.trains)

@@ -22,7 +22,7 @@ from corecontext.record import Record, device_name, make_record
 from reproduction import scoring
 from reproduction.methods import Method, fine_config, methods
 from reproduction.miniature import make_model
-from reproduction.plan import Stage, layers_of
+from reproduction.plan import Stage, layers_of, trained_tokens
 from reproduction.sizes import Size
 from reproduction.texts import Corpus
 from reproduction.training_loop import Schedule, thinned, train
@@ -124,11 +124,19 @@ class Workspace:
     def record(self, name: str, value: Any, method: Method, stage: Stage, **params: Any) -> Record:
         """Make a record with all that tells this measurement from others."""
         settings = method.config.to_dict() if method.config is not None else {}
+        unsaid = {"backend", "patterns", "prefill"}
+        if settings.get("fetch_groups"):
+            settings["index"] = settings.pop("fetch_index")
+        else:
+            unsaid |= {"fetch_index", "fetch_share", "store"}
         settings = {
             key: setting
             for key, setting in settings.items()
-            if setting not in (None, (), 0.0) and key not in ("backend", "patterns")
+            if setting not in (None, (), 0.0) and key not in unsaid
         }
+        tokens = trained_tokens(self.size, stage, method)
+        if tokens is not None:
+            settings["trained_tokens"] = tokens
         common = {
             "model": self.size.name,
             "method": method.name,

@@ -44,7 +44,7 @@ from reproduction.optimizer_step import (
 )
 from reproduction.plan import stages, tuned
 from reproduction.processes import run_on_gpus
-from reproduction.readme_tables import quality_markdown, scratch_markdown
+from reproduction.quality_tables import brief_markdown, quality_markdown, scratch_markdown
 from reproduction.report import write_report
 from reproduction.run import Miniature
 from reproduction.scoring import (
@@ -55,7 +55,7 @@ from reproduction.scoring import (
     top_mass,
     window_nll,
 )
-from reproduction.sizes import FULL, SMOKE
+from reproduction.sizes import BRIEF, FULL, SMOKE
 from reproduction.stages import KINDS
 from reproduction.targets import targets
 from reproduction.texts import END, SPLITS, Corpus, Row
@@ -697,7 +697,7 @@ def test_caches_have_one_dtype_whatever_the_method():
         ("window", TINY.window),
     ):
         with attention(model, known[name].config):
-            seconds, held = time_and_cache(model, TINY, "cpu", torch.bfloat16)
+            seconds, held, _ = time_and_cache(model, TINY, "cpu", torch.bfloat16)
         assert held == 2 * entry * entries and len(seconds) == 1
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]) and value.dtype == torch.float32
@@ -1037,3 +1037,26 @@ def test_what_draws_is_asked_for_before_anything_runs(tmp_path, capsys, monkeypa
         "needs matplotlib, which is not installed" in capsys.readouterr().err
         and not (tmp_path / "out").exists()
     )
+
+
+def test_a_brief_size_measures_masses_and_fetch_untrained_and_adapted(tmp_path):
+    """From one base; fetch has the device bytes of CCA, or says what it has more."""
+    brief = {name: getattr(BRIEF, name) for name in ("groups", "windows", "seeds", "bases")}
+    size = dataclasses.replace(SMOKE, **brief, is_brief=True, questions=2, eval_tokens=512)
+    run = Miniature(tmp_path, size, None, "cpu")
+    stages_run = ("full_zero-0", "window_zero-0", "fetch_zero-0", "fetch_equal_bytes-0", "cost")
+    assert run.run(stages_run)
+    records = run.records()
+    of_stage = {record.params["stage"]: record.params for record in records}
+    base, adaptation = 4 * 512, 2 * 512
+    assert of_stage["fetch_zero-0"]["trained_tokens"] == base
+    fetched = of_stage["fetch_equal_bytes-0"]
+    assert fetched["trained_tokens"] == base + adaptation
+    assert (fetched["fetch_groups"], fetched["index"], fetched["store"]) == (8, "pairs:2", "host")
+    caches = {r.params["method"]: r for r in records if r.name == "model.cache_bytes"}
+    assert caches["fetch_equal_bytes"].value <= caches["cca"].value < caches["fetch"].value
+    assert caches["fetch"].params["host_bytes"] == caches["full"].value
+    table = write_report(tmp_path, records, size).read_text()
+    assert brief_markdown(records, size) == table and "in host memory, MiB" in table
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 4 and rows[0][0] == "| full attention, not adapted"
