@@ -302,7 +302,7 @@ def test_marks_by_entry():
     "index, share",
     [
         *(("core", 4), ("mean", 8), ("bounds", 4), ("parts:2", 1), ("oracle", 8), ("bits:4", 4)),
-        *(("pairs:2", 1), ("pairs:2", 8)),
+        *(("pairs:2", 1), ("pairs:2", 8), ("outliers:3:2", 1)),
     ],
 )
 def test_operator(index, share):
@@ -355,7 +355,16 @@ def test_the_kernels_say_what_they_cannot_choose():
         q = torch.empty(1, 2, 3, dim)
         return backend.fetch_unsupported_reason(spec, Tokens(q, q[:, 0], q[:, 0]))
 
-    for index in ("core", "mean", "bounds", "parts:2", "pairs:2", "bits:1", "oracle"):
+    for index in (
+        "core",
+        "mean",
+        "bounds",
+        "parts:2",
+        "pairs:2",
+        "bits:1",
+        "outliers:3:2",
+        "oracle",
+    ):
         assert reason(index) is None
     assert reason("bounds", dim=128) is None and reason("mean", dim=256) is None
     assert "more than 256 elements" in reason("bounds", dim=130)

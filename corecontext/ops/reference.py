@@ -172,10 +172,26 @@ def index_scores(q: Tensor, k: Tensor, core_scores: Tensor, spec: Spec) -> Tenso
     split = keys.tensor_split(count, 2)
     means = torch.stack([part.mean(2) for part in split], 2)  # [N, M, P, D]
     sizes = torch.tensor([part.shape[2] for part in split], dtype=q.dtype, device=q.device)
+    if kind == "outliers":
+        means = _outliers(keys, min(parts, size))
+        sizes = torch.ones_like(sizes[:1])
     if bits:
         means = _in_low_bits(means, k, spec, bits, kind != "bits")
     scores = _softcap(torch.einsum("nrtd,nmpd->nrtmp", q, means) * spec.scale, spec.softcap)
     return (scores + sizes.log()).logsumexp(-1)
+
+
+def _outliers(keys: Tensor, count: int) -> Tensor:
+    """The mean of a group's other keys and the `count` - 1 keys farthest from the mean of all
+    [N, M, P, D]; of equal distances the lower token."""
+    distance = (keys - keys.mean(2, keepdim=True)).square().sum(3)
+    token = torch.arange(keys.shape[2], device=keys.device)
+    mine, theirs = distance[..., None], distance[:, :, None]
+    is_before = (theirs > mine) | ((theirs == mine) & (token < token[:, None]))
+    is_alone = is_before.sum(3) < count - 1
+    alone = keys[is_alone].view(*keys.shape[:2], count - 1, keys.shape[3])
+    others = keys[~is_alone].view(*keys.shape[:2], -1, keys.shape[3])
+    return torch.cat((others.mean(2, keepdim=True), alone), 2)
 
 
 def _in_low_bits(means: Tensor, k: Tensor, spec: Spec, bits: int, shared: bool) -> Tensor:

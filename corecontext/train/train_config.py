@@ -107,7 +107,7 @@ class TrainConfig:
     fetch_groups: int = CCAConfig.fetch_groups
     """Groups whose raw tokens each query sees in place of their core tokens, k; 0 is CCA."""
     fetch_index: str = CCAConfig.fetch_index
-    """Index that chooses these groups: core, mean, bounds, parts:P, pairs:B, bits:B or oracle."""
+    """Index that chooses these groups, as `CCAConfig.fetch_index`."""
     store: str = CCAConfig.store
     """Where a cache of the trained model keeps raw tokens for fetch: device or host; training has
     no cache."""

@@ -81,7 +81,10 @@ def build(keys: Tensor, name: str, centre: Tensor | None = None) -> Index:
     if kind == "bounds":
         return Index(name, size, (keys.amin(2), keys.amax(2)))
     if bits:
-        means = part_means(widen(keys), count)
+        if kind == "outliers":
+            means = outliers(widen(keys), count)
+        else:
+            means = part_means(widen(keys), count)
         if centre is not None:
             means = means - centre[:, None, None]
         return Index(name, size, low_bits.encode(means, bits, kind != "bits"), centre)
@@ -97,6 +100,18 @@ def part_means(keys: Tensor, count: int) -> Tensor:
     if count == keys.shape[2]:
         return keys
     return torch.stack([part.mean(2) for part in keys.tensor_split(count, 2)], 2)
+
+
+def outliers(keys: Tensor, count: int) -> Tensor:
+    """Return the mean of a group's other keys, then the `count` - 1 keys farthest from the mean of
+    all in the order of the tokens, of equal distances the lower, [N, M, P, D] of [N, M, g, D]."""
+    distance = (keys - keys.mean(2, keepdim=True)).square().sum(3)
+    # planted: fetch: the keys nearest to the mean are kept alone
+    order = distance.sort(dim=2, descending=True, stable=True).indices
+    alone = order[:, :, : count - 1].sort(2).values
+    others = torch.ones_like(distance).scatter(2, alone, 0)
+    mean = (keys * others[..., None]).sum(2, keepdim=True) / (keys.shape[2] - count + 1)
+    return torch.cat((mean, keys.gather(2, alone[..., None].expand(-1, -1, -1, keys.shape[3]))), 2)
 
 
 def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None) -> Tensor:
@@ -120,7 +135,7 @@ def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor 
     each = _low_bit_products(index, q) if bits else products(q, index.tensors[0].flatten(1, 2))
     count = num_parts(index.name, size)
     each = cap(each * spec.scale, spec).unflatten(3, (-1, count))
-    if count < size:
+    if count < size and kind != "outliers":  # where the mean counts as one key
         each = each + part_sizes(size, count, each).log()
     return each.logsumexp(-1)
 

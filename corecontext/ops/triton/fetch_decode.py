@@ -45,8 +45,8 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     The cache stores keys and values as they are; `spec` has its group size.
     """
     g = spec.group_size
-    _, _, bits = parse_index(spec.fetch_index)
-    if not bits or g % num_parts(spec.fetch_index, g):
+    kind, _, bits = parse_index(spec.fetch_index)
+    if not bits or (kind != "outliers" and g % num_parts(spec.fetch_index, g)):
         return f"index {spec.fetch_index} of groups of {g} has no parts of one size in low bits"
     if spec.softcap is not None:
         return "a softcap needs the products with the centre"
@@ -204,6 +204,8 @@ def _decode(
             (k.stride()[:2], chosen_groups),
             **place,
             **index,
+            OUTLIERS=parse_index(spec.fetch_index).kind == "outliers",
+            BLOCK_G=power_of_2(g),
             BLOCK_P=max(16, block_p),
             BLOCK_D=tile["BLOCK_D"],
             BLOCK=block,

@@ -119,6 +119,8 @@ def fetch_choose_kernel(
     LEVELS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -175,4 +177,6 @@ def fetch_choose_kernel(
                 BLOCK_P,
                 BLOCK_C,
                 BLOCK_D,
+                OUTLIERS,
+                BLOCK_G,
             )

@@ -10,6 +10,43 @@ from corecontext.ops.triton.primitives import TINY, tile_mask
 
 
 @triton.jit
+def _outliers(
+    keys_ptr,
+    group_size,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Return the mean of a group's other keys, then the PARTS - 1 keys farthest from the mean of
+    all (`index.outliers`) [BLOCK_P, BLOCK_D]; keys_ptr points to its first key."""
+    tokens = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    is_token = tokens < group_size
+    is_key = is_token[:, None] & (dims < HEAD_DIM)[None, :]
+    at = tokens[:, None] * HEAD_DIM + dims[None, :]
+    keys = tl.load(keys_ptr + at, mask=is_key, other=0.0).to(tl.float32)
+    apart = tl.where(is_key, keys - (tl.sum(keys, 0) / group_size)[None, :], 0.0)
+    distance = tl.where(is_token, tl.sum(apart * apart, 1), -1.0)
+
+    # Keys are alone by their rank; of equal distances the lower token comes first.
+    farther = distance[None, :] > distance[:, None]
+    equal = (distance[None, :] == distance[:, None]) & (tokens[None, :] < tokens[:, None])
+    rank = tl.sum((farther | equal).to(tl.int32), 1)
+    is_alone = (rank < PARTS - 1) & is_token
+    part_of = tl.where(is_alone, tl.cumsum(is_alone.to(tl.int32), 0), 0)
+
+    parts = tl.arange(0, BLOCK_P)
+    total = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    for i in range(group_size):
+        part = tl.sum(tl.where(tokens == i, part_of, 0), 0)
+        key = tl.load(keys_ptr + i * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        total += tl.where((parts == part)[:, None], key.to(tl.float32)[None, :], 0.0)
+    return total / tl.where(parts == 0, group_size - PARTS + 1, 1)[:, None]
+
+
+@triton.jit
 def write_index(
     keys,
     index,
@@ -22,6 +59,8 @@ def write_index(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
     """Write the centre of a row's index with the last token that it counts, and the index of a
     group (`RawStore.put_step`, `low_bits.encode`), at a step that closes a group.
@@ -57,13 +96,19 @@ def write_index(
         centre = tl.load(centre_ptr + dims, mask=in_dims, other=0.0)
 
     # The means of its parts, without the centre.
-    size = group_size // PARTS
-    means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    for i in range(size):
-        token = group.to(tl.int64) * group_size + parts * size + i
-        at = token[:, None] * HEAD_DIM + dims[None, :]
-        means += tl.load(raw_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    means = tl.where(mask, means / size - centre[None, :], 0.0)
+    first = group.to(tl.int64) * group_size
+    if OUTLIERS:
+        keys_ptr = raw_ptr + first * HEAD_DIM
+        means = _outliers(keys_ptr, group_size, PARTS, HEAD_DIM, BLOCK_G, BLOCK_P, BLOCK_D)
+    else:
+        size = group_size // PARTS
+        means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+        for i in range(size):
+            token = first + parts * size + i
+            at = token[:, None] * HEAD_DIM + dims[None, :]
+            means += tl.load(raw_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        means = means / size
+    means = tl.where(mask, means - centre[None, :], 0.0)
 
     # Codes of the rotated means over their size, and the scale that makes products exact.
     squares = tl.sum(means * means, 1)
