@@ -11,9 +11,10 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton import paged_attend, paged_pool
+from corecontext.ops.triton import paged_attend, paged_chunk, paged_pool
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages
+from corecontext.ops.triton.paged_chunk import attend_parts, parts_of
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.tiles import Tiles
 
@@ -109,7 +110,9 @@ def served(config, rotary, qkv, steps, dtype, bias=0.0, softcap=None, page_size=
         raw, cores = cache.rows(list(step))
         store_tokens(k, v, slots, raw)
         pool_pages(q, batch, raw, cores, spec)
-        out = attend_pages(q, batch, raw, cores, spec, bias)
+        parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
+        out = torch.full_like(q, torch.nan)
+        attend_parts(q, parts, raw, cores, spec, bias, out)
         for rows, (i, (a, b)) in zip(out.split(list(step.values())), spans.items()):
             outs[i][a:b] = rows
             computed[i] = b
@@ -195,6 +198,39 @@ def test_the_compiler_is_told_an_alignment_that_every_entry_has():
     assert paged_attend._alignment(x, x[..., 2:]) == 4
     assert paged_attend._alignment(x, x.view(-1)[:360].view(2, 3, 5, 12)) == 8
     assert paged_attend._alignment(x, x[:, :, 1:, 3:]) == 2
+
+
+@pytest.mark.parametrize("sinks, window, mass", [(0, 6, False), (7, 1, True)])
+def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass):
+    """Beside decoding tokens and short chunks, at lengths before and behind the first core token
+    and the first tokens."""
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 4)
+    config = CCAConfig(group_size=4, window_size=window, sink_size=sinks, core_mass=mass)
+    steps = [{0: 5, 1: 1}, {1: 1, 2: 15, 3: 9, 0: 4}, {0: 2, 2: 1, 1: 3, 3: 5}, {0: 6, 2: 1, 1: 5}]
+    check(config, halves(), steps, kv_heads=2, bias=0.5 * mass)
+
+
+def test_a_batch_is_split_at_its_long_chunks(monkeypatch):
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 4)
+    counts = torch.tensor([1, 2, 6, 4, 3, 0, 0], device="cpu")
+    starts = [0, *counts.cumsum(0).tolist()]
+    batch = Batch(torch.tensor(starts), 10 + counts, 6, 16)
+    parts = parts_of(starts, batch.lengths.tolist(), batch)
+    assert [part.sequences for part in parts] == [
+        slice(0, 2),
+        slice(2, 3),
+        slice(3, 4),
+        slice(4, 7),
+    ]
+    assert [part.tokens for part in parts] == [
+        slice(0, 3),
+        slice(3, 9),
+        slice(9, 13),
+        slice(13, 16),
+    ]
+    assert [part.past for part in parts if part.batch is None] == [10, 10]
+    assert parts[0].batch.most_new == 2 and parts[3].batch.starts.tolist() == [0, 3, 3, 3]
+    assert parts[3].batch.lengths.tolist() == [13, 10, 10]
 
 
 def test_padding_of_a_captured_batch_changes_nothing():

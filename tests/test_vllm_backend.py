@@ -36,7 +36,7 @@ from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
 from corecontext.integrations.vllm import capacity, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
-from corecontext.ops.triton import pool
+from corecontext.ops.triton import paged_chunk, pool
 
 pytestmark = pytest.mark.usefixtures("default_device")
 DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 1, 2, 2, 4
@@ -185,6 +185,7 @@ class Runner:
                 max_seq_len=max(lengths),
                 block_table_tensor=table,
                 slot_mapping=torch.tensor(slots),
+                seq_lens_cpu_upper_bound=torch.tensor(lengths, device="cpu"),
             )
             built = self.builders[kind].build(0, common)
             layers.update(dict.fromkeys(group.layer_names, built))
@@ -259,7 +260,10 @@ def step(runner: Runner, requests: list[Request], counts: list[int], config: CCA
 
 
 @pytest.mark.parametrize("mass", [False, True])
-def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, mass):
+def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, mass):
+    """With masses, chunks of 8 tokens are long ones."""
+    if mass:
+        monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 8)
     config = vllm_config(core_mass=mass, core_bias=0.5 * mass)
     make_layers(config)
     runner = Runner(config, 40)

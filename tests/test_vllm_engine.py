@@ -23,7 +23,7 @@ pytestmark = [
 
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-CASES = ["plain", "mass", "small cache", "drafts"]
+CASES = ["plain", "mass", "long chunks", "small cache", "drafts"]
 CASES += [pytest.param(case, marks=ON_GPU) for case in ("captured", "graphs", "many")]
 
 

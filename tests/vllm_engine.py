@@ -76,6 +76,7 @@ from corecontext import CCAConfig, enable
 from corecontext.inference import Engine
 from corecontext.integrations.hf_gguf import local_model
 from corecontext.integrations.vllm import plugin
+from corecontext.ops.triton import paged_chunk
 
 
 class Worker(CPUWorker):
@@ -133,6 +134,7 @@ COUNTS = {"accepted": 0, "preempted": 0}
 CASES = {
     "plain": {},
     "mass": {"core_mass": True},
+    "long chunks": {"core_mass": True, "long_chunk": 8},
     "small cache": {"tokens": 30, "short": True, "num_gpu_blocks_override": 13},
     "drafts": {
         "tokens": 16,
@@ -156,6 +158,7 @@ if GPU:
     }
     CASES["real"] = {
         "real": True,
+        "long_chunk": 256,
         "tokens": 24,
         "requests": 64,
         "engine": 4,
@@ -274,6 +277,7 @@ def run(name: str, options: dict) -> dict:
         config = CCAConfig(group_size=16, window_size=64, sink_size=16, core_mass=True)
     tied = options.pop("tied", False)
     short = options.pop("short", False)
+    paged_chunk.LONG_CHUNK = options.pop("long_chunk", 1024)
     COUNTS.update(accepted=0, preempted=0)
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
     settings = {

@@ -26,8 +26,10 @@ from vllm.v1.attention.backend import (
 from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
 from corecontext.integrations.vllm.model_settings import settings_of, spec_of
 from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.ops.triton import paged_chunk
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages
+from corecontext.ops.triton.paged_chunk import Part, attend_parts, parts_of
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.pool import rotation_tables
 
@@ -80,6 +82,8 @@ class StepMetadata(NamedTuple):
     """Block table of the cache, [B, most pages]."""
     slots: Tensor
     """Places of the new tokens in a window cache, [num_tokens]."""
+    parts: list[Part]
+    """Long chunks of prompts and the sequences between them; empty without such chunks."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
@@ -90,6 +94,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.most_decoded = 1 + num_drafts(vllm_config)
+        # vLLM puts sequences with at most so many new tokens first, so that few parts are left.
+        self.reorder_batch_threshold = self.most_decoded
         self.longest = vllm_config.model_config.max_model_len
 
     def build(
@@ -108,7 +114,12 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         batch = Batch(common.query_start_loc, common.seq_lens, common.max_query_len, longest)
         count = common.num_actual_tokens
         slots = common.slot_mapping[:count]
-        return StepMetadata(count, batch, common.block_table_tensor, slots)
+        parts = []
+        if common.max_query_len >= paged_chunk.LONG_CHUNK:
+            # Exact for chunks of prompts; other sequences may be shorter than that.
+            lengths = common.seq_lens_cpu_upper_bound.tolist()
+            parts = parts_of(common.query_start_loc_cpu.tolist(), lengths, batch)
+        return StepMetadata(count, batch, common.block_table_tensor, slots, parts)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -242,7 +253,11 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         store_tokens(key[:count], value[:count], attn_metadata.slots, raw)
         pool_pages(query, batch, raw, cores, self.spec)
         bias = self.config.core_bias
-        attend_pages(query, batch, raw, cores, self.spec, bias, output[:count])
+        out = output[:count]
+        if attn_metadata.parts:
+            attend_parts(query, attn_metadata.parts, raw, cores, self.spec, bias, out)
+        else:
+            attend_pages(query, batch, raw, cores, self.spec, bias, out)
         return output
 
 

@@ -1,0 +1,129 @@
+"""Attend from long chunks of prompts whose past is in pages: their entries are gathered, and the
+kernels for contiguous keys read them, in a fraction of the time that reading by block table takes.
+
+The host must know the lengths of such sequences. The rest of a batch stays with `attend_pages`, in
+parts of neighbouring sequences, so that decoding tokens beside a chunk get tiles of their size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.ops.mass import add_to_bias
+from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.triton import backend
+from corecontext.ops.triton.launch import ceil_div
+from corecontext.ops.triton.paged import Batch, Pages
+from corecontext.ops.triton.paged_attend import attend_pages
+from corecontext.visibility import local_start, num_visible_cores
+
+LONG_CHUNK = 1024
+"""New tokens of a sequence from which on its entries are gathered: fewer bring launches, more bring
+reading by block table."""
+
+
+class Part(NamedTuple):
+    """Hold neighbouring sequences of a batch: a long chunk by itself, or those between such."""
+
+    sequences: slice
+    """Rows of the block tables."""
+    tokens: slice
+    """Their new tokens among those of the batch."""
+    batch: Batch | None
+    """The sequences as a batch of their own, None for a long chunk."""
+    past: int
+    """Tokens of the sequence of a long chunk before its new ones."""
+
+
+def parts_of(starts: list[int], lengths: list[int], batch: Batch) -> list[Part]:
+    """Split a batch into long chunks and the sequences between them.
+
+    Args:
+        starts, lengths: Those of the batch, on the host; lengths are read of long chunks only.
+    """
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    parts = []
+    first = 0
+    for i in [i for i, count in enumerate(counts) if count >= LONG_CHUNK] + [len(counts)]:
+        tokens = slice(starts[first], starts[i])
+        if tokens.start < tokens.stop:
+            rebased = batch.starts[first : i + 1] - tokens.start
+            rows = Batch(rebased, batch.lengths[first:i], max(counts[first:i]), batch.longest)
+            parts.append(Part(slice(first, i), tokens, rows, 0))
+        if i < len(counts):
+            tokens = slice(starts[i], starts[i + 1])
+            parts.append(Part(slice(i, i + 1), tokens, None, lengths[i] - counts[i]))
+        first = i + 1
+    return parts
+
+
+def attend_parts(
+    q: Tensor,
+    parts: list[Part],
+    raw: Pages,
+    cores: Pages,
+    spec: Spec,
+    core_bias: float,
+    out: Tensor,
+) -> None:
+    """Attend as `attend_pages` does, from the new tokens of all parts.
+
+    Args:
+        q, out: [T, H, D], of the whole batch.
+        raw, cores: Their tables hold the rows of the whole batch.
+    """
+    for part in parts:
+        pages = [kind._replace(table=kind.table[part.sequences]) for kind in (raw, cores)]
+        results = out[part.tokens]
+        if part.batch is not None:
+            attend_pages(q[part.tokens], part.batch, *pages, spec, core_bias, results)
+        else:
+            _attend_chunk(q[part.tokens], part.past, *pages, spec, core_bias, results)
+
+
+def _attend_chunk(
+    q: Tensor, past: int, raw: Pages, cores: Pages, spec: Spec, core_bias: float, out: Tensor
+) -> None:
+    """Attend from new tokens [T, H, D] of one sequence, which follow `past` earlier ones."""
+    g = spec.group_size
+    sinks = spec.sinks
+    kv_heads = raw.k.shape[2]
+    end = past + q.shape[0]
+    # Raw tokens from the first query's window on, and the first ones where they are not among them.
+    low = local_start(past, g, spec.window_size)
+    sink_k = sink_v = None
+    if low < sinks:
+        low = 0
+    elif sinks:
+        # planted: vllm: a long chunk reads its window for the first tokens
+        sink_k, sink_v = (_gather(x, raw.table, 0, sinks) for x in raw[:2])
+    k, v = (_gather(x, raw.table, low, end) for x in raw[:2])
+
+    # Core tokens that the last query sees, and their masses.
+    total = num_visible_cores(end - 1, g, spec.window_size)
+    first = min(sinks // g, total)
+    core_k, core_v = (_gather(x, cores.table, first, total)[:, None] for x in cores[:2])
+    grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    bias = None
+    if core_bias:
+        bias = torch.full(grouped.shape[:2], core_bias, dtype=torch.float32, device=q.device)
+    if cores.mass is not None:
+        mass = _gather(cores.mass, cores.table, first, total)[:, None]
+        bias = add_to_bias(bias, mass, grouped.shape[1])
+    tokens = Tokens(grouped, k, v, past, low, sink_k, sink_v)
+    results, _ = backend.attend(tokens, Cores(core_k, core_v), spec, bias)
+    out.unflatten(1, (kv_heads, -1)).copy_(results.permute(2, 0, 1, 3))
+
+
+def _gather(pages: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
+    """Return entries begin .. end-1 of one sequence, [Hkv, end - begin, ...], from pages
+    [P, E, Hkv, ...] and a table [1, most pages]."""
+    size = pages.shape[1]
+    first = begin // size
+    numbers = table[0, first : ceil_div(end, size)]
+    entries = pages.index_select(0, numbers).flatten(0, 1)
+    return entries[begin - first * size : end - first * size].transpose(0, 1)
