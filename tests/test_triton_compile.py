@@ -32,6 +32,7 @@ PLAIN = {
     "_merge_kernel",
 }
 FETCH = {
+    "index_keys_kernel",
     "index_lse_kernel",
     "group_scores_kernel",
     "_select_kernel",

@@ -12,10 +12,10 @@ from corecontext.ops.fetch import index as fetch_index
 from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import fetch_attend as attention
+from corecontext.ops.triton import fetch_index_keys as index_keys
 from corecontext.ops.triton.attend import rule_of
 from corecontext.ops.triton.fetch_attend import Fetched, Kernels
 from corecontext.ops.triton.fetch_choose import choose
-from corecontext.ops.triton.fetch_index_keys import index_keys
 from corecontext.ops.triton.fetch_rule import Choosing
 
 _MAX_DIM = 256  # elements of an index key
@@ -110,17 +110,21 @@ def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor,
     if kind == "core":
         return q, cores.k[:, 0, :, None]
     g, first = spec.group_size, spec.sinks
-    if bits:
+    centre = fetch_index.centre_of(tokens.k, spec)
+    if bits and kind != "outliers" and q.shape[3] <= index_keys.MAX_DIM:
         rotation = low_bits.rotation(q.shape[3], q.dtype, q.device)
-        centre = fetch_index.centre_of(tokens.k, spec)
-        keys = index_keys(tokens.k[:, first:], cores.k.shape[2], g, spec.fetch_index, centre)
+        k = tokens.k[:, first:]
+        keys = index_keys.build(k, cores.k.shape[2], g, spec.fetch_index, centre)
         return q @ rotation, keys
     groups = tokens.k[:, first : first + cores.k.shape[2] * g].unflatten(1, (-1, g))
-    tensors = fetch_index.build(groups, spec.fetch_index).tensors
+    index = fetch_index.build(groups, spec.fetch_index, centre)
+    tensors = index.tensors
     if kind == "mean":
         return q, tensors[0][:, :, None]
     if kind == "bounds":
         # Of each product with the least and the largest element the larger one.
         bounds = torch.cat((tensors[1], tensors[0]), -1)
         return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1), bounds[:, :, None]
+    if bits:
+        return fetch_index.as_products(index, q)
     return q, tensors[0]

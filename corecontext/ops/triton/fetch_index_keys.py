@@ -17,6 +17,7 @@ from corecontext.ops.triton.fetch_decode_index import level_of
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.primitives import TINY, dot, tile_mask
 
+MAX_DIM = 128  # elements of a key; the rotation of more does not fit into shared memory
 _ROWS = 64  # parts that one program holds
 
 
@@ -131,8 +132,9 @@ def _signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
     return (rotation / unit).round().bfloat16(), unit
 
 
-def index_keys(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor) -> Tensor:
-    """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k.
+def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor) -> Tensor:
+    """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k,
+    with head_dim of at most MAX_DIM.
 
     Args:
         k: Raw keys from the first group on, [N, S, D], rotary applied.
