@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import fmean
 from typing import Any
-
-import torch
-from torch.nn import functional
 
 from corecontext.config import listed
 from corecontext.files import UserError
@@ -24,13 +21,22 @@ from corecontext.loading import Loaded
 from corecontext.record import Record, append_records, device_name, make_record, read_records
 from reproduction.real import RealModel
 from reproduction.real_methods import Heads
-from reproduction.rivals_tasks import PASSAGES, Counts, Item, Task, make_items
+from reproduction.rivals_tasks import (
+    FAILURES,
+    PASSAGES,
+    Cell,
+    Counts,
+    Item,
+    Source,
+    Task,
+    make_items,
+)
 
 COMPRESSIONS = (4, 8, 16)
 """Entries of full attention's cache for each that stays."""
 LEAST = 0.5
 """Share of right answers that full attention must reach in a task."""
-OWN = ("cca", "cca_raw_heads", "fetch")
+OWN = ("cca", "cca_raw_heads", "fetch", "fetch_raw_heads")
 """Methods with caches of this package."""
 PRESSED = (
     *("streaming_llm", "knorm", "keydiff", "lagkv", "tova", "snapkv", "pyramidkv"),
@@ -61,49 +67,47 @@ class Comparison:
 def compare(
     real: RealModel, comparison: Comparison, methods: Sequence[str], compressions: Sequence[int]
 ) -> None:
-    """Measure methods at each compression, and append the records of each as they are made."""
+    """Measure methods at each compression, and append the records of each task as they are made."""
     for name in methods:
         if name not in NAMES:
             raise UserError(f"method must be {listed(NAMES)}, got {name!r}.")
     loaded = real.original
-    tasks = make_items(
-        loaded, real.protocol.data, lambda: real.essays, comparison.counts, comparison.seed
-    )
-    tasks = _answerable(tasks, comparison)
+    source = Source(loaded, real.protocol.data, lambda: real.essays, comparison.seed)
+    tasks = make_items(source, comparison.counts, _answered(comparison))
     heads = Heads(Shape(0, 0))
-    if "cca_raw_heads" in methods:
+    if any(name.endswith("raw_heads") for name in methods):
         heads = _best_first(real.heads, real.protocol.full_heads)
+    cells = [Cell("full", 1)] if "full" in methods else []
+    cells += [Cell(name, c) for c in compressions for name in methods if name != "full"]
+    runs = list(_new_runs(loaded, cells, heads))
+    measure = _times if comparison.first_tokens else _answers
     refused = []
-    for name in methods:
-        for compression in (1,) if name == "full" else compressions:
-            run = _new_run(loaded, name, compression, heads)
-            for task, items in tasks.items():
-                try:
-                    records = _measure(run, comparison, task, items)
-                except (AssertionError, RuntimeError, UserError, ValueError) as error:
-                    # A context may be too short, or kvpress fail: the others go on.
-                    refused.append(f"{name} 1/{compression} {task.name} {task.length}: {error}")
+    for task, items in tasks.items():
+        for run in runs:
+            for cell, measured in measure(run, comparison, task, items):
+                place = f"{cell.method} 1/{cell.compression} {task.name} {task.length}"
+                if isinstance(measured, Exception):
+                    refused.append(f"{place}: {measured}")
                     print(refused[-1], file=sys.stderr, flush=True)
                     continue
-                append_records(comparison.output, records)
-                values = ", ".join(f"{record.name} {record.value:.4f}" for record in records)
-                print(f"{name} 1/{compression} {task.name} {task.length}: {values}", flush=True)
+                append_records(comparison.output, [measured])
+                print(f"{place}: {measured.name} {measured.value:.4f}", flush=True)
     if refused:
         raise UserError(f"{len(refused)} measurements failed, the first: {refused[0]}")
 
 
-def _answerable(tasks: dict[Task, list[Item]], comparison: Comparison) -> dict[Task, list[Item]]:
+def _answered(comparison: Comparison) -> set[Task] | None:
     """Return the tasks in which full attention is at least half right, and those without right and
-    wrong."""
+    wrong; None for all."""
     if comparison.full is None:
-        return tasks
-    answered = {
+        return None
+    return {
         Task(record.params["task"], record.params["length"])
         for record in read_records(comparison.full)
         if record.params["method"] == "full"
+        and record.params["trained_tokens"] == comparison.trained_tokens
         and (record.name == "real.answer_nll" or record.value >= LEAST)
     }
-    return {task: items for task, items in tasks.items() if task in answered}
 
 
 def _best_first(heads: Heads, given: str | None) -> Heads:
@@ -115,66 +119,86 @@ def _best_first(heads: Heads, given: str | None) -> Heads:
     return Heads(heads.shape, tuple(chosen))
 
 
-def _new_run(loaded: Loaded, name: str, compression: int, heads: Heads) -> Any:
-    """Return the run of a method, whose environment must be there."""
-    if name in OWN or (name == "full" and find_spec("kvpress") is None):
-        from reproduction.rivals_caches import CacheRun
-
-        return CacheRun(loaded, name, compression, heads)
-    if find_spec("kvpress") is None:
+def _new_runs(loaded: Loaded, cells: Sequence[Cell], heads: Heads) -> Iterator[Any]:
+    """Return runs for methods and compressions, whose environment must be there."""
+    has_kvpress = find_spec("kvpress") is not None
+    methods = (*PRESSED, "full") if has_kvpress else PRESSED
+    pressed = [cell for cell in cells if cell.method in methods]
+    if pressed and not has_kvpress:
         raise UserError(
-            f"method {name!r} needs the package kvpress, which is not installed. It has an "
-            "environment of its own: pip install kvpress==0.5.5, then pip install --no-deps "
+            f"method {pressed[0].method!r} needs the package kvpress, which is not installed. It "
+            "has an environment of its own: pip install kvpress==0.5.5, then pip install --no-deps "
             "corecontext."
         )
-    from reproduction.rivals_press import PressRun
+    if pressed:
+        from reproduction.rivals_press import PressRun
 
-    return PressRun(loaded, name, compression)
+        yield PressRun(loaded, pressed)
+    for cell in cells:
+        if cell not in pressed:
+            from reproduction.rivals_caches import CacheRun
+
+            yield CacheRun(loaded, cell, heads)
 
 
-def _measure(run: Any, comparison: Comparison, task: Task, items: Sequence[Item]) -> list[Record]:
-    """Return the records of a task under a method."""
-    device = device_name(run.model.device)
-    params = {
+def _answers(
+    run: Any, comparison: Comparison, task: Task, items: Sequence[Item]
+) -> Iterator[tuple[Cell, Record | Exception]]:
+    """Measure the answers of a task."""
+    values: dict[Cell, list[float]] = {cell: [] for cell in run.cells}
+    sizes: dict[Cell, list[dict[str, int]]] = {cell: [] for cell in run.cells}
+    failed: dict[Cell, Exception] = {}
+    for item in items:
+        for cell, answer in run.ask(item).items():
+            if isinstance(answer, Exception):
+                failed.setdefault(cell, answer)
+                continue
+            values[cell].append(
+                answer.nll if task.name == PASSAGES else item.share_right(answer.choices)
+            )
+            sizes[cell].append(answer.sizes)
+    name = "real.answer_nll" if task.name == PASSAGES else "real.accuracy"
+    for cell in run.cells:
+        if cell in failed:
+            yield cell, failed[cell]
+            continue
+        params = _params(comparison, cell, task) | run.sizes(cell, items[-1].question)
+        params |= {key: round(fmean(size[key] for size in sizes[cell])) for key in sizes[cell][0]}
+        params["context_tokens"] = round(fmean(item.question for item in items))
+        params["questions"] = len(items)
+        device = device_name(run.model.device)
+        yield cell, make_record(name, fmean(values[cell]), params, device=device)
+
+
+def _times(
+    run: Any, comparison: Comparison, task: Task, items: Sequence[Item]
+) -> Iterator[tuple[Cell, Record | Exception]]:
+    """Measure the seconds from a context to the first token of the answer, many times."""
+    for cell in run.cells:
+        seconds = []
+        try:
+            for _ in range(comparison.first_tokens + 1):
+                start = time.perf_counter()
+                sizes = run.first_token(cell, items[0])
+                seconds.append(time.perf_counter() - start)
+            params = _params(comparison, cell, task) | run.sizes(cell, items[0].question) | sizes
+        except FAILURES as error:
+            yield cell, error
+            continue
+        device = device_name(run.model.device)
+        # The first warms up.
+        yield cell, make_record("real.first_token_s", seconds[1:], params, device=device)
+
+
+def _params(comparison: Comparison, cell: Cell, task: Task) -> dict[str, Any]:
+    """Return the params of a record that are known before it is measured."""
+    return {
         "model": comparison.name,
-        "method": run.name,
-        "compression": run.compression,
+        "method": cell.method,
+        "compression": cell.compression,
         "trained_by": comparison.trained_by,
         "trained_tokens": comparison.trained_tokens,
         "task": task.name,
         "length": task.length,
         "seed": comparison.seed,
     }
-    if comparison.first_tokens:
-        seconds, sizes = _first_token(run, items[0], comparison.first_tokens)
-        params |= {**run.sizes(items[0].question), **sizes}
-        return [make_record("real.first_token_s", seconds, params, device=device)]
-
-    values = []
-    sizes = []
-    for item in items:
-        logits, item_sizes = run.ask(item)
-        sizes.append(item_sizes)
-        answer = torch.tensor(item.ids[item.answer :], device=logits.device)
-        if task.name == PASSAGES:
-            values.append(float(functional.cross_entropy(logits.float(), answer)))
-        else:
-            values.append(item.share_right((logits.argmax(-1) == answer).tolist()))
-    params |= run.sizes(items[-1].question)
-    params |= {name: round(fmean(size[name] for size in sizes)) for name in sizes[0]}
-    params["context_tokens"] = round(fmean(item.question for item in items))
-    params["questions"] = len(items)
-    name = "real.answer_nll" if task.name == PASSAGES else "real.accuracy"
-    return [make_record(name, fmean(values), params, device=device)]
-
-
-def _first_token(run: Any, item: Item, count: int) -> tuple[list[float], dict[str, int]]:
-    """Return the seconds from a context to the first token of the answer, so many times, and the
-    bytes of the cache."""
-    seconds = []
-    for _ in range(count + 1):
-        start = time.perf_counter()
-        logits, sizes = run.ask(item, first=True)
-        logits.argmax(-1).tolist()  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:], sizes  # the first warms up

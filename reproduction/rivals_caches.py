@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,16 +16,15 @@ from torch import Tensor
 
 from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
-from corecontext.cost import ModelCost, cache_bytes, cache_entries, entry_bytes
+from corecontext.cost import ModelCost, cache_bytes, entry_bytes, store_bytes
 from corecontext.files import UserError
 from corecontext.heads.budget import COARSE, Unit, spread
 from corecontext.inference import prefill
 from corecontext.integrations.hf_cache import cache_bytes as bytes_of
 from corecontext.integrations.hf_cache import host_bytes
 from corecontext.loading import Loaded, one_line
-from corecontext.visibility import num_sinks
 from reproduction.real_methods import Heads, Sizes, describe, equal_heads
-from reproduction.rivals_tasks import Item
+from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item
 
 SINKS = 16
 """First tokens that stay raw."""
@@ -44,7 +44,7 @@ FETCH = {
     8: Fetch(16, "pairs:2", 64),
     16: Fetch(32, "parts:4:2", 32),
 }
-"""By compression."""
+"""By compression; others take the next smaller one's."""
 
 
 def _cca(compression: int) -> CCAConfig:
@@ -54,9 +54,8 @@ def _cca(compression: int) -> CCAConfig:
 
 def _fetch(compression: int) -> CCAConfig:
     """Return groups fetched from raw tokens in host memory."""
-    if compression not in FETCH:
-        raise UserError(f"compression must be one of {tuple(FETCH)} for fetch, got {compression}.")
-    g, index, groups = FETCH[compression]
+    nearest = max((key for key in FETCH if key <= compression), default=min(FETCH))
+    g, index, groups = FETCH[nearest]
     return CCAConfig(
         g,
         sink_size=SINKS,
@@ -73,8 +72,12 @@ CACHES: dict[str, Callable[[int], CCAConfig]] = {
     "cca": _cca,
     "cca_raw_heads": _cca,
     "fetch": _fetch,
+    "fetch_raw_heads": _fetch,
 }
 """The settings of each method but its window, by compression."""
+WITH_HEADS = ("cca_raw_heads", "fetch_raw_heads")
+LEAST_WINDOW = 8
+"""Entries of a cache for each of the window's, at least, where some heads keep every token."""
 
 
 class CacheRun:
@@ -82,14 +85,15 @@ class CacheRun:
 
     Args:
         loaded: The model under full attention.
-        name: A key of CACHES, or "full" for transformers' own cache.
-        compression: Entries of full attention's cache for each one's bytes.
+        cell: A key of CACHES, or "full" for transformers' own cache, and the compression: entries
+            of full attention's cache for each one's bytes.
         heads: KV heads that may keep every token, the best first.
     """
 
-    def __init__(self, loaded: Loaded, name: str, compression: int, heads: Heads) -> None:
-        self.name = name
-        self.compression = compression
+    def __init__(self, loaded: Loaded, cell: Cell, heads: Heads) -> None:
+        self.cells = (cell,)
+        self.name = cell.method
+        self.compression = cell.compression
         self.model = loaded.model
         self.heads = heads
         cost = ModelCost.of(self.model.config, self.model)
@@ -103,77 +107,84 @@ class CacheRun:
         """
         if self.name == "full":
             return None
+        config, raw_heads = self._choose(length)
+        if not raw_heads:
+            return config
+        groups = spread(self.heads.shape, raw_heads, 1, config.group_size)
+        return config.replace(layer_group_sizes=groups)
+
+    def _choose(self, length: int) -> tuple[CCAConfig, tuple[Unit, ...]]:
+        """Return group size and window for a context of so many tokens, and the heads that keep
+        every token: as many as leave a window to the others."""
         config = CACHES[self.name](self.compression)
-        coarse = (config.group_size,)
+        factors = (1,)
+        most = 0
+        least_window = 1
+        if self.name in WITH_HEADS:
+            least_window = length // (LEAST_WINDOW * self.compression)
+            sizes = Sizes(length, config.group_size, length // (2 * self.compression), SINKS)
+            most = min(len(self.heads.chosen), equal_heads(sizes, self.heads.shape))
         if self.name == "cca_raw_heads":
             # Short contexts have no room for first tokens and a window of large groups.
-            coarse = tuple(config.group_size * factor for factor in (COARSE, 2, 1))
-        window, g = max((self._window(config, g, length), g) for g in coarse)
-        if not window:
-            raise UserError(
-                f"contexts must be longer for {self.name}, got {length} tokens. Take a smaller "
-                "--compression."
-            )
-        config = config.replace(window_size=window)
-        if self.name == "cca_raw_heads":
-            groups = spread(self.heads.shape, self._raw_heads(config, length), 1, g)
-            config = config.replace(layer_group_sizes=groups)
-        return config
+            factors = (COARSE, 2, 1)
+        for count in range(most, min(most, 1) - 1, -1):
+            options = [config.replace(group_size=config.group_size * factor) for factor in factors]
+            window, g = max((self._window(c, count, length), c.group_size) for c in options)
+            if window >= least_window:
+                config = config.replace(group_size=g, window_size=window)
+                return config, self.heads.chosen[:count]
+        raise UserError(
+            f"contexts must be longer for {self.name}, got {length} tokens. Take a smaller "
+            "--compression."
+        )
 
-    def _window(self, config: CCAConfig, group_size: int, length: int) -> int:
+    def _window(self, config: CCAConfig, raw_heads: int, length: int) -> int:
         """Return the widest window with which a cache has the bytes of `length / compression`
-        tokens, given groups of this size beside heads that keep every token; 0 where none fits."""
+        tokens, given heads that keep every token; 0 where none fits."""
         cost = self.cost
-        raw_heads = len(self._raw_heads(config, length))
-        sinks = num_sinks(config.sink_size, group_size)
-        num_heads = cost.num_layers * cost.kv_heads
+        heads = cost.num_layers * cost.kv_heads
         budget = cache_bytes(
             length // self.compression, cost.num_layers, cost.kv_heads, cost.head_dim, cost.itemsize
         )
 
         def is_too_large(window: int) -> bool:
-            if not raw_heads:
-                return cost.config_bytes(config.replace(window_size=window), length).device > budget
-            entries = (num_heads - raw_heads) * cache_entries(
-                length, group_size, window, sinks=sinks
-            )
-            entries += raw_heads * (length + window)  # its window is kept twice
-            return entries * entry_bytes(config, cost.head_dim, cost.itemsize) > budget
+            sized = config.replace(window_size=window)
+            grouped = cost.config_bytes(sized, length).device
+            # The window of heads that keep every token is kept twice.
+            raw = (length + window) * entry_bytes(config, cost.head_dim, cost.itemsize)
+            raw += store_bytes(sized, length, cost.head_dim, cost.itemsize).device
+            return grouped * (heads - raw_heads) + raw * raw_heads * heads > budget * heads
 
         return bisect_left(range(length), True, lo=1, key=is_too_large) - 1
 
-    def _raw_heads(self, config: CCAConfig, length: int) -> tuple[Unit, ...]:
-        """Return the heads that keep every token of a context: as many as sinks and windows in the
-        others would leave room for."""
-        if self.name != "cca_raw_heads":
-            return ()
-        sizes = Sizes(length, config.group_size, length // (2 * self.compression), SINKS)
-        return self.heads.chosen[: equal_heads(sizes, self.heads.shape)]
-
-    def sizes(self, length: int) -> dict[str, Any]:
+    def sizes(self, cell: Cell, length: int) -> dict[str, Any]:
         """Return the settings for a context of so many tokens, for a record's params."""
-        config = self.settings(length)
-        chosen = () if config is None else self._raw_heads(config, length)
-        return describe(config, Heads(self.heads.shape, chosen))
+        raw_heads = () if self.name == "full" else self._choose(length)[1]
+        return describe(self.settings(length), Heads(self.heads.shape, raw_heads))
 
-    def ask(self, item: Item, *, first: bool = False) -> tuple[Tensor, dict[str, int]]:
-        """Return the logits of the answer's tokens [n, vocabulary], and the bytes of the compressed
-        context.
+    def ask(self, item: Item) -> dict[Cell, Answer | Exception]:
+        """Return the answer from a compressed context, or how the method failed."""
+        try:
+            logits, sizes = self.read(item, len(item.ids) - 1)
+            return {self.cells[0]: item.answers(logits[None], [sizes])[0]}
+        except FAILURES as error:
+            return {self.cells[0]: error}
 
-        Args:
-            first: Only the first token's.
-        """
+    def first_token(self, cell: Cell, item: Item) -> dict[str, int]:
+        """Answer with one token, and return the bytes of the compressed context."""
+        logits, sizes = self.read(item, item.answer)
+        logits.argmax(-1).tolist()  # waits for the device
+        return sizes
+
+    def read(self, item: Item, end: int) -> tuple[Tensor, dict[str, int]]:
+        """Return the logits of the answer's tokens [n, vocabulary], given those before an end, and
+        the bytes of the compressed context."""
         config = self.settings(item.question)
-        if config is None:
-            return self._ask(item, first)
-        with one_line(), enabled(self.model, config):
-            return self._ask(item, first)
-
-    def _ask(self, item: Item, first: bool) -> tuple[Tensor, dict[str, int]]:
-        end = item.answer if first else len(item.ids) - 1
         tokens = torch.tensor([item.ids[:end]], device=self.model.device)
-        count = end - item.answer + 1
-        with torch.inference_mode():
+        with ExitStack() as settings, torch.inference_mode():
+            if config is not None:
+                settings.enter_context(one_line())
+                settings.enter_context(enabled(self.model, config))
             cache = prefill(self.model, tokens[:, : item.question]).cache
             device_bytes = bytes_of(cache)
             sizes = {
@@ -184,4 +195,4 @@ class CacheRun:
             # Tokens whose logits are kept are no part of the prompt: the settings read them.
             question = tokens[:, item.question :]
             output = self.model(question, past_key_values=cache, logits_to_keep=question.shape[1])
-        return output.logits[0, -count:], sizes
+        return output.logits[0, item.answer - item.question - 1 :], sizes

@@ -19,6 +19,7 @@ TITLES = {
     "cca": "CCA with mass",
     "cca_raw_heads": "CCA with mass, some KV heads keep every token",
     "fetch": "CCA that fetches groups, raw tokens on the host",
+    "fetch_raw_heads": "CCA that fetches groups, some KV heads keep every token",
     "streaming_llm": "StreamingLLM",
     "knorm": "Knorm",
     "keydiff": "KeyDiff",

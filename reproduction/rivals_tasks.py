@@ -6,8 +6,13 @@ after the right tokens before it, or its likelihood is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from corecontext.data.chat import chat_prompt
 from corecontext.data.needles import find_tokens
@@ -18,6 +23,8 @@ from corecontext.files import UserError
 from corecontext.loading import Loaded
 from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
 
+FAILURES = (AssertionError, RuntimeError, UserError, ValueError)
+"""Errors of a method that the others survive: a context may be too short, or kvpress fail."""
 QUESTION = "Question:"
 """Where a question begins in the prompts of RULER and of multi-document QA."""
 MARKS = {"needles": "What is the special magic number?", "list": "Return the"}
@@ -60,11 +67,39 @@ class Item(NamedTuple):
         """The answer's first token."""
         return self.places[0].start
 
-    def share_right(self, right: Sequence[bool]) -> float:
-        """Return the share of facts whose tokens are all right, of those from `answer` on."""
+    def share_right(self, choices: Sequence[int]) -> float:
+        """Return the share of facts whose tokens were all chosen, given tokens from `answer` on."""
         first = self.answer
-        facts = [all(right[place.start - first : place.stop - first]) for place in self.places]
+        facts = [
+            self.ids[place] == choices[place.start - first : place.stop - first]
+            for place in self.places
+        ]
         return sum(facts) / len(facts)
+
+    def answers(self, logits: Tensor, sizes: Sequence[dict[str, int]]) -> list[Answer]:
+        """Return answers from the logits of the right one's tokens [C, n, vocabulary]."""
+        right = torch.tensor(self.ids[self.answer :], device=logits.device)
+        choices = logits.argmax(-1).tolist()
+        nlls = torch.stack([functional.cross_entropy(row.float(), right) for row in logits])
+        return [Answer(*answer) for answer in zip(choices, nlls.tolist(), sizes)]
+
+
+class Cell(NamedTuple):
+    """A method, and entries of full attention's cache for each that stays."""
+
+    method: str
+    compression: int
+
+
+class Answer(NamedTuple):
+    """A model's tokens in the place of the right answer's, after the right ones before them."""
+
+    choices: list[int]
+    """Most likely tokens."""
+    nll: float
+    """How unlikely the right answer is, in nats a token."""
+    sizes: dict[str, int]
+    """Bytes of the compressed context."""
 
 
 class Task(NamedTuple):
@@ -74,28 +109,49 @@ class Task(NamedTuple):
     length: int
 
 
+class Source(NamedTuple):
+    """Where questions come from."""
+
+    loaded: Loaded
+    data: str
+    """Folder with the files of RULER and of multi-document QA."""
+    essays: Callable[[], str]
+    """Returns the text around needles and lists."""
+    seed: int
+
+
 def make_items(
-    loaded: Loaded, data: str, essays: Callable[[], str], counts: Counts, seed: int
+    source: Source, counts: Counts, wanted: Collection[Task] | None = None
 ) -> dict[Task, list[Item]]:
     """Return the questions of each task that has any.
 
     Args:
-        essays: Returns the text around needles and lists.
+        wanted: The tasks to make; None makes all.
     """
-    tokenizer = loaded.tokenizer
-    tasks = {}
+    tokenizer = source.loaded.tokenizer
+    makers: dict[Task, Callable[[], list[Item]]] = {}
+
+    def needles(length: int) -> list[Item]:
+        questions = needle_questions(
+            source.essays(), tokenizer, length, counts.needles, source.seed
+        )
+        return _split(questions, tokenizer, MARKS["needles"])
+
+    def lists() -> list[Item]:
+        questions = list_questions(source.essays(), tokenizer, counts.lists, source.seed)
+        return _split(questions, tokenizer, MARKS["list"])
+
     if counts.needles:
         for length in counts.needle_lengths:
-            questions = needle_questions(essays(), tokenizer, length, counts.needles, seed)
-            tasks[Task("needles", length)] = _split(questions, tokenizer, MARKS["needles"])
+            makers[Task("needles", length)] = partial(needles, length)
     if counts.lists:
-        questions = list_questions(essays(), tokenizer, counts.lists, seed)
-        tasks[Task("list", LIST_TOKENS)] = _split(questions, tokenizer, MARKS["list"])
+        makers[Task("list", LIST_TOKENS)] = lists
     if counts.ruler:
-        tasks |= _ruler_items(loaded, data, counts, seed)
+        for name in ruler.available(source.data):
+            makers[Task(name, counts.ruler_length)] = partial(_ruler_items, source, counts, name)
     if counts.passages:
-        tasks[Task(PASSAGES, counts.documents)] = _passage_items(loaded, data, counts, seed)
-    return tasks
+        makers[Task(PASSAGES, counts.documents)] = partial(_passage_items, source, counts)
+    return {task: make() for task, make in makers.items() if wanted is None or task in wanted}
 
 
 def _split(questions: Sequence[Question], tokenizer: Any, mark: str) -> list[Item]:
@@ -112,29 +168,30 @@ def _last_place(ids: Sequence[int], marks: Sequence[int]) -> int:
     raise UserError("the question must have tokens of its own, got none. Take another tokenizer.")
 
 
-def _ruler_items(loaded: Loaded, data: str, counts: Counts, seed: int) -> dict[Task, list[Item]]:
-    """Return the questions of each subtask of RULER whose files are there."""
-    subtasks = tuple(ruler.available(data))
-    settings = Settings((counts.ruler_length,), subtasks=subtasks, limit=counts.ruler, seed=seed)
-    tasks: dict[Task, list[Item]] = {}
-    for item in ruler.items(data, settings, ModelSubject(loaded)):
+def _ruler_items(source: Source, counts: Counts, name: str) -> list[Item]:
+    """Return the questions of a subtask of RULER."""
+    loaded = source.loaded
+    settings = Settings(
+        (counts.ruler_length,), subtasks=(name,), limit=counts.ruler, seed=source.seed
+    )
+    questions = []
+    for item in ruler.items(source.data, settings, ModelSubject(loaded)):
         assert isinstance(item, Generated)
-        name = item.params["subtask"]
         prompt, references = item.make()
         if name in ORDERED:
             references = sorted(references, key=prompt.index)
         if name.startswith("qa"):  # any of them is right
             references = references[:1]
-        questions = tasks.setdefault(Task(name, counts.ruler_length), [])
-        questions += _split([_asked(loaded, prompt, references)], loaded.tokenizer, QUESTION)
-    return tasks
+        questions.append(_asked(loaded, prompt, references))
+    return _split(questions, loaded.tokenizer, QUESTION)
 
 
-def _passage_items(loaded: Loaded, data: str, counts: Counts, seed: int) -> list[Item]:
+def _passage_items(source: Source, counts: Counts) -> list[Item]:
     """Return questions about passages, the right one at each place in turn."""
-    settings = Settings(documents=(counts.documents,), limit=counts.passages, seed=seed)
+    loaded = source.loaded
+    settings = Settings(documents=(counts.documents,), limit=counts.passages, seed=source.seed)
     places = len(multidoc_qa.gold_places(counts.documents, settings.positions))
-    items = multidoc_qa.items(data, settings, ModelSubject(loaded))
+    items = multidoc_qa.items(source.data, settings, ModelSubject(loaded))
     questions = []
     for index in range(len(items) // places):
         item = items[index * places + index % places]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_eval import write_lines
 from tiny_model import save_tiny_model
+from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from corecontext.baselines import enabled
@@ -19,7 +20,7 @@ from reproduction.command import main
 from reproduction.real_methods import Heads
 from reproduction.rivals_caches import CacheRun
 from reproduction.rivals_tables import rivals_markdown
-from reproduction.rivals_tasks import Counts, Item, Task, make_items
+from reproduction.rivals_tasks import Cell, Counts, Item, Source, Task, make_items
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
 ESSAYS = "A man went out to walk. The way was long.\n\nHe came home late and slept well. " * 40
@@ -52,7 +53,7 @@ def data(tmp_path_factory):
 
 
 def test_questions_follow_their_contexts(loaded, data):
-    tasks = make_items(loaded, data, lambda: ESSAYS, COUNTS, seed=0)
+    tasks = make_items(Source(loaded, data, lambda: ESSAYS, 0), COUNTS)
     decode = loaded.tokenizer.decode
     names = [task.name for task in tasks]
     assert names[0] == "needles" and {"vt", "fwe"} < set(names) and names[-1] == "passages"
@@ -78,10 +79,10 @@ def test_questions_follow_their_contexts(loaded, data):
 
 
 def test_a_share_is_that_of_whole_facts():
-    item = Item([0] * 9, 3, (slice(5, 7), slice(8, 9)))
+    item = Item([0, 1, 2, 3, 4, 5, 6, 7, 8], 3, (slice(5, 7), slice(8, 9)))
     assert item.answer == 5
-    assert item.share_right([True, True, False, True]) == 1
-    assert item.share_right([True, False, True, True]) == 0.5
+    assert item.share_right([5, 6, 0, 8]) == 1
+    assert item.share_right([5, 0, 7, 8]) == 0.5
 
 
 HEADS = Heads(Shape(2, 2), (Unit(1, 1),))
@@ -89,13 +90,15 @@ ITEM = Item([(7 * i * i + i) % 250 for i in range(440)], 400, (slice(420, 440),)
 
 
 @pytest.mark.parametrize(
-    ("name", "compression"), [("full", 1), ("cca", 4), ("cca_raw_heads", 2), ("fetch", 4)]
+    ("name", "compression"),
+    [("full", 1), ("cca", 4), ("cca_raw_heads", 2), ("fetch", 4), ("fetch_raw_heads", 2)],
 )
 def test_a_question_is_read_from_the_compressed_context(loaded, name, compression):
     """Token by token, which no setting reads as a prompt, gives the same logits."""
     model = loaded.model
-    run = CacheRun(loaded, name, compression, HEADS)
-    logits, sizes = run.ask(ITEM)
+    cell = Cell(name, compression)
+    run = CacheRun(loaded, cell, HEADS)
+    logits, sizes = run.read(ITEM, len(ITEM.ids) - 1)
     assert logits.shape == (20, 256)
     tokens = torch.tensor([ITEM.ids])
     config = run.settings(400)
@@ -108,20 +111,26 @@ def test_a_question_is_read_from_the_compressed_context(loaded, name, compressio
                 steps = [model(tokens[:, [i]], past_key_values=cache) for i in range(400, 439)]
             expected = torch.cat([step.logits[0] for step in steps])[-20:]
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
-    first, _ = run.ask(ITEM, first=True)
-    torch.testing.assert_close(first, expected[:1], rtol=0, atol=2e-5)
+    assert run.first_token(cell, ITEM) == sizes
+    answer = run.ask(ITEM)[cell]
+    right = torch.tensor(ITEM.ids[420:])
+    assert answer.choices == expected.argmax(-1).tolist() and answer.sizes == sizes
+    assert answer.nll == pytest.approx(float(cross_entropy(expected, right)), abs=2e-5)
     limit = cache_bytes(400 // compression, 2, 2, 16, 4)
     assert 0.9 * limit < sizes["device_bytes"] <= limit
     assert sizes["kept_bytes"] == sizes["device_bytes"]
-    assert (sizes["host_bytes"] > 0) == (name == "fetch")
+    assert (sizes["host_bytes"] > 0) == name.startswith("fetch")
 
 
 def test_the_command_records_what_full_attention_answers(loaded, data, tmp_path, capsys):
     full = tmp_path / "full.jsonl"
-    common = {"method": "full", "length": 320}
+    common = {"method": "full", "length": 320, "trained_tokens": 0}
     append_records(full, [make_record("real.accuracy", 0.4, {**common, "task": "needles"})])
-    nll = make_record("real.answer_nll", 3.0, {"method": "full", "task": "passages", "length": 2})
-    append_records(full, [nll])
+    nll = {**common, "task": "passages", "length": 2}
+    append_records(full, [make_record("real.answer_nll", 3.0, nll)])
+    # A trained model's answers say nothing of this one.
+    trained = {**common, "task": "needles", "trained_tokens": 9}
+    append_records(full, [make_record("real.accuracy", 1.0, trained)])
     arguments = ["rivals", "--model", loaded.model.name_or_path, "--data", data, "--device", "cpu"]
     arguments += ["--needles", "1", "--needle-length", "320", "--lists", "0", "--ruler", "0"]
     arguments += ["--passages", "1", "--documents", "2", "--output", str(tmp_path / "out.jsonl")]
