@@ -33,7 +33,7 @@ def rivals(
     full_heads: Annotated[
         str | None,
         typer.Option(
-            help="KV heads that may keep every token (cca_raw_heads), the best first, as "
+            help="KV heads that may keep every token (_raw_heads), the best first, as "
             "LAYER:HEAD,... Default: found on lm_train."
         ),
     ] = None,
