@@ -14,7 +14,12 @@ from benchmarks.figures import PageTable, update_pages
 from corecontext.record import read_records
 from reproduction.quality_tables import SHORT, brief_markdown, quality_markdown, scratch_markdown
 from reproduction.real_figure import draw_frontier
-from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
+from reproduction.real_tables import (
+    extended_markdown,
+    index_markdown,
+    real_markdown,
+    tries_markdown,
+)
 from reproduction.rivals_tables import rivals_markdown
 
 TABLES: Sequence[PageTable] = (
@@ -24,6 +29,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
     PageTable("real, as it is", "real", partial(real_markdown, trained=False)),
     PageTable("real, trained", "real", partial(real_markdown, trained=True)),
+    PageTable("real, tries", "real", tries_markdown),
     PageTable("real, short", "real", partial(real_markdown, trained=False, short=True)),
     PageTable("real, indices", "real", index_markdown),
     PageTable("real, extended", "real", extended_markdown),

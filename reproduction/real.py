@@ -58,6 +58,7 @@ from reproduction.real_training import Adaptation, Cost, RememberedTeacher, adap
 
 SEARCH_WINDOWS = 2
 """Windows of the search for heads that keep every token."""
+TRAIN_TEXT = "lm_train"
 POSITIONS = 8
 """Parts of a longer window whose perplexities are recorded."""
 
@@ -82,6 +83,8 @@ class Protocol:
     """Last tokens of a window that are read one by one to count hits of slots; 0 counts none."""
     head_needles: int = 0
     """Prompts by whose answers heads are searched for; 0 searches by the far halves of windows."""
+    train_text: str = TRAIN_TEXT
+    """Name of the file of training text."""
     save: str | None = None
     """Folder for trained models; one that is there is measured, not trained again."""
     cache: bool = True
@@ -118,11 +121,12 @@ class RealModel:
 
     @cached_property
     def training_windows(self) -> list[Window]:
-        """The windows of lm_train that the steps need, or all that it has."""
+        """The windows of the training text that the steps need, or all that it has."""
         needed = self.adaptation.steps * self.adaptation.rows
-        windows = self._windows("lm_train", max(needed, SEARCH_WINDOWS))
+        text = self.protocol.train_text
+        windows = self._windows(text, max(needed, SEARCH_WINDOWS))
         if len(windows) < needed:
-            print(f"lm_train has {len(windows)} windows, repeated for {needed}", file=sys.stderr)
+            print(f"{text} has {len(windows)} windows, repeated for {needed}", file=sys.stderr)
         return windows
 
     @cached_property
@@ -216,9 +220,9 @@ class RealModel:
         }
         if adaptation.steps:
             params["learning_rate"] = adaptation.learning_rate
-        if adaptation.rope_theta is not None:
-            params["rope_theta"] = adaptation.rope_theta
-        return params
+        if self.protocol.train_text != TRAIN_TEXT:
+            params["train_text"] = self.protocol.train_text
+        return params | adaptation.describe()
 
     def _is_measured(self, params: dict[str, Any]) -> bool:
         """Whether the output has the records of these params, made by this code."""
@@ -254,6 +258,7 @@ class RealModel:
         """Return the folder of the model trained under a method's attention, below `parent`, and
         its costs; none where it is there already."""
         settings = [self.name, self.sizes.length, vars(self.adaptation), params["full_heads"]]
+        settings.append(self.protocol.train_text)
         weights = attention
         if isinstance(attention, CCAConfig):  # where a cache keeps tokens changes no weights
             weights = attention.replace(store=CCAConfig.store)

@@ -10,7 +10,7 @@ from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
 from corecontext.config import DEFAULT_GROUP_SIZE, listed
 from corecontext.files import UserError
 from reproduction.real_methods import METHODS, WITH_HEADS, Sizes
-from reproduction.real_training import Adaptation
+from reproduction.real_training import DISTIL, Adaptation
 
 DEFAULT_METHODS = ("full", "streaming_llm", "streaming_llm_wide", "cca_paper", "cca")
 
@@ -41,6 +41,9 @@ def real(
     fetch_slots: Annotated[
         int, typer.Option(help="Slots of fetched groups on the device, with --store host; 0: none.")
     ] = Sizes.fetch_slots,
+    train_text: Annotated[str, typer.Option(help="Name of the file of training text.")] = (
+        "lm_train"
+    ),
     full_heads: Annotated[
         str | None,
         typer.Option(
@@ -73,6 +76,16 @@ def real(
         bool, typer.Option("--fuse", help="Compile parts of the model for training.")
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
+    distil: Annotated[
+        float, typer.Option(help="Share of the divergence from the original model in the loss.")
+    ] = DISTIL,
+    strategy: Annotated[
+        str, typer.Option(help="Weights that are trained: full, partial (q, k, v) or lora.")
+    ] = "full",
+    lora_rank: Annotated[int, typer.Option(help="Rank of LoRA's matrices.")] = 12,
+    layer_steps: Annotated[
+        int, typer.Option(help="First of the steps, in which each layer is trained by itself.")
+    ] = 0,
     rope_theta: Annotated[
         float | None,
         typer.Option(help="New rotary base, for windows (--length) beyond the model's."),
@@ -102,7 +115,7 @@ def real(
         if name not in METHODS:
             raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
     check_least(0, steps=steps, needles=needles, lists=lists, head_needles=head_needles)
-    check_least(0, hit_steps=hit_steps)
+    check_least(0, hit_steps=hit_steps, layer_steps=layer_steps)
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
@@ -128,6 +141,10 @@ def real(
             learning_rate=learning_rate,
             seed=seed,
             rope_theta=rope_theta,
+            distil=distil,
+            strategy=strategy,
+            lora_rank=lora_rank,
+            layer_steps=layer_steps,
         )
         protocol = Protocol(
             model,
@@ -140,6 +157,7 @@ def real(
             hit_steps=hit_steps,
             full_heads=full_heads,
             head_needles=head_needles,
+            train_text=train_text,
             save=save,
             cache=cache,
             dtype=dtype,

@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 from corecontext.record import Record, make_record
+from reproduction.real_training import Adaptation
 
-SAME = ("model", "trained_tokens", "seed", "length", "windows", "learning_rate", "rope_theta")
+SAME = ("model", "trained_tokens", "seed", "length", "windows", "rope_theta")
 """Params that a method shares with the two that bound its gain."""
+TRAINING = ("distil", "layer_steps", "strategy", "lora_rank", "train_text")
+"""Params of another training than the protocol's, which the two that bound the gain have."""
 ENDS = {"streaming_llm": "0 %", "full": "100 %"}
 """Methods that bound the gain, by definition."""
 MEASURED = ("device_bytes", "host_bytes")
@@ -49,6 +52,9 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
         ends = []
         for method in ENDS:
             wanted = {"method": method, **{name: record.params.get(name) for name in SAME}}
+            wanted |= dict.fromkeys(TRAINING)
+            if record.params["trained_tokens"]:
+                wanted["learning_rate"] = Adaptation.learning_rate
             if method == "streaming_llm":
                 wanted["window_size"] = window_size
             end = _find(far, wanted)

@@ -15,6 +15,7 @@ from corecontext.baselines.sink_methods import StreamingLLM, WindowOnly
 from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache
 from corecontext.visibility import num_sinks
+from reproduction.real_kept import KeptTokens
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,17 @@ class Sizes:
         head = cost.ModelCost(1, 1, 1, self.head_dim, 0, 0)
         return head.config_bytes(config, self.length).device
 
+    def heavy_tokens(self, count: int) -> KeptTokens:
+        """Return CCA in whose groups some tokens stay raw, in the entries of `cca`."""
+        g = (1 + count) * self.group_size
+        return KeptTokens(g, self.window_size, self.sink_size, heavy=count)
+
+    def worst_groups(self) -> KeptTokens:
+        """Return CCA with groups twice as large, and raw groups for the entries that they save."""
+        g = 2 * self.group_size
+        worst = self.length // g // g
+        return KeptTokens(g, self.window_size, self.sink_size, worst=worst)
+
     def wide_window(self) -> int:
         """Return the window that takes the bytes of CCA's window and core tokens."""
         return self.window_size + self.length // self.group_size
@@ -119,6 +131,9 @@ METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
         sizes.group_size, sizes.window_size, sink_size=0, core_mass=False
     ),
     "cca": lambda sizes, heads: sizes.cca(),
+    "cca_heavy_token": lambda sizes, heads: sizes.heavy_tokens(1),
+    "cca_heavy_tokens": lambda sizes, heads: sizes.heavy_tokens(2),
+    "cca_worst_groups": lambda sizes, heads: sizes.worst_groups(),
     "cca_raw_heads": lambda sizes, heads: _with_raw_heads(sizes.cca(), sizes, heads),
     "duo_attention": lambda sizes, heads: DuoAttention(
         heads.by_layer(), sizes.sink_size, sizes.window_size
@@ -137,6 +152,9 @@ TITLES = {
     "streaming_llm_wide": "sinks and a wider window, the bytes of CCA",
     "cca_paper": "CCA, the paper's rule",
     "cca": "CCA",
+    "cca_heavy_token": "CCA, the heaviest token of each group raw",
+    "cca_heavy_tokens": "CCA, the two heaviest tokens of each group raw",
+    "cca_worst_groups": "CCA, the groups that core tokens represent worst raw",
     "cca_raw_heads": "CCA, some KV heads keep every token",
     "duo_attention": "DuoAttention: the same heads, the others sinks and window",
     "fetch": "CCA that fetches groups",
@@ -166,6 +184,8 @@ def describe(attention: Any, heads: Heads) -> dict[str, Any]:
             params["slots"] = attention.fetch_slots
     else:
         params["sink_size"] = attention.sinks
+        for name in ("group_size", "core_mass"):
+            params[name] = getattr(attention, name, None)
     if with_heads:
         params["raw_heads"] = len(heads.chosen)
         params["full_heads"] = str(heads)

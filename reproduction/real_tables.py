@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from benchmarks.tables import Column, markdown, shown_mib
 from corecontext.config import CCAConfig
 from corecontext.record import Record
-from reproduction.real_gains import ENDS, MEASURED, SAME
+from reproduction.real_gains import ENDS, MEASURED, SAME, TRAINING
 from reproduction.real_methods import METHODS, TITLES
+from reproduction.real_training import Adaptation
 
 APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""
@@ -132,16 +133,67 @@ def extended_markdown(records: Sequence[Record]) -> str:
     return _table(columns, lines)
 
 
-def lines_of(records: Sequence[Record], *, trained: bool, extended: bool = False) -> list[Line]:
-    """Collect the newest values of each method and size, in the order of METHODS."""
+def tries_markdown(records: Sequence[Record]) -> str:
+    """Return the table of other trainings than the protocol's, and of shorter ones."""
+    columns = [
+        Column("attention", _title, left=True),
+        Column("training", _training, left=True),
+        Column("tokens, millions", lambda line: f"{line.params['trained_tokens'] / 1e6:.1f}"),
+        Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
+        Column("gain kept", _gain),
+    ]
+    return _table(columns, lines_of(records, trained=True, tries=True))
+
+
+def _training(line: Line) -> str:
+    """Return in words how a training differs from the protocol's."""
+    p = line.params
+    parts = []
+    if p.get("layer_steps"):
+        parts.append(f"each layer by itself in the first {p['layer_steps']} steps")
+    if "distil" in p:
+        parts.append(f"{p['distil']:.0%} of the loss divergence")
+    if p.get("strategy") == "partial":
+        parts.append("queries, keys and values alone")
+    if p.get("strategy") == "lora":
+        parts.append(f"LoRA of rank {p['lora_rank']}")
+    if "train_text" in p:
+        parts.append(f"on {p['train_text']}")
+    if p["learning_rate"] != Adaptation.learning_rate:
+        parts.append(f"rate {p['learning_rate']:g}")
+    return ", ".join(parts) or "the protocol's"
+
+
+def _is_try(params: dict[str, Any], most: int) -> bool:
+    """Whether a training is not the protocol's, or is shorter than `most` tokens."""
+    rate = params.get("learning_rate", Adaptation.learning_rate)
+    is_other = rate != Adaptation.learning_rate or any(name in params for name in TRAINING)
+    return is_other or params["trained_tokens"] < most
+
+
+def lines_of(
+    records: Sequence[Record], *, trained: bool, extended: bool = False, tries: bool = False
+) -> list[Line]:
+    """Collect the newest values of each method and size, in the order of METHODS.
+
+    Args:
+        extended: Trained on windows beyond the model's own.
+        tries: Other or shorter trainings than the protocol's.
+    """
     lines: dict[str, Line] = {}
+    of_protocol = [r.params["trained_tokens"] for r in records if not r.params.get("rope_theta")]
+    most = max(of_protocol, default=0)
     for record in records:
         is_extended = record.params.get("rope_theta") is not None
         if bool(record.params["trained_tokens"]) != trained or is_extended != extended:
             continue
+        if trained and not extended and _is_try(record.params, most) != tries:
+            continue
         if record.name == "real.accuracy" and (record.commit or "").startswith(OTHER_WORDING):
             continue
         params = {name: value for name, value in record.params.items() if name not in APART}
+        if tries:
+            params["trained_tokens"] = record.params["trained_tokens"]
         line = lines.setdefault(repr(sorted(params.items())), Line(params, {}, {}))
         name = record.name
         if name == "real.accuracy":

@@ -12,14 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.config import listed
 from corecontext.data.packing import collate
 from corecontext.files import UserError
 from corecontext.loading import one_line
 from corecontext.measure import PeakMemory
+from reproduction.real_layers import match_layers
 from reproduction.real_texts import Window, WindowRows
 
 DISTIL = 0.5
 """Share of the loss that is the divergence from the model under full attention."""
+STRATEGIES = ("full", "partial", "lora")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_SCALE = 2.0
+ADAPTER = "adapter"
+"""Folder of LoRA's matrices, in bfloat16, in that of the trained model."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,13 @@ class Adaptation:
     rope_theta: float | None = None
     """New base of the rotary embedding, for windows longer than the model's; without a teacher,
     which has no such windows."""
+    distil: float = DISTIL
+    """Share of the loss that is the divergence from the model under full attention."""
+    strategy: str = "full"
+    """Weights that are trained: full (all), partial (queries, keys, values) or lora."""
+    lora_rank: int = 12
+    layer_steps: int = 0
+    """First of the steps, in which each layer's attention is trained by itself."""
 
     def __post_init__(self) -> None:
         if self.rows % self.rows_at_once:
@@ -51,6 +65,27 @@ class Adaptation:
             )
         if self.rope_theta is not None and not self.steps:
             raise UserError("rope-theta must come with steps, got none. Use --steps.")
+        if self.strategy not in STRATEGIES:
+            raise UserError(f"strategy must be {listed(STRATEGIES)}, got {self.strategy!r}.")
+        if not 0 <= self.layer_steps <= self.steps:
+            raise UserError(
+                f"layer-steps must be at most the {self.steps} steps, got {self.layer_steps}."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that are not the protocol's, for a record's params."""
+        settings: dict[str, Any] = {}
+        if self.rope_theta is not None:
+            settings["rope_theta"] = self.rope_theta
+        if self.distil != DISTIL:
+            settings["distil"] = self.distil
+        if self.layer_steps:
+            settings["layer_steps"] = self.layer_steps
+        if self.strategy != "full":
+            settings["strategy"] = self.strategy
+        if self.strategy == "lora":
+            settings["lora_rank"] = self.lora_rank
+        return settings
 
 
 class RememberedTeacher:
@@ -119,6 +154,7 @@ def adapt(
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        staged = Path(scratch) / "model"
         # Full attention as far as the run's settings go: `attention` may be any.
         config = TrainConfig(
             model=name,
@@ -127,7 +163,7 @@ def adapt(
             raw_heads=0,
             distil=0.0,
             context_length=len(windows[0].ids),
-            steps=adaptation.steps,
+            steps=max(1, adaptation.steps - adaptation.layer_steps),
             batch_size=adaptation.rows_at_once,
             accumulation=adaptation.rows // adaptation.rows_at_once,
             learning_rate=adaptation.learning_rate,
@@ -136,6 +172,10 @@ def adapt(
             log_every=max(1, adaptation.steps // 10),
             seed=adaptation.seed,
             rope_theta=adaptation.rope_theta,
+            strategy=adaptation.strategy,
+            lora_rank=adaptation.lora_rank,
+            lora_alpha=LORA_SCALE * adaptation.lora_rank,
+            lora_targets=LORA_TARGETS,
         )
         hf_config = prepare_config(config)
         arguments = arguments_of(config)
@@ -148,10 +188,10 @@ def adapt(
         distil = 0.0
         teacher = None
         if adaptation.rope_theta is None:
-            distil = DISTIL
+            distil = adaptation.distil
             teachers = {} if teachers is None else teachers
             if name not in teachers:
-                taught = config.replace(method="cca", distil=distil)
+                taught = config.replace(method="cca", distil=DISTIL)
                 teachers[name] = RememberedTeacher(
                     load_teacher(taught, bfloat16=arguments.bf16, device=arguments.device)
                 )
@@ -165,12 +205,32 @@ def adapt(
             distil=distil,
         )
         started = time.perf_counter()
-        with Fused(model, "compile" if adaptation.fuse else None):
-            trainer.train()
+        if adaptation.layer_steps:
+            layer_settings = (adaptation.layer_steps, adaptation.rows, adaptation.learning_rate)
+            teacher_model = teachers[name].teacher.model
+            match_layers(trainer.model, teacher_model, windows, *layer_settings)
+        if adaptation.layer_steps < adaptation.steps:
+            with Fused(model, "compile" if adaptation.fuse else None):
+                trainer.train()
         cost = Cost(time.perf_counter() - started, memory.read())
+        if adaptation.strategy == "lora":
+            model = _merged(model, config, hf_config, staged / ADAPTER)
         model.config.use_cache = True
-        staged = Path(scratch) / "model"
         model.to(hf_config.dtype).save_pretrained(staged)
         make_tokenizer(config, hf_config).save_pretrained(staged)
         staged.rename(target)
     return cost
+
+
+def _merged(model: Any, config: Any, hf_config: Any, folder: Path) -> Any:
+    """Write LoRA's matrices in bfloat16 to a folder, and return the original model with them."""
+    import peft
+
+    from corecontext.integrations.hf_weights import load_weights
+
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.bfloat16()
+    model.save_pretrained(folder)
+    original = load_weights(config.model, hf_config, torch.float32)
+    return peft.PeftModel.from_pretrained(original, str(folder)).merge_and_unload()

@@ -6,10 +6,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from test_eval import write_lines
 from tiny_model import save_tiny_model
 from transformers import AutoTokenizer
@@ -33,8 +36,14 @@ from reproduction.real_attention import AttentionRun
 from reproduction.real_figure import draw_frontier
 from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_hits import hit_rates
+from reproduction.real_kept import KeptTokens
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
-from reproduction.real_tables import extended_markdown, index_markdown, real_markdown
+from reproduction.real_tables import (
+    extended_markdown,
+    index_markdown,
+    real_markdown,
+    tries_markdown,
+)
 from reproduction.real_tasks import Question, list_questions
 from reproduction.real_texts import cut_windows
 from reproduction.real_training import Adaptation, RememberedTeacher
@@ -182,6 +191,31 @@ def test_hits_are_those_of_slots_on_the_device(model):
     assert 0 < rates[3] < rates[6] < rates[100] < 1
 
 
+def test_kept_tokens_beside_core_tokens(model):
+    """None is CCA with mass; all groups are full attention; heavy tokens are others."""
+    loaded = load(model, method="full", device="cpu")
+    cca = CCAConfig(8, 16, sink_size=8)
+    losses = []
+    for setting in (
+        cca,
+        KeptTokens(8, 16, 8),
+        None,
+        KeptTokens(8, 16, 8, worst=100),
+        KeptTokens(8, 16, 8, worst=2),
+        KeptTokens(8, 16, 8, heavy=1),
+    ):
+        with AttentionRun(loaded, setting, use_cache=not isinstance(setting, KeptTokens)) as run:
+            losses.append(run.nll(range(120)))
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(losses[3], losses[2])
+    for loss in losses[4:]:
+        assert min(float((loss - other).abs().max()) for other in losses[:4]) > 1e-4
+    sizes = Sizes(8192)
+    heavy, worst = sizes.heavy_tokens(2), sizes.worst_groups()
+    entries = [8192 / x.group_size * (1 + x.heavy) + x.worst * 32 for x in (heavy, worst)]
+    assert entries == [512, 512]  # as CCA
+
+
 def test_fetch_with_and_without_its_cache(model):
     loaded = load(model, method="full", device="cpu")
     sizes = Sizes(96, 4, 8, 4, fetch_groups=2)
@@ -242,6 +276,7 @@ def test_a_table_has_a_line_for_each_method_and_size():
     records = []
     for seed in (0, 1):
         shared = {"model": "m", "trained_tokens": 8, "seed": seed, "windows": 2, "needles": 4}
+        shared["learning_rate"] = 1e-4
         for method, value in (("full", 4.0), ("streaming_llm", 9.0), ("cca", 6.0 + 2 * seed)):
             sizes = describe(METHODS[method](Sizes(), heads), heads)
             params = {"method": method, **shared, **sizes, "device_bytes": 3 << 20, "host_bytes": 0}
@@ -257,6 +292,14 @@ def test_a_table_has_a_line_for_each_method_and_size():
     low, high = (100 * math.log(9 / value) / math.log(9 / 4) for value in (8, 6))
     assert f"| {(low + high) / 2:.1f} % ± " in cca and "7.000 ± 1.414" in cca
     assert real_markdown(records, trained=False).count("\n") == 2
+    # Other and shorter trainings have a table of their own, beside the ends of the protocol.
+    shorter = {**records[0].params, "trained_tokens": 4, "learning_rate": 1e-4}
+    other = {**records[0].params, "strategy": "lora", "lora_rank": 2, "learning_rate": 1e-3}
+    records += [make_record("real.perplexity", 5.0, params) for params in (shorter, other)]
+    assert real_markdown(records, trained=True).splitlines()[2] == full
+    short, lora = tries_markdown(records).splitlines()[2:]
+    assert "| the protocol's | 0.0 | 5.000 | 100 % |" in short
+    assert "| LoRA of rank 2, rate 0.001 | 0.0 | 5.000 |" in lora
 
 
 def test_methods_share_sizes_and_bytes():
@@ -370,6 +413,34 @@ def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_p
         values["cca", 192],
         values["full", 192],
     }
+
+
+@pytest.mark.parametrize("name", ["partial", "lora", "layers"])
+def test_other_trainings_change_their_weights_only(name, data, model, tmp_path, capsys):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    pytest.importorskip("peft", reason="LoRA needs peft")
+    output, saved = tmp_path / "real.jsonl", tmp_path / "saved"
+    command = ["real", "--model", model, "--data", str(data), *SIZES, *COUNTS, "--needles", "0"]
+    command += ["--steps", "1", "--rows", "1", "--rows-at-once", "1", "--learning-rate", "1e-2"]
+    command += ["--output", str(output), "--method", "cca", "--save", str(saved)]
+    kind = ["--layer-steps", "1"] if name == "layers" else ["--strategy", name]
+    assert main([*command, *kind]) == 0, capsys.readouterr().err
+    params = read_records(output)[0].params
+    assert params["layer_steps" if name == "layers" else "strategy"] in (name, 1)
+    (folder,) = saved.iterdir()
+    weights = [load_file(Path(path) / "model.safetensors") for path in (model, folder)]
+    changed = {key for key, x in weights[0].items() if not torch.equal(x, weights[1][key])}
+    parts = {"partial": "qkv", "lora": "qkvo", "layers": "qkvo"}[name]
+    wanted = {key for key in weights[0] if re.search(f"[{parts}]_proj", key)}
+    if name == "lora":
+        wanted |= {key for key in weights[0] if "mlp" in key}
+        adapter = load_file(folder / "adapter/adapter_model.safetensors")
+        assert {x.dtype for x in adapter.values()} == {torch.bfloat16}
+    assert changed == wanted
+    with pytest.raises(UserError, match="layer-steps must be at most the 2 steps"):
+        Adaptation(steps=2, layer_steps=3)
+    with pytest.raises(UserError, match="strategy must be"):
+        Adaptation(strategy="none")
 
 
 def test_a_teacher_sees_each_window_once():
