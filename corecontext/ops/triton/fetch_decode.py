@@ -74,10 +74,6 @@ def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
     }
 
 
-_HAS_INSTRUCTIONS = False
-"""Whether levels come from instructions of NVIDIA's: they compile, and no GPU has run them yet."""
-
-
 def scores_constants(
     chip: Chip, dtype: torch.dtype, heads: int, index: dict[str, Any]
 ) -> dict[str, Any]:
@@ -97,9 +93,9 @@ def scores_constants(
         block_m = max(4 if whole else 8, block_m)
     return {
         "WHOLE": whole,
-        # A register of the instructions has four neighbouring bytes where whole rows are loaded.
-        "ASM": _HAS_INSTRUCTIONS
-        and whole
+        # Instructions of NVIDIA's, whose registers have four neighbouring bytes where whole rows
+        # are loaded.
+        "ASM": whole
         and torch.version.hip is None
         and chip.shared_memory > 0
         and index["HEAD_DIM"] % 64 == 0,
