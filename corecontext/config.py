@@ -25,7 +25,7 @@ CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 FETCH_INDICES = (
-    *("core", "mean", "bounds", "parts:P", "parts:P:B", "pairs:B", "outliers:P:B", "bits:B"),
+    *("core", "mean", "bounds", "parts:P", "parts:P:B", "pairs:B", "segments:P:B", "bits:B"),
     "oracle",
 )
 """Indices of fetch; P is a number of parts, at least 1, and B of bits, 1, 2 or 4."""
@@ -94,9 +94,9 @@ class CCAConfig:
     fetch_index: str = "pairs:2"
     """Scores that choose the groups: of the "core" token, the "mean" key, "bounds" (least and
     largest value of each channel), "parts:P" (means of P parts of a group), "parts:P:B" (these in
-    B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "outliers:P:B" (the P - 1 keys farthest
-    from their group's mean, and the mean of the others), "bits:B" (all keys), or "oracle" (all keys
-    as they are)."""
+    B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "segments:P:B" (P segments of the
+    group, united from keys that are alike), "bits:B" (all keys), or "oracle" (all keys as they
+    are)."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice, aligned to absolute positions. Above 1 the choice
     looks up to fetch_share - 1 tokens ahead: for prompts only, never where perplexity is measured
@@ -252,9 +252,9 @@ class IndexKind(NamedTuple):
     """Describe an index of fetch by the parts of its name."""
 
     kind: str
-    """"core", "mean", "bounds", "parts", "pairs", "outliers", "bits" or "oracle"."""
+    """"core", "mean", "bounds", "parts", "pairs", "segments", "bits" or "oracle"."""
     parts: int = 0
-    """P of "parts" and "outliers"."""
+    """P of "parts" and "segments"."""
     bits: int = 0
     """B, or 0 for keys as they are."""
 
@@ -273,7 +273,7 @@ def parse_index(name: str) -> IndexKind:
     if kind == "parts" and len(values) == 1 and values[0] >= 1:
         return IndexKind(kind, values[0])
     has_bits = bool(values) and values[-1] in (1, 2, 4)
-    if kind in ("parts", "outliers") and len(values) == 2 and values[0] >= 1 and has_bits:
+    if kind in ("parts", "segments") and len(values) == 2 and values[0] >= 1 and has_bits:
         return IndexKind(kind, *values)
     if kind in ("pairs", "bits") and len(values) == 1 and has_bits:
         return IndexKind(kind, 0, values[0])

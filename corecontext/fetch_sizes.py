@@ -12,7 +12,7 @@ MOST_CENTRED = 512
 def num_parts(name: str, group_size: int) -> int:
     """Count the keys of a group that an index has: P."""
     kind, parts, _ = parse_index(name)
-    if kind in ("parts", "outliers"):
+    if kind in ("parts", "segments"):
         return min(parts, group_size)
     return {"pairs": -(-group_size // 2), "bits": group_size, "oracle": group_size}.get(kind, 1)
 

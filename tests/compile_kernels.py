@@ -272,8 +272,8 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
-    """Those of a decoding step with fetch, of outliers in 2 bits."""
-    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="outliers:8:2")
+    """Those of a decoding step with fetch, of segments in 2 bits."""
+    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="segments:8:2")
     plan = decode.step_plan(chip, dtype, 8, HEADS, dim, 4096, 16)
     place = {"ON_DEVICE": True, "SINKS": 16, "HEADS": HEADS}
     index = fetch_decode.index_constants(spec, dim)
@@ -286,7 +286,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8"}
     yield Kernel(fetch_decode_index.fetch_scores_kernel, {**place, **index, **scoring}, types)
     blocks = {"BLOCK_P": 16, "BLOCK_D": power_of_2(dim), "BLOCK": 8192, "BLOCK_S": 64}
-    blocks |= {"OUTLIERS": True, "BLOCK_G": 16}
+    blocks |= {"SEGMENTS": True, "BLOCK_G": 16}
     blocks |= {"BLOCK_K": 64, "BLOCK_H": HEADS, "num_warps": fetch_decode._CHOICE_WARPS}
     wide = {**types, "rotation_ptr": "fp32"}
     yield Kernel(fetch_decode_choice.fetch_choose_kernel, {**place, **index, **blocks}, wide)

@@ -875,9 +875,9 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         "tests/test_fetch.py::test_the_best_are_those_of_a_stable_sort",
     ),
     Fault(
-        "fetch: the keys nearest to the mean are kept alone",
-        "order = distance.sort(dim=2, stable=True).indices",
-        "tests/test_fetch.py::test_keys_far_from_their_groups_mean_are_alone",
+        "fetch: of equal neighbours the last are united",
+        "first = torch.where(candidates == least, pair, 0).amax((2, 3))",
+        "tests/test_fetch.py::test_segments_unite_the_neighbours_that_are_most_alike",
     ),
     Fault(
         "fetch: scale of the least squared error",

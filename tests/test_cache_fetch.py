@@ -13,7 +13,7 @@ from corecontext.ops.fetch import choice
 
 ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 60
-INDICES = ["core", "mean", "bounds", "parts:2", "oracle", "bits:2", "pairs:2", "outliers:3:2"]
+INDICES = ["core", "mean", "bounds", "parts:2", "oracle", "bits:2", "pairs:2", "segments:3:2"]
 KINDS = {
     "plain": {},
     "query": {"core_heads": "query", "core_mass": True},

@@ -23,7 +23,7 @@ from corecontext.ops.fetch.index import (
     build,
     centre_of,
     num_centred,
-    outliers,
+    segments,
     scores,
 )
 from corecontext.ops.mass import add_to_bias
@@ -34,7 +34,7 @@ ROTARY = Rotary.from_theta(100.0, 16)
 SIZES = {"group_size": 4, "window_size": 9, "sink_size": 0}
 INDICES = [
     *("core", "mean", "bounds", "parts:2", "parts:3", "oracle", "bits:1", "bits:2", "bits:4"),
-    *("pairs:2", "parts:3:4", "outliers:3:2"),
+    *("pairs:2", "parts:3:4", "segments:3:2"),
 ]
 OPTIONS = [
     {},
@@ -431,7 +431,7 @@ def test_products_for_kernels_are_those_of_the_scores():
     spec = Spec(4, 9, 1.0)
     x = make_inputs(60, dtype=torch.float64, num_heads=3, num_kv_heads=1)
     groups = x.k[:, 0].unflatten(1, (15, 4))
-    for name in ("pairs:2", "bits:1", "parts:3:4", "outliers:3:2"):
+    for name in ("pairs:2", "bits:1", "parts:3:4", "segments:3:2"):
         index = build(groups, name, x.k[:, 0].mean(1))
         q, keys = as_products(index, x.q)
         each = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
@@ -444,16 +444,24 @@ def test_products_for_kernels_are_those_of_the_scores():
         torch.testing.assert_close(each.logsumexp(-1) + centre, truth, rtol=0, atol=1e-9)
 
 
-def test_keys_far_from_their_groups_mean_are_alone():
-    """Of equal distances the lower token; the others are one mean, in front."""
-    group = torch.tensor([[0.0, 1], [8, 0], [0, -1], [0, 1], [-6, 0], [0, -1]])
-    group = group.expand(1, 1, -1, -1)
-    assert torch.equal(outliers(group, 1), group.mean(2, keepdim=True))
-    # The mean of all is (1/3, 0): tokens 1 and 4 are far from it, all others equally near.
-    alone = outliers(group, 4)
-    assert torch.equal(alone[0, 0, 1:], group[0, 0, [0, 1, 4]])
-    torch.testing.assert_close(alone[0, 0, 0], group[0, 0, [2, 3, 5]].mean(0))
-    assert torch.equal(outliers(group, 6)[0, 0], group[0, 0, [5, 0, 1, 2, 3, 4]])
+def test_segments_unite_the_neighbours_that_are_most_alike():
+    """By the squared error that their union adds; of equal ones the first."""
+
+    def of(keys, count):
+        keys = torch.tensor(keys)[None, None, :, None].expand(2, 3, -1, 5)
+        means = segments(keys, count)
+        assert means.shape == (2, 3, count, 5) and torch.equal(
+            means, means[:1, :1, :, :1] + 0 * means
+        )
+        return means[0, 0, :, 0].tolist()
+
+    assert of([9.0, 0, 1, 5, 5.5, 9], 4) == [9, 0.5, 5.25, 9]
+    assert of([9.0, 9, 0, 1, 5, 5.5], 2) == [9, 2.875]
+    assert of([0.0, 1, 2, 3], 3) == [0.5, 2, 3]
+    assert of([0.0, 1, 2, 3], 2) == [0.5, 2.5]
+    # Large segments attract less: 8 - 5 is less than 12 - 8, but 5 stands for three.
+    assert of([5.0, 5, 5, 8, 12], 3) == [5, 8, 12] and of([5.0, 5, 5, 8, 11.3], 2)[0] == 5
+    assert of([4.0, 2, 7], 3) == [4, 2, 7]
 
 
 def test_parts_as_many_as_tokens_are_the_oracle():
@@ -493,7 +501,7 @@ def test_refused_settings(settings, error, message):
 
 def test_names_of_indices():
     assert parse_index("parts:12") == ("parts", 12, 0) and parse_index("core") == ("core", 0, 0)
-    assert parse_index("outliers:8:2") == ("outliers", 8, 2)
+    assert parse_index("segments:8:2") == ("segments", 8, 2)
     assert parse_index("parts:3:4") == ("parts", 3, 4) and parse_index("pairs:2") == ("pairs", 0, 2)
     refused = ("parts", "parts:", "parts:0", "parts:x", "core:1", "bits", "oracle:", "", "pairs")
     for name in (
@@ -501,8 +509,8 @@ def test_names_of_indices():
         "parts:0:2",
         "parts:2:3",
         "parts:2:2:2",
-        "outliers:2",
-        "outliers:0:2",
+        "segments:2",
+        "segments:0:2",
         "pairs:3",
         "bits:16",
         "bits:2:2",

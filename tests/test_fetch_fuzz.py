@@ -30,7 +30,7 @@ NUDGE = 1e-6
 """Relative distance of inputs that are a few roundings away."""
 NUDGES = 16
 INDICES = ("core", "mean", "bounds", "oracle", "parts:{}", "parts:{}:{}", "pairs:{}", "bits:{}")
-INDICES += ("outliers:{}:{}",)
+INDICES += ("segments:{}:{}",)
 
 
 class Case(NamedTuple):

@@ -302,7 +302,7 @@ def test_marks_by_entry():
     "index, share",
     [
         *(("core", 4), ("mean", 8), ("bounds", 4), ("parts:2", 1), ("oracle", 8), ("bits:4", 4)),
-        *(("pairs:2", 1), ("pairs:2", 8), ("outliers:3:2", 1)),
+        *(("pairs:2", 1), ("pairs:2", 8), ("segments:3:2", 1)),
     ],
 )
 def test_operator(index, share):
@@ -362,7 +362,7 @@ def test_the_kernels_say_what_they_cannot_choose():
         "parts:2",
         "pairs:2",
         "bits:1",
-        "outliers:3:2",
+        "segments:3:2",
         "oracle",
     ):
         assert reason(index) is None

@@ -172,8 +172,8 @@ def index_scores(q: Tensor, k: Tensor, core_scores: Tensor, spec: Spec) -> Tenso
     split = keys.tensor_split(count, 2)
     means = torch.stack([part.mean(2) for part in split], 2)  # [N, M, P, D]
     sizes = torch.tensor([part.shape[2] for part in split], dtype=q.dtype, device=q.device)
-    if kind == "outliers":
-        means = _outliers(keys, min(parts, size))
+    if kind == "segments":
+        means = _segments(keys, min(parts, size))
         sizes = torch.ones_like(sizes[:1])
     if bits:
         means = _in_low_bits(means, k, spec, bits, kind != "bits")
@@ -181,17 +181,26 @@ def index_scores(q: Tensor, k: Tensor, core_scores: Tensor, spec: Spec) -> Tenso
     return (scores + sizes.log()).logsumexp(-1)
 
 
-def _outliers(keys: Tensor, count: int) -> Tensor:
-    """The mean of a group's other keys and the `count` - 1 keys farthest from the mean of all
-    [N, M, P, D]; of equal distances the lower token."""
-    distance = (keys - keys.mean(2, keepdim=True)).square().sum(3)
-    token = torch.arange(keys.shape[2], device=keys.device)
-    mine, theirs = distance[..., None], distance[:, :, None]
-    is_before = (theirs > mine) | ((theirs == mine) & (token < token[:, None]))
-    is_alone = is_before.sum(3) < count - 1
-    alone = keys[is_alone].view(*keys.shape[:2], count - 1, keys.shape[3])
-    others = keys[~is_alone].view(*keys.shape[:2], -1, keys.shape[3])
-    return torch.cat((others.mean(2, keepdim=True), alone), 2)
+def _segments(keys: Tensor, count: int) -> Tensor:
+    """The means [N, M, P, D] of segments of a group's keys, from single keys by uniting the two
+    neighbours of the least error added."""
+    size = keys.shape[2]
+    part = torch.arange(size, device=keys.device).expand(keys.shape[:3])
+    for number in range(size, count, -1):
+        means, sizes = _means_of(keys, part, number)
+        difference = (means[:, :, 1:] - means[:, :, :-1]).square().sum(3)
+        error = (
+            difference * sizes[:, :, 1:] * sizes[:, :, :-1] / (sizes[:, :, 1:] + sizes[:, :, :-1])
+        )
+        part = part - (part > error.argmin(2, keepdim=True)).long()
+    return _means_of(keys, part, count)[0]
+
+
+def _means_of(keys: Tensor, part: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The means [N, M, P, D] and sizes [N, M, P] of parts of groups, `part` [N, M, g]."""
+    members = torch.nn.functional.one_hot(part, count).to(keys.dtype)
+    sizes = members.sum(2)
+    return torch.einsum("nmgp,nmgd->nmpd", members, keys) / sizes[..., None], sizes
 
 
 def _in_low_bits(means: Tensor, k: Tensor, spec: Spec, bits: int, shared: bool) -> Tensor:

@@ -81,8 +81,8 @@ def build(keys: Tensor, name: str, centre: Tensor | None = None) -> Index:
     if kind == "bounds":
         return Index(name, size, (keys.amin(2), keys.amax(2)))
     if bits:
-        if kind == "outliers":
-            means = outliers(widen(keys), count)
+        if kind == "segments":
+            means = segments(widen(keys), count)
         else:
             means = part_means(widen(keys), count)
         if centre is not None:
@@ -102,16 +102,46 @@ def part_means(keys: Tensor, count: int) -> Tensor:
     return torch.stack([part.mean(2) for part in keys.tensor_split(count, 2)], 2)
 
 
-def outliers(keys: Tensor, count: int) -> Tensor:
-    """Return the mean of a group's other keys, then the `count` - 1 keys farthest from the mean of
-    all in the order of the tokens, of equal distances the lower, [N, M, P, D] of [N, M, g, D]."""
-    distance = (keys - keys.mean(2, keepdim=True)).square().sum(3)
-    # planted: fetch: the keys nearest to the mean are kept alone
-    order = distance.sort(dim=2, descending=True, stable=True).indices
-    alone = order[:, :, : count - 1].sort(2).values
-    others = torch.ones_like(distance).scatter(2, alone, 0)
-    mean = (keys * others[..., None]).sum(2, keepdim=True) / (keys.shape[2] - count + 1)
-    return torch.cat((mean, keys.gather(2, alone[..., None].expand(-1, -1, -1, keys.shape[3]))), 2)
+def segments(keys: Tensor, count: int) -> Tensor:
+    """Return the means [N, M, P, D] of `count` segments of each group's consecutive keys
+    [N, M, g, D]: of single keys, the two neighbours whose union adds the least squared error become
+    one, of equal ones the first, until so many are left."""
+    size = keys.shape[2]
+    x = keys - keys.mean(2, keepdim=True)
+    products = x @ x.mT
+    squares = products.diagonal(dim1=2, dim2=3)
+    # The squared error that the union of two segments adds, by their first tokens [N, M, g, g].
+    error = (squares[..., None] + squares[:, :, None]) / 2 - products
+    token = torch.arange(size, device=keys.device)
+    pair = token[:, None] * size + token
+    begins = torch.ones_like(squares, dtype=torch.bool)
+    number = torch.ones_like(squares)  # of a segment's tokens
+    for _ in range(size - count):
+        rank = begins.cumsum(2)
+        are_neighbours = rank[:, :, None] - rank[..., None] == 1
+        are_neighbours = are_neighbours & begins[..., None] & begins[:, :, None]
+        candidates = error.masked_fill(~are_neighbours, torch.inf)
+        least = candidates.amin((2, 3), keepdim=True)
+        # planted: fetch: of equal neighbours the last are united
+        first = torch.where(candidates == least, pair, size * size - 1).amin((2, 3))
+        left, right = first[..., None] // size, first[..., None] % size
+        # Errors of the union with others follow from those of its two (Lance and Williams).
+        rows = [
+            error.gather(2, i[..., None].expand(-1, -1, 1, size))[:, :, 0] for i in (left, right)
+        ]
+        sizes = [number.gather(2, i) for i in (left, right)]
+        total = sizes[0] + sizes[1]
+        united = (sizes[0] + number) * rows[0] + (sizes[1] + number) * rows[1]
+        united = (united - number * least[..., 0]) / (total + number)
+        is_left = token == left
+        error = torch.where(is_left[..., None], united[:, :, None], error)
+        error = torch.where(is_left[:, :, None], united[..., None], error)
+        number = torch.where(is_left, total, number)
+        begins = begins & (token != right)
+    part = begins.cumsum(2) - 1
+    members = part[:, :, None] == torch.arange(count, device=keys.device)[:, None]
+    members = members.to(keys.dtype)
+    return members @ keys / members.sum(3, keepdim=True)
 
 
 def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None) -> Tensor:
@@ -135,7 +165,7 @@ def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor 
     each = _low_bit_products(index, q) if bits else products(q, index.tensors[0].flatten(1, 2))
     count = num_parts(index.name, size)
     each = cap(each * spec.scale, spec).unflatten(3, (-1, count))
-    if count < size and kind != "outliers":  # where the mean counts as one key
+    if count < size and kind != "segments":  # each of which counts as one key
         each = each + part_sizes(size, count, each).log()
     return each.logsumexp(-1)
 

@@ -111,7 +111,7 @@ def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor,
         return q, cores.k[:, 0, :, None]
     g, first = spec.group_size, spec.sinks
     centre = fetch_index.centre_of(tokens.k, spec)
-    if bits and kind != "outliers" and q.shape[3] <= index_keys.MAX_DIM:
+    if bits and kind != "segments" and q.shape[3] <= index_keys.MAX_DIM:
         rotation = low_bits.rotation(q.shape[3], q.dtype, q.device)
         k = tokens.k[:, first:]
         keys = index_keys.build(k, cores.k.shape[2], g, spec.fetch_index, centre)

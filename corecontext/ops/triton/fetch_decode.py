@@ -46,7 +46,7 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     """
     g = spec.group_size
     kind, _, bits = parse_index(spec.fetch_index)
-    if not bits or (kind != "outliers" and g % num_parts(spec.fetch_index, g)):
+    if not bits or (kind != "segments" and g % num_parts(spec.fetch_index, g)):
         return f"index {spec.fetch_index} of groups of {g} has no parts of one size in low bits"
     if spec.softcap is not None:
         return "a softcap needs the products with the centre"
@@ -200,7 +200,7 @@ def _decode(
             (k.stride()[:2], chosen_groups),
             **place,
             **index,
-            OUTLIERS=parse_index(spec.fetch_index).kind == "outliers",
+            SEGMENTS=parse_index(spec.fetch_index).kind == "segments",
             BLOCK_G=power_of_2(g),
             BLOCK_P=max(16, block_p),
             BLOCK_D=tile["BLOCK_D"],

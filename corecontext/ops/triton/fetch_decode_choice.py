@@ -119,7 +119,7 @@ def fetch_choose_kernel(
     LEVELS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    OUTLIERS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -177,6 +177,6 @@ def fetch_choose_kernel(
                 BLOCK_P,
                 BLOCK_C,
                 BLOCK_D,
-                OUTLIERS,
+                SEGMENTS,
                 BLOCK_G,
             )
