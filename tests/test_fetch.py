@@ -23,8 +23,8 @@ from corecontext.ops.fetch.index import (
     build,
     centre_of,
     num_centred,
-    segments,
     scores,
+    segments,
 )
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Spec, Tokens, Upstream
