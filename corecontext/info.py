@@ -86,6 +86,8 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     title += f", s = {config.window_size}"
     if sinks:
         title += f", the first {sinks} tokens raw"
+    if config.core_mass:
+        title += ", with masses"
     if config.fetch_groups:
         title += f", {config.fetch_groups} groups fetched by {config.fetch_index}"
         title += f", raw tokens on the {config.store}"

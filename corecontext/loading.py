@@ -11,7 +11,8 @@ from corecontext.files import UserError, first_line, one_line
 from corecontext.integrations.hf_gguf import local_model
 from corecontext.integrations.hf_weights import check_finite, load_weights
 from corecontext.model_sizes import ModelSizes, check_counts
-from corecontext.visibility import group_size_for, is_full_attention, num_sinks
+from corecontext.ops.spec import Spec
+from corecontext.visibility import group_size_for
 
 METHODS = ("cca", "full")
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
@@ -82,20 +83,28 @@ class Loaded:
     def idle_note(self, length: int) -> str:
         """Return a note that texts of at most `length` tokens are full attention by construction,
         or "" where they are not."""
+        fetched = 0
         if self.config is not None:
             s = self.config.window_size
+            fetched = self.config.fetch_groups
             sinks = self.config.sink_size
-            sizes = _group_sizes(self.config, length)
-            idle = all(is_full_attention(length, g, s, num_sinks(sinks, g)) for g in sizes)
+            idle = all(
+                Spec(g, s, 1.0, sink_size=sinks, fetch_groups=fetched).is_full(length)
+                for g in _group_sizes(self.config, length)
+            )
         else:
             s = getattr(self.rival, "window_size", 0)
             idle = length <= getattr(self.rival, "full_length", 0)
         if not idle:
             return ""
         name = self.method.replace("cca", "CCA")
+        seen, options = f"window (s = {s})", "--window-size"
+        if fetched:
+            seen += f" and the groups that it fetches (k = {fetched})"
+            options += " or --fetch-groups"
         return (
-            f"{name} was idle: at most {length} tokens, within its window (s = {s}): its numbers "
-            "are those of full attention. Take a longer text or a smaller --window-size."
+            f"{name} was idle: at most {length} tokens, within its {seen}: its numbers are those "
+            f"of full attention. Take a longer text or a smaller {options}."
         )
 
     def sizes(self) -> dict[str, Any]:

@@ -116,6 +116,8 @@ def test_what_is_fetched_costs_operations_and_bytes():
     assert title.endswith(
         "g = 4, s = 10, the first 8 tokens raw, 3 groups fetched by mean, raw tokens on the host"
     )
+    masses = info.info_table(COST, CCAConfig(4, 10), [1000], "llama").title
+    assert masses.endswith("g = 4, s = 10, the first 16 tokens raw, with masses")
     varied = CCAConfig.paper(window_size=10, head_group_sizes=(4, 6), sink_size=5)
     assert "the first 6 tokens raw" in info.info_table(COST, varied, [1000], "llama").title
 

@@ -18,7 +18,7 @@ from tiny_model import save_tiny_model
 from corecontext import CCAConfig, enable
 from corecontext.cli import main
 from corecontext.eval.inspect.maps import attention_maps
-from corecontext.eval.inspect.page import inspect_text, make_page, split_text
+from corecontext.eval.inspect.page import WEIGHTS, inspect_text, make_page, split_text
 from corecontext.files import UserError
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import Loaded, load
@@ -49,6 +49,9 @@ def model(tmp_path_factory) -> str:
         {"sink_size": 8, "core_bias": 0.7},
         {"sink_size": 60},
         {"learned": ("temperature", "distance", "bias", "key_gain")},
+        {"fetch_groups": 2, "core_mass": True, "sink_size": 4},
+        {"fetch_groups": 3, "fetch_index": "core", "core_heads": "query", "fetch_share": 4},
+        {"fetch_groups": 99, "layer_group_sizes": (5, (1, 4))},
     ],
     ids=str,
 )
@@ -92,6 +95,9 @@ def test_maps_are_the_weights_of_attention(model, settings):
                     "core_bias",
                     "core_mass",
                     "sink_size",
+                    "fetch_groups",
+                    "fetch_index",
+                    "fetch_share",
                 )
             },
         )[0]
@@ -108,7 +114,14 @@ def test_maps_are_the_weights_of_attention(model, settings):
                 own.sink_size // one.group_size,
             )
             assert not one.core[:, i, seen_cores:].any() and not one.core[:, i, :without].any()
-            assert (one.core[:, i, without:seen_cores] > 0).all()
+            shown = one.core[:, i] > 0
+            if own.fetch_groups:
+                fetched = (one.fetched[:, i] > 0).all(2)
+                assert not (shown & fetched).any()
+                count = min(own.fetch_groups, max(0, seen_cores - without))
+                assert one.group_size == 1 or (fetched.sum(-1) == count).all()
+                shown |= fetched
+            assert shown[:, without:seen_cores].all()
         torch.testing.assert_close(one.pooling.sum(-1), torch.ones(one.pooling.shape[:2]))
 
 
@@ -162,6 +175,8 @@ def spread(layer, head: int, query: int, position: int) -> torch.Tensor:
     weights[position + 1 - len(near) :] += near
     first = layer.first[head, query][: position + 1]
     weights[: len(first)] += first
+    raw = layer.fetched[head, query].flatten()[: position + 1]
+    weights[: len(raw)] += raw
     return weights
 
 
@@ -201,7 +216,7 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
     for one, layer in zip(found, data["layers"]):
         assert (layer["groups"], layer["heads"], layer["shared"]) == (20, 4, 2)
         assert layer["kept"] == 8
-        for name in ("pooling", "core", "raw", "first"):
+        for name in WEIGHTS:
             held = np.frombuffer(base64.b64decode(layer[name]), "<f2").reshape(
                 getattr(one, name).shape
             )
@@ -220,9 +235,6 @@ def test_mistakes_are_said(model, monkeypatch):
             inspect_text(loaded, model, TEXT, 30, 4, **options)
     handle_of(loaded.model).configure(pooling="max")
     with pytest.raises(UserError, match="no weights to show"):
-        inspect_text(loaded, model, TEXT, 30, 4)
-    handle_of(loaded.model).configure(pooling="cca", fetch_groups=2)
-    with pytest.raises(UserError, match="fetch_groups must be 0"):
         inspect_text(loaded, model, TEXT, 30, 4)
     with pytest.raises(UserError, match="method must be cca"):
         inspect_text(load(model, method="full"), model, TEXT, 30, 4)

@@ -175,6 +175,15 @@ def test_cca_is_idle_until_one_head_sees_a_core_token(settings, most):
         assert loaded.idle_note(most + 1) == ""
 
 
+def test_cca_is_idle_where_every_group_is_fetched():
+    config = CCAConfig.paper(window_size=20, group_size=4, fetch_groups=2)
+    loaded = Loaded(None, None, config)
+    note = "at most 31 tokens, within its window (s = 20) and the groups that it fetches (k = 2):"
+    assert note in loaded.idle_note(31)
+    assert "a smaller --window-size or --fetch-groups." in loaded.idle_note(31)
+    assert loaded.idle_note(32) == ""
+
+
 def test_a_note_names_the_method_that_was_idle(model):
     for method in ("mean", "max", "window"):
         loaded = load(model, method=method, window_size=20, device="cpu")

@@ -258,3 +258,14 @@ def test_the_environment_tells_the_commit(monkeypatch, tmp_path):
     assert source_version() == ("abc123", None)
     monkeypatch.delenv("CORECONTEXT_COMMIT")
     assert source_version() == (None, None)
+
+
+def test_no_published_command_holds_a_path_of_a_machine():
+    """Commands can be given again elsewhere: their paths are relative, or names of folders."""
+    results = Path(__file__).parents[1] / "results"
+    absolute = re.compile(r'"command": "(?:[^"\\]|\\.)*?(?<![\w.])[/~](?:[\w.]+/|\w+[ "])')
+    for path in results.rglob("*.jsonl"):
+        line = absolute.search(path.read_text(encoding="utf-8"))
+        assert line is None, f"{path.name}: {line[0]}"
+    assert absolute.search('{"command": "python -m x --json /root/out/a.jsonl --y"}')
+    assert not absolute.search('{"command": "python -m x --json a/b.jsonl", "date": "/tmp/"}')

@@ -1345,6 +1345,8 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
             )
             for name, value in (
                 ("core_mass", True),
+                ("core_mass", False),
+                ("sinks", 0),
                 ("prefill", "cca"),
                 ("fetch_groups", 2),
                 ("fetch_index", "mean"),

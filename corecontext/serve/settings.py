@@ -206,7 +206,7 @@ class Serving:
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        if self.method == "full" and any(self.sizes.values()):
+        if self.method == "full" and set(self.sizes.values()) != {None}:
             raise UserError(
                 "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index, "
                 "store and fetch-slots must be left out with --method full."

@@ -37,6 +37,9 @@ class LayerMap(NamedTuple):
     """Weights on raw tokens, [H, Q, R]; the last is the query itself."""
     first: Tensor
     """Weights on the first tokens kept raw, where they are not among those, [H, Q, n]."""
+    fetched: Tensor
+    """Weights on the raw tokens of groups that the query fetches, [H, Q, M, g], 0 for others;
+    without fetch [H, Q, 0, g]."""
 
 
 def attention_maps(
@@ -63,11 +66,6 @@ def attention_maps(
     if handle.config.pooling == "max":
         raise UserError(
             "pooling 'max' has no weights to show: each element comes from a token of its own."
-        )
-    if handle.config.fetch_groups:
-        raise UserError(
-            "fetch_groups must be 0 to look at core tokens: groups that a query fetches have none. "
-            "Set it to 0 in the settings of the model's config.json."
         )
     length = input_ids.shape[1]
     for position in queries:
@@ -148,6 +146,7 @@ def _map(
         if spec.core_heads == "kv":
             used = weights.mean(1, keepdim=True).expand_as(weights).flatten(0, 1)
         core_k = rules.pool(groups, spec, learned).k
+    cores_of_kv = core_k
     core_k = core_k.expand(-1, len(q) // kv_heads, -1, -1).flatten(0, 1)  # [H, M, D]
     raw_k = k.repeat_interleave(len(q) // kv_heads, 0)
     bias: Any = inputs.bias
@@ -155,25 +154,76 @@ def _map(
         bias = inputs.bias + inputs.learned["bias"].float()[:, None]
 
     mass = entropy(used) if spec.core_mass else torch.zeros_like(used[..., 0])  # [H, M]
+    by_kv_head = (kv_heads, len(q) // kv_heads)
+    chosen = _fetched_groups(
+        q.unflatten(0, by_kv_head),
+        k,
+        cores_of_kv,
+        spec,
+        queries,
+        (bias + mass).unflatten(0, by_kv_head),
+    ).repeat_interleave(by_kv_head[1], 0)  # [H, Q, M]
 
     starts = [local_start(t, g, spec.window_size) for t in queries]
     reach = max((t + 1 - start for t, start in zip(queries, starts)), default=1)
     core = torch.zeros(len(q), len(queries), num_groups)
     raw = torch.zeros(len(q), len(queries), reach)
     first = torch.zeros(len(q), len(queries), spec.sinks)
+    fetched = torch.zeros(len(q), len(queries), num_groups if spec.fetch_groups else 0, g)
     for i, (t, start) in enumerate(zip(queries, starts)):
         # The first tokens replace the core tokens of their groups, as far as they are not local.
         num_first = min(start, spec.sinks)
         cores = slice(num_first // g, num_visible_cores(t, g, spec.window_size))
-        keys = torch.cat((core_k[:, cores], raw_k[:, :num_first], raw_k[:, start : t + 1]), 1)
+        keys = torch.cat((core_k[:, cores], raw_k[:, : t + 1]), 1)
         scores = (keys @ q[:, t, :, None])[..., 0] * spec.scale  # [H, keys]
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         num_cores = cores.stop - cores.start
         num_local = t + 1 - start
         scores[:, :num_cores] += bias + mass[:, cores]
+        # A group is seen as its core token or, where it is fetched, as its raw tokens.
+        scores_of_far = scores[:, num_cores + num_first : num_cores + start]
+        scores[:, :num_cores].masked_fill_(chosen[:, i, cores], -torch.inf)
+        scores_of_far.masked_fill_(~chosen[:, i, cores].repeat_interleave(g, 1), -torch.inf)
         weights = scores.softmax(-1).cpu()
         core[:, i, cores] = weights[:, :num_cores]
+        if spec.fetch_groups:
+            far = weights[:, num_cores + num_first : num_cores + start]
+            fetched[:, i, cores] = far.unflatten(1, (num_cores, g))
         first[:, i, :num_first] = weights[:, num_cores : num_cores + num_first]
-        raw[:, i, reach - num_local :] = weights[:, num_cores + num_first :]
-    return LayerMap(layer, tuple(heads), g, pooling.cpu(), used.cpu(), core, raw, first)
+        raw[:, i, reach - num_local :] = weights[:, num_cores + start :]
+    return LayerMap(layer, tuple(heads), g, pooling.cpu(), used.cpu(), core, raw, first, fetched)
+
+
+def _fetched_groups(
+    q: Tensor, k: Tensor, core_k: Tensor, spec: Spec, queries: Sequence[int], core_bias: Tensor
+) -> Tensor:
+    """Return the groups that each query fetches, [Hkv, Q, M], True where it does.
+
+    Args:
+        q: Of all positions, [Hkv, r, L, D].
+        k: [Hkv, L, D].
+        core_k: [Hkv, 1 or r, M, D].
+        core_bias: With masses, [Hkv, r, M].
+    """
+    num_groups = core_k.shape[2]
+    chosen = torch.zeros(len(k), len(queries), num_groups, dtype=torch.bool, device=k.device)
+    without = spec.sinks // spec.group_size
+    if not spec.fetch_groups or num_groups <= without:
+        return chosen
+    # All queries of a share are needed for its choice.
+    shares = {t // spec.fetch_share for t in queries}
+    asked = [t for t in range(k.shape[1]) if t // spec.fetch_share in shares]
+    position = torch.tensor(asked, device=k.device)
+    see_core, _ = reference.visible(position, position, num_groups - without, spec)
+    choice = reference.choose(
+        q[:, :, position],
+        position,
+        see_core,
+        k,
+        core_k[:, :, without:],
+        spec,
+        core_bias[:, :, without:],
+    )
+    chosen[:, :, without:] = choice[:, [asked.index(t) for t in queries]]
+    return chosen

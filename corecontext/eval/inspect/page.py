@@ -19,6 +19,8 @@ from corecontext.files import UserError
 from corecontext.loading import Loaded
 
 MOST_BYTES = 64 << 20
+WEIGHTS = ("pooling", "core", "raw", "first", "fetched")
+"""Fields of a `LayerMap` that the page holds."""
 
 
 def inspect_text(
@@ -96,9 +98,7 @@ def make_page(
     Raises:
         UserError: the page would be too large for a browser.
     """
-    numbers = sum(
-        x.numel() for layer in maps for x in (layer.pooling, layer.core, layer.raw, layer.first)
-    )
+    numbers = sum(getattr(layer, name).numel() for layer in maps for name in WEIGHTS)
     size = 2 * numbers * 4 // 3  # float16 in base64
     if size > MOST_BYTES:
         raise UserError(
@@ -139,10 +139,8 @@ def _layer_data(layer: LayerMap, is_part: bool) -> dict[str, Any]:
         "reach": layer.raw.shape[2],
         "kept": layer.first.shape[2],
         "shared": _heads_per_core(layer),
-        "pooling": _packed(layer.pooling),
-        "core": _packed(layer.core),
-        "raw": _packed(layer.raw),
-        "first": _packed(layer.first),
+        "fetches": layer.fetched.numel() > 0,
+        **{name: _packed(getattr(layer, name)) for name in WEIGHTS},
     }
 
 
