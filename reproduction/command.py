@@ -47,6 +47,13 @@ def reproduce(
             "minutes on one GPU.",
         ),
     ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="With --brief: a Llama's folder instead of the base trained here. The data's "
+            "tokenizer must be its own."
+        ),
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this time; what is under way is saved.")
     ] = None,
@@ -90,6 +97,8 @@ def reproduce(
         raise UserError(f"gpus must be at least 1, and 1 with a model, got {gpus}.")
     if smoke and brief:
         raise UserError("smoke must not be given with brief: each is a size. Give one of them.")
+    if base is not None and not brief:
+        raise UserError("base must be given with brief, got it alone. Use --brief.")
     if model is not None and (smoke or brief or minutes is not None or stage or finalist):
         raise UserError(
             "smoke, brief, minutes, stage and finalist must be given without a model, which is not "
@@ -123,6 +132,15 @@ def reproduce(
         )
         print(f"wrote {report}")
         return
+    from reproduction.sizes import BRIEF, FULL, SMOKE, brief_of
+
+    size = FULL
+    if smoke:
+        size = SMOKE
+    elif base is not None:
+        size = brief_of(base)
+    elif brief:
+        size = BRIEF
     if data is None and not smoke:
         raise UserError(
             "data must be given, got none. Use --data FOLDER, or --smoke to try the machinery."
@@ -136,11 +154,7 @@ def reproduce(
     from reproduction.processes import run_on_gpus
     from reproduction.report import write_report
     from reproduction.run import Miniature
-    from reproduction.sizes import BRIEF, FULL, SMOKE
 
-    size = FULL
-    if smoke or brief:
-        size = SMOKE if smoke else BRIEF
     arguments: dict[str, Any] = {
         "folder": out,
         "size": size,

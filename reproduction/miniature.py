@@ -39,6 +39,11 @@ def make_model(size: Size, vocab_size: int, seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
+def given_model(folder: str) -> LlamaForCausalLM:
+    """Load a Llama under full attention in float32, whatever attention its config names."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def attention(model: LlamaForCausalLM, config: Any) -> contextlib.AbstractContextManager:
     """Put the model under a method's settings for a with block; None is full attention."""
     return contextlib.nullcontext() if config is None else baselines.enabled(model, config)

@@ -76,7 +76,8 @@ def loss_backward(
             with torch.no_grad():
                 taught = hidden_states(teacher, ids).flatten(0, 1)
     leaf = hidden.detach().requires_grad_()
-    head = _fused_head() if device.startswith("cuda") else head_loss
+    is_wide = model.lm_head.weight.shape[0] > HEAD_TOKENS
+    head = _fused_head() if device.startswith("cuda") and is_wide else head_loss
     total = weights.sum()
     mean = torch.zeros((), device=ids.device)
     right = torch.zeros((), device=ids.device)

@@ -55,7 +55,10 @@ def _brief(size: Size) -> Iterator[Stage]:
     seed = size.seeds[0]
     base = base_of(size, seed)
     yield Stage("prepare", "prepare")
-    yield Stage(base, "scratch", ("prepare",), seed, "full", lr=size.rates[0])
+    if size.base is None:
+        yield Stage(base, "scratch", ("prepare",), seed, "full", lr=size.rates[0])
+    else:
+        base = "prepare"
     for method in methods(size).values():
         kind = "adapt" if method.trains else "zero"
         yield Stage(adapted(method.name, seed), kind, (base,), seed, method.name)
@@ -118,8 +121,8 @@ def adapt_steps(size: Size, stage: Stage, method: Method) -> int:
 
 
 def trained_tokens(size: Size, stage: Stage, method: Method) -> int | None:
-    """Return the tokens that a stage's model was trained on, its base's too; None where the stage
-    measures models of several stages, or none."""
+    """Return the tokens that a stage's model was trained on, its base's too unless that was given;
+    None where the stage measures models of several stages, or none."""
     levels = {"tune": size.tune_levels, "short": size.levels[:-1]}.get(stage.kind, size.levels)
     base = size.step_tokens * sum(count for _, count in levels)
     if stage.kind in ("tune", "scratch", "zero"):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from corecontext.files import UserError
+from corecontext.loading import load_config
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class Size:
     is_brief: bool = False
     """One base at one rate, and only full attention, the window, CCA, masses and fetch: untrained,
     and adapted for a short time."""
+    base: str | None = None
+    """Folder of a Llama that takes the place of the base trained here; brief sizes alone have
+    one."""
 
 
 FULL = Size(
@@ -94,6 +101,37 @@ BRIEF = replace(
     latency_rows=1,
     is_brief=True,
 )
+
+
+def brief_of(base: str) -> Size:
+    """Return a brief size around a Llama in the Hugging Face format: windows of twice the length,
+    a window and groups as `corecontext train` has by default.
+
+    Raises:
+        UserError: it is no Llama.
+    """
+    config = load_config(base)
+    if config.model_type != "llama":
+        raise UserError(f"base '{base}' must be a Llama, got {config.model_type}.")
+    return replace(
+        BRIEF,
+        name=Path(base).name,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        ffn=config.intermediate_size,
+        length=2 * FULL.length,
+        window=2 * FULL.window,
+        levels=((2 * FULL.length, 0),),
+        documents=(10,),
+        eval_tokens=64 * 2 * FULL.length,
+        questions=150,
+        adapt_steps=100,
+        base=base,
+    )
+
+
 SMOKE = Size(
     name="smoke",
     layers=2,

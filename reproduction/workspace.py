@@ -21,7 +21,7 @@ from corecontext.inference.fuse import Fused
 from corecontext.record import Record, device_name, make_record
 from reproduction import scoring
 from reproduction.methods import Method, fine_config, methods
-from reproduction.miniature import make_model
+from reproduction.miniature import given_model, make_model
 from reproduction.plan import Stage, layers_of, trained_tokens
 from reproduction.sizes import Size
 from reproduction.texts import Corpus
@@ -56,16 +56,20 @@ class Workspace:
         return self.folder / stage.name / name
 
     def new_model(self, seed: int) -> LlamaForCausalLM:
-        """Make a model with random weights."""
+        """Make a model with random weights; of a size with a base, with the base's."""
+        if self.size.base is not None:
+            return given_model(self.size.base).to(self.device)
         model = make_model(self.size, self.corpus.tokenizer.get_vocab_size(), seed)
         return model.to(self.device)
 
     def load(self, stage: str, name: str = WEIGHTS) -> LlamaForCausalLM:
-        """Load the weights of an earlier stage.
+        """Load the weights of an earlier stage; of a size with a base, those of the base.
 
         Raises:
             UserError: they are missing, though the stage is done.
         """
+        if self.size.base is not None:
+            return self.new_model(0)
         path = self.folder / stage / name
         if not path.exists():
             raise UserError(
@@ -107,7 +111,9 @@ class Workspace:
     ) -> None:
         """Train, and keep the curve."""
         folder = self.folder / stage.name
-        with Fused(model, "compile" if self.device.startswith("cuda") else None):
+        # The few steps from a given base end before compiling would have paid.
+        is_long = self.device.startswith("cuda") and self.size.base is None
+        with Fused(model, "compile" if is_long else None):
             history = train(
                 model,
                 self.corpus,
@@ -199,7 +205,9 @@ class Workspace:
         Args:
             brief: Perplexity on the test split and answers at the trained length only.
         """
-        splits = ("test",) if brief else ("val", "test")
+        splits: tuple[str, ...] = ("val", "test")
+        if brief or self.size.is_brief:  # a brief size chooses nothing on validation text
+            splits = ("test",)
         yield from self.perplexity(model, method, stage, splits, keep=not brief, **params)
         lengths = [self.size.length] if brief else [length for length, _ in self.size.levels]
         for length in lengths:

@@ -20,6 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from test_eval import write_lines
 from tiny_model import save_tiny_model
+from transformers import LlamaForCausalLM
 
 from corecontext import drawing
 from corecontext.eval.summary import Row as ScoreRow
@@ -55,7 +56,7 @@ from reproduction.scoring import (
     top_mass,
     window_nll,
 )
-from reproduction.sizes import BRIEF, FULL, SMOKE
+from reproduction.sizes import BRIEF, FULL, SMOKE, brief_of
 from reproduction.stages import KINDS
 from reproduction.targets import targets
 from reproduction.texts import END, SPLITS, Corpus, Row
@@ -1058,5 +1059,30 @@ def test_a_brief_size_measures_masses_and_fetch_untrained_and_adapted(tmp_path):
     assert caches["fetch"].params["host_bytes"] == caches["full"].value
     table = write_report(tmp_path, records, size).read_text()
     assert brief_markdown(records, size) == table and "in host memory, MiB" in table
+    assert {record.params.get("split") for record in records} == {None, "test"}
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
     assert len(rows) == 4 and rows[0][0] == "| full attention, not adapted"
+
+
+def test_a_brief_size_can_have_a_base_of_the_users(tmp_path, capsys):
+    base = save_tiny_model(tmp_path / "base")
+    size = dataclasses.replace(brief_of(base), length=256, window=64, questions=2, eval_tokens=256)
+    size = dataclasses.replace(size, levels=((256, 0),), adapt_tokens=256, adapt_steps=1)
+    run = Miniature(tmp_path / "out", size, None, "cpu")
+    run.work.workers = 0
+    assert run.run(("full_zero-0", "cca_mass-0"))
+    records = [r for r in run.records() if r.name == "quality.perplexity"]
+    tokens = {r.params["stage"]: r.params["trained_tokens"] for r in records}
+    assert tokens == {"full_zero-0": 0, "cca_mass-0": 256}
+    given = LlamaForCausalLM.from_pretrained(base).state_dict()
+    held = run.work.load("base-0").state_dict()
+    assert all(torch.equal(held[name], given[name]) for name in given)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text('{"model_type": "gpt2"}')
+    for arguments, message in (
+        (["--base", base], "base must be given with brief"),
+        (["--brief", "--smoke"], "smoke must not be given with brief"),
+        (["--brief", "--base", str(tmp_path / "other")], "must be a Llama, got gpt2"),
+    ):
+        assert main(["--out", str(tmp_path / "o"), "--data", str(tmp_path), *arguments]) == 2
+        assert message in capsys.readouterr().err
