@@ -1,6 +1,7 @@
 """Records: what is written is what is read, and nothing malformed gets in."""
 
 import json
+import re
 import subprocess
 import sys
 from datetime import datetime, timedelta
