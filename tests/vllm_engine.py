@@ -27,6 +27,9 @@ import torch
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    # Workers are loaded anew: vLLM must find this file's platform and worker in them.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 # ruff: noqa: E402 (vLLM reads the environment and its platform when it is imported)
 import vllm.platforms
@@ -55,7 +58,7 @@ class Interpreted(CpuPlatform):
         vllm_config.compilation_config.cudagraph_capture_sizes = []
 
 
-if not GPU:  # before modules of vLLM take the platform's object
+if not GPU:  # before modules of vLLM take the platform's object; in its workers too
     vllm.platforms._current_platform = Interpreted()
     vllm.platforms.current_platform = vllm.platforms._current_platform
 
@@ -178,10 +181,11 @@ if GPU:
         "num_gpu_blocks_override": 160,
         "speculative_config": NGRAMS,
     }
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+if not GPU or torch.cuda.device_count() > 1:
+    CASES["two workers"] = TENSOR_PARALLEL
 if GPU and torch.cuda.device_count() > 1:
-    TWO_GPUS = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
-    CASES["two GPUs"] = TWO_GPUS
-    CASES["two GPUs, captured"] = {**CASES["captured"], **TWO_GPUS}
+    CASES["two workers, captured"] = {**CASES["captured"], **TENSOR_PARALLEL}
 
 
 def prompts(requests: int, short: bool) -> list[list[int]]:
@@ -346,12 +350,13 @@ def counted(method):
     return call
 
 
+if not GPU:  # in vLLM's workers too
+    cpu_triton_utils.compute_slot_mapping_kernel.func = slot_mapping
+    cpu_triton_utils.rejection_greedy_sample_kernel.func = accept_drafts
+plugin.register()  # as the entry point of an installed package does
+
 if __name__ == "__main__":
     sys.modules["vllm_engine"] = sys.modules[__name__]
-    if not GPU:
-        cpu_triton_utils.compute_slot_mapping_kernel.func = slot_mapping
-        cpu_triton_utils.rejection_greedy_sample_kernel.func = accept_drafts
     Scheduler._preempt_request = counted(Scheduler._preempt_request)
-    plugin.register()  # as the entry point of an installed package does
     for case in sys.argv[1:] or CASES:
         print(json.dumps(run(case, CASES[case])), flush=True)
