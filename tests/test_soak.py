@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
+from corecontext.inference.sampling import Sampler
 from corecontext.ops import packed
+from corecontext.ops.fetch import low_bits
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
 
@@ -29,8 +31,9 @@ GROWTH = 48 * 2**20  # bytes that the process may grow by after the first tenth 
 
 def live_tensors() -> int:
     """Tensors that Python still holds."""
-    # A few masks are kept on purpose, their number depends on the tests before.
-    packed._interior_bias.cache_clear()
+    # A few are kept on purpose, their number depends on the tests before.
+    for kept in (packed._interior_bias, low_bits.levels, low_bits.rotation):
+        kept.cache_clear()
     gc.collect()
     return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
@@ -56,8 +59,9 @@ def prompts(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, 
     return ids, mask, rows
 
 
-def one_request(engine: Engine, handle, draw: random.Random, number: int) -> None:
-    """Send a batch, some of them left before their end, and each of its rows alone."""
+def one_request(engine: Engine, handle, draw: random.Random, number: int) -> tuple[int, int]:
+    """Send a batch, some of them left before their end, and each of its rows alone; return how many
+    rows there were, and how many of them a dense pass has checked."""
     handle.configure(
         cache_dtype=draw.choice(("auto", "auto", "int8", "fp8")),
         core_heads=draw.choice(("kv", "query")),
@@ -81,10 +85,37 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> Non
     seeds = [draw.randint(0, 1000) for _ in lengths]
     with engine.stream(ids, mask, seed=seeds, **options) as stream:
         made = [list(row) for row in zip(*(next(stream) for _ in range(stop)))]
+    num_dense = 0
     for row, own, seed in zip(rows, made, seeds):
         alone = Engine(engine.model, static=False, keep=0).generate(row, seed=seed, **options)[0]
-        assert own == alone[:stop], f"request {number}: {lengths}, {options}, {handle.config}"
+        problem = f"request {number}: {lengths}, {options}, {handle.config}"
+        assert own == alone[:stop], problem
+        dense = dense_answer(handle, row, own, seed, options)
+        assert dense in (None, own), f"{problem}, {dense}"
+        num_dense += dense is not None
     assert engine.cache_bytes_used == 0 and len(engine._idle) <= engine.keep
+    return len(rows), num_dense
+
+
+def dense_answer(handle, row, own, seed, options) -> list[int] | None:
+    """The tokens of an answer that one pass without a cache over it and its prompt chooses; None
+    where the cache is coarser than the pass, or the prompt read otherwise than the answer."""
+    config = handle.config
+    names = ("group_size", "window_size", "fetch_groups")
+    sizes = {name: options[name] for name in names if options[name] is not None}
+    as_answer = config.prefill in ("auto", "fetch")
+    as_answer |= config.prefill == "cca" and sizes.get("fetch_groups") == 0
+    if config.cache_dtype != "auto" or not as_answer:
+        return None
+    whole = torch.cat((row, torch.tensor([own], device=row.device)), 1)[:, :-1]
+    handle.configure(**{**sizes, "prefill": "auto"})
+    with torch.inference_mode():
+        logits = handle.model(whole, use_cache=False).logits[0, row.shape[1] - 1 :]
+    handle.configure(**{name: getattr(config, name) for name in (*names, "prefill")})
+    sampler = Sampler(row.device, 1)
+    sampler.start(options["sampling"], [seed], logits.shape[1])
+    kind = options["sampling"].kind
+    return [int(sampler.choose(step[None], kind)) for step in logits]
 
 
 @pytest.mark.timeout(0)
@@ -93,8 +124,11 @@ def test_soak(request, record_check):
     model = tiny_model()
     with corecontext.enabled(model, FETCH) as handle:
         engine = Engine(model, static=True, keep=2)
+        num_rows = num_dense = 0
         for number in range(count):
-            one_request(engine, handle, draw, number)
+            in_batch, checked = one_request(engine, handle, draw, number)
+            num_rows += in_batch
+            num_dense += checked
             if number == count // 10:  # small caches of the operators (masks) are full by now
                 engine.clear()
                 tensors, resident = live_tensors(), resident_bytes()
@@ -114,7 +148,8 @@ def test_soak(request, record_check):
             torch.cuda.synchronize()
             assert torch.cuda.memory_allocated() == allocated
     command = f"python -m pytest tests/test_soak.py -n 0 --soak {count}"
-    record_check(command, check="soak of the engine", requests=count)
+    answers = {"answers": num_rows, "by_dense_passes": num_dense}
+    record_check(command, check="soak of the engine", requests=count, **answers)
 
 
 # A server
