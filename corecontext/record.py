@@ -68,6 +68,7 @@ UNITS = {
     "demo.first_token_s": "s",
     "demo.next_token_ms": "ms",
     "demo.cache_bytes": "bytes",
+    "demo.host_bytes": "bytes",
     "demo.peak_bytes": "bytes",
     "demo.perplexity": "perplexity",
     "demo.retrieval_accuracy": "fraction",

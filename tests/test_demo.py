@@ -11,6 +11,7 @@ import pytest
 from tiny_model import save_tiny_model
 
 from corecontext.cli import main
+from corecontext.data.needles import ANSWER
 from corecontext.demo import compare, report
 from corecontext.demo.compare import ASSETS, DemoSettings, formula_bytes, plan, run_demo
 from corecontext.demo.report import print_report
@@ -59,8 +60,8 @@ def result(settings):
         return run_demo(settings)
 
 
-def test_a_chat_model_is_asked_in_its_own_words(settings, tmp_path, monkeypatch, capsys):
-    """Three methods, questions by the chat template, perplexity of the second half."""
+def test_a_chat_model_is_asked_in_its_own_template(settings, tmp_path, monkeypatch, capsys):
+    """Full attention, CCA and fetch, on prompts with a number to find."""
     from transformers import AutoTokenizer
 
     folder = tmp_path / "chat"
@@ -71,42 +72,47 @@ def test_a_chat_model_is_asked_in_its_own_words(settings, tmp_path, monkeypatch,
         "{% if add_generation_prompt %}[BOT]{% endif %}"
     )
     tokenizer.save_pretrained(folder)
-    chat = dataclasses.replace(settings, model=str(folder), sinks=8, num_questions=2)
+    chat = dataclasses.replace(
+        settings, model=str(folder), sinks=8, num_questions=2, max_tokens=500
+    )
     task = plan(chat)
-    text = tokenizer.decode(task.token_ids)
-    assert text.startswith("[USER]Read this text") and "[END]" not in text
-    question = task.questions[0]
-    asked = tokenizer.decode(question.token_ids)
-    assert asked.startswith("\n\nQuestion: What is the ") and asked.endswith("only.[END][BOT]")
-    assert question.is_correct(f"It is {question.fact.answer}, I think.")
-    assert not any(task.document_mask[: len(task.token_ids) // 2]) and any(task.document_mask)
+    for question, depth in zip(task.questions, (0, 1)):
+        text = tokenizer.decode(question.token_ids)
+        assert text.startswith("[USER]A special magic number is hidden")
+        assert text.endswith("What is the special magic number?[END][BOT]" + ANSWER)
+        assert text.count(question.fact.answer) == 1 and question.depth == depth
+        assert question.is_correct(f"It is {question.fact.answer}, I think.")
+        assert 400 < len(question.token_ids) <= 500
+    assert len(plan(dataclasses.replace(chat, num_questions=None)).questions) == compare.NEEDLES
 
     monkeypatch.setattr(compare, "_run_in_subprocess", in_process)
+    monkeypatch.setattr(compare, "FETCH", {"fetch_groups": 3, "store": "host"})
     result = run_demo(chat)
-    bytes_by_method = {
-        record.params["method"]: record.value
-        for record in result.records
-        if record.name == "demo.cache_bytes"
+    by_name = {
+        name: {r.params["method"]: r.value for r in result.records if r.name == f"demo.{name}"}
+        for name in ("cache_bytes", "host_bytes", "perplexity")
     }
-    assert list(bytes_by_method) == ["full", "cca", "streaming_llm"]
-    mass = 4 / (2 * 16 * 4)  # beside a key and a value
-    assert bytes_by_method["cca"] == bytes_by_method["streaming_llm"] * (1 + mass)
+    assert list(by_name["cache_bytes"]) == ["full", "cca", "fetch"]
+    tokens = len(task.questions[-1].token_ids)
+    assert by_name["host_bytes"]["fetch"] >= 2 * 2 * 2 * 16 * 4 * tokens
+    assert by_name["host_bytes"]["full"] == by_name["host_bytes"]["cca"] == 0
+    assert len(set(by_name["perplexity"].values())) == 3
     print_report(result)
-    shown = capsys.readouterr().out
-    assert (
-        "sinks + window" in shown and "The cache equals the formula: (L - n) // g + n + " in shown
-    )
-    assert "Perplexity is that of the second half." in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "cache in host memory" in shown, shown
+    assert "The cache equals the formula: (L - n)" in shown
+    assert "Perplexity is that of the prompts' second halves." in shown
 
 
 def in_process(method, settings, task):
     """Measure in this process, which saves two imports of torch."""
     from corecontext.demo.measure_method import run_method
+    from corecontext.demo.needle_prompts import ChatTask, run_chat
     from corecontext.loading import load
 
-    options = compare._methods(settings, len(task.token_ids))[method]
-    loaded = load(settings.model, method=method, **options)
-    return {**run_method(loaded, task, lambda amount: None), "peak_bytes": 1}  # a process's own
+    measure = run_chat if isinstance(task, ChatTask) else run_method
+    loaded = load(settings.model, **compare._methods(settings, task)[method])
+    return {**measure(loaded, task, lambda amount: None), "peak_bytes": 1}  # a process's own
 
 
 def test_every_value_is_recorded_for_both_methods(result):

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_model import save_tiny_model
 
 from corecontext.cost import cache_entries
 from corecontext.data.retrieval import Fact
 from corecontext.demo import compare, measure_method, report
 from corecontext.demo.compare import DemoResult, DemoSettings, plan, run_demo
+from corecontext.demo.needle_prompts import ChatTask
 from corecontext.demo.task import Question, Task, make_task
 from corecontext.files import UserError
+from corecontext.integrations import hf_adapter
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import make_record
@@ -158,13 +161,51 @@ def test_a_childs_result_is_kept_whatever_it_says_after_it(monkeypatch):
 def test_a_window_with_first_tokens_holds_as_many_entries_as_cca():
     common = {"dtype": "float16", "device": "meta"}
     settings = DemoSettings(8, 64, sinks=10, **common)
-    methods = compare._methods(settings, 1000)
+    task = Task([1] * 1000, [], [])
+    methods = compare._methods(settings, task)
     assert list(methods) == ["full", "cca", "streaming_llm"]
-    assert methods["full"] == common
-    assert methods["cca"] == {"group_size": 8, "window_size": 64, "sinks": 10, **common}
+    assert methods["full"] == {"method": "full", **common}
+    cca = {"method": "cca", "group_size": 8, "window_size": 64, "sinks": 10, **common}
+    assert methods["cca"] == cca
     window = cache_entries(1000, 8, 64, sinks=16) - 10
-    assert methods["streaming_llm"] == {"window_size": window, "sinks": 10, **common}
-    assert list(compare._methods(DemoSettings(), 1000)) == ["full", "cca"]
+    rival = {"method": "streaming_llm", "window_size": window, "sinks": 10, **common}
+    assert methods["streaming_llm"] == rival
+    assert list(compare._methods(DemoSettings(), task)) == ["full", "cca"]
+
+
+def test_a_chat_model_fetches_adapted_where_the_package_has_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_adapter, "ASSETS", tmp_path)
+    (tmp_path / "smollm2_fetch").mkdir()
+    settings = DemoSettings(8, 64, sinks=10, model="cache/SmolLM2-135m")
+    task = ChatTask([Question(FACT, 0.5, 3, [1, 2], 5)])
+    methods = compare._methods(settings, task)
+    assert list(methods) == ["full", "cca", "fetch"]
+    assert methods["fetch"] == {**methods["cca"], "fetch_groups": 64, "store": "host"}
+    (tmp_path / "smollm2_fetch/adapter_config.json").write_text("{}")
+    methods = compare._methods(settings, task)
+    assert methods["adapted"] == {**methods["fetch"], "adapter": "smollm2"}
+    other = dataclasses.replace(settings, model="cache/Other")
+    assert list(compare._methods(other, task)) == ["full", "cca", "fetch"]
+
+
+def test_an_adapter_is_added_to_the_weights(model, tmp_path):
+    loaded = load(model, method="full", device="cpu").model
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight = loaded.get_parameter(name)
+    before = weight.detach().clone()
+    down, up = torch.randn(3, before.shape[1]), torch.randn(before.shape[0], 3)
+    (tmp_path / "adapter_config.json").write_text('{"r": 3, "lora_alpha": 6.0}')
+    layer = "base_model.model.model.layers.1.mlp.down_proj"
+    matrices = {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    save_file(matrices, tmp_path / "adapter_model.safetensors")
+    hf_adapter.add_adapter(loaded, tmp_path)
+    torch.testing.assert_close(weight, before + 2 * up @ down)
+    matrices[f"{layer}.lora_B.weight"] = up[1:].contiguous()
+    save_file(matrices, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="must fit the model"):
+        hf_adapter.add_adapter(loaded, tmp_path)
+    with pytest.raises(UserError, match="must be a folder with adapter_config.json"):
+        hf_adapter.add_adapter(loaded, tmp_path / "none")
 
 
 def test_a_task_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def demo(
         int | None,
         typer.Option(
             help="Cut the document to this many tokens. Default: all of it; with --model on a CPU "
-            "4096."
+            "3072."
         ),
     ] = None,
     group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = DEFAULT_GROUP_SIZE,
@@ -66,7 +66,13 @@ def demo(
             f"{DEFAULT_SINK_SIZE}.",
         ),
     ] = None,
-    questions: Annotated[int, typer.Option(help="Facts to plant and ask for.")] = 6,
+    questions: Annotated[
+        int | None,
+        typer.Option(
+            help="Facts to plant and ask for (default 6), or prompts for a chat model, each with a "
+            "number to find (default 3)."
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     plot: Plot = None,
@@ -74,7 +80,7 @@ def demo(
     force: Force = False,
 ) -> None:
     """Compare full attention and CCA on a bundled model and document, or on a chat model and a text
-    of yours beside sinks + window: time, memory, perplexity, retrieval."""
+    of yours beside fetch: time, memory, perplexity, retrieval."""
     check_drawn(plot, force)
     check_appended(json)
     from corecontext.demo.compare import DemoSettings, run_demo

@@ -16,8 +16,10 @@ from typing import Any
 
 from corecontext import cost
 from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
+from corecontext.demo.needle_prompts import ChatTask, make_chat_task
 from corecontext.demo.task import Question, Task, make_task
 from corecontext.files import UserError, read_text
+from corecontext.integrations.hf_adapter import find_adapter
 from corecontext.loading import load_config, one_line, pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record
@@ -25,14 +27,26 @@ from corecontext.terminal import progress
 from corecontext.visibility import num_sinks
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
-TITLES = {"full": "full attention", "cca": "CCA", "streaming_llm": "sinks + window"}
+TITLES = {
+    "full": "full attention",
+    "cca": "CCA",
+    "streaming_llm": "sinks + window",
+    "fetch": "fetch",
+    "adapted": "fetch, adapted",
+}
+FETCH = {"fetch_groups": 64, "store": "host"}
+"""Fetch on a chat model; prompts of a few thousand tokens."""
 CHILD_COMMAND = [sys.executable, "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SPARE_TOKENS = 256
 """Room for a question, its answer and the timed tokens."""
-CPU_TOKENS = 4096
+CPU_TOKENS = 3072
 """Tokens of the document that another model than the bundled one reads on a CPU by default: within
-minutes, three methods each for itself."""
+minutes, each method for itself."""
+FACTS, NEEDLES = 6, 3
+"""Questions by default; a chat model reads a prompt for each."""
+CHAT_TOKENS = 128
+"""Room for the template and the question of a chat."""
 MOST_QUESTIONS = 300
 """Most questions of a run: no two ask the same, and the supply of names is limited."""
 
@@ -43,13 +57,14 @@ class DemoSettings:
 
     group_size: int = DEFAULT_GROUP_SIZE
     window_size: int = 512
-    num_questions: int = 6
+    num_questions: int | None = None
+    """Facts planted, or for a chat model prompts with a number each; None: FACTS or NEEDLES."""
     max_tokens: int | None = None
     """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
-    at most 4,096 tokens for another model than the bundled one."""
+    at most CPU_TOKENS for another model than the bundled one."""
     sinks: int = 0
-    """First tokens kept raw under CCA. With them a third method keeps only them and a window, as
-    many entries."""
+    """First tokens kept raw under CCA. With them a model without a chat template has a third
+    method, which keeps only them and a window, as many entries."""
     model: str = str(ASSETS / "demo_model")
     document: str = str(ASSETS / "document.txt")
     dtype: str = "auto"
@@ -73,10 +88,12 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     """
     task = plan(settings)
     results = {
-        method: _run_in_subprocess(method, settings, task)
-        for method in _methods(settings, len(task.token_ids))
+        method: _run_in_subprocess(method, settings, task) for method in _methods(settings, task)
     }
     device = device_name(pick_device(settings.device))
+    measured = list(MEASURED)
+    if any(result.get("host_bytes") for result in results.values()):
+        measured.append("host_bytes")
     records = []
     for method, result in results.items():
         answers = zip(task.questions, result["answers"])
@@ -88,7 +105,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
             "batch": 1,
             **result["sizes"],
         }
-        values = {name: result[name] for name in MEASURED}
+        values = {name: result[name] for name in measured}
         values["retrieval_accuracy"] = sum(right) / len(right)
         for name, value in values.items():
             records.append(make_record(f"demo.{name}", value, params, device=device))
@@ -96,25 +113,32 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     return DemoResult(records, task.questions, texts)
 
 
-def _methods(settings: DemoSettings, length: int) -> dict[str, dict[str, Any]]:
+def _methods(settings: DemoSettings, task: Task | ChatTask) -> dict[str, dict[str, Any]]:
     """Return the options of each method to load, full attention first."""
     g, s, sinks = settings.group_size, settings.window_size, settings.sinks
     common = {"dtype": settings.dtype, "device": settings.device}
-    methods: dict[str, dict[str, Any]] = {
-        "full": common,
-        "cca": {"group_size": g, "window_size": s, "sinks": sinks, **common},
-    }
-    if sinks:
+    cca = {"method": "cca", "group_size": g, "window_size": s, "sinks": sinks, **common}
+    methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}, "cca": cca}
+    if isinstance(task, ChatTask):
+        methods["fetch"] = {**cca, **FETCH}
+        adapter = find_adapter(settings.model)
+        if adapter is not None:
+            methods["adapted"] = {**methods["fetch"], "adapter": adapter}
+    elif sinks:
+        length = len(task.token_ids)
         entries = cost.cache_entries(length, g, s, sinks=num_sinks(sinks, g))
-        methods["streaming_llm"] = {"window_size": entries - sinks, "sinks": sinks, **common}
+        sizes = {"window_size": entries - sinks, "sinks": sinks}
+        methods["streaming_llm"] = {"method": "streaming_llm", **sizes, **common}
     return methods
 
 
-def plan(settings: DemoSettings) -> Task:
+def plan(settings: DemoSettings) -> Task | ChatTask:
     """Check the settings before any model runs, and make the task."""
     with one_line():
         CCAConfig(settings.group_size, settings.window_size, sink_size=settings.sinks)
     count = settings.num_questions
+    if count is None:
+        count = FACTS
     if count < 1:
         raise UserError(f"questions must be at least 1, got {count}.")
     if count > MOST_QUESTIONS:
@@ -131,10 +155,16 @@ def plan(settings: DemoSettings) -> Task:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
     if max_tokens > limit:
         raise UserError(f"max-tokens must be at most {limit} for this model, got {max_tokens}.")
-    task = make_task(
-        tokenizer, read_text(settings.document), num_questions=count, max_tokens=max_tokens
-    )
-    needed = settings.window_size + settings.group_size + task.document_mask.count(False)
+    document = read_text(settings.document)
+    task: Task | ChatTask
+    if tokenizer.chat_template:
+        prompts = settings.num_questions or NEEDLES
+        task = make_chat_task(tokenizer, document, prompts, max_tokens)
+        planted = CHAT_TOKENS
+    else:
+        task = make_task(tokenizer, document, num_questions=count, max_tokens=max_tokens)
+        planted = task.document_mask.count(False)
+    needed = settings.window_size + settings.group_size + planted
     if len(task.token_ids) < needed:
         raise UserError(
             f"max-tokens must be at least {needed}: the planted facts, and window-size + "
@@ -157,9 +187,11 @@ def formula_bytes(record: Record) -> int:
     return entries * p["layers"] * p["kv_heads"] * cost.entry_bytes(config, p["head_dim"], itemsize)
 
 
-def _run_in_subprocess(method: str, settings: DemoSettings, task: Task) -> dict[str, Any]:
+def _run_in_subprocess(
+    method: str, settings: DemoSettings, task: Task | ChatTask
+) -> dict[str, Any]:
     """Run one method in a fresh process; its progress becomes a bar here."""
-    options = {"method": method, **_methods(settings, len(task.token_ids))[method]}
+    options = _methods(settings, task)[method]
     title = TITLES[method]
     result = None
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corecontext.demo.needle_prompts import ChatTask, run_chat
 from corecontext.demo.task import Question, Task
 from corecontext.files import UserError, is_out_of_memory
+from corecontext.integrations.hf_adapter import add_adapter
 from corecontext.integrations.hf_cache import cache_bytes
 from corecontext.loading import Loaded, load
 from corecontext.measure import PeakMemory, synchronize
@@ -131,9 +133,13 @@ def main() -> int:
         print(json.dumps(message), flush=True)
 
     model, options, task = pickle.load(sys.stdin.buffer)
+    adapter = options.pop("adapter", None)
+    measure: Any = run_chat if isinstance(task, ChatTask) else run_method
     try:
         loaded = load(model, **options)
-        send(result=run_method(loaded, task, lambda amount: send(advance=amount)))
+        if adapter is not None:
+            add_adapter(loaded.model, adapter)
+        send(result=measure(loaded, task, lambda amount: send(advance=amount)))
     except UserError as error:
         send(error=str(error))
     except (MemoryError, RuntimeError) as error:

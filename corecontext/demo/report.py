@@ -24,6 +24,8 @@ DEMO_ROWS = (
     ("planted facts found", "retrieval_accuracy", "{:.0%}", 1),
 )
 """Label, record, format and unit of each quantity."""
+HOST_ROW = ("cache in host memory", "host_bytes", "{:.1f} MiB", 2**20)
+"""Behind the cache's row, where a method keeps tokens in host memory."""
 
 
 def print_report(result: DemoResult) -> None:
@@ -52,7 +54,11 @@ def print_report(result: DemoResult) -> None:
     if sinks:
         note = "The model runs as it is: `corecontext train` adapts it to CCA."
     if result.questions[0].in_chat:
-        note += " Perplexity is that of the second half."
+        note = (
+            "Perplexity is that of the prompts' second halves. Fetch sees the raw tokens of each "
+            "query's best groups. The model runs as it is, except where it is adapted: "
+            "`corecontext train` does that."
+        )
     console().print(f"{note} The numbers are this machine's.")
 
 
@@ -64,10 +70,12 @@ def measured_table(result: DemoResult) -> Table:
     for column in (*_titles(result.records), "CCA to full"):
         table.add_column(column, justify="right")
     count = len(result.questions)
-    for label, name, shown, unit in DEMO_ROWS:
+    for label, name, shown, unit in _rows(result.records):
         values = _values(result.records, name)
         if name == "retrieval_accuracy":
             table.add_row("answers right", *[f"{round(x * count)} of {count}" for x in values], "")
+        elif name == "host_bytes":
+            table.add_row(label, *[shown.format(value / unit) for value in values], "")
         else:
             cells = [shown.format(value / unit) for value in values]
             table.add_row(label, *cells, _ratio(name, *values[:2]))
@@ -76,7 +84,10 @@ def measured_table(result: DemoResult) -> Table:
 
 def answers_table(result: DemoResult) -> Table:
     """Make the table of each question, its right answer and the answer of each method."""
-    table = Table(title="facts planted in the document, asked at its end", box=SIMPLE_HEAD)
+    title = "facts planted in the document, asked at its end"
+    if result.questions[0].in_chat:
+        title = "a number hidden in the document, asked for in the chat template"
+    table = Table(title=title, box=SIMPLE_HEAD)
     for column in ("depth", "tokens back", "question", "right", *_titles(result.records)):
         table.add_column(column, overflow="fold")
     for question, *answers in zip(result.questions, *result.answers.values()):
@@ -85,6 +96,14 @@ def answers_table(result: DemoResult) -> Table:
         place = (f"{question.depth:.0%}", str(question.distance))
         table.add_row(*place, fact.question, fact.answer, *cells)
     return table
+
+
+def _rows(records: Sequence[Record]) -> list[tuple[str, str, str, int]]:
+    """Return the rows of the quantities that were recorded."""
+    rows = list(DEMO_ROWS)
+    if any(record.name == "demo.host_bytes" for record in records):
+        rows.insert(3, HOST_ROW)
+    return rows
 
 
 def _ratio(name: str, full: float, cca: float) -> str:
@@ -108,7 +127,7 @@ def demo_table(records: Sequence[Record]) -> str:
         "| | " + " | ".join(titles) + " |",
         "|---|" + "---:|" * len(titles),
     ]
-    for label, name, shown, unit in DEMO_ROWS:
+    for label, name, shown, unit in _rows(records):
         cells = [shown.format(value / unit) for value in _values(records, name)]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -116,13 +135,13 @@ def demo_table(records: Sequence[Record]) -> str:
 
 def draw_demo(records: Sequence[Record], path: str) -> None:
     """Draw bars of the measured values, the methods side by side."""
-    rows = [row for row in DEMO_ROWS if row[1] != "retrieval_accuracy"]
+    rows = [row for row in _rows(records) if row[1] != "retrieval_accuracy"]
     size = (2.3 * len(rows), 2.6)
     figure, axes = pyplot().subplots(1, len(rows), figsize=size, layout="constrained")
     labels = [title.removesuffix(" attention").replace(" + ", " +\n") for title in _titles(records)]
     for axis, (label, name, shown, unit) in zip(axes, rows):
         values = [value / unit for value in _values(records, name)]
-        bars = axis.bar(labels, values, color=(FULL, CCA, FLOOR)[: len(values)])
+        bars = axis.bar(labels, values, color=(FULL, CCA, FLOOR, FLOOR)[: len(values)])
         axis.bar_label(bars, [shown.format(value) for value in values], fontsize=8)
         axis.set_title(label, fontsize=9)
         axis.set_yticks([])

@@ -8,8 +8,6 @@ from typing import Any
 
 from corecontext.data.retrieval import KINDS, Fact, make_facts, plant
 
-CHAT_KINDS = ("passkey", "value")
-
 
 @dataclass(frozen=True)
 class Question:
@@ -21,7 +19,8 @@ class Question:
     distance: int
     """Tokens between the fact and the end of the text."""
     token_ids: list[int]
-    """The question's tokens, without a beginning-of-text token: they continue the text."""
+    """The question's tokens, without a beginning-of-text token: they continue the text. In a chat
+    the whole prompt."""
     max_new_tokens: int
     in_chat: bool = False
     """Whether a chat model answers, in words of its own."""
@@ -39,8 +38,7 @@ class Task:
 
     token_ids: list[int]
     document_mask: list[bool]
-    """True for tokens that perplexity counts: the document's own, not planted facts; for a chat
-    model those of the second half, the far ones."""
+    """True for tokens that perplexity counts: the document's own, not planted facts."""
     questions: list[Question]
 
 
@@ -48,17 +46,9 @@ def make_task(
     tokenizer: Any, document: str, num_questions: int, max_tokens: int, seed: int = 0
 ) -> Task:
     """Plant facts at equal distances in a document, cut so that the result has at most
-    `max_tokens` tokens, and ask for each fact at its end: by the model's chat template where it has
-    one, else by the beginning of the fact's sentence."""
-    in_chat = bool(tokenizer.chat_template)
-    facts = make_facts(random.Random(seed), CHAT_KINDS if in_chat else KINDS, num_questions)
-    if in_chat:
-        head, tail = _chat_frame(tokenizer)
-        token_ids = _encode(tokenizer, head)
-        prompts = [f"\n\n{_chat_question(fact)}{tail}" for fact in facts]
-    else:
-        token_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        prompts = [fact.prompt for fact in facts]
+    `max_tokens` tokens, and ask for each fact at its end by the beginning of its sentence."""
+    facts = make_facts(random.Random(seed), KINDS, num_questions)
+    token_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     planted = sum(len(_encode(tokenizer, fact.sentence + "\n")) for fact in facts)
     room = max(0, max_tokens - len(token_ids) - planted)
     document = tokenizer.decode(_encode(tokenizer, document)[:room]).rstrip("\ufffd")
@@ -79,34 +69,17 @@ def make_task(
         ends.append(len(token_ids))
     append(rest, True)
     length = len(token_ids)
-    if in_chat:
-        mask[: length // 2] = [False] * (length // 2)
     questions = [
         Question(
             fact,
             depth=end / length,
             distance=length - end,
-            token_ids=_encode(tokenizer, prompt),
-            max_new_tokens=len(_encode(tokenizer, fact.completion)) + (24 if in_chat else 2),
-            in_chat=in_chat,
+            token_ids=_encode(tokenizer, fact.prompt),
+            max_new_tokens=len(_encode(tokenizer, fact.completion)) + 2,
         )
-        for fact, prompt, end in zip(facts, prompts, ends)
+        for fact, end in zip(facts, ends)
     ]
     return Task(token_ids, mask, questions)
-
-
-def _chat_frame(tokenizer: Any) -> tuple[str, str]:
-    """Return what the chat template writes before and after the user's message."""
-    message = [{"role": "user", "content": "\x00"}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    head, _, tail = text.partition("\x00")
-    return head + "Read this text and answer the question after it.\n\n", tail
-
-
-def _chat_question(fact: Fact) -> str:
-    """Return the question about a fact whose sentence says "The ... is ANSWER."."""
-    subject = fact.sentence.partition(" is ")[0]
-    return f"Question: What is {subject[0].lower()}{subject[1:]}? Answer with the number only."
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
