@@ -51,6 +51,7 @@ UNITS = {
     "real.answer_nll": "nats",
     "real.first_token_s": "s",
     "real.hit_share": "fraction",
+    "real.recall": "fraction",
     "real.training_s": "s",
     "real.training_bytes": "bytes",
     "serve.first_token_s": "s",

@@ -172,12 +172,13 @@ def reproduce(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the reproduction, or a measurement on a pretrained model: `real`, or `rivals` beside
-    kvpress; returns the exit code."""
+    """Run the reproduction, or a measurement on a pretrained model: `real`, its
+    `indices`, or `rivals` beside kvpress; returns the exit code."""
+    from reproduction.indices_command import indices
     from reproduction.real_command import real
     from reproduction.rivals_command import rivals
 
-    measurements = {"real": real, "rivals": rivals}
+    measurements = {"real": real, "rivals": rivals, "indices": indices}
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: Any = reproduce
     program = "python -m reproduction"

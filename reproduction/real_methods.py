@@ -50,16 +50,20 @@ class Sizes:
         settings |= {"store": self.store, "fetch_slots": self.fetch_slots}
         return self.cca().replace(**settings, fetch_share=1)
 
-    def fetch_equal_bytes(self) -> CCAConfig:
+    def fetch_equal_bytes(self, group_size: int | None = None) -> CCAConfig:
         """Return fetch from host memory with the widest window, in whole groups, whose device bytes
         are at most those of CCA without masses, in 16 bits.
+
+        Args:
+            group_size: Of fetch, where CCA's is another.
 
         Raises:
             ValueError: the index alone takes more.
         """
-        config = self.fetch().replace(store="host", fetch_slots=0)
+        g = group_size or self.group_size
+        config = self.fetch().replace(store="host", fetch_slots=0, group_size=g)
         budget = self._device_bytes(self.cca().replace(core_mass=False))
-        for window in range(self.window_size, 0, -self.group_size):
+        for window in range(self.window_size, 0, -g):
             narrow = config.replace(window_size=window)
             if self._device_bytes(narrow) <= budget:
                 return narrow

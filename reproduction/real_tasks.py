@@ -11,6 +11,8 @@ import random
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from corecontext.data.chat import chat_prompt
 from corecontext.data.needles import find_tokens, make_needles
 from corecontext.data.retrieval import Fact, make_facts, plant
@@ -37,8 +39,12 @@ class Question(NamedTuple):
 
     def share_right(self, run: AttentionRun) -> float:
         """Return the share of the facts that a model under an attention knows."""
+        return self.share_of(run.is_first_choice(self.ids, self.places[0].start))
+
+    def share_of(self, right: Tensor) -> float:
+        """Return the share of the facts whose tokens are right, `right` [n] being those from the
+        first fact on."""
         first = self.places[0].start
-        right = run.is_first_choice(self.ids, first)
         return sum(
             bool(right[place.start - first : place.stop - first].all()) for place in self.places
         ) / len(self.places)

@@ -1,0 +1,110 @@
+"""Attentions of the comparison of indices: one that shows its queries and keys, and fetch by a
+learned index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from corecontext import cca_attention
+from corecontext.baselines.blocks import dense_attention
+from corecontext.baselines.method import Call, Method
+from corecontext.config import CCAConfig
+from corecontext.ops.fetch import index as fetch_index
+from corecontext.ops.fetch import query_blocks
+from corecontext.ops.spec import Cores, Spec, Tokens
+from reproduction.index_training import Projections
+
+
+@dataclass(frozen=True)
+class Shown(Method):
+    """Full attention that shows each layer's queries, keys and values before it attends."""
+
+    name: ClassVar[str] = "shown"
+    needs_rotary = True
+    look: Callable[[Call], None]
+
+    def attend(self, call: Call) -> Tensor:
+        """Call `look`, and attend to all tokens."""
+        self.look(call)
+        return dense_attention(call.q, call.k, call.v, call.scoring)
+
+
+@dataclass(frozen=True)
+class LearnedFetch(Method):
+    """Fetch by an index of projected keys, on whole texts."""
+
+    name: ClassVar[str] = "fetch"
+    needs_rotary = True
+    config: CCAConfig
+    """Sizes, and the index of projected keys."""
+    layers: tuple[Projections, ...]
+    """Of each full-attention layer."""
+
+    def fetching(self, num_groups: int) -> LearnedFetch:
+        """Return the same with another number of groups fetched."""
+        return replace(self, config=self.config.replace(fetch_groups=num_groups))
+
+    def attend(self, call: Call) -> Tensor:
+        """Attend with fetch; the layer's projections choose."""
+        config = self.config
+        with projected(self.layers[call.layer.full_index]):
+            return cca_attention(
+                call.q,
+                call.k,
+                call.v,
+                group_size=config.group_size,
+                window_size=config.window_size,
+                sink_size=config.sink_size,
+                rotary=call.rotary,
+                scale=call.scoring.scale,
+                softcap=call.scoring.softcap,
+                core_mass=config.core_mass,
+                fetch_groups=config.fetch_groups,
+                fetch_index=config.fetch_index,
+            )
+
+
+@contextmanager
+def projected(projections: Projections) -> Iterator[None]:
+    """Make fetch choose by projected queries and keys, of one row, in the plain path and in the
+    kernels."""
+    from corecontext.ops.triton import fetch_backend
+
+    def build(keys: Tensor, name: str, centre: Tensor | None) -> fetch_index.Index:
+        assert centre is not None, "an index in low bits has a centre"
+        weights = projections.key.to(keys.device, torch.float32)
+        rows = len(keys) // len(weights)
+        weights = weights.repeat(rows, 1, 1)
+        keys = keys.float() @ weights[:, None]
+        centre = (centre.float()[:, None] @ weights)[:, 0]
+        return fetch_index.build(keys, name, centre)
+
+    def project(q: Tensor) -> Tensor:
+        weights = projections.query.to(q.device, torch.float32)
+        return (q.float() @ weights.repeat(len(q) // len(weights), 1, 1)[:, None]).to(q.dtype)
+
+    def scores(index: fetch_index.Index, q: Tensor, *rest: object) -> Tensor:
+        return fetch_index.scores(index, project(q), *rest)
+
+    def keys_of(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor, Tensor]:
+        g, first = spec.group_size, spec.sinks
+        groups = tokens.k[:, first : first + cores.k.shape[2] * g].unflatten(1, (-1, g))
+        centre = fetch_index.centre_of(tokens.k, spec)
+        return fetch_index.as_products(build(groups, spec.fetch_index, centre), project(q))
+
+    places = ((query_blocks, "build", build), (query_blocks, "scores", scores))
+    places += ((fetch_backend, "_index", keys_of),)
+    before = [getattr(module, name) for module, name, _ in places]
+    try:
+        for module, name, function in places:
+            setattr(module, name, function)
+        yield
+    finally:
+        for (module, name, _), function in zip(places, before):
+            setattr(module, name, function)

@@ -1,0 +1,232 @@
+"""Compare indices of fetch on a pretrained model: recall of the groups with the largest masses, far
+perplexity and needles, untrained or learned."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corecontext.baselines import enabled
+from corecontext.baselines.method import Call
+from corecontext.config import CCAConfig
+from corecontext.cost import ModelCost
+from corecontext.fetch_sizes import index_bytes
+from corecontext.ops import packed
+from corecontext.ops.batch import complete_groups
+from corecontext.ops.fetch.choice import choose
+from corecontext.ops.fetch.index import build, centre_of, scores
+from corecontext.ops.mass import add_to_bias
+from corecontext.ops.spec import Spec, Tokens
+from corecontext.perplexity import hidden_nll
+from corecontext.record import Record, append_records, device_name, make_record
+from reproduction.index_methods import LearnedFetch, Shown
+from reproduction.index_training import LayerIndex, Projections, groups_of, sees_groups
+from reproduction.real import RealModel, far_half
+from reproduction.real_attention import tokens_of
+from reproduction.real_methods import Heads, Shape, describe
+from reproduction.real_tasks import Question
+
+QUERIES = 128
+"""Queries of a layer and window whose choices are compared, or that an index learns from."""
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The training of an index."""
+
+    rank: int = 16
+    """Elements of a projected key."""
+    name: str = "parts:16:4"
+    """Index of projected keys."""
+    steps: int = 300
+    """One window of lm_train each."""
+
+
+class IndexStudy:
+    """Measurements of indices on one model.
+
+    Args:
+        real: The model and its texts.
+        rows: Windows or prompts of a forward pass.
+    """
+
+    def __init__(self, real: RealModel, rows: int) -> None:
+        self.real = real
+        self.rows = rows
+        self.model = real.original.model
+        self.cost = ModelCost.of(self.model.config, self.model)
+
+    def learned(self, config: CCAConfig, learning: Learning) -> LearnedFetch:
+        """Train the index of each layer, and return fetch by it."""
+        layers: dict[int, LayerIndex] = {}
+        spec = self._spec(config)
+        windows = self.real.training_windows
+
+        def look(call: Call) -> None:
+            index = layers.setdefault(
+                call.layer.full_index, LayerIndex(learning.rank, learning.name, learning.steps)
+            )
+            length = call.q.shape[2]
+            first = min(2 * config.window_size, length // 2)
+            place = torch.randint(first, length, (QUERIES,), device="cpu").sort().values
+            q = by_kv_head(call)[:, :, place.to(call.q.device)]
+            # Parameters of another mode than inference.
+            index.learn(q.clone(), call.k[0].clone(), place.to(q.device), spec)
+
+        torch.manual_seed(self.real.adaptation.seed)
+        for step in range(learning.steps):
+            self._show(windows[step % len(windows)].ids, look)
+            if step % 50 == 0 or step == learning.steps - 1:
+                loss = sum(layer.losses[-1] for layer in layers.values()) / len(layers)
+                print(f"learned index, step {step}: divergence {loss:.4f}", flush=True)
+        projections = [layers[i].projections for i in range(len(layers))]
+        fixed = tuple(Projections(*(x.detach() for x in pair)) for pair in projections)
+        return LearnedFetch(config.replace(fetch_index=learning.name), fixed)
+
+    def recall(self, settings: Sequence[CCAConfig | LearnedFetch], windows: int) -> list[Record]:
+        """Return the share of the k groups with the largest masses that each index chooses, in the
+        far halves of windows read by full attention."""
+        shares: dict[int, list[float]] = defaultdict(list)
+
+        def look(call: Call) -> None:
+            length = call.q.shape[2]
+            place = torch.linspace(length // 2, length - 1, QUERIES, device=call.q.device).long()
+            for number, setting in enumerate(settings):
+                shares[number].append(self._recall_of(setting, call, place))
+
+        for window in self.real.test_windows[:windows]:
+            self._show(window.ids, look)
+        records = []
+        for number, setting in enumerate(settings):
+            params = self._params(setting, self.real.sizes.length, "recall")
+            params["windows"] = windows
+            mean = sum(shares[number]) / len(shares[number])
+            records.append(self._append("real.recall", mean, params))
+        return records
+
+    def _recall_of(self, setting: CCAConfig | LearnedFetch, call: Call, place: Tensor) -> float:
+        """Return the recall of one layer and window."""
+        config = config_of(setting)
+        spec = self._spec(config).replace(rotary=call.rotary)
+        q = by_kv_head(call).float()
+        k, v = call.k[0].float(), call.v[0].float()
+        tokens = Tokens(q, k, v)
+        groups = complete_groups(tokens, spec.group_size, spec.sinks)
+        cores = packed.pool(groups, spec)
+        bias = add_to_bias(None, packed.mass(groups, spec), q.shape[1])
+        q = q[:, :, place]
+        visible = sees_groups(place, groups.k.shape[1], spec)
+        nearest = torch.zeros(q.shape[:3], device=q.device)  # shares are of the far past alone
+        marks = []
+        for name in ("oracle", config.fetch_index):
+            keys, centre, queries = groups_of(k, spec), centre_of(k, spec), q
+            if isinstance(setting, LearnedFetch) and name != "oracle":
+                projections = setting.layers[call.layer.full_index]
+                keys = keys @ projections.key[:, None]
+                centre = (centre[:, None] @ projections.key)[:, 0]
+                queries = q @ projections.query[:, None]
+            each = scores(build(keys, name, centre), queries, cores, spec, bias)
+            marks.append(choose(each, visible, nearest, spec.fetch_groups))
+        return float((marks[0] & marks[1]).sum() / marks[0].sum())
+
+    def measure(self, setting: CCAConfig | LearnedFetch, windows: int) -> list[Record]:
+        """Return far perplexity of so many windows, and the share of right answers of each task."""
+        records = []
+        with torch.inference_mode(), enabled(self.model, setting):
+            if windows:
+                head = self.model.get_output_embeddings()
+                texts = [list(window.ids) for window in self.real.test_windows[:windows]]
+                losses = [hidden_nll(head, hidden, ids) for hidden, ids in self._read(texts)]
+                value = math.exp(float(far_half(torch.stack(losses).double().mean(0)).mean()))
+                params = self._params(setting, self.real.sizes.length, "far")
+                records.append(self._append("real.perplexity", value, params))
+            for (task, length), questions in self.real.questions.items():
+                share = self._share_right(questions)
+                params = self._params(setting, length, task)
+                records.append(self._append("real.accuracy", share, params))
+        return records
+
+    def _share_right(self, questions: Sequence[Question]) -> float:
+        """Return the share of the facts that the model knows, first choices as answers."""
+        head = self.model.get_output_embeddings()
+        total = 0.0
+        for question, (hidden, ids) in zip(questions, self._read([x.ids for x in questions])):
+            first = question.places[0].start
+            right = head(hidden[:, first - 1 : -1]).argmax(-1) == ids[:, first:]
+            total += question.share_of(right[0].cpu())
+        return total / len(questions)
+
+    def _read(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the last hidden states [1, L, C] and the tokens [1, L] of each text, some read at
+        once; no token sees the padding behind it."""
+        for start in range(0, len(texts), self.rows):
+            batch = texts[start : start + self.rows]
+            longest = max(map(len, batch))
+            padded = torch.cat(
+                [tokens_of([*text, *[0] * (longest - len(text))], self.model) for text in batch]
+            )
+            hidden = self.model.get_decoder()(padded, use_cache=False).last_hidden_state
+            for i, text in enumerate(batch):
+                yield hidden[i : i + 1, : len(text)], padded[i : i + 1, : len(text)]
+
+    def _show(self, ids: Any, look: Any) -> None:
+        """Read a text by full attention, and show each layer's call."""
+        with torch.no_grad(), enabled(self.model, Shown(look)):
+            self.model.get_decoder()(tokens_of(ids, self.model), use_cache=False)
+
+    def _spec(self, config: CCAConfig) -> Spec:
+        """Return the settings of the operator, without a rotation of core keys."""
+        scale = self.cost.head_dim**-0.5
+        return Spec.of(config.replace(core_position="token"), None, scale)
+
+    def _params(self, setting: CCAConfig | LearnedFetch, length: int, task: str) -> dict[str, Any]:
+        """Return the params of a record."""
+        real = self.real
+        config = config_of(setting)
+        method = "fetch_equal_bytes" if config.store == "host" else "fetch"
+        params = {"model": real.name, "method": method, "trained_tokens": 0}
+        params |= describe(config, Heads(Shape(0, 0)))
+        sizes = self.cost.config_bytes(config, length)
+        device_bytes = sizes.device
+        if isinstance(setting, LearnedFetch):
+            # Its keys have R elements.
+            rank = setting.layers[0].key.shape[2]
+            itemsize = self.cost.itemsize
+            each = [
+                index_bytes(config.fetch_index, config.group_size, dim, itemsize)
+                for dim in (self.cost.head_dim, rank)
+            ]
+            groups = (length - config.sink_size) // config.group_size
+            heads = self.cost.num_layers * self.cost.kv_heads
+            device_bytes -= heads * groups * (each[0] - each[1])
+            params["index"] = f"learned:{rank}:{config.fetch_index}"
+        params |= {"seed": real.adaptation.seed, "windows": len(real.test_windows)}
+        params |= {"needles": real.protocol.needles, "lists": real.protocol.lists}
+        params |= {"length": length, "task": task}
+        return params | {"device_bytes": device_bytes, "host_bytes": sizes.host}
+
+    def _append(self, name: str, value: float, params: dict[str, Any]) -> Record:
+        record = make_record(name, value, params, device=device_name(self.model.device))
+        append_records(self.real.protocol.output, [record])
+        print(
+            f"{params['index']}, g {params['group_size']}, k {params['fetch_groups']}: {name} "
+            f"{value:.4f}, {params['task']} at {params['length']} tokens",
+            flush=True,
+        )
+        return record
+
+
+def config_of(setting: CCAConfig | LearnedFetch) -> CCAConfig:
+    """Return the settings of fetch."""
+    return setting.config if isinstance(setting, LearnedFetch) else setting
+
+
+def by_kv_head(call: Call) -> Tensor:
+    """Return the queries of a call with one row by KV head [N, r, T, D]."""
+    return call.q[0].unflatten(0, (call.k.shape[1], -1))

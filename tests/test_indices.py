@@ -1,0 +1,72 @@
+"""The comparison of indices on a pretrained model, on a tiny one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_real import COUNTS, SIZES, data, model  # noqa: F401
+
+from corecontext.config import CCAConfig
+from corecontext.ops.spec import Spec
+from corecontext.record import read_records
+from reproduction.command import main
+from reproduction.index_training import LayerIndex, groups_of, log_shares, sees_groups
+from reproduction.real_methods import Sizes
+
+
+def test_the_command(data, model, tmp_path):  # noqa: F811
+    """Far perplexity and needles are those of `real`, which reads text by text with a cache; the
+    exact masses recall all groups."""
+    output = str(tmp_path / "real.jsonl")
+    base = ["--model", str(model), "--data", str(data), "--output", output, *SIZES, *COUNTS]
+    fetch = ["--method", "fetch", "--fetch-index", "oracle", "--fetch-groups", "2", "--core-mass"]
+    assert main(["real", *fetch, *base]) == 0
+    whole = {record.name: record.value for record in read_records(output)}
+    base += ["--tokens", "8", "--rows-at-once", "2"]
+    options = ["--recall-windows", "1", "--index", "oracle", "--index", "core", "--index", "mean@8"]
+    assert main(["indices", *base, *options]) == 0
+    options = ["--index", "parts:4:4", "--rank", "4", "--steps", "2", "--needles", "0"]
+    assert main(["indices", *base, *options]) == 0
+    values = {}
+    assert len(read_records(output)) == 2 + 3 * 3 + 2
+    for record in read_records(output):
+        p = record.params
+        values[record.name, p["index"], p["fetch_groups"]] = record
+    assert values["real.recall", "oracle", 2].value == 1
+    assert 0 < values["real.recall", "core", 2].value < 1
+    assert values["real.recall", "mean", 1].params["group_size"] == 8
+    learned = values["real.perplexity", "learned:4:parts:4:4", 2]
+    ours = values["real.perplexity", "oracle", 2]
+    assert ours.value == pytest.approx(whole["real.perplexity"], rel=1e-5)
+    assert values["real.accuracy", "oracle", 2].value == whole["real.accuracy"]
+    assert learned.params["device_bytes"] > ours.params["device_bytes"]
+
+
+def test_an_index_learns_the_shares_of_the_groups():
+    """By two of eight elements, and two keys of four: queries read hardly any others."""
+    generator = torch.Generator().manual_seed(0)
+    spec = Spec(4, 8, 1.0, sink_size=4)
+    q = torch.randn(2, 3, 40, 8, generator=generator)
+    k = torch.randn(2, 132, 8, generator=generator)
+    q[..., 2:] *= 0.01
+    k[..., 2:] *= 3
+    position = torch.arange(92, 132)
+    index = LayerIndex(2, "parts:2:2", 40)
+    for _ in range(40):
+        index.learn(q, k, position, spec)
+    assert index.losses[0] < 0.2 and index.losses[-1] < 0.75 * index.losses[0]
+    groups = groups_of(k, spec)
+    assert torch.equal(groups[:, 0], k[:, 4:8]) and groups.shape == (2, 32, 4, 8)
+    visible = sees_groups(position, 32, spec)
+    assert visible.sum(1).tolist() == [(int(p) - 4 - 8 + 1) // 4 for p in position]
+    shares = log_shares(q, groups, visible, spec).exp()
+    torch.testing.assert_close(shares.sum(-1), torch.ones(2, 3, 40))
+
+
+def test_groups_of_another_size_in_the_bytes_of_cca():
+    sizes = Sizes(core_mass=True, fetch_groups=32, fetch_index="bits:2")
+    equal = sizes.fetch_equal_bytes(32)
+    assert (equal.group_size, equal.window_size, equal.store) == (32, 160, "host")
+    assert isinstance(equal, CCAConfig)
+    with pytest.raises(ValueError, match="window_size must be larger"):
+        sizes.fetch_equal_bytes()
