@@ -43,6 +43,7 @@ SETTINGS = {
     "max_length": 512,
     "window_size": 16,
     "group_size": 4,
+    "fetch_groups": 4,
     "policy": "fixed",
     "dtype": "float32",
 }
@@ -53,6 +54,7 @@ ASKED = [
         "temperature": 0,
         "ignore_eos": True,
         **({"group_size": 2, "window_size": 20} if i % 4 == 1 else {}),
+        **({"fetch_groups": i // 4} if i % 4 == 3 else {}),
         **({"temperature": 0.8, "seed": i} if i % 5 == 2 else {}),
         **({"stop": ["a", "e"]} if i % 3 == 0 else {}),
     }

@@ -346,25 +346,6 @@ def test_a_layer_keeps_no_cache_that_vllm_frees(make_layers):
     assert not any(cache() is not None for cache in caches)
 
 
-@pytest.mark.parametrize(
-    "setting, value",
-    [
-        ("pooling", "mean"),
-        ("core_heads", "query"),
-        ("num_groups", 4),
-        ("fetch_groups", 2),
-        ("cache_dtype", "int8"),
-        ("prefill", "full"),
-        ("group_size", 1),
-        ("head_group_sizes", (2, 4)),
-        ("learned", ("bias",)),
-    ],
-)
-def test_settings_without_a_kernel_are_refused(setting, value):
-    with pytest.raises(ValueError, match=f"^cca.{setting} must be "):
-        settings_of(hf_config(**{setting: value}))
-
-
 def test_other_architectures_are_refused():
     config = hf_config()
     config.architectures = ["Gemma3ForCausalLM"]
