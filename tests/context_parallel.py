@@ -152,6 +152,10 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         {**base, "sink_size": 9, "learned": parameters(), "core_heads": "query", "core_mass": True},
         {**base, "core_heads": "query", "core_mass": True},
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
+        {**base, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
+        {**base, "fetch_groups": 5, "sink_size": 6, "core_mass": True, "softcap": 3.0},
+        {**base, "fetch_groups": 2, "fetch_index": "core", "core_heads": "query"},
+        {**base, "fetch_groups": 99, "group_size": (1, 5), "core_mass": True},
     ]
     # Each pair would do the same, so the first pair does it.
     for group in (dist.group.WORLD, pair)[: 2 if rank < 2 else 1]:
@@ -165,6 +169,7 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
             for settings in (
                 {**base, "core_mass": True},
                 {**base, "learned": parameters(), "sink_size": 7, "core_mass": True},
+                {**base, "fetch_groups": 3, "sink_size": 7, "core_mass": True},
             ):
                 check(group, Layout(lengths, owners, here), inputs(sum(lengths)), settings)
         for sink_size in (0, 16, 200):  # none, those of two processes, all tokens
@@ -173,7 +178,12 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
             check(group, layout, inputs(13 * size, heads=2), settings)
         tensors = inputs(120, batch=1)
         for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
-            for settings in ({**base, "sink_size": 4}, {**base, "learned": parameters()}):
+            fetching = {**base, "fetch_groups": 2, "core_mass": True}
+            for settings in (
+                {**base, "sink_size": 4},
+                {**base, "learned": parameters()},
+                fetching,
+            ):
                 check(group, Layout.balanced(120, size, here), tensors, settings, documents)
         for documents in ((), (0, 30, 40)):  # all of it on one process
             check(group, Layout((40,), (1,), here), inputs(40, batch=1), base, documents)
@@ -233,7 +243,7 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
                 core_mass=True,
             )
             if checkpointing
-            else plain
+            else plain.replace(fetch_groups=2, core_mass=bool(documents))
         )
         corecontext.enable(whole, config)
         expected, loss = run(whole, ids, positions, labels, ids.numel())

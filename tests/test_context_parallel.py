@@ -19,6 +19,7 @@ from tiny_model import save_tiny_model
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout
 from corecontext.ops.spec import Inputs, Spec
 
@@ -182,14 +183,26 @@ def test_chunks_get_what_they_see_once_and_make_each_group_once():
         assert layout.is_shared == (len(held) == 2)
 
 
-def test_fetch_is_refused_with_the_way_out():
+@pytest.mark.parametrize(
+    "settings, learned, keeper, message",
+    [
+        ({"fetch_share": 16}, {}, None, "fetch_share 16, .* Use fetch_share=1"),
+        ({}, {"bias": torch.zeros(2)}, None, "learned core tokens, .* Use fetch_groups=0"),
+        ({"pooling": "mean"}, {}, None, "learned .* another pooling than .* Use fetch_groups=0"),
+        ({}, {}, Keeper(), "a keeper: .* Read the prompt on one process"),
+    ],
+)
+def test_fetch_that_cannot_be_spread_is_refused_with_the_way_out(
+    settings, learned, keeper, message
+):
     from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 
     wire = SimpleNamespace(rank=0, size=2)
     x = torch.zeros(1, 2, 20, 8)
-    spec = Spec(4, 9, 1.0, fetch_groups=3)
-    with pytest.raises(NotImplementedError, match="got 3: .* Use one process, split the heads"):
-        context_parallel_attention(Inputs(x, x, x), Shard(wire, Layout.balanced(40, 2, 0)), spec)
+    spec = Spec(4, 9, 1.0, fetch_groups=3, **settings)
+    shard = Shard(wire, Layout.balanced(40, 2, 0), keeper=keeper)
+    with pytest.raises(NotImplementedError, match=f"^fetch_groups must be 0 .* with {message}"):
+        context_parallel_attention(Inputs(x, x, x, None, learned), shard, spec)
 
 
 def test_shards_refuse_what_does_not_fit():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from corecontext.ops.fetch.index import (
     segments,
 )
 from corecontext.ops.mass import add_to_bias
-from corecontext.ops.spec import Spec, Tokens, Upstream
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import num_visible_cores
 
 ROTARY = Rotary.from_theta(100.0, 16)
@@ -524,3 +525,31 @@ def test_the_rotation_is_made_under_any_default_device():
     with torch.device("meta"):
         found = low_bits.rotation.__wrapped__(16, torch.float32, torch.device("cpu"))
     assert torch.equal(found, expected)
+
+
+def test_gradients_of_later_queries_are_those_of_the_portable_path_on_every_backend():
+    """Kernels have a backward of whole sequences only."""
+    generator = torch.Generator().manual_seed(0)
+    spec = Spec(4, 9, 0.4, sink_size=4, fetch_groups=2, fetch_index="mean")
+    q = torch.randn(1, 2, 11, 8, generator=generator)
+    k, v = torch.randn(2, 1, 40, 8, generator=generator)
+    tokens = Tokens(q, k, v, q_start=29)
+    cores = Cores(*torch.randn(2, 1, 1, 9, 8, generator=generator))
+
+    def kernels(*call):
+        raise AssertionError("a backward of whole sequences was called")
+
+    module = SimpleNamespace(
+        attend_backward=kernels,
+        fetch_unsupported_reason=lambda spec, tokens: None,
+        fetch_attend=query_blocks.attend,
+        fetch_attend_backward=kernels,
+    )
+    backend = FetchBackend(module)
+    out, lse = backend.attend(tokens, cores, spec)
+    upstream = Upstream(torch.ones_like(out), None, out, lse)
+    dq, dk, *_ = backend.attend_backward(upstream, tokens, cores, spec)
+    wide = [x.double().requires_grad_() for x in (q, k)]
+    reference.attend(Tokens(*wide, v, q_start=29), cores, spec)[0].sum().backward()
+    torch.testing.assert_close(dq, wide[0].grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dk, wide[1].grad.float(), rtol=1e-4, atol=1e-5)

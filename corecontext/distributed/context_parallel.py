@@ -2,7 +2,7 @@
 
 Per layer a process receives the core tokens of all others, L / g, and the few raw tokens before its
 chunks: about 1 / g of ring attention's keys and values (benchmarks/traffic.py counts both).
-attention.py has the computation.
+attention.py has the computation; fetch.py that of fetch, for which all raw tokens travel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from corecontext.distributed import first_tokens
+from corecontext.distributed import fetch, first_tokens
 from corecontext.distributed.attention import attend
 from corecontext.distributed.call import Call
 from corecontext.distributed.halo import Halo, Shape
@@ -78,10 +78,11 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: fetch, or backend="reference", which has no backward in parts.
+        NotImplementedError: backend="reference", which has no backward in parts, or fetch with a
+            shared choice, learned core tokens or a keeper.
     """
     q, k, v, bias, learned = inputs
-    _check(inputs, shard.layout, spec)
+    _check(inputs, shard, spec)
     (q, k, v), context = api.outside_autocast(q, k, v)
     if api.choose_backend(backend, q) == "reference":
         raise NotImplementedError(
@@ -99,15 +100,26 @@ def context_parallel_attention(
         return gather_heads(outs, heads)
 
 
-def _check(inputs: Inputs, layout: Layout, spec: Spec) -> None:
+def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
     """Raise unless the inputs are a process's share, under settings that can be spread."""
     q, k, _, _, learned = inputs
+    layout = shard.layout
     if spec.fetch_groups:
-        raise NotImplementedError(
-            f"fetch_groups must be 0 in context parallelism, got {spec.fetch_groups}: each query "
-            "chooses among the groups of all processes. Use one process, split the heads (tensor "
-            "parallelism), or fetch_groups=0."
-        )
+        unsupported = {
+            f"fetch_share {spec.fetch_share}, whose queries may be on several processes. Use "
+            "fetch_share=1": spec.fetch_share > 1,
+            "learned core tokens, or another pooling than 'cca'. Use fetch_groups=0": (
+                bool(learned) or rules.is_own_rule(spec.pooling, learned)
+            ),
+            "a keeper: a cache has all raw tokens for it. Read the prompt on one process": (
+                shard.keeper is not None
+            ),
+        }
+        for reason, applies in unsupported.items():
+            if applies:
+                raise NotImplementedError(
+                    f"fetch_groups must be 0 in context parallelism with {reason}."
+                )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)
     count = sum(layout.lengths[i] for i in layout.chunks())
@@ -162,6 +174,10 @@ def _attend_document(
         out, _ = api.attend(inputs._replace(q=q, k=k, v=v), spec, backend=backend)
         return out
     spec = spec.for_length(layout.seq_len)
+    if spec.fetch_groups and spec.group_size > 1:
+        module = api.backend_module(backend, q)
+        call = fetch.FetchCall(shard.wire, layout, spec, module, float(inputs.bias or 0.0))
+        return fetch.attend(q, k, v, call)
     # The first tokens are on every process; those after them are a sequence of their own.
     n = min(spec.sinks, layout.seq_len)
     first = None

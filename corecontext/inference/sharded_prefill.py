@@ -135,10 +135,8 @@ def _check(
         "a model with sliding-window layers cannot be spread: these layers would see parts of the "
         "prompt only. Use prefill on one process.": handle.hybrid,
         f"a prompt of prefill {config.prefill!r} {way_out}": config.prefill in ("cca", "full"),
-        f"a prompt with fetch_groups={config.fetch_groups} cannot be spread: each query chooses "
-        "among the groups of all processes. Use prefill on one process, or fetch_groups=0.": (
-            config.fetch_groups > 0
-        ),
+        f"a prompt with fetch_groups={config.fetch_groups} cannot be spread: its cache has all raw "
+        "tokens. Use prefill on one process, or fetch_groups=0.": (config.fetch_groups > 0),
         f"backend 'reference' {way_out}": config.backend == "reference",
         f"a cache in {config.cache_dtype} cannot be filled by several processes: they attend to "
         "tokens before these are rounded. Use cache_dtype='auto'.": config.cache_dtype != "auto",

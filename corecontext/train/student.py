@@ -125,10 +125,11 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     """Return the settings of the recipe `fetch` that the run supports, for options that are not
     given.
 
-    From scratch and in context parallelism, which refuses fetch, these are `raw_heads` of the
-    recipe `raw`, unless core tokens per query head or given sizes by layer exclude it. Rivals
-    support none of them. `distil` needs trained weights, rows within the model's length and one
-    process a row. The schedule is for trained weights, and its rows are no longer than the model.
+    From scratch and in context parallelism, where fetch sends all raw tokens to every process,
+    these are `raw_heads` of the recipe `raw`, unless core tokens per query head or given sizes by
+    layer exclude it. Rivals support none of them. `distil` needs trained weights, rows within the
+    model's length and one process a row. The schedule is for trained weights, and its rows are no
+    longer than the model.
     """
     from corecontext.inference.limits import position_limit
 

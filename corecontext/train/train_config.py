@@ -291,8 +291,8 @@ class TrainConfig:
         if self.method != "cca":
             self._refuse("raw_heads", f"method {self.method!r}, which has no core tokens")
             self._refuse("fetch_groups", f"method {self.method!r}, which has no core tokens")
-        if self.context_parallel > 1:
-            reason = f"context_parallel {self.context_parallel}: only core tokens travel"
+        if self.context_parallel > 1 and self.learned:
+            reason = f"context_parallel {self.context_parallel} and learned core tokens"
             self._refuse("fetch_groups", reason)
         if self.layer_group_sizes:
             reason = "layer_group_sizes, which say which heads keep every token"

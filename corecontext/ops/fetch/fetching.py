@@ -67,6 +67,9 @@ class FetchBackend:
         if not _fetches(cores, spec):
             return self.module.attend_backward(upstream, tokens, cores, spec, core_bias)
         attend, backward = self._functions(tokens, spec)
+        if tokens.q_start:
+            # The kernels' backward is that of whole sequences.
+            backward = query_blocks.attend_backward
         if not self.choices:
             self.choices.append(attend(tokens, cores, spec, core_bias)[2])
         # planted: fetch: the backward has another choice
