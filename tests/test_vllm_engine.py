@@ -24,7 +24,8 @@ pytestmark = [
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 CASES = ["plain", "mass", "long chunks", "small cache", "drafts"]
-CASES += [pytest.param(case, marks=ON_GPU) for case in ("captured", "graphs", "many")]
+CASES += ["llama 2", "llama 3", "mistral", "qwen2", "qwen3", "two workers"]
+CASES += [pytest.param(case, marks=ON_GPU) for case in ("captured", "graphs", "many", "real")]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -62,7 +62,7 @@ if not GPU:  # before modules of vLLM take the platform's object; in its workers
     vllm.platforms._current_platform = Interpreted()
     vllm.platforms.current_platform = vllm.platforms._current_platform
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.utils import cpu_triton_utils
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -145,6 +145,19 @@ CASES = {
         "speculative_config": NGRAMS,
     },
 }
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES["llama 2"] = {"shape": {"num_key_value_heads": 4}}
+CASES["llama 3"] = {"shape": {"rope_parameters": LLAMA_3}}
+CASES["mistral"] = {"family": "mistral", "shape": {"sliding_window": None}}
+CASES["qwen2"] = {"family": "qwen2"}
+CASES["qwen3"] = {"family": "qwen3", "shape": {"head_dim": 32}}
 DECODING_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 if GPU:
     CASES["captured"] = {"enforce_eager": False, "compilation_config": DECODING_GRAPHS}
@@ -203,23 +216,29 @@ def prompts(requests: int, short: bool) -> list[list[int]]:
     return texts
 
 
-def checkpoint(folder: str, config: CCAConfig, tied: bool) -> LlamaForCausalLM:
+def checkpoint(
+    folder: str, config: CCAConfig, tied: bool, family: str, shape: dict
+) -> PreTrainedModel:
     """Save a random model with these settings, and return it with core context."""
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=None,
-        bos_token_id=None,
-        tie_word_embeddings=tied,
-    )
-    model = LlamaForCausalLM(shape).eval()
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "tie_word_embeddings": tied,
+        **shape,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases and weights of norms, which begin as constants
+            parameter.data += 0.2 * torch.randn_like(parameter)
     if tied:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.data *= 0.4
@@ -230,7 +249,7 @@ def checkpoint(folder: str, config: CCAConfig, tied: bool) -> LlamaForCausalLM:
     return model.cuda() if GPU else model
 
 
-def real_checkpoint(folder: str, config: CCAConfig) -> LlamaForCausalLM:
+def real_checkpoint(folder: str, config: CCAConfig) -> PreTrainedModel:
     """Save SmolLM2 with these settings in float32, and return it with core context."""
     source = local_model("smollm2")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -259,7 +278,7 @@ def say(text: str) -> None:
 
 
 @torch.inference_mode()
-def is_greedy(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> bool:
+def is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> bool:
     """Whether each token of an answer is the likeliest by one forward over all of them."""
     tokens = torch.tensor([prompt + answer[:-1]], device=model.device)
     logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 :]
@@ -280,6 +299,7 @@ def run(name: str, options: dict) -> dict:
     if real:
         config = CCAConfig(group_size=16, window_size=64, sink_size=16, core_mass=True)
     tied = options.pop("tied", False)
+    family = options.pop("family", "llama")
     short = options.pop("short", False)
     paged_chunk.LONG_CHUNK = options.pop("long_chunk", 1024)
     COUNTS.update(accepted=0, preempted=0)
@@ -299,7 +319,7 @@ def run(name: str, options: dict) -> dict:
             model = real_checkpoint(folder, config)
             texts = real_prompts(folder, requests)
         else:
-            model = checkpoint(folder, config, tied)
+            model = checkpoint(folder, config, tied, family, options.pop("shape", {}))
             texts = prompts(requests, short)
         engine = Engine(model)
         device = engine.model.device
