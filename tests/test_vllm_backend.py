@@ -146,6 +146,7 @@ class Runner:
             _kv_cache_spec_attn_group_iterator=lambda: attention_groups,
             runner_only_attn_layers=set(),
             cache_config=config.cache_config,
+            kv_cache_config=self.caches,
         )
         blocks = prepare_kernel_block_sizes(self.caches, [[group] for group in attention_groups])
         caches = GPUModelRunner._reshape_kv_cache_tensors(stub, raw, blocks)

@@ -4,12 +4,15 @@ of visibility allows, and find there what was written."""
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from corecontext import CCAConfig
+from corecontext.integrations.vllm import plugin
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.visibility import num_visible_cores, sees_token
 
@@ -206,3 +209,11 @@ def test_as_many_requests_as_the_cache_is_said_to_hold_have_their_pages(length, 
 def test_a_cache_that_holds_no_step_holds_no_tokens():
     layout = PageLayout(group_size=4, window_size=20, sinks=4, page_size=8)
     assert layout.cache_tokens(2, 300, 200) == 0
+
+
+@pytest.mark.parametrize("version", ["0.22.1", "0.25.0", "0.2"])
+def test_an_untested_release_of_vllm_gets_no_plug_in(monkeypatch, version):
+    """Nothing of it is imported."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    with pytest.warns(UserWarning, match=f"not available in vLLM {version}, only in 0.23 and 0.24"):
+        plugin.register()

@@ -33,6 +33,7 @@ if not GPU:
 
 # ruff: noqa: E402 (vLLM reads the environment and its platform when it is imported)
 import vllm.platforms
+import vllm.utils.torch_utils
 from vllm.platforms.cpu import CpuPlatform
 
 
@@ -61,6 +62,7 @@ class Interpreted(CpuPlatform):
 if not GPU:  # before modules of vLLM take the platform's object; in its workers too
     vllm.platforms._current_platform = Interpreted()
     vllm.platforms.current_platform = vllm.platforms._current_platform
+    vllm.utils.torch_utils.PIN_MEMORY = False  # asked of the platform before, in vLLM 0.24
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm import LLM, SamplingParams

@@ -3,7 +3,7 @@ shares. Needs vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -48,19 +48,22 @@ class WindowManager(SlidingWindowManager):
         first = self._first_of(new_computed_blocks, total_computed_tokens)
         return count + self._get_num_evictable_blocks(first)
 
-    def allocate_new_computed_blocks(
-        self,
-        request_id: str,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
+    def allocate_new_computed_blocks(self, *args) -> None:
+        """Give a new request the pages that it shares with an earlier one (vLLM 0.23)."""
+        self._share(super().allocate_new_computed_blocks, *args)
+
+    def add_local_computed_blocks(self, *args) -> None:
+        """Give a new request the pages that it shares with an earlier one (vLLM 0.24)."""
+        self._share(super().add_local_computed_blocks, *args)
+
+    def _share(
+        self, add_pages: Callable, request_id: str, pages: Sequence[KVCacheBlock], *computed: int
     ) -> None:
-        """Give a new request the pages that it shares with an earlier one."""
-        first = self._first_of(new_computed_blocks, num_local_computed_tokens)
+        """Add shared pages by vLLM's method, and then the first ones, which it takes for dropped
+        ones; `computed` are the shared tokens and those from other servers."""
+        first = self._first_of(pages, computed[0])
         self.block_pool.touch(first)
-        super().allocate_new_computed_blocks(
-            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
-        )
+        add_pages(request_id, pages, *computed)
         self.req_to_blocks[request_id][: len(first)] = first
 
     def _first_of(self, pages: Sequence[KVCacheBlock], computed: int) -> Sequence[KVCacheBlock]:

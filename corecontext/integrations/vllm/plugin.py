@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import warnings
 
+VERSIONS = ("0.23", "0.24")
+"""Releases of vLLM with which the tests pass. In others, methods that the caches replace may have
+other names, and their pages would hold other tokens without an error."""
+
 
 def register() -> None:
     """Register the backend CUSTOM and the caches of its layers; more than once has no further
     effect, and models without `--attention-backend CUSTOM` are as they were.
 
-    A vLLM with other interfaces gets a warning and no backend, so that it serves other models.
+    Another release of vLLM gets a warning and no backend, so that it serves other models.
     """
     import vllm
 
-    try:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-        from corecontext.integrations.vllm.cache_managers import register_cache_specs
-    except ImportError as error:
+    if ".".join(vllm.__version__.split(".")[:2]) not in VERSIONS:
         warnings.warn(
-            f"core context is not available in vLLM {vllm.__version__}, whose interfaces are not "
-            f"those of 0.23: {error}. Install vllm==0.23.0 to serve models with it.",
+            f"core context is not available in vLLM {vllm.__version__}, only in "
+            f"{' and '.join(VERSIONS)}. Install one of them to serve models with it.",
             stacklevel=2,
         )
         return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from corecontext.integrations.vllm.cache_managers import register_cache_specs
+
     path = "corecontext.integrations.vllm.paged_backend.CoreContextBackend"
     register_backend(AttentionBackendEnum.CUSTOM, path)
     register_cache_specs()
