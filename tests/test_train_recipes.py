@@ -308,6 +308,9 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     assert run("paper") == (0, 0, 0.0) and "by default" not in capsys.readouterr().out
     assert saved_by("paper") == corecontext.CCAConfig.paper(4, 32)
     assert run("none", "--fetch-groups", "0", "--distil", "0") == (0, 0, 0.0)
+    config = TrainConfig(model=one_head.model)
+    assert best_settings(config, ())["window_size"] == 240
+    assert "window_size" not in best_settings(config, ("fetch_groups",))
     assert "by default: rate 0.0001. " in capsys.readouterr().out
     assert (
         run("window", "--method", "window") == (0, 0, 0.0)

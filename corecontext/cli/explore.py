@@ -53,7 +53,7 @@ def demo(
         int | None,
         typer.Option(
             help="Cut the document to this many tokens. Default: all of it; with --model on a CPU "
-            "3072."
+            "2560."
         ),
     ] = None,
     group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = DEFAULT_GROUP_SIZE,

@@ -40,7 +40,7 @@ CHILD_COMMAND = [sys.executable, "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SPARE_TOKENS = 256
 """Room for a question, its answer and the timed tokens."""
-CPU_TOKENS = 3072
+CPU_TOKENS = 2560
 """Tokens of the document that another model than the bundled one reads on a CPU by default: within
 minutes, each method for itself."""
 FACTS, NEEDLES = 6, 3

@@ -140,6 +140,8 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
         best = dict(RECIPES["raw"])
     if "layer_group_sizes" in given or config.core_heads != "kv":
         best.pop("raw_heads", None)
+    if "fetch_groups" in given:
+        best.pop("window_size", None)  # which leaves room for the recipe's index
     hf_config = load_config(config.model)
     limit = position_limit(hf_config)
     best["context_length"] = min(best["context_length"], limit or best["context_length"])

@@ -43,6 +43,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "fetch_groups": 64,
         "fetch_index": "pairs:2",
         "store": "host",
+        # The rest of the bytes that CCA with a window of 512 has on the device at 8,192 tokens.
+        "window_size": 240,
         "distil": 0.5,
         **SCHEDULE,
     },
