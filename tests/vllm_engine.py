@@ -303,13 +303,13 @@ def run(name: str, options: dict) -> dict:
     tied = options.pop("tied", False)
     family = options.pop("family", "llama")
     short = options.pop("short", False)
-    paged_chunk.LONG_CHUNK = options.pop("long_chunk", 1024)
+    paged_chunk.LONG_CHUNK = options.pop("long_chunk", 2048)
     COUNTS.update(accepted=0, preempted=0)
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
     settings = {
         "enforce_eager": True,
         "compilation_config": {} if GPU else {"custom_ops": ["none"]},
-        "gpu_memory_utilization": 0.3,
+        "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": 8 << 20,
         "max_model_len": 128,
         "max_num_batched_tokens": 24,
