@@ -63,9 +63,11 @@ def progress(description: str, total: float) -> Iterator[Advance]:
         done += amount
         if time.monotonic() - printed >= LINE_EVERY_S:
             printed = time.monotonic()
-            share = min(1.0, max(1e-6, done / total))
-            left = timedelta(seconds=round((printed - started) * (1 / share - 1)))
-            line = f"{description}: {100 * share:.0f} %, about {left} left"
+            share = min(1.0, done / total)
+            line = f"{description}: {100 * share:.0f} %"
+            if share > 0:
+                left = timedelta(seconds=round((printed - started) * (1 / share - 1)))
+                line += f", about {left} left"
             print(line, file=sys.stderr, flush=True)
 
     yield advance

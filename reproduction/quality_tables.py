@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from benchmarks.tables import Column, markdown
 from corecontext.record import Record
+from corecontext.serve.settings import BUNDLED
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import adapted, from_scratch
-from reproduction.sizes import BRIEF, FULL, Size
+from reproduction.sizes import BRIEF, FULL, Size, brief_of
 
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
 """Methods of the short table."""
@@ -52,6 +53,16 @@ def scratch_markdown(records: Sequence[Record]) -> str:
 def brief_markdown(records: Sequence[Record], size: Size = BRIEF) -> str:
     """Return the table of a brief size; 0 and 100 % are trained, or not trained, as the method."""
     return _Results(records, size, adapted).table(list(methods(size).values()))
+
+
+def bundled_markdown(records: Sequence[Record]) -> str:
+    """Return the table of the brief size around the bundled model."""
+    size = brief_of(str(BUNDLED))
+    return (
+        f"Far: the second half of windows of {size.length} bytes, one token each. Gain kept: 0 is "
+        f"the window of {size.window} tokens alone, 100 % is full attention, both trained, or not, "
+        "as the method.\n\n" + brief_markdown(records, size)
+    )
 
 
 class _Results(NamedTuple):

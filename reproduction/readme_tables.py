@@ -12,7 +12,12 @@ from pathlib import Path
 
 from benchmarks.figures import PageTable, update_pages
 from corecontext.record import read_records
-from reproduction.quality_tables import SHORT, brief_markdown, quality_markdown, scratch_markdown
+from reproduction.quality_tables import (
+    SHORT,
+    bundled_markdown,
+    quality_markdown,
+    scratch_markdown,
+)
 from reproduction.real_figure import draw_frontier
 from reproduction.real_tables import (
     extended_markdown,
@@ -25,7 +30,7 @@ from reproduction.rivals_tables import rivals_markdown
 TABLES: Sequence[PageTable] = (
     PageTable("quality", "quality", quality_markdown),
     PageTable("quality, scratch", "quality", scratch_markdown),
-    PageTable("quality, brief", "quality", brief_markdown),
+    PageTable("quality, bundled", "quality", bundled_markdown),
     PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
     PageTable("real, as it is", "real", partial(real_markdown, trained=False)),
     PageTable("real, trained", "real", partial(real_markdown, trained=True)),

@@ -170,6 +170,14 @@ def test_a_log_has_a_line_of_progress_every_ten_seconds(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == lines
 
 
+def test_no_time_is_left_to_guess_before_anything_is_done(monkeypatch, capsys):
+    times = iter((100.0, 111.0, 111.0))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(times))
+    with terminal.progress("work", 4) as advance:
+        advance(0)
+    assert capsys.readouterr().err == "work: 0 %\n"
+
+
 def test_a_terminal_has_a_bar(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

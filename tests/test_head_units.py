@@ -347,3 +347,26 @@ def test_every_trial_is_reported_beside_those_before_it(capsys, monkeypatch):
     assert [record.value for record in records] == pytest.approx([10, 11, 12, 13, 5, 6, 7, 2, 3])
     params = {"model": "m", "task": "layers", "unit": "1.1", "beside": ["2.0", "3.0"]}
     assert records[-1].params == params and records[-1].name == "quality.perplexity"
+
+
+def test_other_processes_hear_of_a_search_that_failed(monkeypatch):
+    """Else they would wait for ever; with the first process's result they go on."""
+    published = []
+    announcement = SimpleNamespace(
+        publish=published.append, wait=lambda: published[-1] if published else None
+    )
+    monkeypatch.setattr(choose, "Announcement", lambda topic, rank: announcement)
+
+    def fail(*call):
+        raise UserError("no such text")
+
+    first, second = SimpleNamespace(process_index=0), SimpleNamespace(process_index=1)
+    monkeypatch.setattr(choose, "_find", fail)
+    with pytest.raises(UserError, match="no such text"):
+        choose._find_together(None, first, None, None)
+    with pytest.raises(UserError, match="the first process says why"):
+        choose._find_together(None, second, None, None)
+    sizes = {"window_size": 7}
+    monkeypatch.setattr(choose, "_find", lambda *call: sizes)
+    assert choose._find_together(None, first, None, None) == sizes
+    assert choose._find_together(None, second, None, None) == sizes

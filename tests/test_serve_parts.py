@@ -38,7 +38,7 @@ from corecontext.serve.request import Request, Slot, TokenLogprobs  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.text import TextStream  # noqa: E402
 from corecontext.serve.token_text import TokenText  # noqa: E402
-from corecontext.serve.worker import Answer, Worker, _failure  # noqa: E402
+from corecontext.serve.worker import Answer, Worker, _failure, error_of  # noqa: E402
 
 CONFIG = CCAConfig.paper(4, 8)
 END = "\x03"
@@ -642,11 +642,14 @@ def test_a_texts_context_is_its_prompt_and_a_chats_is_none():
             "stream_options must be given with stream, got it without.",
             "stream_options",
         ),
-        (
-            {"path": "/v1/chat/completions", "top_logprobs": 1},
-            400,
-            "top_logprobs must be given with logprobs, got it without.",
-            "top_logprobs",
+        *(
+            (
+                {"path": "/v1/chat/completions", "top_logprobs": count},
+                400,
+                "top_logprobs must be given with logprobs, got it without.",
+                "top_logprobs",
+            )
+            for count in (0, 1)
         ),
     ],
     ids=str,
@@ -657,6 +660,15 @@ def test_a_refused_request_reaches_no_worker(server, body, status, message, para
     assert (response.status_code, error["message"], error["param"]) == (status, message, param)
     assert not server.requests
     assert server.ask(prompt=[127]).status_code == 200
+
+
+def test_the_log_says_where_an_error_was_raised_last():
+    try:
+        json.loads("{")
+    except ValueError as error:
+        fields = error_of(SimpleNamespace(error=error))
+    assert fields["error"] == "JSONDecodeError" and "json/decoder.py:" in fields["at"]
+    assert error_of(SimpleNamespace(error=None)) == {}
 
 
 def test_paths_and_methods_that_are_not_there():
