@@ -33,8 +33,7 @@ PLAIN = {
 }
 FETCH = {
     "index_keys_kernel",
-    "index_lse_kernel",
-    "group_scores_kernel",
+    "group_masses_kernel",
     "_select_kernel",
     "_mark_kernel",
     "fetch_fwd_kernel",
@@ -63,7 +62,6 @@ SPILLED = {
     "_attend_dkv_kernel": 1024,
     "pool_long_bwd_kernel": 512,
     "fetch_dkv_kernel": 512,
-    "group_scores_kernel": 512,
 }
 
 

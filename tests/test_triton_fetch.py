@@ -4,6 +4,7 @@ of the chosen and core tokens of the other groups, its gradients."""
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,8 +15,16 @@ from corecontext.ops import api, compose
 from corecontext.ops.api import cca_attention
 from corecontext.ops.batch import complete_groups
 from corecontext.ops.fetch import fetching
+from corecontext.ops.fetch.index import build, centre_of, scores
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton import backend, fetch_attend, fetch_choose, fetch_scores, marks
+from corecontext.ops.triton import (
+    backend,
+    fetch_attend,
+    fetch_backend,
+    fetch_choose,
+    fetch_scores,
+    marks,
+)
 from corecontext.ops.triton.fetch_attend import Fetched
 from corecontext.ops.triton.fetch_rule import Choosing
 from corecontext.visibility import sees_core, sees_token
@@ -100,8 +109,7 @@ def test_choice(case, extra):
 def test_choice_in_pieces(k, p, monkeypatch):
     """Scores of a few shares at a time, the best runs of groups first, and more groups than one
     program holds."""
-    monkeypatch.setattr(fetch_choose, "_SCORE_BYTES", 2000)
-    monkeypatch.setattr(fetch_scores, "_SEGMENT", 32)
+    monkeypatch.setattr(fetch_choose, "_MASS_BYTES", 4000)
     monkeypatch.setattr(fetch_choose, "_MOST_SELECTED", 32)
     for module in (fetch_choose, fetch_scores):
         monkeypatch.setattr(module, "RUN", 4)
@@ -109,6 +117,25 @@ def test_choice_in_pieces(k, p, monkeypatch):
     q, index = normal(1, 2, settings.num_shares, 16), normal(1, 48, p, 16)
     got = fetch_choose.choose(q, index, settings)
     assert got.tolist() == best(dense_scores(q, index, settings), k).tolist()
+
+
+@pytest.mark.parametrize(
+    "name, g", [("pairs:2", 4), ("bits:1", 3), ("parts:3:4", 6), ("outliers:3:2", 5)]
+)
+def test_index_keys_are_those_of_the_scores(name, g):
+    """Their products with rotated queries, of each index in low bits."""
+    spec = Spec(g, 9, 1.0, fetch_groups=1, fetch_index=name)
+    tokens = Tokens(normal(2, 3, 1, 20), normal(2, 41, 20), normal(2, 41, 20))
+    core = normal(2, 1, 41 // g, 20)
+    q, keys = fetch_backend._index(tokens.q, tokens, Cores(core, core), spec)
+    products = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
+    if "outliers" not in name:
+        products += math.log(g / keys.shape[2])
+    centre = centre_of(tokens.k, spec)
+    groups = tokens.k[:, : 41 // g * g].unflatten(1, (-1, g))
+    got = products.logsumexp(-1) + tokens.q @ centre[:, None, :, None]
+    right = scores(build(groups, name, centre), tokens.q, None, spec, None)
+    torch.testing.assert_close(got, right, rtol=0, atol=1e-4)
 
 
 def test_equal_scores_go_to_the_lower_number():
