@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext.ops import api, compose
 from corecontext.ops.api import cca_attention
 from corecontext.ops.batch import complete_groups
-from corecontext.ops.fetch import fetching
+from corecontext.ops.fetch import crossover, fetching
 from corecontext.ops.fetch.index import build, centre_of, scores
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import (
@@ -402,22 +402,32 @@ def test_the_kernels_say_what_they_cannot_choose():
     assert reason("bits:2", group_size=5) is None
 
 
-def test_short_prompts_with_a_shared_choice_have_full_attention(monkeypatch):
-    """Only where the operator chooses the kernels itself; it takes less time and is exact."""
+def test_full_attention_where_it_takes_less_time(monkeypatch):
+    """Only where the operator chooses the kernels itself, and no choice of each query is asked for;
+    lengths depend on index, sharing and gradients."""
     monkeypatch.setattr(api, "choose_backend", lambda backend, q: "triton")
     q, k, v = normal(1, 4, 33, 16), normal(1, 2, 33, 16, seed=1), normal(1, 2, 33, 16, seed=2)
-    settings = {"group_size": 4, "window_size": 9, "core_position": "token", "fetch_index": "mean"}
+    settings = {"group_size": 4, "window_size": 9, "core_position": "token", "fetch_groups": 2}
 
-    def attends_to_all(share, count=2, **more):
-        out = cca_attention(q, k, v, fetch_share=share, fetch_groups=count, **settings, **more)
+    def attends_to_all(index="mean", **more):
+        out = cca_attention(q, k, v, fetch_index=index, **settings | more)
         return torch.equal(out, whole)
 
     whole = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
-    assert attends_to_all(8)
-    assert not attends_to_all(8, backend="triton")
-    assert not attends_to_all(1)
-    assert not attends_to_all(8, count=0)
-    monkeypatch.setattr(api, "_WHOLE_PROMPT", 32)
-    assert not attends_to_all(8)
+    assert attends_to_all() and attends_to_all(fetch_share=8)
+    assert not attends_to_all(fetch_share=1)
+    assert not attends_to_all(fetch_share=8, backend="triton")
+    assert not attends_to_all(backend="triton")
+    assert not attends_to_all(fetch_share=8, fetch_groups=0)
+    for shares, gradients, lengths in (
+        (False, False, ((1, 32), (2, 33))),
+        (True, False, ((1, 33), (2, 32))),
+        (False, True, ((1, 33), (2, 32))),
+    ):
+        monkeypatch.setitem(crossover._LENGTHS, (shares, gradients), lengths)
+    assert not attends_to_all() and attends_to_all("pairs:2") and attends_to_all("oracle")
+    assert attends_to_all(fetch_share=8) and not attends_to_all("pairs:2", fetch_share=8)
+    q.requires_grad_()
+    assert attends_to_all() and not attends_to_all("pairs:2")

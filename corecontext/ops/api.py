@@ -22,12 +22,11 @@ from corecontext.config import (
 )
 from corecontext.ops import autograd, checks, packed, reference, rules
 from corecontext.ops.batch import check_positions, complete_groups, has_restarts
+from corecontext.ops.fetch.crossover import is_full_faster
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
 
-# Tokens of a prompt up to which full attention takes less time than a shared choice on an H200.
-_WHOLE_PROMPT = 12288
 # `packed` (cuBLAS) is faster in float32.
 _AUTO_TRITON = (torch.bfloat16, torch.float16)
 
@@ -105,7 +104,7 @@ def cca_attention(
     core_mass: bool = False,
     fetch_groups: int = 0,
     fetch_index: str = CCAConfig.fetch_index,
-    fetch_share: int = 1,
+    fetch_share: int | None = None,
     learned: Mapping[str, Tensor] | None = None,
     sink_size: int = 0,
     attention_mask: Tensor | None = None,
@@ -144,7 +143,9 @@ def cca_attention(
         fetch_index: Scores that choose, as `CCAConfig.fetch_index`: "core", "mean", "segments:8:2".
         fetch_share: Neighbouring queries, aligned to absolute positions, that share one choice.
             Above 1 the choice looks up to fetch_share - 1 tokens ahead: for prompts only, never
-            where perplexity is measured or a model is trained.
+            where perplexity is measured or a model is trained. By default each query chooses by
+            itself, and full attention, which is exact, takes the call where it takes less time and
+            backend is "auto" (docs/fetch.md); with 1 each query chooses at any length.
         learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe"
             [H, D], "key_gain" [Hkv]; docs/math.md, eq. 12.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
@@ -184,7 +185,7 @@ def cca_attention(
             sink_size=sink_size,
             fetch_groups=fetch_groups,
             fetch_index=fetch_index,
-            fetch_share=fetch_share,
+            fetch_share=1 if fetch_share is None else fetch_share,
         )
     if core_mass and pooling == "max":
         raise ValueError(
@@ -202,7 +203,7 @@ def cca_attention(
         core_mass=core_mass,
         fetch_groups=fetch_groups,
         fetch_index=fetch_index,
-        fetch_share=fetch_share,
+        fetch_share=fetch_share or 1,
         rotary=check_rotary(rotary, core_position),
     )
     ragged = Ragged(attention_mask, cu_seqlens, position_ids)
@@ -210,7 +211,8 @@ def cca_attention(
         if x is not None:
             checks.check_tensor(name, x)
     inputs = Inputs(q, k, v, core_bias, learned or {})
-    out, lse = attend(inputs, spec, ragged, backend, return_lse)
+    fetches = fetch_share == 1
+    out, lse = attend(inputs, spec, ragged, backend, return_lse, fetches)
     return (out, lse) if return_lse else out
 
 
@@ -223,8 +225,13 @@ def attend(
     ragged: Ragged = EACH_ROW,
     backend: str = "auto",
     return_lse: bool = False,
+    fetches: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Run `cca_attention` with settings that are validated already: the entry of the plug-in.
+
+    Args:
+        fetches: Whether queries that choose by themselves fetch even where full attention takes
+            less time.
 
     Returns:
         out [B, H, L, D], and log-sum-exp [B, H, L], which may be None unless return_lse.
@@ -248,13 +255,14 @@ def attend(
             ragged = ragged._replace(position_ids=None)
     with context:
         chosen = choose_backend(backend, q)
+        # planted: fetch: full attention where each query must choose
+        may_be_full = spec.fetch_groups > 0 and (spec.fetch_share > 1 or not fetches)
         plain = chosen == "triton" and _is_plain(inputs, spec, ragged, return_lse)
-        shares = spec.fetch_groups > 0 and spec.fetch_share > 1
-        # planted: fetch: whole prompts where each query chooses
-        is_short = shares and q.shape[2] <= _WHOLE_PROMPT
-        if plain and is_short and backend == "auto":
-            # Fetch all groups: PyTorch's full attention, which takes less time.
-            spec = spec.replace(fetch_groups=q.shape[2])
+        if may_be_full and plain and backend == "auto":
+            has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            if is_full_faster(spec, q.shape[2], has_gradients):
+                # All groups are fetched: PyTorch's full attention.
+                spec = spec.replace(fetch_groups=q.shape[2])
         if not isinstance(spec.group_size, tuple):
             return _attend(inputs, spec, ragged, chosen, return_lse)
         sizes, heads = heads_of_each(spec.group_size)
