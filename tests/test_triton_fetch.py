@@ -120,7 +120,7 @@ def test_choice_in_pieces(k, p, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, g", [("pairs:2", 4), ("bits:1", 3), ("parts:3:4", 6), ("outliers:3:2", 5)]
+    "name, g", [("pairs:2", 4), ("bits:1", 3), ("parts:3:4", 6), ("segments:3:2", 5)]
 )
 def test_index_keys_are_those_of_the_scores(name, g):
     """Their products with rotated queries, of each index in low bits."""
@@ -129,7 +129,7 @@ def test_index_keys_are_those_of_the_scores(name, g):
     core = normal(2, 1, 41 // g, 20)
     q, keys = fetch_backend._index(tokens.q, tokens, Cores(core, core), spec)
     products = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
-    if "outliers" not in name:
+    if "segments" not in name:
         products += math.log(g / keys.shape[2])
     centre = centre_of(tokens.k, spec)
     groups = tokens.k[:, : 41 // g * g].unflatten(1, (-1, g))
