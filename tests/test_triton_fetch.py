@@ -283,18 +283,6 @@ def test_gradients(dtype, case, extra):
         assert torch.allclose(got[5].double(), wanted[5], atol=20 * ERROR[dtype])
 
 
-def test_gradients_of_some_shares_at_a_time(monkeypatch):
-    tensors, fetched, spec, _ = case_of(CASES[1])
-    tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
-    out, lse = fetch_attend.attend(tokens, cores, spec, None, fetched)
-    upstream = Upstream(normal(*out.shape, seed=7), None, out, lse)
-    whole = fetch_attend.attend_backward(upstream, tokens, cores, spec, None, fetched)
-    monkeypatch.setattr(fetch_attend, "_CACHE_BYTES", 12000)
-    parts = fetch_attend.attend_backward(upstream, tokens, cores, spec, None, fetched)
-    for name, got, right in zip(("q", "k", "v", "core_k", "core_v"), parts, whole):
-        assert_rows(got, right, torch.float32, name)
-
-
 @pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
 @pytest.mark.parametrize("sinks, share", [(0, 1), (32, 1), (0, 2), (16, 16), (0, 64)])
 def test_gradients_at_once(sinks, share):

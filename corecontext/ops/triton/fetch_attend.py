@@ -32,7 +32,6 @@ from corecontext.ops.triton.tiles import (
 )
 
 _MARK_BYTES = 256 << 20  # marks in memory at a time, of some KV heads
-_CACHE_BYTES = 24 << 20  # queries of a KV head and their gradients that stay in the L2 cache
 
 
 class Fetched(NamedTuple):
@@ -234,28 +233,19 @@ def add_raw_gradients(
     lse = upstream.lse.contiguous()
     delta = torch.empty_like(lse)
     (add_query_gradient or _add_query_gradient)(upstream, call, dq, delta, query_scale)
+    order, begin = _shares_by_group(fetched.chosen, num_groups)
     tiles = fetch_dkv_tiles(*call.chip(), spec.group_size)
     constants = call.constants(tiles, spec.group_size)
-    # Some shares at a time, whose queries and gradients then stay in the L2 cache.
-    count, num_chosen = fetched.chosen.shape[1:]
-    size = max(1, _CACHE_BYTES // (2 * call.rows * q.shape[3] * q.element_size()))
-    wide = [x.float() if size < count else x for x in (dk, dv)]
-    for low in range(0, count, size):
-        order, begin = _shares_by_group(fetched.chosen[:, low : low + size], num_groups)
-        order += low * num_chosen
-        launch(
-            fetch_dkv_kernel,
-            (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * q.shape[0],),
-            (
-                *(q, k, v, lse, grad_out, delta, order, begin, *wide),
-                *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
-            ),
-            (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
-            **constants,
-        )
-    if size < count:
-        dk.copy_(wide[0])
-        dv.copy_(wide[1])
+    launch(
+        fetch_dkv_kernel,
+        (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * q.shape[0],),
+        (
+            *(q, k, v, lse, grad_out, delta, order, begin, dk, dv),
+            *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
+        ),
+        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
+        **constants,
+    )
 
 
 def _add_query_gradient(
