@@ -230,10 +230,10 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16"}
     if dim <= fetch_index_keys.MAX_DIM:
         yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
-    sizes = {"HEADS": HEADS, "RUN": 16, "OF_RUNS": True, "FROM_RUNS": False, "BLOCK": 512}
+    sizes = {"HEADS": HEADS, "RUN": 16, "OF_RUNS": True, "FROM_RUNS": False, "BLOCK_R": 512}
     sizes |= {"BLOCK_K": 64, "num_warps": 4}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
-    sizes |= {"OF_RUNS": False, "FROM_RUNS": True, "BLOCK": 1024, "num_warps": 1}
+    sizes |= {"OF_RUNS": False, "FROM_RUNS": True, "BLOCK_R": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BY_ENTRY": True, "BLOCK": 64, "num_warps": 1}, types)
     for rows in (16, 64):

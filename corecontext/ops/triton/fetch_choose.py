@@ -17,6 +17,7 @@ from corecontext.ops.triton.fetch_rule import Choosing, groups_of_share
 from corecontext.ops.triton.fetch_scores import RUN, Masses, Queries, group_masses, mass_dtype
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 
+_CACHE_BYTES = 16 << 20  # index keys in use at a time, which then stay in the L2 cache
 _MASS_BYTES = 512 << 20  # masses of groups in memory at a time
 _SELECTED = 2048  # scores that a warp holds in registers
 _MOST_SELECTED = 8192  # scores of groups that one program bisects
@@ -25,13 +26,19 @@ _INFINITY_BITS = tl.constexpr(0x7F800001)  # the bits of NaN are cut to these
 
 
 @triton.jit
-def _scores_of(masses_ptr, sums_ptr, groups, seen, stride_head, num_rows, HEADS: tl.constexpr):
-    """Return the scores of groups, their shares added up over the heads; -1 where not seen."""
-    total = groups * 0.0
+def _scores_of(
+    masses_ptr, sums_ptr, runs, count, stride_head, num_rows, HEADS: tl.constexpr, RUN: tl.constexpr
+):
+    """Return the scores of the groups of runs, their shares added up over the heads, [runs, RUN];
+    -1 from group `count` on and where a run is -1."""
+    groups = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    # A run has one mask, so that it is read at once.
+    exists = ((runs >= 0) & (runs * RUN < count))[:, None]
+    total = tl.zeros(groups.shape, tl.float32)
     for i in tl.static_range(HEADS):
-        masses = tl.load(masses_ptr + i * stride_head + groups, mask=seen, other=0.0)
+        masses = tl.load(masses_ptr + i * stride_head + groups, mask=exists, other=0.0)
         total += masses.to(tl.float32) / tl.load(sums_ptr + i * num_rows)
-    return tl.where(seen, total, -1.0)
+    return tl.where(exists & (groups < count), total, -1.0)
 
 
 @triton.jit(
@@ -61,11 +68,11 @@ def _select_kernel(
     RUN: tl.constexpr,
     OF_RUNS: tl.constexpr,
     FROM_RUNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the numbers of the k best of at most BLOCK groups or runs of groups of one share,
-    ascending, then -1.
+    """Write the numbers of the k best of the groups in at most BLOCK_R runs of one share, or of
+    these runs, ascending, then -1.
 
     Grid: (N x num_rows,). The scores are at least 0, so their bits, as whole numbers, have their
     order: bisection finds the score of the last one chosen. Of groups with that score the first
@@ -81,27 +88,24 @@ def _select_kernel(
     """
     n = (tl.program_id(0) // num_rows).to(tl.int64)
     row = tl.program_id(0) % num_rows
-    offs = tl.arange(0, BLOCK)
     shares = (first_share, share, q_end)
     rule = (group_size, window_size, sink_groups)
     count = groups_of_share(first_row + row, shares, rule, num_groups)
     sums_ptr += n * HEADS * num_rows + row
     masses_ptr += (n * HEADS * num_rows + row) * num_runs * RUN
+    runs = tl.arange(0, BLOCK_R)
+    if FROM_RUNS:
+        place = runs_ptr + (n * num_rows + row) * num_chosen + runs
+        runs = tl.load(place, mask=runs < num_chosen, other=-1)
     stride_head = num_rows.to(tl.int64) * num_runs * RUN
-    numbers = offs
+    scores = _scores_of(masses_ptr, sums_ptr, runs, count, stride_head, num_rows, HEADS, RUN)
     if OF_RUNS:
-        # The groups of a run are neighbours in memory, and belong to one thread.
-        groups = offs[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        seen = groups < count
-        scores = _scores_of(masses_ptr, sums_ptr, groups, seen, stride_head, num_rows, HEADS)
         scores = tl.max(scores, 1)
+        numbers = runs
     else:
-        if FROM_RUNS:
-            runs = runs_ptr + (n * num_rows + row) * num_chosen
-            run = tl.load(runs + offs // RUN, mask=offs < num_chosen * RUN, other=-1)
-            numbers = tl.where(run < 0, count, run * RUN + offs % RUN)
-        seen = numbers < count
-        scores = _scores_of(masses_ptr, sums_ptr, numbers, seen, stride_head, num_rows, HEADS)
+        scores = tl.reshape(scores, [BLOCK_R * RUN])
+        numbers = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
+        numbers = tl.reshape(numbers, [BLOCK_R * RUN])
     bits = tl.minimum(scores.to(tl.int32, bitcast=True), _INFINITY_BITS)
 
     # At least k have bits low or more, fewer have high or more.
@@ -147,17 +151,30 @@ def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = N
     """
     q = contiguous_rows(q)
     index = index.contiguous()
-    n, r, count, _ = q.shape
+    n, _, count, _ = q.shape
     num_groups = index.shape[1]
     chosen = torch.empty((n, count, settings.num_chosen), dtype=torch.int32, device=q.device)
     if not chosen.numel():
         return chosen
     if not settings.visible_groups(count - 1, num_groups):
         return chosen.fill_(-1)
-    call = Queries(q, index, bias, settings)
-    # Masses of as many shares as fit into the memory.
+    # Some KV heads at a time, whose index keys stay in the L2 cache.
+    size = max(1, _CACHE_BYTES // max(1, index[0].numel() * index.element_size()))
+    for low in range(0, n, size):
+        heads = slice(low, low + size)
+        call = Queries(q[heads], index[heads], None if bias is None else bias[heads], settings)
+        _choose(call, chosen[heads])
+    return chosen
+
+
+def _choose(call: Queries, chosen: Tensor) -> None:
+    """Write the choice [N, C, k] of all shares, as many at a time as their masses fit into the
+    memory."""
+    n, r, count, _ = call.q.shape
+    num_groups = call.index.shape[1]
+    settings = call.settings
+    itemsize = n * r * mass_dtype(call.q).itemsize
     first = 0
-    itemsize = n * r * mass_dtype(q).itemsize
     while first < count:
         visible = max(1, settings.visible_groups(count - 1, num_groups))
         size = min(count - first, max(1, _MASS_BYTES // (itemsize * visible)))
@@ -165,7 +182,6 @@ def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = N
         masses = group_masses(call, first, size, ceil_div(visible, RUN))
         _select(call, masses, chosen[:, first : first + size])
         first += size
-    return chosen
 
 
 def _select(call: Queries, masses: Masses, chosen: Tensor) -> None:
@@ -198,8 +214,7 @@ def _launch_select(
     n, r, rows, width = masses.groups.shape
     k = chosen.shape[2]
     settings = call.settings
-    read = power_of_2(width if runs is None else k * RUN)  # groups of a share
-    block = read // RUN if of_runs else read
+    block = power_of_2(k if runs is not None else width // RUN)
     launch(
         _select_kernel,
         (n * rows,),
@@ -212,7 +227,7 @@ def _launch_select(
         RUN=RUN,
         OF_RUNS=of_runs,
         FROM_RUNS=runs is not None,
-        BLOCK=max(16, block),
+        BLOCK_R=block,
         BLOCK_K=power_of_2(k),
-        num_warps=max(1, min(16, read // _SELECTED)),
+        num_warps=max(1, min(16, block * RUN // _SELECTED)),
     )
