@@ -24,7 +24,7 @@ def bench_operator(given: dict[str, Any], output: Output) -> None:
     from benchmarks.operator_tables import print_operator
 
     device = pick_device(given.pop("device", "auto"))
-    if "forward_only" in given:
+    if "forward_only" in given or "passes" in given:
         given.setdefault("decode_batches", ())
     with one_line():
         bench = for_device(OperatorBench, device, **given)

@@ -17,7 +17,7 @@ from benchmarks.methods import (
     Sizes,
     default_methods,
 )
-from benchmarks.options import DTYPES, check_choices, check_positive, no_option, option
+from benchmarks.options import DTYPES, check_choices, check_positive, option
 from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
 from corecontext.ops.api import choose_backend
 
@@ -48,8 +48,9 @@ class OperatorBench:
     """Nearest tokens kept as they are, s."""
     forward_only: bool = False
     """No backward pass, and on a GPU no decoding."""
-    passes: tuple[str, ...] = no_option(("forward", "forward_backward"), gpu=PASSES)
-    """Passes that are timed unless forward_only."""
+    passes: tuple[str, ...] = option(("forward", "forward_backward"), gpu=PASSES, name="pass")
+    """forward, backward or forward_backward: passes that are timed unless forward_only. Default:
+    forward and forward_backward; on a GPU all. Given, there is no decoding by default."""
     memory_lengths: tuple[int, ...] = option((), name="memory-length")
     """Length at which peak memory is measured. Default: a quarter, half and all of the longest."""
     repeats: int = 5

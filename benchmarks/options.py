@@ -36,11 +36,6 @@ def option(default: Any, *, gpu: Any = None, name: str = "") -> Any:
     return field(default=default, metadata={"gpu": gpu, "name": name})
 
 
-def no_option(default: Any, *, gpu: Any = None) -> Any:
-    """Declare a field that the command line does not have."""
-    return field(default=default, metadata={"gpu": gpu, "hidden": True})
-
-
 def for_device(settings: type[Settings], device: str, **given: Any) -> Settings:
     """Make settings with the defaults of a device, as far as they are not given."""
     defaults: dict[str, Any] = {"device": device}
@@ -113,7 +108,6 @@ def make_command(
     parameters = {
         setting.name: _annotation(setting, hints[setting.name], texts[setting.name])
         for setting in fields(settings)
-        if not setting.metadata.get("hidden")
     }
     parameters |= {"json": Json, "plot": Plot, "force": Force}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

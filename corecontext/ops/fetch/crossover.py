@@ -10,9 +10,9 @@ from corecontext.ops.spec import Spec
 # 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); more keys take longer than those in the table.
 _LENGTHS = {
     (True, False): ((1, 12288), (8, 12288)),
-    (True, True): ((1, 12288), (8, 12288)),
-    (False, False): ((1, 49152), (8, 65536)),
-    (False, True): ((1, 32768), (8, 49152)),
+    (True, True): ((1, 16384), (8, 16384)),
+    (False, False): ((1, 40960), (8, 57344)),
+    (False, True): ((1, 28672), (8, 36864)),
 }
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.triton.fetch_rule import Choosing
 from corecontext.ops.triton.fetch_score_kernels import group_masses_kernel
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
@@ -68,6 +69,8 @@ def group_masses(call: Queries, first_row: int, rows: int, runs: int) -> Masses:
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        # Two programs of 8 warps then share a multiprocessor, which one leaves waiting.
+        maxnreg=128 if tiles.num_warps == 8 and nvidia_capability(q.device) else None,
     )
     return Masses(masses, sums, first_row)
 
