@@ -74,6 +74,10 @@ def compare(
     loaded = real.original
     source = Source(loaded, real.protocol.data, lambda: real.essays, comparison.seed)
     tasks = make_items(source, comparison.counts, _answered(comparison))
+    if not tasks:
+        raise UserError(
+            "tasks must have questions, got none. Give --needles, or records in --full."
+        )
     heads = Heads(Shape(0, 0))
     if any(name.endswith("raw_heads") for name in methods):
         heads = _best_first(real.heads, real.protocol.full_heads)

@@ -6,9 +6,10 @@ Each cache has the bytes of the presses' at the context's own length.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,44 +41,49 @@ class Fetch(NamedTuple):
 
 
 FETCH = {
-    4: Fetch(16, "bits:2", 64),
-    8: Fetch(16, "pairs:2", 64),
-    16: Fetch(32, "parts:4:2", 32),
+    4: (Fetch(16, "bits:2", 64),),
+    8: (Fetch(32, "bits:2", 32), Fetch(16, "pairs:2", 64)),
+    16: (Fetch(32, "parts:4:2", 32),),
 }
-"""By compression; others take the next smaller one's."""
+"""By compression, the finest index first; others take the next smaller one's."""
 
 
-def _cca(compression: int) -> CCAConfig:
+def _cca(compression: int, factors: Sequence[int] = (1,)) -> list[CCAConfig]:
     """Return core tokens in half of the bytes; the window takes the other half."""
-    return CCAConfig(2 * compression, sink_size=SINKS, core_mass=True, prefill="full")
+    config = CCAConfig(2 * compression, sink_size=SINKS, core_mass=True, prefill="full")
+    return [config.replace(group_size=config.group_size * factor) for factor in factors]
 
 
-def _fetch(compression: int) -> CCAConfig:
+def _fetch(compression: int) -> list[CCAConfig]:
     """Return groups fetched from raw tokens in host memory."""
     nearest = max((key for key in FETCH if key <= compression), default=min(FETCH))
-    g, index, groups = FETCH[nearest]
-    return CCAConfig(
-        g,
-        sink_size=SINKS,
-        core_mass=True,
-        prefill="full",
-        fetch_groups=groups,
-        fetch_slots=0,
-        fetch_index=index,
-        store="host",
-    )
+    return [
+        CCAConfig(
+            g,
+            sink_size=SINKS,
+            core_mass=True,
+            prefill="full",
+            fetch_groups=groups,
+            fetch_slots=0,
+            fetch_index=index,
+            store="host",
+        )
+        for g, index, groups in FETCH[nearest]
+    ]
 
 
-CACHES: dict[str, Callable[[int], CCAConfig]] = {
+CACHES: dict[str, Callable[[int], list[CCAConfig]]] = {
     "cca": _cca,
-    "cca_raw_heads": _cca,
+    # Short contexts have no room for first tokens and a window of large groups.
+    "cca_raw_heads": partial(_cca, factors=(COARSE, 2, 1)),
     "fetch": _fetch,
     "fetch_raw_heads": _fetch,
 }
 """The settings of each method but its window, by compression."""
 WITH_HEADS = ("cca_raw_heads", "fetch_raw_heads")
-LEAST_WINDOW = 8
-"""Entries of a cache for each of the window's, at least, where some heads keep every token."""
+WINDOW_SHARE = 8
+"""Entries of a cache for each of the window's, where a coarser index, or fewer heads that keep all
+tokens, leave it so many."""
 
 
 class CacheRun:
@@ -116,22 +122,19 @@ class CacheRun:
     def _choose(self, length: int) -> tuple[CCAConfig, tuple[Unit, ...]]:
         """Return group size and window for a context of so many tokens, and the heads that keep
         every token: as many as leave a window to the others."""
-        config = CACHES[self.name](self.compression)
-        factors = (1,)
+        options = CACHES[self.name](self.compression)
+        enough = length // (WINDOW_SHARE * self.compression)
         most = 0
-        least_window = 1
         if self.name in WITH_HEADS:
-            least_window = length // (LEAST_WINDOW * self.compression)
-            sizes = Sizes(length, config.group_size, length // (2 * self.compression), SINKS)
+            sizes = Sizes(length, options[-1].group_size, length // (2 * self.compression), SINKS)
             most = min(len(self.heads.chosen), equal_heads(sizes, self.heads.shape))
-        if self.name == "cca_raw_heads":
-            # Short contexts have no room for first tokens and a window of large groups.
-            factors = (COARSE, 2, 1)
         for count in range(most, min(most, 1) - 1, -1):
-            options = [config.replace(group_size=config.group_size * factor) for factor in factors]
-            window, g = max((self._window(c, count, length), c.group_size) for c in options)
-            if window >= least_window:
-                config = config.replace(group_size=g, window_size=window)
+            windows = [self._window(config, count, length) for config in options]
+            # The finest index with enough of a window, or the group size with the widest.
+            limit = enough if options[0].fetch_groups else length
+            best = max(range(len(options)), key=lambda i: min(windows[i], limit))
+            if windows[best] >= (enough if most else 1):
+                config = options[best].replace(window_size=windows[best])
                 return config, self.heads.chosen[:count]
         raise UserError(
             f"contexts must be longer for {self.name}, got {length} tokens. Take a smaller "

@@ -326,17 +326,18 @@ def test_marks_by_entry():
 
 
 @pytest.mark.parametrize(
-    "index, share",
+    "index, share, window_size",
     [
-        *(("core", 4), ("mean", 8), ("bounds", 4), ("parts:2", 1), ("oracle", 8), ("bits:4", 4)),
-        *(("pairs:2", 1), ("pairs:2", 8), ("segments:3:2", 1)),
+        *(("core", 4, 9), ("mean", 8, 9), ("bounds", 4, 9), ("parts:2", 1, 9), ("oracle", 8, 9)),
+        *(("bits:4", 4, 9), ("pairs:2", 1, 9), ("pairs:2", 8, 9), ("segments:3:2", 1, 9)),
+        ("bits:2", 1, 3),  # no token centres the keys
     ],
 )
-def test_operator(index, share):
+def test_operator(index, share, window_size):
     """The plug-in of the kernels: out, and for the default index gradients, are the reference's."""
     settings = {
         "group_size": 4,
-        "window_size": 9,
+        "window_size": window_size,
         "sink_size": 4,
         "core_position": "token",
         "fetch_groups": 2,

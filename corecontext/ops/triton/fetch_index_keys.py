@@ -132,18 +132,20 @@ def _signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
     return (rotation / unit).round().bfloat16(), unit
 
 
-def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor) -> Tensor:
+def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor | None) -> Tensor:
     """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k,
     with head_dim of at most MAX_DIM.
 
     Args:
         k: Raw keys from the first group on, [N, S, D], rotary applied.
-        centre: From `index.centre_of`, [N, D].
+        centre: From `index.centre_of`, [N, D]; None where the window is smaller than a group.
     """
     kind, _, bits = parse_index(name)
     parts = num_parts(name, group_size)
     k = contiguous_rows(k)
     n, _, dim = k.shape
+    if centre is None:
+        centre = k.new_zeros(n, dim)
     keys = torch.empty((n, num_groups, parts, dim), dtype=k.dtype, device=k.device)
     block_p = power_of_2(parts)
     block_g = max(1, _ROWS // block_p)
