@@ -1396,6 +1396,11 @@ limits = (
         "tests/test_triton_paged.py::test_a_ragged_batch_of_chunks_and_decoding_tokens",
     ),
     Fault(
+        "vllm: an untested release gets the plug-in",
+        'VERSIONS = ("0.23", "0.24", "0.25")',
+        "tests/test_vllm_pages.py::test_an_untested_release_of_vllm_gets_no_plug_in",
+    ),
+    Fault(
         "vllm: a long chunk reads its window for the first tokens",
         "sink_k, sink_v = (_gather(x, raw.table, low, low + sinks) for x in raw[:2])",
         "tests/test_triton_paged.py::test_entries_of_long_chunks_are_gathered",

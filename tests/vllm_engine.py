@@ -193,7 +193,7 @@ if GPU:
         **CASES["real"],
         "engine": 0,
         "alone": 0,
-        "num_gpu_blocks_override": 160,
+        "num_gpu_blocks_override": 96,
         "speculative_config": NGRAMS,
     }
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
