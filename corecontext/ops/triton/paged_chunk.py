@@ -22,8 +22,8 @@ from corecontext.ops.triton.paged_attend import attend_pages
 from corecontext.visibility import local_start, num_visible_cores
 
 LONG_CHUNK = 2048
-"""New tokens of a sequence from which on its entries are gathered. The host needs longer to launch the
-copies of fewer than the device to run them: 1.5 ms a layer for 1,024 tokens on an H200."""
+"""New tokens of a sequence from which on its entries are gathered. For fewer, the host launches
+longer than the device runs: 1.5 ms a layer for 1,024 tokens on an H200."""
 
 
 class Part(NamedTuple):
