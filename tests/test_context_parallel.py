@@ -210,6 +210,8 @@ def test_shards_refuse_what_does_not_fit():
 
     wire = SimpleNamespace(rank=0, size=2)  # one end of two, that never sends
     layout = Layout.balanced(40, 2, 0)
+    with pytest.raises(ValueError, match=r"of process 0 of 2, got rank 0 and owners \(0, 2\)"):
+        Shard(wire, Layout((20, 20), (0, 2), 0))
     with pytest.raises(ValueError, match="layout must be of process 0 of 2, got rank 1"):
         Shard(wire, Layout.balanced(40, 2, 1))
     for documents in ((0, 30), (5, 40), (0, 20, 20, 40)):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 import random
 from functools import partial
 
@@ -81,6 +82,14 @@ def test_documents_end_and_changed_files_are_read_again(tmp_path, tokenizer):
         tokenizer.eos_token = None
     path.write_text("first, and more")
     assert corpus(tmp_path, tokenizer, folder)["length"][:] == [15, 6]
+    before = path.stat().st_mtime_ns
+    path.write_text("other, and more")  # of the same size
+    os.utime(path, ns=(before + 1, before + 1))
+    changed = corpus(tmp_path, tokenizer, folder)["input_ids"][0]
+    assert tokenizer.decode(changed) == "other, and more"
+    path = write(tmp_path / "kinds.jsonl", [{"text": "one", "kind": "a"}])
+    assert corpus(tmp_path, tokenizer, path)["source"][:] == [""]
+    assert corpus(tmp_path, tokenizer, path, source_field="kind")["source"][:] == ["a"]
 
 
 def test_hub_datasets_and_files_together(tmp_path, tokenizer, monkeypatch):

@@ -847,6 +847,8 @@ def test_names_of_data_are_printed_as_they_are(name, capsys):
 
 def test_summaries_name_sizes_and_draw(data, tmp_path):
     assert method_name({"method": "cca", "group_size": 16, "window_size": 8}) == "cca g=16 s=8"
+    params = {"method": "cca", "fetch_groups": 4, "prefill": "full"}
+    assert method_name(params) == "cca k=4 prefill=full"
     rows = summarise(
         run_task("perplexity", data, Settings(lengths=(16, 32)), Stub(False), IDENTITY)
     )

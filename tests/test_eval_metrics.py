@@ -57,6 +57,12 @@ def test_rouge_l_is_the_f_of_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge", package)
     assert scores.rouge_l("an answer", "a reference") == 0.5
 
+    def too_deep(self, answers, references, avg):
+        raise RecursionError
+
+    package.Rouge.get_scores = too_deep  # of long answers
+    assert scores.rouge_l("an answer", "a reference") == 0
+
 
 def test_rouge_l():
     pytest.importorskip("rouge")
