@@ -474,6 +474,8 @@ def test_a_row_of_a_stream_says_which_tokens_it_has(tmp_path):
     for row, place in enumerate(places):
         rows[row]
         assert rows.describe(row) == place
+    starts = [state["row"] for state in rows._states]
+    assert [rows.state_dict(row)["row"] for row in starts] == starts  # nothing is read twice
     resumed = stream(path, texts, 6, block_size=1)
     resumed.load_state_dict(json.loads(json.dumps(rows.state_dict(3))))
     resumed[3]

@@ -205,6 +205,10 @@ def test_the_bytes_of_a_token():
     ):
         found = limits.cache_bytes_per_token(config_of(cca=cca), torch.float16)
         assert found == pytest.approx(expected, rel=1e-3)
+    host = CCAConfig.paper(4, store="host", **FETCH)
+    for dtype, itemsize in ((torch.float16, 2), (torch.float32, 4)):
+        assert limits.host_bytes_of(config_of(), dtype, host, 10) == 3 * 2 * 10 * 32 * itemsize
+    assert limits.host_bytes_of(config_of(), torch.float16, CCAConfig.paper(4), 10) == 0
 
 
 def test_positions_are_the_larger_of_two_readings():

@@ -571,3 +571,11 @@ def test_a_press_says_what_it_needs(monkeypatch):
     monkeypatch.delitem(sys.modules, "corecontext.integrations.kvpress", raising=False)
     with pytest.raises(ImportError, match="^kvpress must be installed, got: .* pip install --no-d"):
         importlib.import_module("corecontext.integrations.kvpress")
+
+
+@pytest.mark.parametrize("sink_size, told", [(0, True), (16, False)])
+def test_a_model_that_was_not_adapted_is_told_of_first_tokens_where_none_are_kept(sink_size, told):
+    model = tiny_model()
+    with pytest.warns(UserWarning, match="was not trained with CCA") as warned:
+        corecontext.enable(model, CCAConfig(4, 9, sink_size=sink_size))
+    assert ("Keep its first tokens, sink_size=16" in str(warned[0].message)) == told
