@@ -20,7 +20,6 @@ from benchmarks.model_check import check_model
 from benchmarks.model_methods import (
     CCA_METHODS,
     CCA_RAW,
-    FETCHING,
     FULL,
     FULL_ROWS,
     CompactRun,
@@ -29,11 +28,13 @@ from benchmarks.model_methods import (
     RowsRun,
     StaticRun,
     attention,
+    fetching,
     raw_config,
 )
 from benchmarks.model_settings import ModelBench
 from benchmarks.operator import free_memory
 from benchmarks.operator_settings import backend_of_cca
+from benchmarks.replay import repeating, shared_host_memory
 from benchmarks.shapes import make_model, make_prompt
 from benchmarks.timing import copy_bytes_per_s, matmul_flops_per_s
 from corecontext.config import CCAConfig
@@ -93,7 +94,9 @@ class _Run:
             settings = {"group_size": config.group_size, "window_size": config.window_size}
             if config.cache_dtype != "auto":
                 settings["cache_dtype"] = config.cache_dtype
-            settings |= FETCHING.get(job.method, {})
+            settings |= fetching(self.bench, job.method)
+            if "fetch_slots" in settings and self.bench.hit_share is not None:
+                settings["hit_share"] = self.bench.hit_share
         elif job.method == "streaming_llm":
             settings = {"sinks": 4, "window_size": config.window_size}
         return {
@@ -207,7 +210,7 @@ def _measure(run: _Run, job: Job) -> None:
     settings: dict[str, Any] = {}
     if method in CCA_METHODS:
         settings = {"fuse": job.fuse, "chunk_size": bench.chunk_size}
-    config = job.config.replace(**FETCHING.get(method, {}))
+    config = job.config.replace(**fetching(bench, method))
     if method == CCA_RAW:
         shape = Shape(run.cost.num_layers, run.cost.kv_heads)
         try:
@@ -222,7 +225,7 @@ def _measure(run: _Run, job: Job) -> None:
         run.skip("growing cache", reason, params)
     elif method != FULL_ROWS:
         task = "prompt" if method in CCA_METHODS else "growing cache"
-        with attention(run.model, method, config):
+        with attention(run.model, method, config), repeating(bench, method):
             run.attempt(task, params, lambda: _prompt_and_steps(run, job, params))
     if method in (*FULL, FULL_ROWS) and "itl" in bench.what:
         static = {**params, "cache": "static"}
@@ -320,12 +323,14 @@ def _cache_itemsize(run: _Run) -> float:
 def _measure_batches(run: _Run, job: Job) -> None:
     """Record tokens per second by batch, until a batch does not fit."""
     cache = {"cache": "static"}
-    if job.method == "cca":
+    if job.method in CCA_METHODS:
         cache = {"fuse": job.fuse, "cache": "compact"}
+    job = job._replace(config=job.config.replace(**fetching(run.bench, job.method)))
     for batch in batches(run, job.method, job.length):
         params = {**run.params(job, **cache), "batch": batch}
         measure = functools.partial(_tokens_per_s, run, job, params)
-        with attention(run.model, job.method, job.config):
+        again = repeating(run.bench, job.method)
+        with attention(run.model, job.method, job.config), again, shared_host_memory():
             if not run.attempt("throughput", params, measure):
                 return
 
@@ -335,9 +340,9 @@ def batches(run: _Run, method: str, length: int) -> list[int]:
     sixteenth of it."""
     bench = run.bench
     room = length + run.total_steps
-    if method == "cca":
-        row_bytes: float = run.cost.cache_bytes(room, bench.group_size, bench.window_size)
-        row_bytes *= _cache_itemsize(run) / run.cost.itemsize
+    if method in CCA_METHODS:
+        config = bench.config().replace(**fetching(bench, method))
+        row_bytes: float = run.cost.config_bytes(config, room).device
     else:
         row_bytes = run.cost.cache_bytes(room, 1, 1)
     # Logits, in several dtypes.
@@ -356,7 +361,7 @@ def _tokens_per_s(run: _Run, job: Job, params: dict[str, Any]) -> None:
     batch = params["batch"]
     sizes = (batch, job.length, run.total_steps)
     current: StaticRun | FilledRun
-    if job.method == "cca":
+    if job.method in CCA_METHODS:
         current = FilledRun(run.model, job.config, *sizes, fuse=_fusing(job.fuse))
     elif job.method == FULL_ROWS:
         current = RowsRun(run.model, job.method, *sizes)

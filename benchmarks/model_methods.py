@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
 from benchmarks.methods import DECODING, KERNELS
+from benchmarks.model_settings import ModelBench
 from benchmarks.shapes import make_prompt
 from benchmarks.timing import capture
 from corecontext.cache.full import FullLayer
@@ -66,6 +67,14 @@ def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig,
         for i in range(count)
     ]
     return at_equal_cache(shape, units, config, length, raw=True), count
+
+
+def fetching(bench: ModelBench, method: str) -> dict[str, Any]:
+    """Return the settings of a method with fetch, none of another."""
+    settings = dict(FETCHING.get(method, {}))
+    if settings.get("store") == "host" and bench.fetch_slots:
+        settings["fetch_slots"] = bench.fetch_slots
+    return settings
 
 
 class PlainRun:
@@ -201,7 +210,8 @@ class CompactRun:
 
 
 class FilledRun:
-    """Run steps of CCA on fixed buffers of random numbers, as after a prompt of `length` tokens."""
+    """Run steps of CCA on fixed buffers of random numbers, as after a prompt of `length` tokens;
+    with fetch, raw tokens and index too."""
 
     def __init__(
         self,
@@ -220,7 +230,11 @@ class FilledRun:
         ids = make_prompt(model, batch, short)
         _, session.cache, positions = prefill(model, ids, cache=session.cache)
         for layer in session.cache.layers:
-            for buffer in layer.compact.buffers:
+            store = layer.compact.store
+            tensors = layer.compact.buffers
+            if store is not None:
+                tensors = [*tensors, *store.raw, *store.index_buffers]
+            for buffer in tensors:
                 if buffer.is_floating_point():
                     buffer.normal_()
                 else:

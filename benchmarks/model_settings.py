@@ -62,6 +62,10 @@ class ModelBench:
     """Tokens of one sample of next tokens. Default: 8; on a GPU 32."""
     max_batch: int = 1024
     """Largest batch of --throughput. Default: 4; on a GPU 1024."""
+    fetch_slots: int = 0
+    """Groups of a KV head that fetch_host keeps on the device."""
+    hit_share: float | None = None
+    """Have fetch_host choose groups of which this share is the step before's, as in a real text."""
     baseline_limit_s: float = 60.0
     """Leave full attention out where a prompt is estimated to take longer than this."""
 
@@ -83,12 +87,16 @@ class ModelBench:
         check_choices("what", self.what, WHATS)
         check_choices("fuse", self.fuses, FUSES)
         check_choices("dtype", (self.dtype,), DTYPES)
-        for method in {"cca_raw", "fetch", "fetch_host"}.intersection(self.methods):
-            if self.mode != "lengths":
-                raise ValueError(
-                    f"method must be without {method!r} for a {self.mode} run, which does not "
-                    f"measure it, got {', '.join(self.methods)}. Leave it out."
-                )
+        refused = {"sweep": {"cca_raw", "fetch", "fetch_host"}, "throughput": {"cca_raw"}}
+        for method in refused.get(self.mode, set()).intersection(self.methods):
+            raise ValueError(
+                f"method must be without {method!r} for a {self.mode} run, which does not "
+                f"measure it, got {', '.join(self.methods)}. Leave it out."
+            )
+        if self.hit_share is not None and not 0 <= self.hit_share <= 1:
+            raise ValueError(f"hit_share must be in 0 .. 1, got {self.hit_share}.")
+        if self.hit_share is not None and not self.fetch_slots:
+            raise ValueError("hit_share must come with slots, got fetch_slots=0. Give both.")
         if not self.baseline_limit_s > 0:
             raise ValueError(f"baseline_limit_s must be above 0, got {self.baseline_limit_s}.")
 

@@ -31,10 +31,8 @@ from corecontext.ops.triton import (
     attend,
     decode,
     fetch_choose,
-    fetch_decode,
-    fetch_decode_attend,
-    fetch_decode_choice,
-    fetch_decode_index,
+    fetch_decode_kernel,
+    fetch_decode_plan,
     fetch_decode_slots,
     fetch_index_keys,
     fetch_kernels,
@@ -94,9 +92,7 @@ PAGED = (
     paged_attend._attend_pages_kernel,
 )
 STEP = (
-    fetch_decode_index.fetch_scores_kernel,
-    fetch_decode_choice.fetch_choose_kernel,
-    fetch_decode_attend.fetch_step_kernel,
+    fetch_decode_kernel.fetch_step_kernel,
     fetch_decode_slots.find_slots_kernel,
     fetch_decode_slots.load_slots_kernel,
 )
@@ -275,27 +271,26 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
-    """Those of a decoding step with fetch, of segments in 2 bits."""
+    """Those of a decoding step with fetch, of segments in 2 bits: phase by phase, and at once."""
     spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="segments:8:2")
-    plan = decode.step_plan(chip, dtype, 8, HEADS, dim, 4096, 16)
-    place = {"ON_DEVICE": True, "SINKS": 16, "HEADS": HEADS}
-    index = fetch_decode.index_constants(spec, dim)
-    scoring = fetch_decode.scores_constants(chip, dtype, HEADS, index)
-    scoring["ASM"] = scoring["ASM"] and chip is not CHIPS["gfx942"][1]
-    scoring["WIDTH"] = 8192
-    floats = ("scores", "lse", "acc", "mass", "centre", "cos", "sin")
+    floats = ("scores", "score_lse", "lse", "acc", "mass", "centre", "cos", "sin", "wide_rotation")
     types = {f"{name}_ptr": "fp32" for name in floats}
     types |= {"seen_ptr": "i64", "pad_ptr": "i64", "chosen_ptr": "i32", "marks_ptr": "i8"}
-    types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8"}
-    yield Kernel(fetch_decode_index.fetch_scores_kernel, {**place, **index, **scoring}, types)
-    blocks = {"BLOCK_P": 16, "BLOCK_D": power_of_2(dim), "BLOCK": 8192, "BLOCK_S": 64}
-    blocks |= {"SEGMENTS": True, "BLOCK_G": 16}
-    blocks |= {"BLOCK_K": 64, "BLOCK_H": HEADS, "num_warps": fetch_decode._CHOICE_WARPS}
-    wide = {**types, "rotation_ptr": "fp32"}
-    yield Kernel(fetch_decode_choice.fetch_choose_kernel, {**place, **index, **blocks}, wide)
-    flags = {"WIDTH": 1, "POOLS": True, "HALF": dim // 2, "INTERLEAVED": False, "HEAD_DIM": dim}
-    flags |= {"HAS_BIAS": False, "HAS_MASS": True, "FETCHED_SINKS": 16}
-    yield Kernel(fetch_decode_attend.fetch_step_kernel, {**place, **flags, **plan.step}, types)
+    types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8", "counter_ptr": "i32"}
+    place = {"ON_DEVICE": True, "SINKS": 16, "FETCHED_SINKS": 16, "HEADS": HEADS, "CORE_WIDTH": 1}
+    pooling = {"POOLS": True, "HALF": dim // 2, "INTERLEAVED": False}
+    flags = {**place, **pooling, "HAS_BIAS": False, "HAS_MASS": True}
+    is_nvidia = chip is not CHIPS["gfx942"][1]
+    sizes = fetch_decode_plan.StepSizes(dtype, 8, HEADS, dim, 9216, 8192, 64, is_nvidia, True)
+    plans = [fetch_decode_plan.plan_of(chip, sizes, spec, 0.0)]
+    at_once = fetch_decode_plan.plan_of(chip, sizes._replace(has_slots=False), spec, 0.0)
+    if at_once.first["OVERLAPS"]:
+        plans.append(at_once)
+    for plan in plans:
+        for launch in plan.launches:
+            options = {name: x for name, x in launch.options.items() if name != "cooperative"}
+            constants = {"PHASE": launch.phase, **plan.first, **flags, **plan.constants, **options}
+            yield Kernel(fetch_decode_kernel.fetch_step_kernel, constants, types)
     numbers = ("table", "owner", "order", "slot", "missing")
     types |= {f"{name}_ptr": "i32" for name in numbers}
     types |= {"last_used_ptr": "i64", "counts_ptr": "i64"}
@@ -411,7 +406,7 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     """The kernel as it is compiled for aligned tensors."""
     options = {
         name: kernel.constants[name]
-        for name in ("num_warps", "num_stages")
+        for name in ("num_warps", "num_stages", "maxnreg")
         if name in kernel.constants
     }
     constants = {name: value for name, value in kernel.constants.items() if name not in options}

@@ -779,6 +779,11 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         f"{STEP}::test_every_step_of_every_row",
     ),
     Fault(
+        "fetch: chosen groups keep their core tokens in a step's sums",
+        "weights = 0.0 * tl.exp2(scores - shift[:, None])",
+        f"{STEP}::test_every_step_in_one_launch",
+    ),
+    Fault(
         "fetch: a step's index scores without their scales",
         "factor = ((scales > 0).to(tl.float32) * (scale * LOG2E))[:, None]",
         f"{STEP}::test_every_step_of_every_row",

@@ -2,6 +2,7 @@
 figures."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -16,11 +17,13 @@ from benchmarks import (
     model_methods,
     model_report,
     model_tables,
+    replay,
     shapes,
 )
 from benchmarks.command import main
 from benchmarks.floor import step_bytes
 from benchmarks.model_settings import ModelBench, model_defaults
+from corecontext.cache import host_store
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
 from corecontext.heads.budget import Shape
@@ -249,6 +252,30 @@ def test_fetch_from_host_memory_counts_its_bytes_there():
     (comparison,) = model_report.comparisons(found)
     label = "CCA, 64 groups fetched from host memory"
     assert comparison.value("model.next_token_ms", label) > 0
+
+
+def test_throughput_with_fetch():
+    bench = dataclasses.replace(TINY, lengths=(64,), throughput=True, methods=("fetch_host",))
+    bench = dataclasses.replace(bench, fetch_slots=64, hit_share=0.9, max_batch=1)
+    (rate,) = model.run_model_bench(bench)
+    assert rate.name == "model.tokens_per_s" and rate.value > 0
+    assert {"fetch_slots": 64, "hit_share": 0.9, "store": "host"}.items() <= rate.params.items()
+    with pytest.raises(ValueError, match="hit_share must come with slots"):
+        dataclasses.replace(bench, fetch_slots=0)
+
+
+def test_replayed_choices_keep_their_share():
+    steps = replay.repeating_choices(3, 10, 40, 0.7)
+    assert (steps.diff(dim=2) > 0).all()  # no group twice
+    for before, after in itertools.pairwise(steps):
+        same = (before[:, :, None] == after[:, None, :]).any(1).sum(1)
+        assert same.tolist() == [7, 7, 7]
+
+
+def test_layers_share_host_memory():
+    with replay.shared_host_memory():
+        made = [host_store.host_zeros((2, 3), torch.float32, torch.device("cpu")) for _ in range(4)]
+    assert made[2] is made[0] is not made[1] is made[3]
 
 
 def test_throughput_by_batch(more):

@@ -39,8 +39,6 @@ FETCH = {
     "fetch_fwd_kernel",
     "fetch_dq_kernel",
     "fetch_dkv_kernel",
-    "fetch_scores_kernel",
-    "fetch_choose_kernel",
     "fetch_step_kernel",
     "find_slots_kernel",
     "load_slots_kernel",

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
-from corecontext.ops.triton import backend, fetch_decode
+from corecontext.ops.triton import backend, fetch_decode, fetch_decode_plan
 
 pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()
@@ -104,11 +104,16 @@ def test_every_step_of_every_row(case):
         assert same.float().mean() > 0.999
 
 
-def test_programs_share_the_groups_and_their_scores(monkeypatch):
-    """As on a GPU, where several programs attend to fetched tokens, and several score groups."""
-    monkeypatch.setattr(fetch_decode, "_FETCHED_TOKENS", 8)
-    monkeypatch.setattr(fetch_decode, "_MOST_PARTS", 6)
-    monkeypatch.setattr(fetch_decode, "scoring_splits", lambda *sizes: 3)
+@pytest.mark.parametrize("case", ["kv", "half", "more than there are", "segments"])
+def test_every_step_in_one_launch(case, monkeypatch):
+    """Where phases follow each other in one program: on a GPU several wait for each other."""
+    monkeypatch.setattr(fetch_decode_plan, "programs_at_once", lambda *sizes: 1)
+    test_every_step_of_every_row(case)
+
+
+def test_programs_share_groups_and_entries(monkeypatch):
+    """As on a GPU, where several programs score groups, attend and merge."""
+    monkeypatch.setattr(fetch_decode_plan, "scoring_splits", lambda *sizes: 3)
     config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=5)
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 2, 1, 34, 16)

@@ -248,7 +248,7 @@ def _load_marks(marks_ptr, entries, end, first_core, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _attend_entries(
+def attend_entries(
     q,
     buffers,
     begin,
@@ -369,7 +369,7 @@ def append_token(
 
     Args:
         tokens: Pointer to q, the stride of its heads, pointers to k and v.
-        buffers: As of `_attend_entries`.
+        buffers: As of `attend_entries`.
         parts: Pointers to this program's output and log-sum-exp.
         place: Position and slot of the new token, capacity, ring_size and group_size.
     """
@@ -466,7 +466,24 @@ def store_part(parts, sums, heads, dims, mask, HEADS: tl.constexpr, HEAD_DIM: tl
 
 
 @triton.jit
-def attend_share(
+def num_entries(place, SINKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the entries that a step reads, visible or not, and the groups visible as core tokens.
+
+    Args:
+        place: Position of the new token, capacity, ring_size, group_size and window_size.
+    """
+    position, capacity, ring_size, group_size, window_size = place
+    # Before there are core tokens, later ring slots were never written.
+    cores = visible_cores(position - SINKS, group_size, window_size)
+    length = tl.where(cores > 0, cores * WIDTH + ring_size, tl.minimum(position, ring_size))
+    if SINKS > 0:
+        behind = tl.where(cores > 0, cores * WIDTH + SINKS, tl.minimum(position, SINKS))
+        length = ring_size + behind
+    return tl.minimum(length, capacity), cores
+
+
+@triton.jit
+def _attend_share(
     queries,
     buffers,
     parts,
@@ -481,7 +498,6 @@ def attend_share(
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
-    HAS_MARKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -490,7 +506,7 @@ def attend_share(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend from all heads to one of several even shares of the entries.
+    """Attend from all heads to one of several even shares of the entries, at least a tile.
 
     Args:
         queries: Pointer to q and the stride of its heads.
@@ -505,18 +521,11 @@ def attend_share(
     heads = tl.arange(0, BLOCK_M)
     mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
     q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
-
-    # This program's share of the visible entries, at least a tile. Before there are core
-    # tokens, later ring slots were never written.
-    cores = visible_cores(position - SINKS, group_size, window_size)
-    length = tl.where(cores > 0, cores * WIDTH + ring_size, tl.minimum(position, ring_size))
-    if SINKS > 0:
-        behind = tl.where(cores > 0, cores * WIDTH + SINKS, tl.minimum(position, SINKS))
-        length = ring_size + behind
-    length = tl.minimum(length, capacity)
+    sizes = (position, capacity, ring_size, group_size, window_size)
+    length, cores = num_entries(sizes, SINKS, WIDTH)
     size = tl.maximum((length + num_shares - 1) // num_shares, BLOCK_N)
     begin = share * size
-    acc, running_sum, running_max = _attend_entries(
+    sums = attend_entries(
         q,
         buffers,
         begin,
@@ -530,7 +539,7 @@ def attend_share(
         WIDTH,
         HAS_BIAS,
         HAS_MASS,
-        HAS_MARKS,
+        False,  # no marks
         HAS_SOFTCAP,
         HEAD_DIM,
         BLOCK_M,
@@ -539,7 +548,7 @@ def attend_share(
         VECTOR,
         STAGES,
     )
-    store_part(parts, (acc, running_sum, running_max), heads, dims, mask, HEADS, HEAD_DIM)
+    store_part(parts, sums, heads, dims, mask, HEADS, HEAD_DIM)
 
 
 @triton.jit(
@@ -646,7 +655,7 @@ def _step_kernel(
             BLOCK_D,
         )
     else:
-        attend_share(
+        _attend_share(
             (q_ptr, q_strides[1]),
             buffers,
             parts,
@@ -661,7 +670,6 @@ def _step_kernel(
             WIDTH,
             HAS_BIAS,
             HAS_MASS,
-            False,  # no marks
             HAS_SOFTCAP,
             HEAD_DIM,
             BLOCK_M,
@@ -670,6 +678,36 @@ def _step_kernel(
             VECTOR,
             STAGES,
         )
+
+
+@triton.jit
+def merge_columns(
+    parts,
+    out_ptr,
+    num_parts,
+    dims,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Merge the parts of a query head into one softmax (docs/math.md, eq. 8), some columns of it,
+    with sums in float32.
+
+    Args:
+        parts: Pointers to the head's first output and log-sum-exp; the others HEADS heads apart.
+        out_ptr: Where the head's output begins.
+    """
+    acc_ptr, lse_ptr = parts
+    number = tl.arange(0, BLOCK_P)
+    lse = tl.load(lse_ptr + number * HEADS, mask=number < num_parts, other=-float("inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))  # the new token's part is never empty
+    acc = tl.load(
+        acc_ptr + number[:, None] * (HEADS * HEAD_DIM) + dims[None, :],
+        mask=(lse != -float("inf"))[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    out = tl.sum(weights[:, None] * acc, 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -691,19 +729,11 @@ def _merge_kernel(
     The first one also counts the new token: no program of this launch reads the length.
     """
     head = tl.program_id(0).to(tl.int64)
-    parts, dims = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    row = (head // HEADS * num_parts + parts) * HEADS + head % HEADS
-    lse = tl.load(lse_ptr + row, mask=parts < num_parts, other=-float("inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))  # the new token's part is never empty
-    acc = tl.load(
-        acc_ptr + row[:, None] * HEAD_DIM + dims[None, :],
-        mask=(lse != -float("inf"))[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    out = tl.sum(weights[:, None] * acc, 0) / tl.sum(weights, 0)
-    tl.store(
-        out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
-    )
+    first = head // HEADS * num_parts * HEADS + head % HEADS
+    dims = tl.arange(0, BLOCK_D)
+    parts = (acc_ptr + first * HEAD_DIM, lse_ptr + first)
+    out_ptr += head * HEAD_DIM
+    merge_columns(parts, out_ptr, num_parts, dims, HEADS, HEAD_DIM, BLOCK_P)
     if ON_DEVICE:
         if tl.program_id(0) == 0:
             tl.store(seen_ptr, tl.load(seen_ptr) + 1)

@@ -1,23 +1,17 @@
-"""Attend in parts to the raw tokens of chosen groups and to a compact cache without their core
-tokens, while the new token is stored."""
+"""Attend to the raw tokens of chosen groups in a decoding step, and take their core tokens out of
+the attention to a compact cache."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from corecontext.ops.triton.decode import (
-    append_token,
-    attend_share,
-    store_part,
-    tile_products,
-    weighted_sum,
-)
-from corecontext.ops.triton.primitives import log2_scores, softmax_step, tile_mask
+from corecontext.ops.triton.decode import tile_products, weighted_sum
+from corecontext.ops.triton.primitives import log2_scores, softmax_step
 
 
 @triton.jit
-def _store_raw(tokens, raw, position, room, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_raw(tokens, raw, position, room, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store the new key and value of a row at its position; padding has none.
 
     Args:
@@ -37,16 +31,14 @@ def _store_raw(tokens, raw, position, room, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
 
 
 @triton.jit
-def _attend_fetched(
-    queries,
+def fetched_sums(
+    q,
     raw,
     chosen_ptr,
-    parts,
     share,
     sizes,
     scale,
     SINKS: tl.constexpr,
-    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -54,19 +46,17 @@ def _attend_fetched(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend from all heads to the raw tokens of a share of the chosen groups, as `attend_share`.
+    """Attend from all heads to the raw tokens of a share of the chosen groups; return the sums for
+    `store_part`.
 
     Args:
+        q: [BLOCK_M, BLOCK_D].
         raw: Pointers to the row's raw keys and values.
         chosen_ptr: Numbers of the row's groups, -1 for none.
         sizes: Groups of a share, groups chosen, and group_size.
     """
-    q_ptr, q_stride = queries
     groups_each, num_chosen, group_size = sizes
     dims = tl.arange(0, BLOCK_D)
-    heads = tl.arange(0, BLOCK_M)
-    mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
-    q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     running_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -90,168 +80,73 @@ def _attend_fetched(
             scores, running_max, running_sum, True
         )
         acc = acc * fade[:, None] + weighted_sum(weights, v, VECTOR)
-    store_part(parts, (acc, running_sum, running_max), heads, dims, mask, HEADS, HEAD_DIM)
+    return acc, running_sum, running_max
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"),
-        *("room", "fetched_room", "marks_stride", "num_shares", "groups_each"),
-    ]
-)
-def fetch_step_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
-    mass_ptr,
-    marks_ptr,
+@triton.jit
+def without_chosen(
+    q,
+    sums,
+    buffers,
     chosen_ptr,
-    raw_k_ptr,
-    raw_v_ptr,
-    fetched_k_ptr,
-    fetched_v_ptr,
-    seen_ptr,
-    pad_ptr,
-    cos_ptr,
-    sin_ptr,
-    acc_ptr,
-    lse_ptr,
-    seen,
-    kv_heads,
-    capacity,
-    ring_size,
-    group_size,
-    window_size,
-    room,
-    fetched_room,
-    marks_stride,
-    num_shares,
-    groups_each,
-    scale,
-    bias,
-    q_strides,
-    k_strides,
-    v_strides,
+    bounds,
+    first_core,
     num_chosen,
-    ON_DEVICE: tl.constexpr,
-    SINKS: tl.constexpr,
-    FETCHED_SINKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    POOLS: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    scale,
     HAS_MASS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Append the new tokens and attend in parts, as `decode._step_kernel`, with fetch.
+    """Take the core tokens of chosen groups out of the sums over entries.
 
-    Grid: (B Hkv, 1 + num_shares + parts of fetched tokens). The first program of a KV head stores
-    the new token twice and pools the group that it closes: no other program of the step reads what
-    it writes. The next ones, which read most, attend to the compact entries without the core tokens
-    of fetched groups, the others to fetched tokens.
+    In half precision up to 2^-9 of their weight stays, as in any weight; the raw tokens that come
+    instead weigh about as much.
 
     Args:
-        chosen_ptr: Numbers of the groups in the fetched tokens, -1 for none.
-        fetched_k_ptr: [B Hkv, fetched_room, HEAD_DIM], the raw keys behind FETCHED_SINKS tokens, or
-            the slots of groups; values likewise.
+        buffers: As of `attend_entries`.
+        bounds: The entries that the sums count.
+        first_core: The entry of the first core token.
     """
-    row = tl.program_id(0)
-    part = tl.program_id(1)
-    n = row.to(tl.int64)
-    batch = (row // kv_heads).to(tl.int64)
-    head = (row % kv_heads).to(tl.int64)
-    if ON_DEVICE:
-        seen = tl.load(seen_ptr)
-    position = (seen - tl.load(pad_ptr + batch)).to(tl.int32)
-    slot = tl.maximum(position, 0) % ring_size
-    q_ptr += batch * q_strides[0] + head * HEADS * q_strides[1]
-    keys_ptr += n * capacity * HEAD_DIM
-    values_ptr += n * capacity * HEAD_DIM
-    mass_ptr += n * capacity
-    raw_k_ptr += n * room * HEAD_DIM
-    raw_v_ptr += n * room * HEAD_DIM
-    first = (n * tl.num_programs(1) + part) * HEADS
-    parts = (acc_ptr + first * HEAD_DIM, lse_ptr + first)
-    marks_ptr += n * marks_stride
-    buffers = (keys_ptr, values_ptr, keys_ptr, values_ptr, mass_ptr, marks_ptr)
-    if part == 0:
-        k_ptr += batch * k_strides[0] + head * k_strides[1]
-        v_ptr += batch * v_strides[0] + head * v_strides[1]
-        append_token(
-            (q_ptr, q_strides[1], k_ptr, v_ptr),
-            buffers,
-            (cos_ptr, sin_ptr),
-            parts,
-            (position, slot, capacity, ring_size, group_size),
-            scale,
-            1.0,
-            "auto",
-            SINKS,
-            HEADS,
-            WIDTH,
-            POOLS,
-            HEAD_DIM,
-            HALF,
-            INTERLEAVED,
-            HAS_MASS,
-            False,
-            BLOCK_R,
-            BLOCK_G,
-            BLOCK_D,
-        )
-        _store_raw((k_ptr, v_ptr), (raw_k_ptr, raw_v_ptr), position, room, HEAD_DIM, BLOCK_D)
-    elif part <= num_shares:
-        attend_share(
-            (q_ptr, q_strides[1]),
-            buffers,
-            parts,
-            (part - 1, num_shares),
-            (position, slot, capacity, ring_size, group_size, window_size),
-            scale,
-            1.0,
-            bias,
-            "auto",
-            SINKS,
-            HEADS,
-            WIDTH,
-            HAS_BIAS,
-            HAS_MASS,
-            True,
-            False,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
-            VECTOR,
-            STAGES,
-        )
-    else:
-        fetched = n * fetched_room * HEAD_DIM
-        _attend_fetched(
-            (q_ptr, q_strides[1]),
-            (fetched_k_ptr + fetched, fetched_v_ptr + fetched),
-            chosen_ptr + n * num_chosen,
-            parts,
-            part - 1 - num_shares,
-            (groups_each, num_chosen, group_size),
-            scale,
-            FETCHED_SINKS,
-            HEADS,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
-            VECTOR,
-            STAGES,
-        )
+    acc, total, highest = sums
+    begin, end = bounds
+    dims = tl.arange(0, BLOCK_D)
+    offs = tl.arange(0, BLOCK_N)
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    before = total
+    for start in range(0, num_chosen, BLOCK_N):
+        group = tl.load(chosen_ptr + start + offs, mask=start + offs < num_chosen, other=-1)
+        entry = group + first_core
+        counted = (group >= 0) & (entry >= begin) & (entry < end)
+        if tl.max(counted.to(tl.int32), 0) > 0:
+            at = entry.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+            mask = counted[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(buffers[0] + at, mask=mask, other=0.0)
+            v = tl.load(buffers[1] + at, mask=mask, other=0.0)
+            mass = 0.0
+            if HAS_MASS:
+                mass = tl.load(buffers[4] + entry, mask=counted, other=0.0)[None, :]
+            products = tile_products(q, k, VECTOR)
+            scores = log2_scores(products, scale, mass, 1.0, False)[0]
+            # planted: fetch: chosen groups keep their core tokens in a step's sums
+            weights = tl.where(counted[None, :], tl.exp2(scores - shift[:, None]), 0.0)
+            total -= tl.sum(weights, 1)
+            acc -= weighted_sum(weights, v, VECTOR)
+    # Of less than rounding leaves nothing counts.
+    seen = total > before * 1e-6
+    highest = tl.where(seen, highest, -float("inf"))
+    return tl.where(seen[:, None], acc, 0.0), tl.where(seen, total, 0.0), highest
+
+
+@triton.jit
+def joined_sums(one, two):
+    """Return the sums of two parts of a softmax as those of one."""
+    acc, total, highest = one
+    acc_2, total_2, highest_2 = two
+    new_max = tl.maximum(highest, highest_2)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    fade = tl.exp2(highest - shift)
+    fade_2 = tl.exp2(highest_2 - shift)
+    acc = acc * fade[:, None] + acc_2 * fade_2[:, None]
+    return acc, total * fade + total_2 * fade_2, new_max

@@ -1,16 +1,29 @@
-"""Choose groups in a decoding step with fetch, and write the index of a group beside it."""
+"""Choose groups in a decoding step with fetch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from corecontext.ops.triton.fetch_decode_write import write_index
-from corecontext.ops.triton.primitives import TINY, visible_cores
+from corecontext.ops.triton.primitives import TINY
 
 
 @triton.jit
-def _choose(
+def _running_count(flags, BLOCK: tl.constexpr):
+    """Return how many of the flags [BLOCK] are set up to each: in rows, whose counts are summed."""
+    ROW: tl.constexpr = 32 if BLOCK >= 1024 else 1
+    if ROW == 1:
+        count = tl.cumsum(flags.to(tl.int32), 0)
+    else:
+        rows = tl.reshape(flags.to(tl.int32), [BLOCK // ROW, ROW])
+        of_row = tl.sum(rows, 1)
+        before = tl.cumsum(of_row, 0) - of_row
+        count = tl.reshape(tl.cumsum(rows, 1) + before[:, None], [BLOCK])
+    return count
+
+
+@triton.jit
+def choose_groups(
     scores_ptr,
     lse_ptr,
     chosen_ptr,
@@ -22,9 +35,10 @@ def _choose(
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MARKS: tl.constexpr,
 ):
     """Write the numbers of the k groups with the largest sums of shares over the query heads
-    (`ops.fetch.choice.choose`), rising, then -1, and a mark for each visible group.
+    (`ops.fetch.choice.choose`), rising, then -1, and with MARKS a mark for each visible group.
 
     Bisection of a float's bits finds the sum of the last group chosen; of those with this sum the
     first ones are chosen.
@@ -70,113 +84,13 @@ def _choose(
     is_chosen = inside & (values >= low)
     if at_low > num_chosen:
         is_last = inside & (values == low)
-        before = tl.cumsum(is_last.to(tl.int32), 0)
+        before = _running_count(is_last, BLOCK)
         # planted: fetch: of equal shares a step chooses the last groups
         is_chosen = (inside & (values >= high)) | (is_last & (before <= num_chosen - at_high))
-    place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    place = _running_count(is_chosen, BLOCK) - 1
     tl.store(chosen_ptr + place, groups, mask=is_chosen)
     slots = tl.arange(0, BLOCK_K)
     empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
     tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
-    tl.store(marks_ptr + groups, is_chosen.to(tl.int8))
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("seen", "kv_heads", "num_groups", "group_size", "window_size", "num_parts"),
-        *("room", "num_centred"),
-    ]
-)
-def fetch_choose_kernel(
-    scores_ptr,
-    lse_ptr,
-    chosen_ptr,
-    marks_ptr,
-    k_ptr,
-    raw_k_ptr,
-    centre_ptr,
-    codes_ptr,
-    scales_ptr,
-    rotation_ptr,
-    seen_ptr,
-    pad_ptr,
-    seen,
-    kv_heads,
-    num_groups,
-    group_size,
-    window_size,
-    num_parts,
-    room,
-    num_centred,
-    k_strides,
-    num_chosen,
-    ON_DEVICE: tl.constexpr,
-    SINKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SCALES: tl.constexpr,
-    LEVELS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Choose groups for each row of KV heads, and write the index of an earlier group, which no
-    query sees yet, where the new token closes one.
-
-    Grid: (B Hkv, 2), a program for each of the two.
-    """
-    row = tl.program_id(0)
-    n = row.to(tl.int64)
-    batch = (row // kv_heads).to(tl.int64)
-    if ON_DEVICE:
-        seen = tl.load(seen_ptr)
-    later = (seen - tl.load(pad_ptr + batch)).to(tl.int32) - SINKS
-    if tl.program_id(1) == 0:
-        count = tl.minimum(visible_cores(later, group_size, window_size), num_groups)
-        _choose(
-            scores_ptr + n * HEADS * BLOCK,
-            lse_ptr + n * num_parts * HEADS,
-            chosen_ptr + n * num_chosen,
-            marks_ptr + n * BLOCK,
-            (count, num_parts),
-            num_chosen,
-            HEADS,
-            BLOCK,
-            BLOCK_H,
-            BLOCK_S,
-            BLOCK_K,
-        )
-    else:
-        group = tl.maximum(later + 1 - num_centred, 0) // group_size
-        closes = ((later + SINKS + 1) % group_size == 0) & (later + 1 >= num_centred)
-        if closes & (group < num_groups):
-            BYTES: tl.constexpr = (HEAD_DIM * BITS + 7) // 8
-            k_ptr += batch * k_strides[0] + (row % kv_heads).to(tl.int64) * k_strides[1]
-            write_index(
-                (raw_k_ptr + (n * room + SINKS) * HEAD_DIM, k_ptr),
-                (
-                    centre_ptr + n * HEAD_DIM,
-                    codes_ptr + n * num_groups * PARTS * BYTES,
-                    scales_ptr + n * num_groups * SCALES,
-                    rotation_ptr,
-                ),
-                (later, group, group_size, num_centred),
-                BITS,
-                PARTS,
-                SCALES,
-                LEVELS,
-                HEAD_DIM,
-                BLOCK_P,
-                BLOCK_C,
-                BLOCK_D,
-                SEGMENTS,
-                BLOCK_G,
-            )
+    if MARKS:
+        tl.store(marks_ptr + groups, is_chosen.to(tl.int8))

@@ -19,6 +19,7 @@ from corecontext.ops.triton.decode import tile_products, weighted_sum
 from corecontext.ops.triton.primitives import (
     LOG2E,
     TINY,
+    dot,
     tile_mask,
     visible_cores,
 )
@@ -81,29 +82,39 @@ def _byte_products(
 
 
 @triton.jit
-def _whole_queries(rotated, scratch_ptr, ASM: tl.constexpr):
+def _whole_queries(
+    q,
+    rotation_ptr,
+    scratch_ptr,
+    ASM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """Return rotated queries as whole numbers 128 a + b of 15 bits, four int8 tiles [columns, 2
     rows] of a and b in turns, for `_whole_products`, and the unit of each row.
 
     Args:
-        rotated: Four tiles of columns, [rows, columns] in float32.
+        q: [rows, BLOCK_D].
         scratch_ptr: Room for the tiles, from where they come back in the layout of a product.
     """
-    highest = tl.maximum(tl.max(tl.abs(rotated[0]), 1), tl.max(tl.abs(rotated[1]), 1))
-    highest = tl.maximum(highest, tl.max(tl.abs(rotated[2]), 1))
-    highest = tl.maximum(highest, tl.max(tl.abs(rotated[3]), 1))
-    unit = tl.maximum(highest, TINY) / 16256
-    ROWS: tl.constexpr = rotated[0].shape[0]
-    BLOCK_C: tl.constexpr = rotated[0].shape[1]
+    ROWS: tl.constexpr = q.shape[0]
+    BYTES: tl.constexpr = (HEAD_DIM + 3) // 4
     rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_C)
-    at = scratch_ptr + rows[:, None] * (2 * BLOCK_C) + cols[None, :]
-    for i in tl.static_range(4):
-        number = tl.floor(rotated[i] / unit[:, None] + 0.5).to(tl.int32)
-        upper = (number + 64) >> 7
-        tile = at + i * (2 * ROWS * BLOCK_C)
-        tl.store(tile, upper.to(tl.int8))
-        tl.store(tile + BLOCK_C, (number - upper * 128).to(tl.int8))
+    cols = tl.arange(0, 4 * BLOCK_C)
+    code = cols // BLOCK_C
+    byte = cols % BLOCK_C
+    # All columns at once, by code: of four products each would wait for its columns.
+    dims = tl.arange(0, BLOCK_D)
+    at = (code * HEAD_DIM)[None, :] * BYTES + dims[:, None] * BYTES + byte[None, :]
+    mask = (dims < HEAD_DIM)[:, None] & (byte < BYTES)[None, :]
+    rotated = dot(q, tl.load(rotation_ptr + at, mask=mask, other=0.0))
+    unit = tl.maximum(tl.max(tl.abs(rotated), 1), TINY) / 16256
+    number = tl.floor(rotated / unit[:, None] + 0.5).to(tl.int32)
+    upper = (number + 64) >> 7
+    tile = (code * (2 * ROWS * BLOCK_C) + byte)[None, :] + rows[:, None] * (2 * BLOCK_C)
+    tl.store(scratch_ptr + tile, upper.to(tl.int8))
+    tl.store(scratch_ptr + tile + BLOCK_C, (number - upper * 128).to(tl.int8))
     tl.debug_barrier()  # other threads have stored what a thread loads
     x0 = _query_tile(scratch_ptr, 0, ROWS, BLOCK_C, ASM)
     x1 = _query_tile(scratch_ptr, 1, ROWS, BLOCK_C, ASM)
@@ -157,7 +168,7 @@ def _whole_products(queries, unit, packed, ASM: tl.constexpr):
 
 
 @triton.jit
-def rotated_columns(
+def _rotated_columns(
     x,
     rotation_ptr,
     first,
@@ -186,44 +197,31 @@ def _rotated_all(
     BLOCK_C: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return `rotated_columns` of each first column."""
+    """Return `_rotated_columns` of each first column."""
     r = rotation_ptr
-    x0 = rotated_columns(q, r, 0, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
-    x1 = rotated_columns(q, r, 1, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+    x0 = _rotated_columns(q, r, 0, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+    x1 = _rotated_columns(q, r, 1, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
     rotated = (x0, x1)
     if EACH > 2:
-        x2 = rotated_columns(q, r, 2, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
-        x3 = rotated_columns(q, r, 3, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        x2 = _rotated_columns(q, r, 2, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        x3 = _rotated_columns(q, r, 3, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
         rotated = (x0, x1, x2, x3)
     if EACH > 4:
-        x4 = rotated_columns(q, r, 4, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
-        x5 = rotated_columns(q, r, 5, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
-        x6 = rotated_columns(q, r, 6, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
-        x7 = rotated_columns(q, r, 7, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        x4 = _rotated_columns(q, r, 4, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        x5 = _rotated_columns(q, r, 5, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        x6 = _rotated_columns(q, r, 6, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        x7 = _rotated_columns(q, r, 7, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
         rotated = (x0, x1, x2, x3, x4, x5, x6, x7)
     return rotated
 
 
-@triton.jit(do_not_specialize=["seen", "kv_heads", "num_groups", "group_size", "window_size"])
-def fetch_scores_kernel(
-    q_ptr,
-    rotation_ptr,
-    codes_ptr,
-    scales_ptr,
-    scratch_ptr,
-    scores_ptr,
-    lse_ptr,
-    seen_ptr,
-    pad_ptr,
-    seen,
-    kv_heads,
-    num_groups,
-    group_size,
-    window_size,
+@triton.jit
+def score_share(
+    queries,
+    index,
+    results,
+    bounds,
     scale,
-    q_strides,
-    ON_DEVICE: tl.constexpr,
-    SINKS: tl.constexpr,
     HEADS: tl.constexpr,
     BITS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -241,44 +239,37 @@ def fetch_scores_kernel(
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the index scores of the visible groups for each query head, [B H, WIDTH], and the
-    log-sum-exp of each program's share of them, [B Hkv, programs, HEADS], in units of log 2.
+    """Write the index scores of a share of a row's groups, [HEADS, WIDTH], and their log-sum-exp
+    [HEADS], in units of log 2.
 
-    Grid: (B Hkv, programs). A score is the log-sum-exp of the scores of a group's PARTS keys; that
-    all parts have the same size, and the centre, shift all of a head's scores alike.
+    A score is the log-sum-exp of the scores of a group's PARTS keys; that all parts have the same
+    size, and the centre, shift all of a head's scores alike.
 
     Args:
-        codes_ptr: [B Hkv, M, PARTS, ceil(D BITS / 8)].
-        scales_ptr: [B Hkv, M, SCALES], of each key or of the group.
-        scratch_ptr: [B Hkv, programs, 8 BLOCK_M BLOCK_C] in int8, where WHOLE.
+        queries: Pointer to q, the stride of its heads, and a pointer to the rotation.
+        index: Pointers to the row's codes [M, PARTS, ceil(D BITS / 8)] and scales [M, SCALES], of
+            each key or of the group.
+        results: Pointers to the row's scores, to the share's log-sum-exp, and where WHOLE to 8
+            BLOCK_M BLOCK_C bytes of its own.
+        bounds: First group of the share, and one past its last.
     """
     EACH: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
-    row = tl.program_id(0)
-    n = row.to(tl.int64)
-    if ON_DEVICE:
-        seen = tl.load(seen_ptr)
-    position = (seen - tl.load(pad_ptr + row // kv_heads)).to(tl.int32)
-    count = visible_cores(position - SINKS, group_size, window_size)
-    count = tl.minimum(count, num_groups)
-    size = tl.cdiv(tl.cdiv(count, tl.num_programs(1)), BLOCK_N) * BLOCK_N
-    begin = tl.program_id(1) * size
-    end = tl.minimum(begin + size, count)
-    codes_ptr += n * num_groups * PARTS * BYTES
+    q_ptr, q_stride, rotation_ptr = queries
+    codes_ptr, scales_ptr = index
+    scores_ptr, lse_ptr, scratch_ptr = results
+    begin, end = bounds
     dims = tl.arange(0, BLOCK_D)
     heads = tl.arange(0, BLOCK_M)
-    head = (row % kv_heads).to(tl.int64)
-    q_ptr += (n // kv_heads) * q_strides[0] + head * HEADS * q_strides[1]
     mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
-    q = tl.load(q_ptr + heads[:, None] * q_strides[1] + dims[None, :], mask=mask, other=0.0)
-    rotated = _rotated_all(q, rotation_ptr, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+    q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
     if WHOLE:
-        program = n * tl.num_programs(1) + tl.program_id(1)
-        scratch_ptr += program * (8 * BLOCK_M * BLOCK_C)
-        queries, unit = _whole_queries(rotated, scratch_ptr, ASM)
+        queries, unit = _whole_queries(
+            q, rotation_ptr, scratch_ptr, ASM, HEAD_DIM, BLOCK_D, BLOCK_C
+        )
+    else:
+        rotated = _rotated_all(q, rotation_ptr, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
 
-    scales_ptr += n * num_groups * SCALES
-    scores_ptr += n * HEADS * WIDTH
     # Parts of a group lie BLOCK_N keys apart, so that one thread holds them all.
     keys = tl.arange(0, BLOCK_N * BLOCK_P)
     part = keys // BLOCK_N
@@ -330,5 +321,20 @@ def fetch_scores_kernel(
     highest = tl.max(running_max, 0)
     total = tl.sum(running_sum * tl.exp2(running_max - highest[None, :]), 0)
     lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, TINY)), -float("inf"))
-    lse_ptr += (n * tl.num_programs(1) + tl.program_id(1)) * HEADS
     tl.store(lse_ptr + heads, lse, mask=heads < HEADS)
+
+
+@triton.jit
+def scoring_bounds(position, share_of, sizes, SINKS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the first group of a share of the visible groups, and one past its last.
+
+    Args:
+        share_of: Number of the share, and how many there are.
+        sizes: Groups that there is room for, group_size and window_size.
+    """
+    share, num_shares = share_of
+    num_groups, group_size, window_size = sizes
+    count = visible_cores(position - SINKS, group_size, window_size)
+    count = tl.minimum(count, num_groups)
+    size = tl.cdiv(tl.cdiv(count, num_shares), BLOCK_N) * BLOCK_N
+    return share * size, tl.minimum(share * size + size, count)

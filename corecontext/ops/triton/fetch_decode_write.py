@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from corecontext.ops.triton.fetch_decode_index import level_of, rotated_columns
-from corecontext.ops.triton.primitives import TINY, tile_mask
+from corecontext.ops.triton.fetch_decode_index import level_of
+from corecontext.ops.triton.primitives import TINY, dot, tile_mask
 
 
 @triton.jit
@@ -74,7 +74,32 @@ def _segments(
 
 
 @triton.jit
-def write_index(
+def _rotated(
+    parts,
+    rotation_ptr,
+    first,
+    EACH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Return the columns first, first + EACH, ... after the rotation, in float32, of the sum of
+    three parts in bfloat16, which also holds the rotation's signs: its elements have one size."""
+    BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
+    dims = tl.arange(0, BLOCK_D)
+    cols = tl.arange(0, BLOCK_C)
+    mask = tile_mask(dims, HEAD_DIM, cols, BYTES)
+    at = (first * HEAD_DIM + dims)[:, None] * BYTES + cols[None, :]
+    rotation = tl.load(rotation_ptr + at, mask=mask, other=0.0)
+    size = tl.max(tl.max(rotation, 1), 0)
+    signs = (rotation > 0).to(tl.float32) - (rotation < 0).to(tl.float32)
+    signs = signs.to(tl.bfloat16)
+    high, middle, low = parts
+    return (dot(low, signs) + dot(middle, signs) + dot(high, signs)) * size
+
+
+@triton.jit
+def _write_index(
     keys,
     index,
     place,
@@ -142,16 +167,18 @@ def write_index(
     if SCALES == 1:
         squares = tl.zeros([BLOCK_P], tl.float32) + tl.sum(squares, 0) / PARTS
     rms = tl.maximum(tl.sqrt(squares / HEAD_DIM), TINY)
+    high = means.to(tl.bfloat16)
+    rest = means - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    parts_of_means = (high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16))
     packed = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
     own = tl.zeros([BLOCK_P], tl.float32)
     with_stored = tl.zeros([BLOCK_P], tl.float32)
     cols = tl.arange(0, BLOCK_C)
     UPPER: tl.constexpr = 2 ** (BITS - 1)
     for i in tl.static_range(EACH):
-        x = (
-            rotated_columns(means, rotation_ptr, i, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, False)
-            / rms[:, None]
-        )
+        x = _rotated(parts_of_means, rotation_ptr, i, EACH, HEAD_DIM, BLOCK_D, BLOCK_C)
+        x = x / rms[:, None]
         # The level nearest to a magnitude, of equal distances the lower number.
         upper = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
         lower = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
@@ -176,3 +203,48 @@ def write_index(
     # planted: fetch: a fused step leaves the index of a closed group unwritten
     tl.store(codes_ptr + at, packed.to(tl.uint8), mask=is_byte)
     tl.store(scales_ptr + group.to(tl.int64) * SCALES + parts, scales, mask=parts < SCALES)
+
+
+@triton.jit
+def close_group(
+    keys,
+    index,
+    sizes,
+    SINKS: tl.constexpr,
+    BITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Write the index of an earlier group, which no query sees yet, where the new token closes one.
+
+    Args:
+        keys, index: As of `_write_index`.
+        sizes: Position of the new token after the first ones, group_size, tokens that the centre
+            counts, groups that there is room for.
+    """
+    later, group_size, num_centred, num_groups = sizes
+    group = tl.maximum(later + 1 - num_centred, 0) // group_size
+    closes = ((later + SINKS + 1) % group_size == 0) & (later + 1 >= num_centred)
+    if closes & (group < num_groups):
+        _write_index(
+            keys,
+            index,
+            (later, group, group_size, num_centred),
+            BITS,
+            PARTS,
+            SCALES,
+            LEVELS,
+            HEAD_DIM,
+            BLOCK_P,
+            BLOCK_C,
+            BLOCK_D,
+            SEGMENTS,
+            BLOCK_G,
+        )
