@@ -22,6 +22,9 @@ from corecontext.ops.triton.paged import Batch, Pages, num_blocks, owned_block
 from corecontext.ops.triton.primitives import dot, log2_scores, softmax_step, visible_cores
 from corecontext.ops.triton.tiles import Tiles, chip_of, decode_splits, paged_tiles
 
+MOST_UNITS = 2**31 - 1
+"""Places of entries are 32-bit numbers up to here: 32 GiB of pages of a layer."""
+
 
 @triton.jit
 def _entries(index, end, places, tables, PAGE: tl.constexpr):
@@ -49,7 +52,7 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
             token, the first raw token of the window; each row's position and number of groups that
             are far past.
         sizes: GROUP, HAS_BIAS, HAS_MASS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT, UNIT,
-            PAGE.
+            WIDE, PAGE.
     """
     acc, running_sum, running_max = state
     k_ptr, v_ptr, mass_ptr, tables, strides, mass_strides, bias = pages
@@ -64,7 +67,8 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
     BLOCK_N: tl.constexpr = sizes[6]
     ALIGNMENT: tl.constexpr = sizes[7]
     UNIT: tl.constexpr = sizes[8]
-    PAGE: tl.constexpr = sizes[9]
+    WIDE: tl.constexpr = sizes[9]
+    PAGE: tl.constexpr = sizes[10]
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < HEAD_DIM
     columns = tl.arange(0, BLOCK_N)
@@ -74,6 +78,8 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         later = _entries(start + BLOCK_N + columns, end, places, tables, PAGE)
         inside = start + columns < end
         row = entry % PAGE
+        if WIDE:
+            page = page.to(tl.int64)
         at = (page * strides[0] + row * strides[1]).to(tl.int64) * UNIT
         k_at = tl.multiple_of(k_ptr + at, ALIGNMENT)
         v_at = tl.multiple_of(v_ptr + at, ALIGNMENT)
@@ -143,6 +149,7 @@ def _attend_pages_kernel(
     IN_PARTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -218,6 +225,7 @@ def _attend_pages_kernel(
             BLOCK_N,
             ALIGNMENT,
             UNIT,
+            WIDE,
             PAGE,
         )
         state = (
@@ -292,7 +300,7 @@ def attend_pages(
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     mass = cores.k if cores.mass is None else cores.mass
     alignment = _alignment(raw.k, raw.v)
-    # Places of entries in units of so many elements fit in 32 bits, whose products are cheap.
+    # In units of so many elements, places of entries mostly fit in 32 bits: cheap products.
     unit = alignment // q.element_size()
     with torch.cuda.device_of(q):
         launch(
@@ -319,6 +327,7 @@ def attend_pages(
             IN_PARTS=parts > 1,
             ALIGNMENT=alignment,
             UNIT=unit,
+            WIDE=raw.k.shape[0] * raw.k.stride(0) // unit > MOST_UNITS,
             HEAD_DIM=dim,
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
