@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from corecontext import cca_attention
-from corecontext.baselines.blocks import dense_attention
 from corecontext.baselines.method import Call, Method
 from corecontext.config import CCAConfig
 from corecontext.ops.fetch import index as fetch_index
@@ -23,7 +23,8 @@ from reproduction.index_training import Projections
 
 @dataclass(frozen=True)
 class Shown(Method):
-    """Full attention that shows each layer's queries, keys and values before it attends."""
+    """Full attention to whole texts that shows each layer's queries, keys and values; models with
+    a softcap have another."""
 
     name: ClassVar[str] = "shown"
     needs_rotary = True
@@ -32,7 +33,9 @@ class Shown(Method):
     def attend(self, call: Call) -> Tensor:
         """Call `look`, and attend to all tokens."""
         self.look(call)
-        return dense_attention(call.q, call.k, call.v, call.scoring)
+        return scaled_dot_product_attention(
+            *call[:3], is_causal=True, scale=call.scoring.scale, enable_gqa=True
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class LearnedFetch(Method):
                 core_mass=config.core_mass,
                 fetch_groups=config.fetch_groups,
                 fetch_index=config.fetch_index,
+                fetch_share=1,
             )
 
 

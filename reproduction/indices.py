@@ -32,7 +32,7 @@ from reproduction.real_attention import tokens_of
 from reproduction.real_methods import Heads, Shape, describe
 from reproduction.real_tasks import Question
 
-QUERIES = 128
+QUERIES = 64
 """Queries of a layer and window whose choices are compared, or that an index learns from."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.figures import PageTable, update_pages
 from corecontext.record import read_records
+from reproduction.index_tables import index_markdown
 from reproduction.quality_tables import (
     SHORT,
     bundled_markdown,
@@ -21,7 +22,6 @@ from reproduction.quality_tables import (
 from reproduction.real_figure import draw_frontier
 from reproduction.real_tables import (
     extended_markdown,
-    index_markdown,
     real_markdown,
     tries_markdown,
 )
@@ -44,4 +44,5 @@ TABLES: Sequence[PageTable] = (
 
 if __name__ == "__main__":
     update_pages("README.md", Path("results"), TABLES)
-    draw_frontier(read_records("results/real.jsonl"), "results/real.svg")
+    real, rivals = (read_records(f"results/{name}.jsonl") for name in ("real", "rivals"))
+    draw_frontier(real, rivals, "results/real.svg")

@@ -1,59 +1,191 @@
-"""Draw the share of full attention's gain over the bytes that a cache takes on the device."""
+"""Draw quality over the bytes that a cache takes on the device: gain kept, and needles found, with
+compressed contexts of others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from corecontext.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
 from reproduction.real_gains import ENDS
-from reproduction.real_tables import NAMES, Line, lines_of, name_of, tasks_of
+from reproduction.real_tables import NAMES, OTHER_WORDING
+from reproduction.rivals_tables import TITLES
 
-FETCH = "#c65d12"
+FETCH, RIVAL = "#c65d12", "#6b5b95"
 MIB = 2**20
+NEEDLE_TOKENS = 7900
+FETCHED = 1024
+"""Raw tokens of a query under fetch; others have a table."""
+SHORT = {
+    "full": "full attention",
+    "cca": "CCA",
+    "cca_raw_heads": "CCA, raw heads",
+    "fetch_equal_bytes": "fetch",
+    "fetch_raw_heads": "fetch, raw heads",
+    "streaming_llm": "sinks and window",
+    "expected_attention": "ExpectedAttention",
+}
+"""Where a label is not that of the tables."""
+APART = 5
+"""Least distance of labels, in percent."""
 
 
-def draw_frontier(records: Sequence[Record], path: str) -> None:
-    """Draw a point for each method and size: hollow as the model is, filled where trained."""
-    figure, panel = pyplot().subplots(figsize=(7.5, 4.2), layout="constrained")
-    for trained in (False, True):
-        for line in lines_of(records, trained=trained):
-            gain = _gain(line)
-            if gain is None or not tasks_of(line):
-                continue
-            color = _color(line)
-            x = line.cache["device_bytes"] / MIB
-            face = color if trained else "white"
-            panel.plot(x, gain, "o", color=color, markerfacecolor=face, markersize=6)
-            place = {"textcoords": "offset points", "xytext": (6, -3), "fontsize": 7}
-            panel.annotate(name_of(line), (x, gain), color=color, **place)
-    panel.axhline(100, color=FULL, lw=1)
-    panel.set_xscale("log")
-    panel.xaxis.set_major_formatter("{x:g}")
-    panel.xaxis.set_minor_formatter("{x:g}")
-    panel.set_xlabel("cache on the device after 8,192 tokens, MiB", fontsize=8)
-    panel.set_ylabel("full attention's gain over sinks and window kept, %", fontsize=8)
-    panel.set_title("SmolLM2-135M: as it is (hollow) and trained (filled)", fontsize=9, loc="left")
-    panel.tick_params(labelsize=7, which="both")
-    panel.spines[["top", "right"]].set_visible(False)
+class Point(NamedTuple):
+    """A method's value at its bytes."""
+
+    label: str
+    mib: float
+    percent: float
+    color: str
+    trained: bool
+
+
+def draw_frontier(records: Sequence[Record], rivals: Sequence[Record], path: str) -> None:
+    """Draw gain and needles side by side: hollow as the model is, filled where trained; one point a
+    label, of several compressions a line.
+
+    Args:
+        records: Of `real`.
+        rivals: Of `rivals`, whose contexts are compressed before the question.
+    """
+    figure, panels = pyplot().subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
+    needles = [*_needles(records), *_rival_needles(rivals)]
+    for panel, title, points in (
+        (panels[0], "Gain of full attention over sinks and window", list(_gains(records))),
+        (panels[1], f"Needles found in {NEEDLE_TOKENS:,} tokens", needles),
+    ):
+        _draw(panel, list(dict.fromkeys(points)))
+        panel.set_title(title, fontsize=9, loc="left")
+    panels[0].set_ylabel("%", fontsize=8)
+    figure.suptitle(
+        "Fetch answers like full attention from an eighth of its bytes on the device"
+        " (SmolLM2-135M as it is: hollow; trained: filled)",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
     save(figure, path)
 
 
-def _gain(line: Line) -> float | None:
-    """Return the mean gain in percent of a line that the figure shows: beside other means, core
-    tokens only with their masses."""
-    method = line.params["method"]
-    if method not in NAMES or (method != "cca" and line.params["core_mass"] is False):
-        return None
-    if method in ENDS:
-        return 0.0
-    values = line.values.get("gain")
-    return 100 * fmean(values.values()) if values else None
+def _draw(panel: Any, points: Sequence[Point]) -> None:
+    for label, trained in dict.fromkeys((point.label, point.trained) for point in points):
+        of_label = [x for x in points if (x.label, x.trained) == (label, trained)]
+        of_label.sort(key=lambda point: point.mib)
+        color = of_label[0].color
+        face = color if trained else "white"
+        values = ([point.mib for point in of_label], [point.percent for point in of_label])
+        panel.plot(*values, "o-", color=color, markerfacecolor=face, markersize=5, lw=0.7)
+    labelled: dict[str, Point] = {}
+    for point in points:
+        best = labelled.get(point.label)
+        if best is None or point.percent > best.percent:
+            labelled[point.label] = point
+    heights: list[float] = []
+    for point in sorted(labelled.values(), key=lambda point: point.percent):
+        height = point.percent
+        if heights:
+            height = max(height, heights[-1] + APART)
+        heights.append(height)
+        panel.annotate(
+            point.label,
+            (point.mib, point.percent),
+            xytext=(1.02, height),
+            textcoords=("axes fraction", "data"),
+            fontsize=7,
+            color=point.color,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": point.color, "lw": 0.3, "shrinkB": 3},
+        )
+    panel.set_ylim(-4, 122)
+    panel.set_yticks(range(0, 101, 20))
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.xaxis.set_minor_formatter("")
+    panel.set_xticks([10, 20, 50, 100, 200])
+    panel.set_xlabel("cache on the device, MiB", fontsize=8)
+    panel.tick_params(labelsize=7, which="both")
+    panel.spines[["top", "right"]].set_visible(False)
 
 
-def _color(line: Line) -> str:
-    method = line.params["method"]
-    if method.startswith("fetch"):
-        return FETCH
-    return CCA if method.startswith("cca") else FULL
+def _gains(records: Sequence[Record]) -> Iterator[Point]:
+    """Yield the newest gain of each method, the ends by definition."""
+    newest: dict[tuple[str, bool], Point] = {}
+    for record in records:
+        p = record.params
+        if not _is_shown(p) or p["task"] != "far":
+            continue
+        percent = {"full": 100.0, "streaming_llm": 0.0}.get(p["method"])
+        if record.name == "real.gain_kept":
+            percent = 100 * record.value
+        if percent is None or (record.name == "real.gain_kept") == (p["method"] in ENDS):
+            continue
+        point = _point(p, percent)
+        newest[point.label, point.trained] = point
+    yield from newest.values()
+
+
+def _needles(records: Sequence[Record]) -> Iterator[Point]:
+    """Yield the newest share of needles of each method whose context is read with the question."""
+    newest: dict[tuple[str, bool], Point] = {}
+    for record in records:
+        p = record.params
+        if record.name != "real.accuracy" or not _is_shown(p):
+            continue
+        if (record.commit or "").startswith(OTHER_WORDING) or p["length"] != NEEDLE_TOKENS:
+            continue
+        point = _point(p, 100 * record.value)
+        newest[point.label, point.trained] = point
+    yield from newest.values()
+
+
+def _rival_needles(records: Sequence[Record]) -> Iterator[Point]:
+    """Yield those of presses, at each compression."""
+    newest: dict[tuple[str, int, bool], Point] = {}
+    for record in records:
+        p = record.params
+        if record.name != "real.accuracy" or (p["task"], p["length"]) != ("needles", NEEDLE_TOKENS):
+            continue
+        method = p["method"]
+        if method in NAMES or method == "full":
+            continue
+        label = SHORT.get(method, TITLES[method])
+        trained = bool(p["trained_tokens"])
+        size = p["kept_bytes"] / MIB
+        newest[method, p["compression"], trained] = Point(
+            label, size, 100 * record.value, RIVAL, trained
+        )
+    yield from newest.values()
+
+
+def _is_shown(params: dict[str, Any]) -> bool:
+    """Whether a line belongs in the figure: core tokens with their masses, fetch of FETCHED tokens
+    with the device bytes of CCA, with raw heads, or by bounds, as Quest selects."""
+    method = params["method"]
+    if method not in NAMES or params.get("rope_theta") is not None or params.get("strategy"):
+        return False
+    if method.startswith(("cca", "fetch")) and not params["core_mass"]:
+        return False
+    if method == "fetch":
+        fetched = params["fetch_groups"] * params["group_size"]
+        return params["index"] == "bounds" and fetched == FETCHED
+    return params["device_bytes"] is not None
+
+
+def _point(params: dict[str, Any], percent: float) -> Point:
+    method = params["method"]
+    label = SHORT.get(method, NAMES[method])
+    color = FULL
+    if method.startswith("cca"):
+        color = CCA
+    elif method == "fetch_equal_bytes":
+        label += f" by {params['index']}"
+        color = FETCH
+    elif method == "fetch_raw_heads":
+        color = FETCH
+    elif method == "fetch":
+        label = "Quest's selection"
+        color = RIVAL
+    return Point(
+        label, params["device_bytes"] / MIB, percent, color, bool(params["trained_tokens"])
+    )

@@ -77,6 +77,10 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
             and line.params["core_mass"] is not False
             and line.params["store"] not in unshown
         ]
+        # Of the settings at equal bytes the best.
+        equal = [line for line in lines if line.params["method"] == "fetch_equal_bytes"]
+        equal.sort(key=lambda line: line.values["far"][0])
+        lines = [line for line in lines if line not in equal[1:]]
     columns = [
         Column("attention", _title, left=True),
         Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
@@ -90,32 +94,6 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
     if any(len(line.values["far"]) > 1 for line in lines):
         columns.insert(1, Column("seeds", lambda line: str(len(line.values["far"]))))
     return _table(columns, lines)
-
-
-def index_markdown(records: Sequence[Record]) -> str:
-    """Return the table of indices of fetch on the model as it is, by the bytes that each adds."""
-    lines = [
-        line
-        for line in lines_of(records, trained=False)
-        if line.params["method"] == "fetch"
-        and line.params["core_mass"]
-        and line.params["store"] == "device"
-    ]
-    lines.sort(key=lambda line: (line.params["fetch_groups"], line.cache["device_bytes"]))
-    # The core tokens are an index that takes no bytes of its own.
-    core_bytes = [line.cache["device_bytes"] for line in lines if line.params["index"] == "core"]
-
-    def added(line: Line) -> str:
-        return _mib(line.cache["device_bytes"] - core_bytes[0]) if core_bytes else ""
-
-    columns = [
-        Column("index", lambda line: f"`{line.params['index']}`", left=True),
-        Column("groups fetched", lambda line: str(line.params["fetch_groups"])),
-        Column("index, MiB", added),
-        Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
-        Column("gain kept", _gain),
-    ]
-    return "\n".join(markdown(columns, lines)) + "\n"
 
 
 def extended_markdown(records: Sequence[Record]) -> str:
@@ -206,7 +184,7 @@ def lines_of(
         elif name == "real.gain_kept":
             name = "gain"
         line.values.setdefault(name, {})[record.params["seed"]] = record.value
-    measured = [line for line in lines.values() if "far" in line.values]
+    measured = [line for line in lines.values() if {"far", "real.recall"} & set(line.values)]
     return sorted(measured, key=lambda line: list(METHODS).index(line.params["method"]))
 
 
@@ -233,6 +211,8 @@ def name_of(line: Line) -> str:
         text += " with mass"
     if p["fetch_groups"] is not None:
         text += f", {p['fetch_groups']} groups"
+        if p["group_size"] != CCAConfig.group_size:
+            text += f" of {p['group_size']}"
     if p["index"] not in (None, CCAConfig.fetch_index):
         text += f" by {p['index']}"
     if p["store"] == "host":

@@ -37,6 +37,7 @@ from corecontext.ops.triton import (
     fetch_index_keys,
     fetch_kernels,
     fetch_score_kernels,
+    fetch_segments,
     marks,
     paged_attend,
     paged_pool,
@@ -224,6 +225,8 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
     blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
     wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16"}
+    segments = {"GROUP_SIZE": 16, "PARTS": 8, **blocks, "BLOCK_G": 16, "num_warps": 1}
+    yield Kernel(fetch_segments.segment_means_kernel, segments, {"means_ptr": "fp32"})
     if dim <= fetch_index_keys.MAX_DIM:
         yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
     sizes = {"HEADS": HEADS, "RUN": 16, "OF_RUNS": True, "FROM_RUNS": False, "BLOCK_R": 512}

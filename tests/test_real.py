@@ -31,6 +31,7 @@ from corecontext.record import append_records, make_record, read_records
 from corecontext.train.loss import Taught
 from reproduction import real_tasks
 from reproduction.command import main
+from reproduction.index_tables import index_markdown
 from reproduction.real import Protocol, RealModel, far_half
 from reproduction.real_attention import AttentionRun
 from reproduction.real_figure import draw_frontier
@@ -40,7 +41,6 @@ from reproduction.real_kept import KeptTokens
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
 from reproduction.real_tables import (
     extended_markdown,
-    index_markdown,
     real_markdown,
     tries_markdown,
 )
@@ -488,28 +488,57 @@ def test_windows_beyond_the_models_with_a_new_rotary_base(data, model, tmp_path,
     assert real_markdown(records, trained=True).count("\n") == 2
 
 
-def test_indices_are_shown_by_the_bytes_that_they_add(tmp_path):
+def test_indices_are_shown_by_their_bytes(tmp_path):
     shared = {"model": "m", "trained_tokens": 0, "seed": 0, "windows": 2, "needles": 0, "lists": 0}
     heads = Heads(Shape(30, 3))
     records = [far("full", 4.0, length=8192), far("streaming_llm", 9.0, length=8192)]
-    for index, size, value in (("pairs:2", 3, 4.5), ("core", 1, 6.0), ("mean", 2, 5.0)):
-        attention = METHODS["fetch"](Sizes(core_mass=True, fetch_index=index), heads)
-        params = {**shared, **describe(attention, heads), "method": "fetch", "task": "far"}
-        params |= {"length": 8192, "device_bytes": size << 20, "host_bytes": 0}
+    for index, count, value in (("bits:2", 32, 5.0), ("pairs:2", 32, 4.5), ("pairs:2", 64, 4.2)):
+        sizes = Sizes(core_mass=True, fetch_index=index, fetch_groups=count)
+        params = {**shared, **describe(METHODS["fetch"](sizes, heads), heads), "method": "fetch"}
+        params |= {"task": "far", "length": 8192, "device_bytes": 3 << 20, "host_bytes": 0}
         records.append(make_record("real.perplexity", value, params))
-    records = records[2:] + gain_records(records, 16)[0]
-    table = index_markdown(records).splitlines()[2:]
-    assert [line.split("|")[1].strip() for line in table] == ["`core`", "`mean`", "`pairs:2`"]
-    assert [line.split("|")[3].strip() for line in table] == ["0.0", "1.0", "2.0"]
-    gain = 100 * math.log(9 / 4.5) / math.log(9 / 4)
-    assert table[2].endswith(f"| 4.500 | {gain:.1f} % |")
+    recalled = {**params, "task": "recall", "fetch_groups": 32, "index": "learned:16:parts:16:4"}
+    records.append(make_record("real.recall", 0.25, recalled))
+    gains = gain_records(records, 16)[0]
+    table = index_markdown(records[2:] + gains).splitlines()[2:]
+    gain = [f"{100 * math.log(9 / x) / math.log(9 / 4):.1f} %" for x in (4.5, 4.2, 5.0)]
+    assert table == [
+        "| `learned:16:parts:16:4` | 16 | 8.1 | 25.0 % |  |  |  |",
+        f"| `pairs:2` | 16 | 8.1 |  | {gain[0]} |  | {gain[1]} |",
+        f"| `bits:2` | 16 | 18.0 |  | {gain[2]} |  |  |",
+    ]
     # A short table has answers only, and of fetch the stores on the host where there are any.
+    records = records[2:5] + gains
     for store in ("device", "host"):
         params |= {"task": "needles", "store": store, "index": "pairs:2", "lists": 1}
         records.append(make_record("real.accuracy", 0.5, params))
         records.append(make_record("real.perplexity", 4.5, {**params, "task": "far"}))
         (shown,) = real_markdown(records, trained=False, short=True).splitlines()[2:]
-        assert shown.startswith("| fetch, 32 groups") and shown.endswith("| 50 % |")
+        assert shown.startswith("| fetch, 64 groups") and shown.endswith("| 50 % |")
         assert ("on the host" in shown) == (store == "host")
-    draw_frontier(records, str(tmp_path / "real.svg"))
-    assert "sinks and window" in (tmp_path / "real.svg").read_text()
+
+
+def test_the_figure_shows_a_point_for_each_method(tmp_path):
+    def shown(method, value, task="needles", **changes):
+        params = {"method": method, "trained_tokens": 0, "task": task, "length": 7900}
+        params |= {"core_mass": True, "fetch_groups": 64, "group_size": 16, "index": "bounds"}
+        params |= {"device_bytes": 2 << 20, "kept_bytes": 2 << 20, "compression": 8}
+        name = "real.gain_kept" if task == "far" else "real.accuracy"
+        return make_record(name, value, params | changes)
+
+    records = [
+        shown("full", 0.5, device_bytes=9 << 20),
+        shown("cca", 0.3, "far"),
+        shown("cca", 0.9, "far", core_mass=False),
+        shown("fetch", 0.7, "far"),
+        shown("fetch", 0.7, "far", index="mean"),
+        shown("fetch_equal_bytes", 0.8, "far", index="bits:2", trained_tokens=8),
+    ]
+    rivals = [shown("kvzip", 0.2), shown("kvzip", 0.4, compression=4), shown("cca", 0.9)]
+    rivals.append(shown("snapkv", 0.4, length=4000))
+    figure = tmp_path / "real.svg"
+    draw_frontier(records, rivals, str(figure))
+    text = figure.read_text()
+    for label in ("full attention", "CCA", "Quest's selection", "fetch by bits:2", "KVzip"):
+        assert text.count(f"<!-- {label} -->") == 1, label
+    assert "SnapKV" not in text and "mean" not in text

@@ -34,6 +34,7 @@ PLAIN = {
 FETCH = {
     "index_keys_kernel",
     "group_masses_kernel",
+    "segment_means_kernel",
     "_select_kernel",
     "_mark_kernel",
     "fetch_fwd_kernel",

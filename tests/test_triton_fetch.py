@@ -15,7 +15,7 @@ from corecontext.ops import api, compose
 from corecontext.ops.api import cca_attention
 from corecontext.ops.batch import complete_groups
 from corecontext.ops.fetch import crossover, fetching
-from corecontext.ops.fetch.index import build, centre_of, scores
+from corecontext.ops.fetch.index import build, centre_of, scores, segments
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import (
     backend,
@@ -23,6 +23,7 @@ from corecontext.ops.triton import (
     fetch_backend,
     fetch_choose,
     fetch_scores,
+    fetch_segments,
     marks,
 )
 from corecontext.ops.triton.fetch_attend import Fetched
@@ -355,6 +356,20 @@ def test_operator(index, share, window_size):
             results[name] += torch.autograd.grad(out.square().sum(), leaves)
     for got, right in zip(results["triton"], results["reference"]):
         assert_rows(got, right, torch.float32, "out, q, k or v")
+
+
+@pytest.mark.parametrize("g, parts, dim", [(5, 2, 16), (16, 8, 18), (3, 3, 8), (4, 1, 16)])
+def test_segments_are_those_of_the_index(g, parts, dim):
+    k = normal(2, 7 * g + 2, 2, dim)[:, :, 1]  # not contiguous
+    means = fetch_segments.build(k[:, 1:], 7, g, parts)
+    right = segments(k[:, 1 : 1 + 7 * g].unflatten(1, (7, g)), parts)
+    torch.testing.assert_close(means, right, rtol=0, atol=1e-5)
+
+
+def test_large_groups_have_their_segments_from_pytorch(monkeypatch):
+    monkeypatch.setattr(fetch_segments, "MAX_GROUP", 3)
+    monkeypatch.setattr(fetch_segments, "launch", None)
+    test_operator("segments:3:2", 1, 9)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import fetch_attend as attention
 from corecontext.ops.triton import fetch_index_keys as index_keys
+from corecontext.ops.triton import fetch_segments
 from corecontext.ops.triton.attend import rule_of
 from corecontext.ops.triton.fetch_attend import Fetched, Kernels
 from corecontext.ops.triton.fetch_choose import choose
@@ -111,7 +112,10 @@ def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor,
         return q, cores.k[:, 0, :, None]
     g, first = spec.group_size, spec.sinks
     centre = fetch_index.centre_of(tokens.k, spec)
-    if bits and kind != "segments" and q.shape[3] <= index_keys.MAX_DIM:
+    has_kernel = q.shape[3] <= index_keys.MAX_DIM
+    if kind == "segments" and g > fetch_segments.MAX_GROUP:
+        has_kernel = False
+    if bits and has_kernel:
         rotation = low_bits.rotation(q.shape[3], q.dtype, q.device)
         k = tokens.k[:, first:]
         keys = index_keys.build(k, cores.k.shape[2], g, spec.fetch_index, centre)

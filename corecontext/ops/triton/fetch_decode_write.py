@@ -6,71 +6,8 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.fetch_decode_index import level_of
+from corecontext.ops.triton.fetch_segments import segment_means
 from corecontext.ops.triton.primitives import TINY, dot, tile_mask
-
-
-@triton.jit
-def _segments(
-    keys_ptr,
-    group_size,
-    PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Return the means of a group's segments (`index.segments`) [BLOCK_P, BLOCK_D]; keys_ptr points
-    to its first key."""
-    tokens = tl.arange(0, BLOCK_G)
-    rows = tokens[:, None]
-    columns = tokens[None, :]
-    dims = tl.arange(0, BLOCK_D)
-    in_dims = dims < HEAD_DIM
-    is_key = (rows < group_size) & in_dims[None, :]
-    keys = tl.load(keys_ptr + rows * HEAD_DIM + dims[None, :], mask=is_key, other=0.0)
-    keys = keys.to(tl.float32)
-    error = tl.zeros([BLOCK_G, BLOCK_G], tl.float32)
-    for i in range(group_size):
-        key = tl.load(keys_ptr + i * HEAD_DIM + dims, mask=in_dims, other=0.0).to(tl.float32)
-        apart = tl.where(is_key, keys - key[None, :], 0.0)
-        error = tl.where(columns == i, tl.sum(apart * apart, 1)[:, None] / 2, error)
-
-    # The row of a segment's first token and the column say the same; others are not read.
-    begins = (tokens < group_size).to(tl.int32)
-    number = tl.zeros([BLOCK_G], tl.float32) + 1
-    for _ in range(group_size - PARTS):
-        rank = tl.cumsum(begins, 0)
-        are_neighbours = (rank[None, :] - rank[:, None] == 1) & (begins[None, :] == 1)
-        are_neighbours = are_neighbours & (begins[:, None] == 1)
-        candidates = tl.where(are_neighbours, error, float("inf"))
-        least = tl.min(tl.min(candidates, 1), 0)
-        pair = tl.where(candidates == least, rows * BLOCK_G + columns, BLOCK_G * BLOCK_G - 1)
-        first = tl.min(tl.min(pair, 1), 0)
-        left = first // BLOCK_G
-        right = first % BLOCK_G
-        to_left = tl.sum(tl.where(rows == left, error, 0.0), 0)
-        to_right = tl.sum(tl.where(rows == right, error, 0.0), 0)
-        size_left = tl.sum(tl.where(tokens == left, number, 0.0), 0)
-        size_right = tl.sum(tl.where(tokens == right, number, 0.0), 0)
-        total = size_left + size_right
-        united = (size_left + number) * to_left + (size_right + number) * to_right
-        united = (united - number * least) / (total + number)
-        error = tl.where(rows == left, united[None, :], error)
-        across = tl.sum(tl.where(rows == columns, united[None, :], 0.0), 1)
-        error = tl.where(columns == left, across[:, None], error)
-        number = tl.where(tokens == left, total, number)
-        begins = tl.where(tokens == right, 0, begins)
-
-    part_of = tl.cumsum(begins, 0) - 1
-    parts = tl.arange(0, BLOCK_P)
-    means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    count = tl.zeros([BLOCK_P], tl.float32)
-    for i in range(group_size):
-        is_part = parts == tl.sum(tl.where(tokens == i, part_of, 0), 0)
-        key = tl.load(keys_ptr + i * HEAD_DIM + dims, mask=in_dims, other=0.0).to(tl.float32)
-        means += tl.where(is_part[:, None], key[None, :], 0.0)
-        count += is_part.to(tl.float32)
-    return means / tl.maximum(count, 1.0)[:, None]
 
 
 @triton.jit
@@ -151,7 +88,9 @@ def _write_index(
     first = group.to(tl.int64) * group_size
     if SEGMENTS:
         keys_ptr = raw_ptr + first * HEAD_DIM
-        means = _segments(keys_ptr, group_size, PARTS, HEAD_DIM, BLOCK_G, BLOCK_P, BLOCK_D)
+        means = segment_means(
+            keys_ptr, HEAD_DIM, group_size, PARTS, HEAD_DIM, BLOCK_G, BLOCK_P, BLOCK_D
+        )
     else:
         size = group_size // PARTS
         means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)

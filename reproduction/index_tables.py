@@ -1,0 +1,75 @@
+"""Write the table of fetch's indices from the records of a pretrained model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+from benchmarks.tables import Column, markdown
+from corecontext.fetch_sizes import index_bytes
+from corecontext.record import Record
+from reproduction.real_tables import Line, lines_of
+
+HEAD_DIM = 64
+"""Of SmolLM2-135M, whose keys have 16 bits."""
+FETCHED = (512, 1024)
+"""Raw tokens of the table's columns."""
+
+
+class Indexed(NamedTuple):
+    """An index with groups of one size, and its lines by the raw tokens fetched."""
+
+    index: str
+    group_size: int
+    lines: dict[int, Line]
+
+    @property
+    def bytes_a_token(self) -> float:
+        """Bytes of the index by token and KV head."""
+        name, dim = self.index, HEAD_DIM
+        if name.startswith("learned:"):
+            _, rank, name = name.split(":", 2)
+            dim = int(rank)
+        return index_bytes(name, self.group_size, dim, 2) / self.group_size
+
+
+def index_markdown(records: Sequence[Record]) -> str:
+    """Return the table of indices on the model as it is, by their bytes and gain: recall of the
+    groups with the largest masses, and gain kept."""
+    rows: dict[tuple[str, int], Indexed] = {}
+    for line in lines_of(records, trained=False):
+        p = line.params
+        if p["method"] != "fetch" or not p["core_mass"] or p["window_size"] != 512:
+            continue
+        key = (p["index"], p["group_size"])
+        row = rows.setdefault(key, Indexed(*key, {}))
+        of_tokens = row.lines.setdefault(p["fetch_groups"] * p["group_size"], line)
+        # The store changes no choice.
+        for name, values in line.values.items():
+            of_tokens.values.setdefault(name, {}).update(values)
+    shown = [row for row in rows.values() if any(count in row.lines for count in FETCHED)]
+    shown.sort(key=lambda row: (round(row.bytes_a_token), _value(row, "gain", FETCHED[-1]) or 0))
+    columns = [
+        Column("index", lambda row: f"`{row.index}`", left=True),
+        Column("tokens of a group", lambda row: str(row.group_size)),
+        Column("bytes a token", lambda row: f"{row.bytes_a_token:.1f}"),
+    ]
+    for count in FETCHED:
+        for title, name in (("groups recalled", "real.recall"), ("gain kept", "gain")):
+            columns.append(
+                Column(f"{title}, {count:,} tokens", partial(_shown, name=name, count=count))
+            )
+    return "\n".join(markdown(columns, shown)) + "\n"
+
+
+def _value(row: Indexed, name: str, count: int) -> float | None:
+    """Return a value in percent, the mean over seeds."""
+    values = row.lines[count].values.get(name) if count in row.lines else None
+    return 100 * fmean(values.values()) if values else None
+
+
+def _shown(row: Indexed, name: str, count: int) -> str:
+    value = _value(row, name, count)
+    return "" if value is None else f"{value:.1f} %"
