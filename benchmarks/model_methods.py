@@ -223,23 +223,24 @@ class FilledRun:
         *,
         fuse: str | None = None,
     ) -> None:
-        engine = Engine(model, keep=0, fuse=fuse, static=True)
+        # Layers may share host memory, so the Engine's count of it is no limit.
+        engine = Engine(model, keep=0, fuse=fuse, static=True, host_bytes_budget=2**50)
         session: Any = engine.take(SessionKey(batch, length + steps, config, 1))
         # A short prompt allocates the buffers, which are then filled as after a long one.
         short = 2
         ids = make_prompt(model, batch, short)
         _, session.cache, positions = prefill(model, ids, cache=session.cache)
+        tensors: dict[int, torch.Tensor] = {}  # by address: layers may share host memory
         for layer in session.cache.layers:
             store = layer.compact.store
-            tensors = layer.compact.buffers
-            if store is not None:
-                tensors = [*tensors, *store.raw, *store.index_buffers]
-            for buffer in tensors:
-                if buffer.is_floating_point():
-                    buffer.normal_()
-                else:
-                    buffer.random_(0, 127)  # code 127 is NaN in fp8
+            more = [] if store is None else [*store.raw, *store.index_buffers]
+            tensors |= {x.data_ptr(): x for x in (*layer.compact.buffers, *more)}
             layer.compact.seen.fill_(length)
+        for buffer in tensors.values():
+            if buffer.is_floating_point():
+                buffer.normal_()
+            else:
+                buffer.random_(0, 127)  # code 127 is NaN in fp8
         session.begin(positions - short + length, [0] * batch, length)
         session.tokens.copy_(ids[:, -1:])
         self.session = session

@@ -17,7 +17,7 @@ from corecontext.cache import host_store
 from corecontext.ops.spec import RawSlots
 from corecontext.ops.triton import fetch_decode
 
-STEPS = 64  # after which choices repeat from the first
+STEPS = 16  # after which choices repeat from the first
 
 
 def repeating_choices(rows: int, count: int, num_groups: int, share: float) -> Tensor:
