@@ -438,12 +438,14 @@ def test_full_attention_where_it_takes_less_time(monkeypatch):
     assert not attends_to_all(backend="triton")
     assert not attends_to_all(fetch_share=8, fetch_groups=0)
     for shares, gradients, lengths in (
-        (False, False, ((1, 32), (2, 33))),
-        (True, False, ((1, 33), (2, 32))),
-        (False, True, ((1, 33), (2, 32))),
+        (False, False, ((4, 32), (8, 33))),
+        (True, False, ((4, 33), (8, 32))),
+        (False, True, ((4, 33), (8, 32))),
     ):
         monkeypatch.setitem(crossover._LENGTHS, (shares, gradients), lengths)
     assert not attends_to_all() and attends_to_all("pairs:2") and attends_to_all("oracle")
     assert attends_to_all(fetch_share=8) and not attends_to_all("pairs:2", fetch_share=8)
+    more = Spec(16, 64, 1.0, fetch_groups=128, fetch_index="mean")
+    assert [crossover.is_full_faster(more, n, False) for n in (64, 65)] == [True, False]
     q.requires_grad_()
     assert attends_to_all() and not attends_to_all("pairs:2")

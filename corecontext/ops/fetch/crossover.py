@@ -5,21 +5,24 @@ from __future__ import annotations
 from corecontext.fetch_sizes import num_parts
 from corecontext.ops.spec import Spec
 
-# Index keys of a group, and the tokens up to which full attention (cuDNN's) takes less time, by
+# Index keys of 16 tokens, and the tokens up to which full attention (cuDNN's) takes less time, by
 # whether queries share a choice and whether gradients follow. Measured on an H200 with 32 query and
-# 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); more keys take longer than those in the table.
+# 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); with 16 keys counted from 8.
 _LENGTHS = {
-    (True, False): ((1, 12288), (8, 12288)),
-    (True, True): ((1, 16384), (8, 16384)),
-    (False, False): ((1, 40960), (8, 57344)),
-    (False, True): ((1, 28672), (8, 36864)),
+    (True, False): ((1, 12288), (8, 12288), (16, 12288)),
+    (True, True): ((1, 16384), (8, 16384), (16, 16384)),
+    (False, False): ((1, 40960), (8, 57344), (16, 114688)),
+    (False, True): ((1, 28672), (8, 36864), (16, 49152)),
 }
+_TOKENS = 1024
+"""Raw tokens that a query fetched then."""
 
 
 def is_full_faster(spec: Spec, length: int, has_gradients: bool) -> bool:
     """Return whether full attention takes less time than fetch on a sequence from position 0 on."""
     sizes = spec.group_size if isinstance(spec.group_size, tuple) else (spec.group_size,)
-    keys = max(num_parts(spec.fetch_index, size) for size in sizes)
+    keys = max(16 * num_parts(spec.fetch_index, size) / size for size in sizes)
     table = _LENGTHS[spec.fetch_share > 1, has_gradients]
     longest = next((tokens for most, tokens in table if keys <= most), table[-1][1])
-    return length <= longest
+    # Raw tokens take time in proportion to their number.
+    return length <= longest * max(1.0, spec.fetch_groups * max(sizes) / _TOKENS)
