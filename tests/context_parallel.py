@@ -197,7 +197,8 @@ def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         layout = Layout.contiguous((64,) * size, here)
         sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
         shape = Shape(2, 4, 2, D)
-        for more in ({"sink_size": 7, "core_mass": True}, {}):
+        fetching = {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 7}
+        for more in (fetching, {"sink_size": 7, "core_mass": True}, {}):
             moved = check(group, layout, inputs(64 * size), {**base, **more})
             spec = Spec(4, 9, 1.0, **more)
             assert moved == context_parallel_traffic(layout, size, spec, shape, item_bytes=8)
