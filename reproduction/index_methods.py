@@ -49,6 +49,11 @@ class LearnedFetch(Method):
     layers: tuple[Projections, ...]
     """Of each full-attention layer."""
 
+    @property
+    def rank(self) -> int:
+        """Elements of a projected key."""
+        return self.layers[0].key.shape[2]
+
     def fetching(self, num_groups: int) -> LearnedFetch:
         """Return the same with another number of groups fetched."""
         return replace(self, config=self.config.replace(fetch_groups=num_groups))

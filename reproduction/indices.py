@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from corecontext.baselines import enabled
 from corecontext.baselines.method import Call
 from corecontext.config import CCAConfig
-from corecontext.cost import ModelCost
+from corecontext.cost import ModelCost, cache_bytes
 from corecontext.fetch_sizes import index_bytes
 from corecontext.ops import packed
 from corecontext.ops.batch import complete_groups
@@ -135,10 +136,12 @@ class IndexStudy:
             marks.append(choose(each, visible, nearest, spec.fetch_groups))
         return float((marks[0] & marks[1]).sum() / marks[0].sum())
 
-    def measure(self, setting: CCAConfig | LearnedFetch, windows: int) -> list[Record]:
-        """Return far perplexity of so many windows, and the share of right answers of each task."""
+    def measure(self, setting: CCAConfig | LearnedFetch | None, windows: int) -> list[Record]:
+        """Return far perplexity of so many windows, and the share of right answers of each task,
+        under a setting or, for None, full attention."""
         records = []
-        with torch.inference_mode(), enabled(self.model, setting):
+        attention = nullcontext() if setting is None else enabled(self.model, setting)
+        with torch.inference_mode(), attention:
             if windows:
                 head = self.model.get_output_embeddings()
                 texts = [list(window.ids) for window in self.real.test_windows[:windows]]
@@ -185,37 +188,48 @@ class IndexStudy:
         scale = self.cost.head_dim**-0.5
         return Spec.of(config.replace(core_position="token"), None, scale)
 
-    def _params(self, setting: CCAConfig | LearnedFetch, length: int, task: str) -> dict[str, Any]:
+    def _params(
+        self, setting: CCAConfig | LearnedFetch | None, length: int, task: str
+    ) -> dict[str, Any]:
         """Return the params of a record."""
         real = self.real
-        config = config_of(setting)
-        method = "fetch_equal_bytes" if config.store == "host" else "fetch"
-        params = {"model": real.name, "method": method, "trained_tokens": 0}
-        params |= describe(config, Heads(Shape(0, 0)))
-        sizes = self.cost.config_bytes(config, length)
-        device_bytes = sizes.device
+        params = {"model": real.name, "method": "full", "trained_tokens": 0}
+        params |= describe(None if setting is None else config_of(setting), Heads(Shape(0, 0)))
+        device_bytes, host_bytes = self._bytes(setting, length)
+        if setting is not None:
+            params["method"] = "fetch_equal_bytes" if params["store"] == "host" else "fetch"
         if isinstance(setting, LearnedFetch):
-            # Its keys have R elements.
-            rank = setting.layers[0].key.shape[2]
-            itemsize = self.cost.itemsize
-            each = [
-                index_bytes(config.fetch_index, config.group_size, dim, itemsize)
-                for dim in (self.cost.head_dim, rank)
-            ]
-            groups = (length - config.sink_size) // config.group_size
-            heads = self.cost.num_layers * self.cost.kv_heads
-            device_bytes -= heads * groups * (each[0] - each[1])
-            params["index"] = f"learned:{rank}:{config.fetch_index}"
+            params["index"] = f"learned:{setting.rank}:{params['index']}"
         params |= {"seed": real.adaptation.seed, "windows": len(real.test_windows)}
         params |= {"needles": real.protocol.needles, "lists": real.protocol.lists}
         params |= {"length": length, "task": task}
-        return params | {"device_bytes": device_bytes, "host_bytes": sizes.host}
+        return params | {"device_bytes": device_bytes, "host_bytes": host_bytes}
+
+    def _bytes(self, setting: CCAConfig | LearnedFetch | None, length: int) -> tuple[int, int]:
+        """Return the bytes of a cache of so many tokens on the device and in host memory."""
+        cost = self.cost
+        if setting is None:
+            return cache_bytes(
+                length, cost.num_layers, cost.kv_heads, cost.head_dim, cost.itemsize
+            ), 0
+        config = config_of(setting)
+        sizes = cost.config_bytes(config, length)
+        if isinstance(setting, CCAConfig):
+            return sizes.device, sizes.host
+        whole, projected = (
+            index_bytes(config.fetch_index, config.group_size, dim, cost.itemsize)
+            for dim in (cost.head_dim, setting.rank)
+        )
+        groups = (length - config.sink_size) // config.group_size
+        saved = cost.num_layers * cost.kv_heads * groups * (whole - projected)
+        return sizes.device - saved, sizes.host
 
     def _append(self, name: str, value: float, params: dict[str, Any]) -> Record:
         record = make_record(name, value, params, device=device_name(self.model.device))
         append_records(self.real.protocol.output, [record])
         print(
-            f"{params['index']}, g {params['group_size']}, k {params['fetch_groups']}: {name} "
+            f"{params['index'] or 'full attention'}, g {params['group_size']}, "
+            f"k {params['fetch_groups']}: {name} "
             f"{value:.4f}, {params['task']} at {params['length']} tokens",
             flush=True,
         )

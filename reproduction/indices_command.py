@@ -45,6 +45,7 @@ def indices(
         int, typer.Option(help="Elements of a projected key of a learned index; 0 learns none.")
     ] = 0,
     steps: Annotated[int, typer.Option(help="Steps that the index learns.")] = 300,
+    full: Annotated[bool, typer.Option("--full", help="Measure full attention, too.")] = False,
     recall_windows: Annotated[
         int, typer.Option(help="Windows of the recall; 0 leaves it out.")
     ] = 8,
@@ -108,5 +109,5 @@ def indices(
             settings += [config.replace(fetch_groups=count) for count in counts]
     if recall_windows:
         study.recall(settings, recall_windows)
-    for setting in settings:
+    for setting in (*settings, *([None] if full else [])):
         study.measure(setting, windows)

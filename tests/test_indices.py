@@ -23,18 +23,30 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
     assert main(["real", *fetch, *base]) == 0
     whole = {record.name: record.value for record in read_records(output)}
     base += ["--tokens", "8", "--rows-at-once", "2"]
-    options = ["--recall-windows", "1", "--index", "oracle", "--index", "core", "--index", "mean@8"]
+    options = [
+        "--full",
+        "--recall-windows",
+        "1",
+        "--index",
+        "oracle",
+        "--index",
+        "core",
+        "--index",
+        "mean@8",
+    ]
     assert main(["indices", *base, *options]) == 0
     options = ["--index", "parts:4:4", "--rank", "4", "--steps", "2", "--needles", "0"]
     assert main(["indices", *base, *options]) == 0
     values = {}
-    assert len(read_records(output)) == 2 + 3 * 3 + 2
+    assert len(read_records(output)) == 2 + 3 * 3 + 2 + 2
     for record in read_records(output):
         p = record.params
         values[record.name, p["index"], p["fetch_groups"]] = record
     assert values["real.recall", "oracle", 2].value == 1
     assert 0 < values["real.recall", "core", 2].value < 1
     assert values["real.recall", "mean", 1].params["group_size"] == 8
+    full = values["real.accuracy", None, None].params
+    assert (full["method"], full["host_bytes"]) == ("full", 0)
     learned = values["real.perplexity", "learned:4:parts:4:4", 2]
     ours = values["real.perplexity", "oracle", 2]
     assert ours.value == pytest.approx(whole["real.perplexity"], rel=1e-5)
