@@ -69,6 +69,10 @@ class LayerIndex:
             self._changes = [torch.zeros_like(x, requires_grad=True) for x in self._first]
             self._optimizer = torch.optim.Adam(self._changes, betas=(0.9, 0.95))
         visible = sees_groups(position, groups.shape[1], spec)
+        # Queries near the beginning see no group, and have no shares.
+        sees_any = visible.any(1)
+        q = q[:, :, sees_any]
+        visible = visible[sees_any]
         shares = log_shares(q, groups, visible, spec)
         done = len(self.losses) / self.steps
         step = LARGEST_STEP * (1 + math.cos(math.pi * done)) / 2

@@ -62,7 +62,8 @@ def test_an_index_learns_the_shares_of_the_groups():
     k = torch.randn(2, 132, 8, generator=generator)
     q[..., 2:] *= 0.01
     k[..., 2:] *= 3
-    position = torch.arange(92, 132)
+    # The first query sees no group.
+    position = torch.cat((torch.tensor([6]), torch.arange(93, 132)))
     index = LayerIndex(2, "parts:2:2", 40)
     for _ in range(40):
         index.learn(q, k, position, spec)
@@ -70,9 +71,9 @@ def test_an_index_learns_the_shares_of_the_groups():
     groups = groups_of(k, spec)
     assert torch.equal(groups[:, 0], k[:, 4:8]) and groups.shape == (2, 32, 4, 8)
     visible = sees_groups(position, 32, spec)
-    assert visible.sum(1).tolist() == [(int(p) - 4 - 8 + 1) // 4 for p in position]
-    shares = log_shares(q, groups, visible, spec).exp()
-    torch.testing.assert_close(shares.sum(-1), torch.ones(2, 3, 40))
+    assert visible.sum(1).tolist() == [0] + [(int(p) - 4 - 8 + 1) // 4 for p in position[1:]]
+    shares = log_shares(q[:, :, 1:], groups, visible[1:], spec).exp()
+    torch.testing.assert_close(shares.sum(-1), torch.ones(2, 3, 39))
 
 
 def test_groups_of_another_size_in_the_bytes_of_cca():
