@@ -91,7 +91,11 @@ class LayerIndex:
 
 def whitened(q: Tensor, k: Tensor, rank: int) -> Projections:
     """Return the projections onto the `rank` directions with the largest products of queries
-    [N, r, T, D] with centred keys [N, S, D]; projected queries have variance 1 in each."""
+    [N, r, T, D] with centred keys [N, S, D], projected queries of variance 1 in each; those of rank D
+    change nothing at first."""
+    if rank == k.shape[2]:
+        same = torch.eye(rank, device=k.device).expand(len(k), -1, -1)
+        return Projections(same, same)
     q = q.flatten(1, 2)
     queries = q.mT @ q / q.shape[1]
     keys = k.mT @ k / k.shape[1]

@@ -10,7 +10,13 @@ from corecontext.config import CCAConfig
 from corecontext.ops.spec import Spec
 from corecontext.record import read_records
 from reproduction.command import main
-from reproduction.index_training import LayerIndex, groups_of, log_shares, sees_groups
+from reproduction.index_training import (
+    LayerIndex,
+    groups_of,
+    log_shares,
+    sees_groups,
+    whitened,
+)
 from reproduction.real_methods import Sizes
 
 
@@ -68,6 +74,8 @@ def test_an_index_learns_the_shares_of_the_groups():
     for _ in range(40):
         index.learn(q, k, position, spec)
     assert index.losses[0] < 0.2 and index.losses[-1] < 0.75 * index.losses[0]
+    same = whitened(q, k, 8)
+    assert torch.equal(same.query, torch.eye(8).expand(2, 8, 8)) and torch.equal(*same)
     groups = groups_of(k, spec)
     assert torch.equal(groups[:, 0], k[:, 4:8]) and groups.shape == (2, 32, 4, 8)
     visible = sees_groups(position, 32, spec)
