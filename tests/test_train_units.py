@@ -200,7 +200,7 @@ def test_a_tokenizer_has_no_more_entries_than_the_model(tiny):
         make_tokenizer(config, SimpleNamespace(vocab_size=255))
 
 
-FETCH = {"fetch_groups": 64, "fetch_index": "pairs:2", "store": "host"}
+FETCH = {"fetch_groups": 64, "fetch_index": "pairs:2", "store": "host", "window_size": 240}
 
 
 @pytest.mark.parametrize(
