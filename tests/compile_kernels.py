@@ -82,6 +82,7 @@ FETCH = (
     fetch_kernels.fetch_dkv_kernel,
 )
 CHOICE = (
+    fetch_segments.segment_means_kernel,
     fetch_index_keys.index_keys_kernel,
     fetch_score_kernels.group_masses_kernel,
     fetch_choose._select_kernel,
