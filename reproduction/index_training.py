@@ -91,8 +91,8 @@ class LayerIndex:
 
 def whitened(q: Tensor, k: Tensor, rank: int) -> Projections:
     """Return the projections onto the `rank` directions with the largest products of queries
-    [N, r, T, D] with centred keys [N, S, D], projected queries of variance 1 in each; with D of them
-    the identity."""
+    [N, r, T, D] with centred keys [N, S, D], projected queries of variance 1 in each; for D of
+    them the identity."""
     if rank == k.shape[2]:
         same = torch.eye(rank, device=k.device).expand(len(k), -1, -1)
         return Projections(same, same)

@@ -368,6 +368,7 @@ def test_segments_are_those_of_the_index(g, parts, dim):
 
 def test_large_groups_have_their_segments_from_pytorch(monkeypatch):
     monkeypatch.setattr(fetch_segments, "MAX_GROUP", 3)
+    assert fetch_segments.takes(3) != GPU and not fetch_segments.takes(4)
     monkeypatch.setattr(fetch_segments, "launch", None)
     test_operator("segments:3:2", 1, 9)
 

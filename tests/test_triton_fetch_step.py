@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
-from corecontext.ops.triton import backend, fetch_decode, fetch_decode_plan
+from corecontext.ops.triton import backend, fetch_decode, fetch_decode_plan, fetch_segments
 
 pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()
@@ -82,7 +82,8 @@ if GPU:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_step_of_every_row(case):
+def test_every_step_of_every_row(case, monkeypatch):
+    monkeypatch.setattr(fetch_segments, "_ON_GPU", True)
     g, s, heads, kv_heads, dim, k, prefill, length, settings = CASES[case]
     config = CCAConfig.paper(g, s, backend="triton", fetch_groups=k, **settings)
     dtype = HALF if "half" in case else torch.float32

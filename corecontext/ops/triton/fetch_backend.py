@@ -113,7 +113,7 @@ def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor,
     g, first = spec.group_size, spec.sinks
     centre = fetch_index.centre_of(tokens.k, spec)
     has_kernel = q.shape[3] <= index_keys.MAX_DIM
-    if kind == "segments" and g > fetch_segments.MAX_GROUP:
+    if kind == "segments" and not fetch_segments.takes(g):
         has_kernel = False
     if bits and has_kernel:
         rotation = low_bits.rotation(q.shape[3], q.dtype, q.device)

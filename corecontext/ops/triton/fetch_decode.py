@@ -27,7 +27,7 @@ from corecontext.ops.triton.decode import arguments_of, slots_of
 from corecontext.ops.triton.fetch_decode_kernel import ATTEND, fetch_step_kernel
 from corecontext.ops.triton.fetch_decode_plan import StepSizes, plan_of
 from corecontext.ops.triton.fetch_decode_slots import MOST_SLOTS, find_and_load
-from corecontext.ops.triton.fetch_segments import MAX_GROUP
+from corecontext.ops.triton.fetch_segments import takes
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch
 from corecontext.ops.triton.tiles import chip_of
 
@@ -46,8 +46,8 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     kind, _, bits = parse_index(spec.fetch_index)
     if not bits or (kind != "segments" and g % num_parts(spec.fetch_index, g)):
         return f"index {spec.fetch_index} of groups of {g} has no parts of one size in low bits"
-    if kind == "segments" and g > MAX_GROUP:
-        return f"segments of groups of {g} are of more than {MAX_GROUP} tokens"
+    if kind == "segments" and not takes(g):
+        return f"no kernel unites keys of groups of {g}"
     if spec.softcap is not None:
         return "a softcap needs the products with the centre"
     if num_centred(spec) < 2 * g:

@@ -135,8 +135,7 @@ def _signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
 
 def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor | None) -> Tensor:
     """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k,
-    with head_dim of at most MAX_DIM, and of segments group_size of at most
-    `fetch_segments.MAX_GROUP`.
+    with head_dim of at most MAX_DIM, and of segments group_size that `fetch_segments.takes`.
 
     Args:
         k: Raw keys from the first group on, [N, S, D], rotary applied.

@@ -12,6 +12,13 @@ from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
 MAX_GROUP = 64
 """Most tokens of a group, whose errors one program holds."""
 _ELEMENTS = 2048  # of a group's keys, that a warp holds
+_ON_GPU = False
+"""Whether GPUs unite keys by this kernel: it compiles, and no GPU has run it yet."""
+
+
+def takes(group_size: int) -> bool:
+    """Whether the kernel takes groups of this size; else PyTorch unites their keys."""
+    return group_size <= MAX_GROUP and (_ON_GPU or triton.knobs.runtime.interpret)
 
 
 @triton.jit
