@@ -109,7 +109,7 @@ def test_every_step_of_every_row(case, monkeypatch):
 def test_every_step_in_one_launch(case, monkeypatch):
     """Where phases follow each other in one program: on a GPU several wait for each other."""
     monkeypatch.setattr(fetch_decode_plan, "programs_at_once", lambda *sizes: 1)
-    test_every_step_of_every_row(case)
+    test_every_step_of_every_row(case, monkeypatch)
 
 
 def test_programs_share_groups_and_entries(monkeypatch):
