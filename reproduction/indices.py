@@ -47,6 +47,8 @@ class Learning:
     """Index of projected keys."""
     steps: int = 300
     """One window of lm_train each."""
+    length: int = 8192
+    """Most tokens of it."""
 
 
 class IndexStudy:
@@ -82,7 +84,7 @@ class IndexStudy:
 
         torch.manual_seed(self.real.adaptation.seed)
         for step in range(learning.steps):
-            self._show(windows[step % len(windows)].ids, look)
+            self._show(windows[step % len(windows)].ids[: learning.length], look)
             if step % 50 == 0 or step == learning.steps - 1:
                 loss = sum(layer.losses[-1] for layer in layers.values()) / len(layers)
                 print(f"learned index, step {step}: divergence {loss:.4f}", flush=True)

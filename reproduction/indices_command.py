@@ -46,6 +46,9 @@ def indices(
     ] = 0,
     steps: Annotated[int, typer.Option(help="Steps that the index learns.")] = 300,
     full: Annotated[bool, typer.Option("--full", help="Measure full attention, too.")] = False,
+    learn_length: Annotated[
+        int, typer.Option(help="Most tokens of a window that an index learns from.")
+    ] = 8192,
     recall_windows: Annotated[
         int, typer.Option(help="Windows of the recall; 0 leaves it out.")
     ] = 8,
@@ -103,7 +106,7 @@ def indices(
             config = of_index.fetch_equal_bytes(g)
         counts = [max(1, count // g) for count in tokens]
         if rank:
-            learned = study.learned(config, Learning(rank, name, steps))
+            learned = study.learned(config, Learning(rank, name, steps, learn_length))
             settings += [learned.fetching(count) for count in counts]
         else:
             settings += [config.replace(fetch_groups=count) for count in counts]

@@ -41,7 +41,18 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
         "mean@8",
     ]
     assert main(["indices", *base, *options]) == 0
-    options = ["--index", "parts:4:4", "--rank", "4", "--steps", "2", "--needles", "0"]
+    options = [
+        "--index",
+        "parts:4:4",
+        "--rank",
+        "4",
+        "--steps",
+        "2",
+        "--learn-length",
+        "64",
+        "--needles",
+        "0",
+    ]
     assert main(["indices", *base, *options]) == 0
     values = {}
     assert len(read_records(output)) == 2 + 3 * 3 + 2 + 2
