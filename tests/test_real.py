@@ -539,6 +539,12 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
     figure = tmp_path / "real.svg"
     draw_frontier(records, rivals, str(figure))
     text = figure.read_text()
-    for label in ("full attention", "CCA", "Quest's selection", "fetch by bits:2", "KVzip"):
+    for label in (
+        "full attention",
+        "CCA",
+        "Quest's selection, 1024 tokens",
+        "fetch by bits:2",
+        "KVzip",
+    ):
         assert text.count(f"<!-- {label} -->") == 1, label
     assert "SnapKV" not in text and "mean" not in text
