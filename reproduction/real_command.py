@@ -37,6 +37,9 @@ def real(
     fetch_index: Annotated[str, typer.Option(help="Index by which groups are chosen.")] = (
         Sizes.fetch_index
     ),
+    fetch_group_size: Annotated[
+        int | None, typer.Option(help="Tokens per group of fetch_equal_bytes. Default: as CCA's.")
+    ] = None,
     store: Annotated[str, typer.Option(help="Where fetch keeps raw tokens.")] = Sizes.store,
     fetch_slots: Annotated[
         int, typer.Option(help="Slots of fetched groups on the device, with --store host; 0: none.")
@@ -131,6 +134,7 @@ def real(
             fetch_index,
             store,
             fetch_slots,
+            fetch_group_size=fetch_group_size,
         )
         adaptation = Adaptation(
             steps,

@@ -34,6 +34,8 @@ class Sizes:
     fetch_slots: int = CCAConfig.fetch_slots
     head_dim: int = 64
     """Of the model; `RealModel` sets it."""
+    fetch_group_size: int | None = None
+    """Of fetch at equal bytes, where CCA's is another."""
 
     def cca(self) -> CCAConfig:
         """Return the settings of CCA."""
@@ -143,7 +145,7 @@ METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
         heads.by_layer(), sizes.sink_size, sizes.window_size
     ),
     "fetch": lambda sizes, heads: sizes.fetch(),
-    "fetch_equal_bytes": lambda sizes, heads: sizes.fetch_equal_bytes(),
+    "fetch_equal_bytes": lambda sizes, heads: sizes.fetch_equal_bytes(sizes.fetch_group_size),
     "fetch_raw_heads": lambda sizes, heads: _with_raw_heads(sizes.fetch(), sizes, heads),
 }
 """How each method is made: a CCAConfig, a rival's settings, or None for full attention."""

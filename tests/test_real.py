@@ -320,6 +320,9 @@ def test_methods_share_sizes_and_bytes():
         assert params["sink_size"] == 16
     assert describe(cca, heads)["raw_heads"] is None
     assert set(describe(None, heads).values()) == {None}
+    bits = dataclasses.replace(sizes, fetch_group_size=32, fetch_index="bits:2", core_mass=True)
+    equal = METHODS["fetch_equal_bytes"](bits, heads)
+    assert (equal.group_size, equal.window_size, equal.store) == (32, 160, "host")
 
 
 def test_fetch_with_the_bytes_of_cca():
