@@ -65,7 +65,7 @@ CASES = {
     "kv": (4, 8, 4, 2, 16, 2, 26, 32, {"core_mass": True, "sink_size": 4}),
     "half": (4, 8, 4, 1, 16, 3, 38, 44, {"core_bias": 0.5, "store": "host"}),
     "query": (5, 11, 7, 1, 18, 2, 43, 46, {"core_heads": "query", "fetch_index": "parts:1:4"}),
-    "segments": (6, 12, 2, 1, 16, 2, 40, 50, {"fetch_index": "segments:4:2", "sink_size": 6}),
+    "segments": (6, 12, 2, 1, 16, 2, 40, 43, {"fetch_index": "segments:4:2", "sink_size": 6}),
     "more than there are": (4, 9, 1, 1, 16, 9, 30, 32, {"fetch_index": "bits:1"}),
     # The centre and all of the index come from steps.
     "short": (4, 8, 1, 1, 16, 1, 2, 26, {"core_position": "token"}),
