@@ -262,8 +262,7 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
     for rows, in_parts in ((4096, False), (HEADS, True)):
         tiles = paged_tiles(chip, dtype, dim, rows)
-        flags = {"HAS_BIAS": False, "HAS_MASS": in_parts, "IN_PARTS": in_parts}
-        flags |= {"ALIGNMENT": 16, "UNIT": 16 // dtype.itemsize, "WIDE": False, "PAGE": 16}
+        flags = {"HAS_BIAS": False, "HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}
         blocks = {
             "BLOCK_Q": tiles.block_m // HEADS,
             "BLOCK_M": tiles.block_m,

@@ -1397,7 +1397,7 @@ limits = (
     ),
     Fault(
         "vllm: a token is seen beside its core token",
-        "sees_raw = (entry[None, :] >= low[:, None] * 0) | (entry < first_group * GROUP)[None, :]",
+        "sees_raw = (token[None, :] >= low[:, None] * 0) | (token < first_group * GROUP)[None, :]",
         "tests/test_triton_paged.py::test_a_ragged_batch_of_chunks_and_decoding_tokens",
     ),
     Fault(

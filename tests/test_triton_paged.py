@@ -168,9 +168,7 @@ def test_programs_share_the_entries_of_a_block(monkeypatch):
     check(config, halves(), [{0: 46}, {0: 2, 1: 1}])
 
 
-def test_masses_bias_and_softcap(monkeypatch):
-    """In pages as of more memory than 32 bits count."""
-    monkeypatch.setattr(paged_attend, "MOST_UNITS", 0)
+def test_masses_bias_and_softcap():
     config = CCAConfig(group_size=3, window_size=4, sink_size=3, core_mass=True)
     check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, bias=0.5, softcap=2.0)
 

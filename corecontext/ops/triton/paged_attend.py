@@ -18,26 +18,9 @@ from torch import Tensor
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode import _merge_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.paged import Batch, Pages, num_blocks, owned_block
+from corecontext.ops.triton.paged import Batch, Pages, num_blocks, owned_block, page_offsets
 from corecontext.ops.triton.primitives import dot, log2_scores, softmax_step, visible_cores
 from corecontext.ops.triton.tiles import Tiles, chip_of, decode_splits, paged_tiles
-
-MOST_UNITS = 2**31 - 1
-"""Places of entries are 32-bit numbers up to here: 32 GiB of pages of a layer."""
-
-
-@triton.jit
-def _entries(index, end, places, tables, PAGE: tl.constexpr):
-    """Return for places of the list which are core tokens, their numbers among entries of their
-    kind, and their pages, which are read now: 0 from `end` on."""
-    num_sinks, num_cores, first_group, window = places[:4]
-    raw_table, core_table = tables
-    num_far = num_sinks + num_cores
-    is_core = (index >= num_sinks) & (index < num_far)
-    raw = tl.where(index < num_sinks, index, index - num_far + window)
-    entry = tl.where(is_core, index - num_sinks + first_group, raw)
-    table = tl.where(is_core, core_table + entry // PAGE, raw_table + entry // PAGE)
-    return is_core, entry, tl.load(table, mask=index < end, other=0)
 
 
 @triton.jit
@@ -46,18 +29,17 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
 
     Args:
         state: Output so far, running sum and running maximum of each row.
-        pages: Pointers to keys, values and masses, the tables of raw tokens and of core tokens,
-            strides of keys and values in units of UNIT elements and of masses, the bias.
+        pages: Pointers to keys, values and table of raw tokens, the same of core tokens and to
+            their masses; strides of both and of masses, entries of a page of both, the bias.
         places: Number of first tokens and of core tokens in the list, the first group with a core
             token, the first raw token of the window; each row's position and number of groups that
             are far past.
-        sizes: GROUP, HAS_BIAS, HAS_MASS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT, UNIT,
-            WIDE, PAGE.
+        sizes: GROUP, HAS_BIAS, HAS_MASS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT.
     """
     acc, running_sum, running_max = state
-    k_ptr, v_ptr, mass_ptr, tables, strides, mass_strides, bias = pages
-    first_group = places[2]
-    position, groups = places[4:]
+    raw_k, raw_v, raw_table, core_k, core_v, core_table, mass_ptr = pages[:7]
+    raw_strides, core_strides, mass_strides, page_sizes, bias = pages[7:]
+    num_sinks, num_cores, first_group, window, position, groups = places
     GROUP: tl.constexpr = sizes[0]
     HAS_BIAS: tl.constexpr = sizes[1]
     HAS_MASS: tl.constexpr = sizes[2]
@@ -66,23 +48,20 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
     BLOCK_D: tl.constexpr = sizes[5]
     BLOCK_N: tl.constexpr = sizes[6]
     ALIGNMENT: tl.constexpr = sizes[7]
-    UNIT: tl.constexpr = sizes[8]
-    WIDE: tl.constexpr = sizes[9]
-    PAGE: tl.constexpr = sizes[10]
     dims = tl.arange(0, BLOCK_D)
-    in_dims = dims < HEAD_DIM
-    columns = tl.arange(0, BLOCK_N)
-    # Pages are read a tile ahead, so that keys and values need not wait for their places.
-    is_core, entry, page = _entries(begin + columns, end, places, tables, PAGE)
+    num_far = num_sinks + num_cores
     for start in tl.range(begin, end, BLOCK_N):
-        later = _entries(start + BLOCK_N + columns, end, places, tables, PAGE)
-        inside = start + columns < end
-        row = entry % PAGE
-        if WIDE:
-            page = page.to(tl.int64)
-        at = (page * strides[0] + row * strides[1]).to(tl.int64) * UNIT
-        k_at = tl.multiple_of(k_ptr + at, ALIGNMENT)
-        v_at = tl.multiple_of(v_ptr + at, ALIGNMENT)
+        # Find the entries: by their number in the list, in pages of one kind or the other.
+        index = start + tl.arange(0, BLOCK_N)
+        inside = index < end
+        is_core = (index >= num_sinks) & (index < num_far)
+        group = index - num_sinks + first_group
+        token = tl.where(index < num_sinks, index, index - num_far + window)
+        core_at = page_offsets(core_table, group, is_core & inside, core_strides, page_sizes[1])
+        raw_at = page_offsets(raw_table, token, inside & ~is_core, raw_strides, page_sizes[0])
+        in_dims = dims < HEAD_DIM
+        k_at = tl.multiple_of(tl.where(is_core, core_k + core_at, raw_k + raw_at), ALIGNMENT)
+        v_at = tl.multiple_of(tl.where(is_core, core_v + core_at, raw_v + raw_at), ALIGNMENT)
         if MASKED:
             k_mask = inside[None, :] & in_dims[:, None]
             v_mask = inside[:, None] & in_dims[None, :]
@@ -96,16 +75,16 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         if HAS_BIAS:
             shift = tl.where(is_core, bias, 0.0)[None, :]
         if HAS_MASS:
-            mass_at = page.to(tl.int64) * mass_strides[0] + row * mass_strides[1]
-            mass = tl.load(mass_ptr + mass_at, mask=is_core & inside, other=0.0)
+            at = page_offsets(core_table, group, is_core & inside, mass_strides, page_sizes[1])
+            mass = tl.load(mass_ptr + at, mask=is_core & inside, other=0.0)
             shift = shift + mass[None, :]
         scores, _ = log2_scores(dot(q, k), scale, shift, softcap, HAS_SOFTCAP)
         if MASKED:
-            sees_core = entry[None, :] < groups[:, None]
+            sees_core = group[None, :] < groups[:, None]
             low = groups * GROUP
             # planted: vllm: a token is seen beside its core token
-            sees_raw = (entry[None, :] >= low[:, None]) | (entry < first_group * GROUP)[None, :]
-            sees_raw = sees_raw & (entry[None, :] <= position[:, None])
+            sees_raw = (token[None, :] >= low[:, None]) | (token < first_group * GROUP)[None, :]
+            sees_raw = sees_raw & (token[None, :] <= position[:, None])
             seen = tl.where(is_core[None, :], sees_core, sees_raw) & inside[None, :]
             scores = tl.where(seen, scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(
@@ -113,7 +92,6 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         )
         v = tl.load(v_at[:, None] + dims[None, :], mask=v_mask, other=0.0)
         acc = acc * fade[:, None] + dot(weights.to(v.dtype), v)
-        is_core, entry, page = later
     return acc, running_sum, running_max
 
 
@@ -123,6 +101,8 @@ def _attend_pages_kernel(
     keys_ptr,
     values_ptr,
     table_ptr,
+    core_keys_ptr,
+    core_values_ptr,
     core_table_ptr,
     mass_ptr,
     starts_ptr,
@@ -137,9 +117,10 @@ def _attend_pages_kernel(
     bias,
     q_strides,
     page_strides,
+    core_strides,
     mass_strides,
     table_strides,
-    PAGE: tl.constexpr,
+    page_sizes,
     GROUP: tl.constexpr,
     SINKS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -148,8 +129,6 @@ def _attend_pages_kernel(
     HAS_SOFTCAP: tl.constexpr,
     IN_PARTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -207,13 +186,15 @@ def _attend_pages_kernel(
 
         position = tl.minimum(past + token, highest)
         groups = visible_cores(position, GROUP, window_size)
-        row = sequence.to(tl.int64)
-        tables = (table_ptr + row * table_strides[0], core_table_ptr + row * table_strides[1])
+        raw = (keys_ptr + head * page_strides[2], values_ptr + head * page_strides[2])
+        table = table_ptr + sequence.to(tl.int64) * table_strides[0]
+        cores = (core_keys_ptr + head * core_strides[2], core_values_ptr + head * core_strides[2])
+        core_table = core_table_ptr + sequence.to(tl.int64) * table_strides[1]
         mass = mass_ptr
         if HAS_MASS:
             mass = mass_ptr + head * mass_strides[2]
-        at = head * page_strides[2] * UNIT
-        pages = (keys_ptr + at, values_ptr + at, mass, tables, page_strides, mass_strides, bias)
+        pages = raw + (table,) + cores + (core_table, mass)
+        pages = pages + (page_strides, core_strides, mass_strides, page_sizes, bias)
         places = (num_sinks, num_far - num_sinks, FIRST_GROUP, window, position, groups)
         sizes: tl.constexpr = (
             GROUP,
@@ -224,9 +205,6 @@ def _attend_pages_kernel(
             BLOCK_D,
             BLOCK_N,
             ALIGNMENT,
-            UNIT,
-            WIDE,
-            PAGE,
         )
         state = (
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
@@ -272,15 +250,13 @@ def attend_pages(
 
     Args:
         q: [T, H, D], rotary applied; tokens behind those of the batch are ignored.
-        raw, cores: Hold the new tokens and the core tokens of the groups that they complete, in
-            pages of one memory.
+        raw, cores: Hold the new tokens and the core tokens of the groups that they complete.
         out: [T, H, D], contiguous, to write into; None makes one.
 
     Returns:
         [T, H, D] in the dtype of q; undefined behind the tokens of the batch. Sums are float32 and
         the same from run to run.
     """
-    assert raw.k.data_ptr() == cores.k.data_ptr(), "both kinds of pages must be in one memory"
     q = contiguous_rows(q)
     tokens, num_heads, dim = q.shape
     kv_heads = raw.k.shape[2]
@@ -299,25 +275,20 @@ def attend_pages(
         acc = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     mass = cores.k if cores.mass is None else cores.mass
-    alignment = _alignment(raw.k, raw.v)
-    # In units of so many elements, places of entries mostly fit in 32 bits: cheap products.
-    unit = alignment // q.element_size()
     with torch.cuda.device_of(q):
         launch(
             _attend_pages_kernel,
             (blocks, kv_heads, parts),
             (
-                *(q, raw.k, raw.v, raw.table, cores.table, mass),
+                *(q, raw.k, raw.v, raw.table, cores.k, cores.v, cores.table, mass),
                 *(batch.starts, batch.lengths, out, acc, lse, sequences, spec.window_size),
                 *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
             ),
             (
-                q.stride()[:2],
-                tuple(step // unit for step in raw.k.stride()[:3]),
-                mass.stride()[:3],
+                *(q.stride()[:2], raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3]),
                 (raw.table.stride(0), cores.table.stride(0)),
+                (raw.k.shape[1], cores.k.shape[1]),
             ),
-            PAGE=raw.k.shape[1],
             GROUP=spec.group_size,
             SINKS=spec.sinks,
             HEADS=heads,
@@ -325,9 +296,7 @@ def attend_pages(
             HAS_MASS=cores.mass is not None,
             HAS_SOFTCAP=spec.softcap is not None,
             IN_PARTS=parts > 1,
-            ALIGNMENT=alignment,
-            UNIT=unit,
-            WIDE=raw.k.shape[0] * raw.k.stride(0) // unit > MOST_UNITS,
+            ALIGNMENT=_alignment(raw.k, raw.v, cores.k, cores.v),
             HEAD_DIM=dim,
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
