@@ -84,7 +84,8 @@ FETCH = (
 CHOICE = (
     fetch_segments.segment_means_kernel,
     fetch_index_keys.index_keys_kernel,
-    fetch_score_kernels.group_masses_kernel,
+    fetch_score_kernels.index_lse_kernel,
+    fetch_score_kernels.group_scores_kernel,
     fetch_choose._select_kernel,
     marks._mark_kernel,
 )
@@ -207,22 +208,21 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     """Those of fetch: index scores, the choice, its marks, raw tokens of the chosen groups; one
     query or 16 choose together."""
     plain = {"HAS_SOFTCAP": False, "HEADS": HEADS, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
-    floats = ("lse_ptr", "bias_ptr", "sums_ptr")
+    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr")
     numbers = ("runs_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
     types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(numbers, "i32"), **GRADIENTS}
     tiles = choose_tiles(chip, dtype, dim)
     sizes = {
         **plain,
-        "RUN": 16,
-        "KEYS": 8,
+        "KEYS": 1,
         "HAS_BIAS": False,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-    del sizes["HEADS"]
-    yield Kernel(fetch_score_kernels.group_masses_kernel, sizes, types)
+    yield Kernel(fetch_score_kernels.index_lse_kernel, sizes, types)
+    scoring = dict(sizes)
     index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
     blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
     wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16"}
@@ -230,10 +230,9 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     yield Kernel(fetch_segments.segment_means_kernel, segments, {"means_ptr": "fp32"})
     if dim <= fetch_index_keys.MAX_DIM:
         yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
-    sizes = {"HEADS": HEADS, "RUN": 16, "OF_RUNS": True, "FROM_RUNS": False, "BLOCK_R": 512}
-    sizes |= {"BLOCK_K": 64, "num_warps": 4}
-    yield Kernel(fetch_choose._select_kernel, sizes, types)
-    sizes |= {"OF_RUNS": False, "FROM_RUNS": True, "BLOCK_R": 64, "num_warps": 1}
+    scoring |= {"ADD": True, "SEGMENT": 1024, "RUN": 16}
+    yield Kernel(fetch_score_kernels.group_scores_kernel, scoring, types)
+    sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BY_ENTRY": True, "BLOCK": 64, "num_warps": 1}, types)
     for rows in (16, 64):

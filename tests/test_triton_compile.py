@@ -33,7 +33,8 @@ PLAIN = {
 }
 FETCH = {
     "index_keys_kernel",
-    "group_masses_kernel",
+    "index_lse_kernel",
+    "group_scores_kernel",
     "segment_means_kernel",
     "_select_kernel",
     "_mark_kernel",
@@ -61,6 +62,7 @@ SPILLED = {
     "_attend_dkv_kernel": 1024,
     "pool_long_bwd_kernel": 512,
     "fetch_dkv_kernel": 512,
+    "group_scores_kernel": 512,
 }
 
 

@@ -110,7 +110,8 @@ def test_choice(case, extra):
 def test_choice_in_pieces(k, p, monkeypatch):
     """Scores of a few shares at a time, the best runs of groups first, and more groups than one
     program holds."""
-    monkeypatch.setattr(fetch_choose, "_MASS_BYTES", 4000)
+    monkeypatch.setattr(fetch_choose, "_SCORE_BYTES", 2000)
+    monkeypatch.setattr(fetch_scores, "_SEGMENT", 32)
     monkeypatch.setattr(fetch_choose, "_MOST_SELECTED", 32)
     for module in (fetch_choose, fetch_scores):
         monkeypatch.setattr(module, "RUN", 4)

@@ -6,13 +6,14 @@ from corecontext.fetch_sizes import num_parts
 from corecontext.ops.spec import Spec
 
 # Index keys of 16 tokens, and the tokens up to which full attention (cuDNN's) takes less time, by
-# whether queries share a choice and whether gradients follow. Measured on an H200 with 32 query and
-# 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); with 16 keys counted from 8.
+# whether queries share a choice and whether gradients follow: between lengths measured on an H200
+# with 32 query and 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); the last entries hold for
+# more keys, too.
 _LENGTHS = {
-    (True, False): ((1, 12288), (8, 12288), (16, 12288)),
-    (True, True): ((1, 16384), (8, 16384), (16, 16384)),
-    (False, False): ((1, 40960), (8, 57344), (16, 114688)),
-    (False, True): ((1, 28672), (8, 36864), (16, 49152)),
+    (True, False): ((1, 12288), (8, 12288)),
+    (True, True): ((1, 12288), (8, 12288)),
+    (False, False): ((1, 57344), (8, 131072)),
+    (False, True): ((1, 32768), (8, 45056)),
 }
 _TOKENS = 1024
 """Raw tokens that a query fetched then."""

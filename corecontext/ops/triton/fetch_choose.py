@@ -1,7 +1,7 @@
 """Choose the groups whose raw tokens come back: the k with the best index scores.
 
-The mean of a share's queries chooses, among the groups that the last of them sees. Masses of groups
-are kept for a few shares at a time (`_MASS_BYTES`); the k best are found by bisection of the bits
+The mean of a share's queries chooses, among the groups that the last of them sees. Scores of groups
+are kept for a few shares at a time (`_SCORE_BYTES`); the k best are found by bisection of the bits
 of a float. Of many groups, first the k runs of neighbours with the largest scores are found: the k
 best groups are in them.
 """
@@ -14,42 +14,28 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.triton.fetch_rule import Choosing, groups_of_share
-from corecontext.ops.triton.fetch_scores import RUN, Masses, Queries, group_masses, mass_dtype
+from corecontext.ops.triton.fetch_scores import (
+    RUN,
+    Queries,
+    log_sums,
+    score_groups,
+)
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 
-_CACHE_BYTES = 16 << 20  # index keys in use at a time, which then stay in the L2 cache
-_MASS_BYTES = 512 << 20  # masses of groups in memory at a time
+_SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
 _SELECTED = 2048  # scores that a warp holds in registers
-_MOST_SELECTED = 8192  # scores of groups that one program bisects
-_MOST_IN_RUNS = 32768  # groups whose runs one program bisects
+_MOST_SELECTED = 8192  # scores that one program holds
 _INFINITY_BITS = tl.constexpr(0x7F800001)  # the bits of NaN are cut to these
-
-
-@triton.jit
-def _scores_of(
-    masses_ptr, sums_ptr, runs, count, stride_head, num_rows, HEADS: tl.constexpr, RUN: tl.constexpr
-):
-    """Return the scores of the groups of runs, their shares added up over the heads, [runs, RUN];
-    -1 from group `count` on and where a run is -1."""
-    groups = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    # A run has one mask, so that it is read at once.
-    exists = ((runs >= 0) & (runs * RUN < count))[:, None]
-    total = tl.zeros(groups.shape, tl.float32)
-    for i in tl.static_range(HEADS):
-        masses = tl.load(masses_ptr + i * stride_head + groups, mask=exists, other=0.0)
-        total += masses.to(tl.float32) / tl.load(sums_ptr + i * num_rows)
-    return tl.where(exists & (groups < count), total, -1.0)
 
 
 @triton.jit(
     do_not_specialize=[
         *("num_groups", "first_share", "q_end", "first_row", "num_rows"),
-        *("num_runs", "stride_n"),
+        *("stride_row", "stride_n"),
     ]
 )
 def _select_kernel(
-    masses_ptr,
-    sums_ptr,
+    scores_ptr,
     runs_ptr,
     chosen_ptr,
     num_groups,
@@ -57,55 +43,46 @@ def _select_kernel(
     q_end,
     first_row,
     num_rows,
-    num_runs,
+    stride_row,
     stride_n,
     num_chosen,
     share,
     group_size,
     window_size,
     sink_groups,
-    HEADS: tl.constexpr,
     RUN: tl.constexpr,
-    OF_RUNS: tl.constexpr,
     FROM_RUNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the numbers of the k best of the groups in at most BLOCK_R runs of one share, or of
-    these runs, ascending, then -1.
+    """Write the numbers of the k best of at most BLOCK groups of one share, ascending, then -1.
 
     Grid: (N x num_rows,). The scores are at least 0, so their bits, as whole numbers, have their
     order: bisection finds the score of the last one chosen. Of groups with that score the first
     ones are chosen.
 
     Args:
-        masses_ptr, sums_ptr: As in `fetch_scores.Masses`.
+        scores_ptr: Scores of groups, or where RUN > 1 and not FROM_RUNS, the largest of each run.
         runs_ptr: Runs whose groups can be chosen, k for each share, where FROM_RUNS.
-        first_row, num_rows: The shares whose masses there are.
-        num_runs: Runs of RUN groups that there are masses of.
-        stride_n: Elements between the choices of two sequences.
-        OF_RUNS: Choose runs of RUN groups by the largest score in each.
+        first_row, num_rows: The shares whose scores there are.
+        stride_row, stride_n: Elements between the scores of two shares, and between the choices of
+            two sequences.
     """
     n = (tl.program_id(0) // num_rows).to(tl.int64)
     row = tl.program_id(0) % num_rows
+    offs = tl.arange(0, BLOCK)
     shares = (first_share, share, q_end)
     rule = (group_size, window_size, sink_groups)
     count = groups_of_share(first_row + row, shares, rule, num_groups)
-    sums_ptr += n * HEADS * num_rows + row
-    masses_ptr += (n * HEADS * num_rows + row) * num_runs * RUN
-    runs = tl.arange(0, BLOCK_R)
+    first = (n * num_rows + row) * stride_row
     if FROM_RUNS:
-        place = runs_ptr + (n * num_rows + row) * num_chosen + runs
-        runs = tl.load(place, mask=runs < num_chosen, other=-1)
-    stride_head = num_rows.to(tl.int64) * num_runs * RUN
-    scores = _scores_of(masses_ptr, sums_ptr, runs, count, stride_head, num_rows, HEADS, RUN)
-    if OF_RUNS:
-        scores = tl.max(scores, 1)
-        numbers = runs
+        runs = runs_ptr + (n * num_rows + row) * num_chosen
+        run = tl.load(runs + offs // RUN, mask=offs < num_chosen * RUN, other=-1)
+        numbers = tl.where(run < 0, count, run * RUN + offs % RUN)
     else:
-        scores = tl.reshape(scores, [BLOCK_R * RUN])
-        numbers = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        numbers = tl.reshape(numbers, [BLOCK_R * RUN])
+        count = (count + RUN - 1) // RUN
+        numbers = offs
+    scores = tl.load(scores_ptr + first + numbers, mask=numbers < count, other=-1.0)
     bits = tl.minimum(scores.to(tl.int32, bitcast=True), _INFINITY_BITS)
 
     # At least k have bits low or more, fewer have high or more.
@@ -150,7 +127,7 @@ def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = N
         fewer than k are visible. The same from run to run.
     """
     q = contiguous_rows(q)
-    index = index.contiguous()
+    index = contiguous_rows(index)
     n, _, count, _ = q.shape
     num_groups = index.shape[1]
     chosen = torch.empty((n, count, settings.num_chosen), dtype=torch.int32, device=q.device)
@@ -158,76 +135,83 @@ def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = N
         return chosen
     if not settings.visible_groups(count - 1, num_groups):
         return chosen.fill_(-1)
-    # Some KV heads at a time, whose index keys stay in the L2 cache.
-    size = max(1, _CACHE_BYTES // max(1, index[0].numel() * index.element_size()))
-    for low in range(0, n, size):
-        heads = slice(low, low + size)
-        call = Queries(q[heads], index[heads], None if bias is None else bias[heads], settings)
-        _choose(call, chosen[heads])
+    call = Queries(q, index, bias, settings)
+    lse = log_sums(call)
+    # Scores of as many shares as fit into the memory.
+    first = 0
+    while first < count:
+        visible = settings.visible_groups(count - 1, num_groups)
+        size = min(count - first, max(1, _SCORE_BYTES // (4 * n * visible)))
+        visible = max(1, settings.visible_groups(first + size - 1, num_groups))
+        width = RUN * ceil_div(visible, RUN)
+        scores = torch.empty((n, size, width), dtype=torch.float32, device=q.device)
+        runs = None
+        if _has_runs(width, settings.num_chosen):
+            runs = scores.new_empty((n, size, width // RUN))
+        score_groups(call, lse, scores, first, runs)
+        _select(call, scores, runs, first, chosen[:, first : first + size])
+        first += size
     return chosen
 
 
-def _choose(call: Queries, chosen: Tensor) -> None:
-    """Write the choice [N, C, k] of all shares, as many at a time as their masses fit into the
-    memory."""
-    n, r, count, _ = call.q.shape
-    num_groups = call.index.shape[1]
-    settings = call.settings
-    itemsize = n * r * mass_dtype(call.q).itemsize
-    first = 0
-    while first < count:
-        visible = max(1, settings.visible_groups(count - 1, num_groups))
-        size = min(count - first, max(1, _MASS_BYTES // (itemsize * visible)))
-        visible = max(1, settings.visible_groups(first + size - 1, num_groups))
-        masses = group_masses(call, first, size, ceil_div(visible, RUN))
-        _select(call, masses, chosen[:, first : first + size])
-        first += size
+def _has_runs(visible: int, k: int) -> bool:
+    """Whether the k best of `visible` groups are found by way of the best runs."""
+    candidates = k * RUN
+    fits = candidates <= _MOST_SELECTED and visible <= RUN * _MOST_SELECTED
+    return fits and visible >= min(_SELECTED, 2 * candidates)
 
 
-def _select(call: Queries, masses: Masses, chosen: Tensor) -> None:
-    """Write the choice [N, rows, k] of some shares."""
-    width = masses.groups.shape[3]
-    candidates = RUN * chosen.shape[2]
-    # The k best of many groups are in the k best runs.
-    are_many = width >= min(_SELECTED, 2 * candidates)
-    if are_many and candidates <= _MOST_SELECTED and width <= _MOST_IN_RUNS:
+def _select(
+    call: Queries, scores: Tensor, runs: Tensor | None, first_row: int, chosen: Tensor
+) -> None:
+    """Write the choice [N, rows, k] of the shares from first_row on.
+
+    Args:
+        scores: Of groups, [N, rows, groups].
+        runs: The largest of each run, [N, rows, runs], or None.
+    """
+    visible = scores.shape[2]
+    if runs is not None:
         best = torch.empty(chosen.shape, dtype=torch.int32, device=chosen.device)
-        _launch_select(call, masses, None, best, of_runs=True)
-        _launch_select(call, masses, best, chosen)
-    elif width <= _MOST_SELECTED:
-        _launch_select(call, masses, None, chosen)
+        _launch_select(call, runs, None, first_row, best)
+        _launch_select(call, scores, best, first_row, chosen)
+    elif visible <= _MOST_SELECTED:
+        _launch_select(call, scores, None, first_row, chosen, of_groups=True)
     else:
-        rows = range(masses.first_row, masses.first_row + chosen.shape[1])
-        seen = [[call.settings.visible_groups(row, width)] for row in rows]
-        seen = torch.tensor(seen, device=chosen.device)
-        unseen = torch.arange(width, device=chosen.device) >= seen
-        scores = (masses.groups / masses.sums[..., None]).sum(1, dtype=torch.float32)
+        rows = range(first_row, first_row + scores.shape[1])
+        seen = [[call.settings.visible_groups(row, visible)] for row in rows]
+        seen = torch.tensor(seen, device=scores.device)
+        unseen = torch.arange(visible, device=scores.device) >= seen
         order = scores.masked_fill(unseen, -1).sort(dim=-1, descending=True, stable=True).indices
         ordered = order[:, :, : chosen.shape[2]].clamp(max=seen).sort(-1).values
         chosen.copy_(torch.where(ordered < seen, ordered, -1))
 
 
 def _launch_select(
-    call: Queries, masses: Masses, runs: Tensor | None, chosen: Tensor, of_runs: bool = False
+    call: Queries,
+    scores: Tensor,
+    runs: Tensor | None,
+    first_row: int,
+    chosen: Tensor,
+    of_groups: bool = False,
 ) -> None:
-    """Select groups, of some runs where they are given; or runs."""
-    n, r, rows, width = masses.groups.shape
+    """Select from scores [N, rows, groups], of some runs where they are given; or from the largest
+    scores of runs."""
+    n, rows, width = scores.shape
     k = chosen.shape[2]
     settings = call.settings
-    block = power_of_2(k if runs is not None else width // RUN)
+    block = max(16, power_of_2(width if runs is None else k * RUN))
     launch(
         _select_kernel,
         (n * rows,),
         (
-            *(masses.groups, masses.sums, chosen if runs is None else runs, chosen),
-            *(*call.positions(), masses.first_row, rows, width // RUN, chosen.stride(0)),
+            *(scores, chosen if runs is None else runs, chosen),
+            *(*call.positions(), first_row, rows, width, chosen.stride(0)),
         ),
         (k, settings.share, *settings.rule),
-        HEADS=r,
-        RUN=RUN,
-        OF_RUNS=of_runs,
+        RUN=1 if of_groups else RUN,
         FROM_RUNS=runs is not None,
-        BLOCK_R=block,
+        BLOCK=block,
         BLOCK_K=power_of_2(k),
-        num_warps=max(1, min(16, block * RUN // _SELECTED)),
+        num_warps=max(1, min(4, block // _SELECTED)),
     )

@@ -81,7 +81,7 @@ def dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 
 def choose_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the masses of groups: block_m queries, block_n groups."""
+    """For the scores of a choice: block_m queries of up to four heads, block_n groups."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -91,7 +91,7 @@ def choose_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
         return Tiles(32, 64, 4, 2)
     if shared < 200 * 1024:  # Ampere's matrix products hold more in registers
         return Tiles(64, 32, 4, 2)
-    return Tiles(128, 64, 8, 3)
+    return Tiles(64, 64, 4, 2)
 
 
 def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
