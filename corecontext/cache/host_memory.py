@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import weakref
@@ -65,18 +64,9 @@ class _Pinned:
 
 
 def _pages(size: int) -> Tensor:
-    """Return memory of exactly this size, where PyTorch's pinned memory has powers of two, in large
-    pages: 2 GiB are pinned in 0.18 s instead of 1.1.
-
-    All threads touch it first: pinning would bring in page by page.
-    """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The advice that there is: a system may have none of it.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):
-                memory.madvise(getattr(mmap, advice))
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    """Return memory of exactly this size, where PyTorch's pinned memory has powers of two. All
+    threads touch it first: pinning brings in page by page, which takes twice as long."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_()
 
 
 _unused: list[tuple[Tensor, torch.device]] = []

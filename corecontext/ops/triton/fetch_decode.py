@@ -91,7 +91,8 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
     )
     chosen = make(rows, num_chosen, dtype=torch.int32)
     marks = make(rows, width, dtype=torch.int8)
-    parts = (make(rows, plan.num_parts, heads, dim), make(rows, plan.num_parts, heads))
+    num_parts = plan.num_shares + 1
+    parts = (make(rows, num_parts, heads, dim), make(rows, num_parts, heads))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Kernels do not touch the tensors that stand in for missing ones.
     on_device = isinstance(slots.seen, Tensor)
@@ -118,8 +119,7 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
                     *(*scoring, chosen, marks, *parts, out, raw.counters),
                     *(seen, kv_heads, num_groups, spec.group_size, spec.window_size, capacity),
                     *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
-                    *(plan.num_scoring, plan.num_parts, ceil_div(num_chosen, plan.num_fetching)),
-                    *(plan.num_sharing, plan.num_parts - 1 - plan.num_fetching),
+                    *(plan.num_scoring, num_parts, ceil_div(num_chosen, plan.num_shares)),
                     *(_AHEAD // (4 * rows * programs), plan.last_units),
                     *(float(spec.scale), float(core_bias)),
                 ),

@@ -19,7 +19,6 @@ from corecontext.ops.triton.decode import tile_products, weighted_sum
 from corecontext.ops.triton.primitives import (
     LOG2E,
     TINY,
-    dot,
     tile_mask,
     visible_cores,
 )
@@ -82,39 +81,29 @@ def _byte_products(
 
 
 @triton.jit
-def _whole_queries(
-    q,
-    rotation_ptr,
-    scratch_ptr,
-    ASM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+def _whole_queries(rotated, scratch_ptr, ASM: tl.constexpr):
     """Return rotated queries as whole numbers 128 a + b of 15 bits, four int8 tiles [columns, 2
     rows] of a and b in turns, for `_whole_products`, and the unit of each row.
 
     Args:
-        q: [rows, BLOCK_D].
+        rotated: Four tiles of columns, [rows, columns] in float32.
         scratch_ptr: Room for the tiles, from where they come back in the layout of a product.
     """
-    ROWS: tl.constexpr = q.shape[0]
-    BYTES: tl.constexpr = (HEAD_DIM + 3) // 4
+    highest = tl.maximum(tl.max(tl.abs(rotated[0]), 1), tl.max(tl.abs(rotated[1]), 1))
+    highest = tl.maximum(highest, tl.max(tl.abs(rotated[2]), 1))
+    highest = tl.maximum(highest, tl.max(tl.abs(rotated[3]), 1))
+    unit = tl.maximum(highest, TINY) / 16256
+    ROWS: tl.constexpr = rotated[0].shape[0]
+    BLOCK_C: tl.constexpr = rotated[0].shape[1]
     rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, 4 * BLOCK_C)
-    code = cols // BLOCK_C
-    byte = cols % BLOCK_C
-    # All columns at once, by code: of four products each would wait for its columns.
-    dims = tl.arange(0, BLOCK_D)
-    at = (code * HEAD_DIM)[None, :] * BYTES + dims[:, None] * BYTES + byte[None, :]
-    mask = (dims < HEAD_DIM)[:, None] & (byte < BYTES)[None, :]
-    rotated = dot(q, tl.load(rotation_ptr + at, mask=mask, other=0.0))
-    unit = tl.maximum(tl.max(tl.abs(rotated), 1), TINY) / 16256
-    number = tl.floor(rotated / unit[:, None] + 0.5).to(tl.int32)
-    upper = (number + 64) >> 7
-    tile = (code * (2 * ROWS * BLOCK_C) + byte)[None, :] + rows[:, None] * (2 * BLOCK_C)
-    tl.store(scratch_ptr + tile, upper.to(tl.int8))
-    tl.store(scratch_ptr + tile + BLOCK_C, (number - upper * 128).to(tl.int8))
+    cols = tl.arange(0, BLOCK_C)
+    at = scratch_ptr + rows[:, None] * (2 * BLOCK_C) + cols[None, :]
+    for i in tl.static_range(4):
+        number = tl.floor(rotated[i] / unit[:, None] + 0.5).to(tl.int32)
+        upper = (number + 64) >> 7
+        tile = at + i * (2 * ROWS * BLOCK_C)
+        tl.store(tile, upper.to(tl.int8))
+        tl.store(tile + BLOCK_C, (number - upper * 128).to(tl.int8))
     tl.debug_barrier()  # other threads have stored what a thread loads
     x0 = _query_tile(scratch_ptr, 0, ROWS, BLOCK_C, ASM)
     x1 = _query_tile(scratch_ptr, 1, ROWS, BLOCK_C, ASM)
@@ -263,12 +252,9 @@ def score_share(
     heads = tl.arange(0, BLOCK_M)
     mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
     q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
+    rotated = _rotated_all(q, rotation_ptr, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
     if WHOLE:
-        queries, unit = _whole_queries(
-            q, rotation_ptr, scratch_ptr, ASM, HEAD_DIM, BLOCK_D, BLOCK_C
-        )
-    else:
-        rotated = _rotated_all(q, rotation_ptr, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        queries, unit = _whole_queries(rotated, scratch_ptr, ASM)
 
     # Parts of a group lie BLOCK_N keys apart, so that one thread holds them all.
     keys = tl.arange(0, BLOCK_N * BLOCK_P)

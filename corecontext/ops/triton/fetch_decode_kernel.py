@@ -39,7 +39,7 @@ programs that have attended, programs that have merged; of the first row also ro
     do_not_specialize=[
         *("seen", "kv_heads", "num_groups", "group_size", "window_size", "capacity", "ring_size"),
         *("room", "fetched_room", "num_centred", "num_scoring", "num_parts", "groups_each"),
-        *("num_sharing", "first_fetching", "ahead", "last_units"),
+        *("ahead", "last_units"),
     ]
 )
 def fetch_step_kernel(
@@ -84,8 +84,6 @@ def fetch_step_kernel(
     num_scoring,
     num_parts,
     groups_each,
-    num_sharing,
-    first_fetching,
     ahead,
     last_units,
     scale,
@@ -152,7 +150,6 @@ def fetch_step_kernel(
         acc_ptr: The parts of the softmax [B Hkv, num_parts, HEADS, HEAD_DIM], that of the new token
             first, and their log-sum-exp [B Hkv, num_parts, HEADS].
         counter_ptr: [B Hkv, COUNTERS] in int32, zeros before and after.
-        num_sharing, first_fetching: Programs with entries; the first one with chosen groups.
         ahead: Elements of a program's keys, and of its values, that it asks for ahead.
         last_units: The last program's entries, where each of the others has 8.
         OVERLAPS: Attend to all core tokens while a program chooses, then take some out.
@@ -193,9 +190,9 @@ def fetch_step_kernel(
     buffers = (keys_ptr, values_ptr, keys_ptr, values_ptr, mass_ptr, marks_ptr)
     place = (position, capacity, ring_size, group_size, window_size)
     length, cores = num_entries(place, SINKS, CORE_WIDTH)
-    unit = tl.cdiv(length, 8 * (num_sharing - 1) + last_units)
+    unit = tl.cdiv(length, 8 * (programs - 1) + last_units)
     begin = tl.minimum(part * 8 * unit, length)
-    end = tl.minimum(begin + tl.where(part < num_sharing - 1, 8, last_units) * unit, length)
+    end = tl.minimum(begin + tl.where(part < programs - 1, 8, last_units) * unit, length)
 
     # Score a share of the index.
     if AT_ONCE or PHASE == SCORE:
@@ -333,7 +330,7 @@ def fetch_step_kernel(
             q,
             (fetched_k_ptr, fetched_v_ptr),
             chosen_ptr,
-            tl.where(part < first_fetching, num_chosen, part - first_fetching),
+            part,
             (groups_each, num_chosen, group_size),
             scale,
             FETCHED_SINKS,

@@ -16,21 +16,19 @@ from corecontext.ops.triton.fetch_decode_kernel import ALL, ATTEND, CHOOSE, MERG
 from corecontext.ops.triton.launch import ceil_div, power_of_2
 from corecontext.ops.triton.tiles import Chip
 
-_MOST_PARTS = 128  # that one program merges
-_FETCHED_TOKENS = 128  # of a KV head, that one program attends to in a launch of its own
 _SLICES = 4  # of a head's columns, merged one by one
 # Warps of a program of each phase.
 _SCORE_WARPS = 2
-_CHOICE_WARPS = 8
+_CHOICE_WARPS = 16
 _MERGE_WARPS = 4
 _ATTEND_REGISTERS = 168  # of a thread of four warps, so that three programs run at once
-# Of a step in one launch: warps and registers, by which two programs run on a multiprocessor, tiles
-# of entries, and the most rows of KV heads; with more, phases alone keep the chip busy.
+# Of a step in one launch: warps and registers, by which two programs run on a multiprocessor.
 _WARPS = 8
 _PROGRAMS = 2
 _REGISTERS = 128
-_TILE = {"BLOCK_N": 128, "STAGES": 2}
-_MOST_ROWS = 16
+_MOST_ROWS = 0
+"""Rows of KV heads up to which a step is one launch: with 8 it took 49 us instead of 57 on an H200,
+with 64 196 instead of 185."""
 
 
 class StepSizes(NamedTuple):
@@ -66,12 +64,8 @@ class StepPlan(NamedTuple):
     launches: tuple[Launch, ...]
     num_scoring: int
     """Programs that score groups of a KV head."""
-    num_sharing: int
-    """Programs that attend to shares of a KV head's entries."""
-    num_fetching: int
-    """Programs that attend to its chosen groups: the same ones, or those after them."""
-    num_parts: int
-    """Parts that are merged, that of the new token included."""
+    num_shares: int
+    """Programs that attend from a KV head."""
     last_units: int
     """Entries of the program that chooses, where the others have 8."""
     first: dict[str, Any]
@@ -94,12 +88,8 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     launches: tuple[Launch, ...]
     if programs:
         num_scoring = programs
-        num_sharing = programs
-        num_fetching = programs
-        num_attending = programs
+        num_shares = programs
         scoring["SCORE_N"] *= _WARPS // _SCORE_WARPS
-        if sizes.is_nvidia:
-            tile.update(_TILE)
         overlaps = not core_bias and spec.core_heads != "query"
         if overlaps and programs > 1:
             last_units = 0 if programs > 8 else 7
@@ -109,18 +99,14 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         launches = (Launch(ALL.value, programs, options),)
     else:
         num_scoring = scoring_splits(chip, sizes.rows, sizes.num_groups, scoring["SCORE_N"])
-        num_fetching = min(16, ceil_div(sizes.num_chosen * spec.group_size, _FETCHED_TOKENS))
-        # No more programs than run at once, where that is less than a tile each.
-        num_sharing = min(of_cache.num_parts - 1, _MOST_PARTS - 1 - num_fetching)
-        num_sharing = max(num_sharing - num_fetching, min(num_sharing, 16))
-        num_attending = num_sharing + num_fetching
+        num_shares = of_cache.num_parts - 1
         if sizes.is_nvidia:
             attend_options["maxnreg"] = _ATTEND_REGISTERS
         choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
         launches = (
             Launch(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS}),
             Launch(CHOOSE.value, 2, {"num_warps": choice_warps}),
-            Launch(ATTEND.value, num_attending, attend_options),
+            Launch(ATTEND.value, num_shares, attend_options),
             Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS}),
         )
     constants = {
@@ -131,21 +117,12 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         "GROUP": power_of_2(spec.group_size),
         "BLOCK_S": power_of_2(num_scoring),
         "BLOCK_K": power_of_2(sizes.num_chosen),
-        "BLOCK_P": power_of_2(num_attending + 1),
+        "BLOCK_P": power_of_2(num_shares + 1),
         "SLICES": _SLICES,
         **tile,
     }
     first = {"PREFETCHES": programs > 0 and sizes.is_nvidia, "OVERLAPS": overlaps}
-    return StepPlan(
-        launches,
-        num_scoring,
-        num_sharing,
-        num_fetching,
-        num_attending + 1,
-        last_units,
-        first,
-        constants,
-    )
+    return StepPlan(launches, num_scoring, num_shares, last_units, first, constants)
 
 
 def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
@@ -207,5 +184,5 @@ def programs_at_once(chip: Chip, sizes: StepSizes, bits: int) -> int:
     fits = fits and sizes.num_groups <= 16384 and chip.shared_memory >= 200 * 1024
     if not fits or not sizes.is_nvidia or sizes.has_slots or sizes.rows > _MOST_ROWS:
         return 0
-    most = min(_PROGRAMS * chip.multiprocessors // sizes.rows, _MOST_PARTS - 1)
+    most = min(_PROGRAMS * chip.multiprocessors // sizes.rows, 127)  # a program merges 128 parts
     return min(most, ceil_div(sizes.capacity, 64))
