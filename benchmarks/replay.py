@@ -30,14 +30,14 @@ def repeating_choices(rows: int, count: int, num_groups: int, share: float) -> T
 
     kept = round(share * count)
     chosen = torch.arange(count).expand(rows, -1)
-    others = torch.arange(count, num_groups).expand(rows, -1)
+    unchosen = torch.arange(count, num_groups).expand(rows, -1)
     steps = []
     for _ in range(STEPS):
         chosen = shuffled(chosen)
-        others = shuffled(others)
+        unchosen = shuffled(unchosen)
         before = chosen[:, kept:]
-        chosen = torch.cat((chosen[:, :kept], others[:, : count - kept]), 1)
-        others = torch.cat((others[:, count - kept :], before), 1)
+        chosen = torch.cat((chosen[:, :kept], unchosen[:, : count - kept]), 1)
+        unchosen = torch.cat((unchosen[:, count - kept :], before), 1)
         steps.append(chosen.sort(1)[0])
     return torch.stack(steps).int()
 

@@ -233,7 +233,7 @@ def _as_it_is(method: Method) -> Method:
 
 def alike(known_methods: dict[str, Method], method: Method) -> list[str]:
     """Return the methods with this one's attention, itself among them, which cost the same."""
-    return [name for name, known in known_methods.items() if known.config == method.config]
+    return [name for name, candidate in known_methods.items() if candidate.config == method.config]
 
 
 def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | DuoAttention:

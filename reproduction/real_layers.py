@@ -37,9 +37,9 @@ def match_layers(
             seen = _seen(teacher, ids.to(teacher.device))
             for i, (layer, (options, output)) in enumerate(zip(layers, seen)):
                 with torch.autocast(output.device.type, dtype=torch.bfloat16):
-                    own = layer(**options)[0]
+                    student = layer(**options)[0]
                 error = (
-                    own.float() - output.float()
+                    student.float() - output.float()
                 ).square().sum() / output.float().square().sum()
                 (error / rows).backward()
                 errors[i] += error.detach().cpu() / rows

@@ -259,8 +259,8 @@ def _compress_copy(
     try:
         # A press compares its position with the length: on the CPU, without waiting for the device.
         position = torch.tensor([layer.keys.shape[2] - 1])
-        own = {**kwargs, "past_key_values": context.cache, "cache_position": position}
-        type(press).forward_hook(press, module, args, own, output)
+        arguments = {**kwargs, "past_key_values": context.cache, "cache_position": position}
+        type(press).forward_hook(press, module, args, arguments, output)
     except FAILURES as error:
         contexts[cell] = error
     context.visible.append(_pop_visible(module, layer))

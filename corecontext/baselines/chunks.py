@@ -79,11 +79,11 @@ class _Attend(torch.autograd.Function):
         tokens = [_chunks(x, window_size) for x in prompt[:3]]
         out = torch.empty_like(tokens[0])
         lse = out.new_empty(out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32))
-        for part in _triangles(window_size):
-            results = partial.forward(*_read(part, tokens), scale=scale, is_causal=True)
-            views = [x[part.rows] for x in (out, lse)]
-            results = [part.unread(x, view) for x, view in zip(results, views)]
-            _write(views, results, is_first=part is _OWN)
+        for triangle in _triangles(window_size):
+            results = partial.forward(*_read(triangle, tokens), scale=scale, is_causal=True)
+            views = [x[triangle.rows] for x in (out, lse)]
+            results = [triangle.unread(x, view) for x, view in zip(results, views)]
+            _write(views, results, is_first=triangle is _OWN)
         length = prompt.q.shape[2]
         out, lse = (_joined(x, length) for x in (out, lse))
         if prompt.sink_k.shape[2]:
@@ -103,12 +103,16 @@ class _Attend(torch.autograd.Function):
         chunked = upstream.map(lambda x: _chunks(x, ctx.window_size))
         tokens = [_chunks(x, ctx.window_size) for x in prompt[:3]]
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in tokens]
-        for part in _triangles(ctx.window_size):
-            seen = chunked.map(lambda x, part=part: part.read(x, part.rows))
-            results = partial.backward(seen, *_read(part, tokens), scale=ctx.scale, is_causal=True)
-            for grad, at, result in zip(grads, (part.rows, part.keys, part.keys), results):
+        for triangle in _triangles(ctx.window_size):
+            seen = chunked.map(lambda x, triangle=triangle: triangle.read(x, triangle.rows))
+            results = partial.backward(
+                seen, *_read(triangle, tokens), scale=ctx.scale, is_causal=True
+            )
+            for grad, at, result in zip(
+                grads, (triangle.rows, triangle.keys, triangle.keys), results
+            ):
                 view = grad[at]
-                view += part.unread(result, view)
+                view += triangle.unread(result, view)
         length = out.shape[2]
         grads = [_joined(x, length).to(out.dtype) for x in grads]
         sink_grads: tuple[Tensor | None, ...] = (None, None, None)
@@ -125,9 +129,11 @@ def _triangles(window_size: int) -> tuple[_Triangle, ...]:
     return (_OWN, _BEFORE) if window_size > 1 else (_OWN,)
 
 
-def _read(part: _Triangle, tokens: list[Tensor]) -> list[Tensor]:
-    """The queries, keys and values of a part."""
-    return [part.read(x, at) for x, at in zip(tokens, (part.rows, part.keys, part.keys))]
+def _read(triangle: _Triangle, tokens: list[Tensor]) -> list[Tensor]:
+    """The queries, keys and values of a triangle."""
+    return [
+        triangle.read(x, at) for x, at in zip(tokens, (triangle.rows, triangle.keys, triangle.keys))
+    ]
 
 
 def _write(views: list[Tensor], results: Any, is_first: bool) -> None:

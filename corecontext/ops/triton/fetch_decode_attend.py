@@ -140,10 +140,10 @@ def without_chosen(
 
 
 @triton.jit
-def joined_sums(one, two):
-    """Return the sums of two parts of a softmax as those of one."""
-    acc, total, highest = one
-    acc_2, total_2, highest_2 = two
+def joined_sums(first, second):
+    """Return the sums of two parts of a softmax as those of the whole."""
+    acc, total, highest = first
+    acc_2, total_2, highest_2 = second
     new_max = tl.maximum(highest, highest_2)
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     fade = tl.exp2(highest - shift)

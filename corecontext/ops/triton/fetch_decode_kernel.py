@@ -372,10 +372,10 @@ def fetch_step_kernel(
             if part < HEADS * SLICES:
                 wait_for(counter_ptr + 2, programs)
         for task in range(part, HEADS * SLICES, programs):
-            one = task // SLICES
+            query_head = task // SLICES
             merge_columns(
-                (acc_ptr + one * HEAD_DIM, lse_ptr + one),
-                out_ptr + (n * HEADS + one) * HEAD_DIM,
+                (acc_ptr + query_head * HEAD_DIM, lse_ptr + query_head),
+                out_ptr + (n * HEADS + query_head) * HEAD_DIM,
                 num_parts,
                 task % SLICES * COLUMNS + tl.arange(0, COLUMNS),
                 HEADS,

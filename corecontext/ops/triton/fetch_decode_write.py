@@ -111,7 +111,7 @@ def _write_index(
     middle = rest.to(tl.bfloat16)
     parts_of_means = (high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16))
     packed = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
-    own = tl.zeros([BLOCK_P], tl.float32)
+    of_rotated = tl.zeros([BLOCK_P], tl.float32)
     with_stored = tl.zeros([BLOCK_P], tl.float32)
     cols = tl.arange(0, BLOCK_C)
     UPPER: tl.constexpr = 2 ** (BITS - 1)
@@ -128,13 +128,13 @@ def _write_index(
         codes = lower + (x > 0.0).to(tl.int32) + upper
         stored = level_of(codes, BITS, LEVELS)
         exists = (cols * EACH + i < HEAD_DIM)[None, :]
-        own += tl.sum(x * x, 1)
+        of_rotated += tl.sum(x * x, 1)
         with_stored += tl.sum(tl.where(exists, x * stored, 0.0), 1)
         packed += tl.where(exists, codes << (BITS * i), 0)
     if SCALES == 1:
-        own = tl.zeros([BLOCK_P], tl.float32) + tl.sum(own, 0)
+        of_rotated = tl.zeros([BLOCK_P], tl.float32) + tl.sum(of_rotated, 0)
         with_stored = tl.zeros([BLOCK_P], tl.float32) + tl.sum(with_stored, 0)
-    scales = rms * (own / tl.maximum(with_stored, TINY))
+    scales = rms * (of_rotated / tl.maximum(with_stored, TINY))
     scales = tl.minimum(scales, 65504.0).to(scales_ptr.dtype.element_ty)
 
     at = (group.to(tl.int64) * PARTS + parts)[:, None] * BYTES + cols[None, :]

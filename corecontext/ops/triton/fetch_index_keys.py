@@ -106,12 +106,12 @@ def index_keys_kernel(
     rms = tl.maximum(tl.sqrt(squares / count), TINY)
     x = x / rms[:, None]
     stored = _nearest_levels(x, BITS, LEVELS)
-    own = tl.sum(x * x, 1)
+    squares = tl.sum(x * x, 1)
     product = tl.sum(x * stored, 1)
     if SHARED:
-        own = _sum_of_group(own, BLOCK_G, BLOCK_P)
+        squares = _sum_of_group(squares, BLOCK_G, BLOCK_P)
         product = _sum_of_group(product, BLOCK_G, BLOCK_P)
-    scale = tl.minimum(rms * (own / tl.maximum(product, TINY)), 65504.0).to(tl.float16)
+    scale = tl.minimum(rms * (squares / tl.maximum(product, TINY)), 65504.0).to(tl.float16)
     keys = stored * scale.to(tl.float32)[:, None]
     at = ((n * num_groups + group) * PARTS + part)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(keys_ptr + at, keys.to(keys_ptr.dtype.element_ty), mask=mask)

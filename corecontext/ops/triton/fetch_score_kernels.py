@@ -275,11 +275,11 @@ def group_scores_kernel(
     """
     tile = tl.program_id(0) // num_sequences
     n = (tl.program_id(0) % num_sequences).to(tl.int64)
-    own = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     if RUN > 0:
         stride_row = tl.multiple_of(stride_row, RUN)
-    rows = first_row + own
-    exists = own < num_rows
+    rows = first_row + offsets
+    exists = offsets < num_rows
     rule = (group_size, window_size, sink_groups)
     shares = (first_share, share, q_end)
     last = first_row + tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows) - 1
@@ -311,7 +311,7 @@ def group_scores_kernel(
             bias_ptr + head * num_groups,
         )
         visible = groups_of_share(rows, shares, rule, num_groups)
-        places = (n * num_rows + own, exists, stride_row, visible)
+        places = (n * num_rows + offsets, exists, stride_row, visible)
         first = groups_of_share(first_row + tile * BLOCK_M, shares, rule, num_groups)
         whole = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_N * BLOCK_N
         _store_scores(
