@@ -527,19 +527,24 @@ def test_the_rotation_is_made_under_any_default_device():
     assert torch.equal(found, expected)
 
 
-def test_gradients_of_later_queries_are_those_of_the_portable_path_on_every_backend():
-    """Kernels have a backward of whole sequences only."""
+@pytest.mark.parametrize("num_keys, num_cores", [(40, 9), (7, 0)])
+def test_gradients_of_later_queries_are_those_of_the_portable_path_on_every_backend(
+    num_keys, num_cores
+):
+    """Kernels have a backward of whole sequences only; among the first tokens kept raw there is no
+    core token yet."""
     generator = torch.Generator().manual_seed(0)
     spec = Spec(4, 9, 0.4, sink_size=4, fetch_groups=2, fetch_index="mean")
-    q = torch.randn(1, 2, 11, 8, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 40, 8, generator=generator, dtype=torch.float64)
-    tokens = Tokens(q, k, v, q_start=29)
-    cores = Cores(*torch.randn(2, 1, 1, 9, 8, generator=generator, dtype=torch.float64))
+    q = torch.randn(1, 2, num_keys - 2, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 1, num_keys, 8, generator=generator, dtype=torch.float64)
+    tokens = Tokens(q, k, v, q_start=2)
+    cores = Cores(*torch.randn(2, 1, 1, num_cores, 8, generator=generator, dtype=torch.float64))
 
     def kernels(*call):
         raise AssertionError("a backward of whole sequences was called")
 
     module = SimpleNamespace(
+        attend=packed.attend,
         attend_backward=kernels,
         fetch_unsupported_reason=lambda spec, tokens: None,
         fetch_attend=query_blocks.attend,
@@ -550,6 +555,16 @@ def test_gradients_of_later_queries_are_those_of_the_portable_path_on_every_back
     upstream = Upstream(torch.ones_like(out), None, out, lse)
     dq, dk, *_ = backend.attend_backward(upstream, tokens, cores, spec)
     leaves = [x.clone().requires_grad_() for x in (q, k)]
-    reference.attend(Tokens(*leaves, v, q_start=29), cores, spec)[0].sum().backward()
+    reference.attend(Tokens(*leaves, v, q_start=2), cores, spec)[0].sum().backward()
     torch.testing.assert_close(dq, leaves[0].grad)
     torch.testing.assert_close(dk, leaves[1].grad)
+
+
+def test_a_backward_of_whole_sequences_refuses_later_queries():
+    q, k, v = torch.zeros(3, 1, 2, 5, 8)
+    tokens = Tokens(q[:, :, 2:], k[:, 0], v[:, 0], q_start=2)
+    cores = Cores(*torch.zeros(2, 1, 1, 0, 8))
+    spec = Spec(4, 9, 0.4, sink_size=4)
+    out, lse = packed.attend(tokens, cores, spec)
+    with pytest.raises(ValueError, match="q_start must be 0 in a backend's backward, got 2. Use"):
+        packed.attend_backward(Upstream(out, None, out, lse), tokens, cores, spec)

@@ -86,7 +86,7 @@ class _Document:
         mass = call.module.mass(self.groups, spec) if spec.core_mass and count else None
         self.core_bias = add_to_bias(bias, mass, heads)
 
-    def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Spec, Tensor | None]]:
+    def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Tensor | None]]:
         """Yield the call of each of this process's chunks, with its rows of q [N, r, T, D]: raw and
         core tokens up to the chunk's end."""
         layout = self.call.layout
@@ -100,10 +100,7 @@ class _Document:
             if bias is not None and bias.dim() == 3:
                 bias = bias[:, :, :count]
             tokens = Tokens(q[:, :, rows], self.k[:, :end], self.v[:, :end], q_start=start)
-            spec = self.call.spec
-            if not count:  # these queries see all tokens raw
-                spec = spec.replace(sink_size=0, window_size=max(end, spec.window_size))
-            yield rows, tokens, Cores(*(x[:, :, :count] for x in self.cores)), spec, bias
+            yield rows, tokens, Cores(*(x[:, :, :count] for x in self.cores)), bias
 
 
 class _Attend(torch.autograd.Function):
@@ -116,8 +113,8 @@ class _Attend(torch.autograd.Function):
         queries = by_head(q, k.shape[1])
         outs = [queries[:, :, :0]]
         lses = [queries.new_zeros(*queries.shape[:2], 0, dtype=torch.float32)]
-        for _, tokens, cores, spec, bias in document.calls(queries):
-            out, lse = backend.attend(tokens, cores, spec, bias)
+        for _, tokens, cores, bias in document.calls(queries):
+            out, lse = backend.attend(tokens, cores, call.spec, bias)
             outs.append(out)
             lses.append(lse)
         out = torch.cat(outs, 2)
@@ -162,9 +159,9 @@ def _gradients(
     grad_cores = torch.zeros(2, *document.cores.k.shape, **options)
     groups = document.groups
     grad_bias = torch.zeros(groups.q_last.shape[:3], **options)
-    for rows, tokens, cores, chunk_spec, bias in document.calls(queries):
+    for rows, tokens, cores, bias in document.calls(queries):
         dq, dk, dv, dcore_k, dcore_v, dbias = backend.attend_backward(
-            upstream.rows(rows), tokens, cores, chunk_spec, bias
+            upstream.rows(rows), tokens, cores, spec, bias
         )
         grad_q[:, :, rows] = dq
         grad_keys[:, :, : dk.shape[1]] += torch.stack((dk, dv))

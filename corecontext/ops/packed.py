@@ -77,7 +77,11 @@ def attend_backward(
 
     Each part's backward is called with the merged out and lse. Sums over blocks are kept in
     float32.
+
+    Raises:
+        ValueError: q_start is not 0.
     """
+    tokens.check_whole()
     if spec.sinks:
         return sinks.attend_backward(attend_backward, upstream, tokens, cores, spec, core_bias)
     call = _Call(tokens, cores, spec, core_bias)

@@ -178,6 +178,14 @@ class Tokens(NamedTuple):
     begins with them."""
     sink_v: Tensor | None = None
 
+    def check_whole(self) -> None:
+        """Raise ValueError unless the queries are those of a whole sequence."""
+        if self.q_start:
+            raise ValueError(
+                f"q_start must be 0 in a backend's backward, got {self.q_start}. "
+                "Use corecontext.ops.fetch.query_blocks.attend_backward for later queries."
+            )
+
 
 class Groups(NamedTuple):
     """Hold the tokens that pooling reads, by group."""

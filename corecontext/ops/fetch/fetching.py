@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from corecontext.ops import compose
@@ -64,12 +65,17 @@ class FetchBackend:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Return gradients as a backend does, for the first choice collected, which it takes away;
         without any it chooses again."""
-        if not _fetches(cores, spec):
+        fetches = _fetches(cores, spec)
+        if not fetches and not tokens.q_start:
             return self.module.attend_backward(upstream, tokens, cores, spec, core_bias)
         attend, backward = self._functions(tokens, spec)
         if tokens.q_start:
-            # The kernels' backward is that of whole sequences.
+            # A backend's backward is that of whole sequences.
             backward = query_blocks.attend_backward
+        if not fetches:
+            shape = (tokens.q.shape[0], 0, spec.fetch_groups)
+            nothing = torch.empty(shape, dtype=torch.int32, device=tokens.q.device)
+            return backward(upstream, tokens, cores, spec, core_bias, nothing)
         if not self.choices:
             self.choices.append(attend(tokens, cores, spec, core_bias)[2])
         # planted: fetch: the backward has another choice

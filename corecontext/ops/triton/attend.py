@@ -628,6 +628,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return gradients as `packed.attend_backward` does, in float32, the same from run to run; of
     the attention to core tokens that are not marked."""
+    tokens.check_whole()
     far = far_past(tokens, cores, spec, core_bias)
     q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     grad_out = contiguous_rows(upstream.grad_out)
