@@ -301,6 +301,28 @@ def test_a_run_that_measures_memory_writes_zeros_and_makes_tables(make_layers):
     assert pool._TABLES[layer.impl.spec.rotary.inv_freq]
 
 
+def test_a_run_that_measures_memory_gathers_the_entries_of_the_longest_chunk(
+    make_layers, monkeypatch
+):
+    """128 tokens, of which ten are new."""
+    gathered = []
+
+    def gather(pages, table, begin, end):
+        gathered.append((begin, end))
+        return inner(pages, table, begin, end)
+
+    inner = paged_chunk._gather
+    monkeypatch.setattr(paged_chunk, "_gather", gather)
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 10)
+    [layer, _] = make_layers(vllm_config(core_mass=True))
+    for count in (9, 10):
+        out = torch.ones(count, HEADS, DIM)
+        layer.impl.forward(layer, out, out[:, :1], out[:, :1], layer.kv_cache, None, output=out)
+        assert not out.any()
+    sinks, window, cores = (0, 3), (114, 128), (1, 41)
+    assert gathered == [sinks, sinks, window, window, cores, cores, cores]
+
+
 def common_of(lengths: list[int], count: int) -> SimpleNamespace:
     """Metadata of vLLM for `count` new tokens of each sequence."""
     return SimpleNamespace(

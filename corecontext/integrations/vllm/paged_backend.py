@@ -29,7 +29,12 @@ from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.triton import paged_chunk
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages
-from corecontext.ops.triton.paged_chunk import Part, attend_parts, parts_of
+from corecontext.ops.triton.paged_chunk import (
+    Part,
+    attend_longest_chunk,
+    attend_parts,
+    parts_of,
+)
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.pool import rotation_tables
 
@@ -237,8 +242,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             fused: Scales of an output in 8 bits, which vLLM leaves None for this backend.
         """
         if attn_metadata is None:
-            # A step that is captured later must find the tables of the rotation on its device.
-            rotation_tables(self.spec.rotary, self.spec.group_size, query.device)
+            self._prepare(query)
             return output.fill_(0)
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
@@ -259,6 +263,18 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         else:
             attend_pages(query, batch, raw, cores, self.spec, bias, out)
         return output
+
+    def _prepare(self, query: Tensor) -> None:
+        """Take the memory of the longest chunk with so many new tokens, which vLLM measures, and
+        make the tables that kernels need."""
+        # A step that is captured later must find the tables of the rotation on its device.
+        rotation_tables(self.spec.rotary, self.spec.group_size, query.device)
+        if query.shape[0] >= paged_chunk.LONG_CHUNK:
+            page_size = self.vllm_config.cache_config.block_size
+            longest = self.vllm_config.model_config.max_model_len
+            attend_longest_chunk(
+                *(query, self.num_kv_heads, page_size, longest, self.spec, self.config.core_bias)
+            )
 
 
 def _spec_of_layer(spec: WindowSpec, vllm_config: VllmConfig) -> WindowSpec:

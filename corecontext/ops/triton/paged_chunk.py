@@ -85,6 +85,21 @@ def attend_parts(
             _attend_chunk(q[part.tokens], part.past, *pages, spec, core_bias, results)
 
 
+def attend_longest_chunk(
+    q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec, core_bias: float
+) -> None:
+    """Attend from new tokens [T, H, D] as the last ones of a sequence of `longest` tokens, whose
+    pages are one page of zeros: a run before there are caches takes the memory of the longest
+    gathered entries, and compiles the kernels that read them."""
+    shape = (1, page_size, kv_heads, q.shape[2])
+    page = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    table = torch.zeros(1, ceil_div(longest, page_size), dtype=torch.int32, device=q.device)
+    raw = Pages(page, page, table)
+    mass = torch.zeros(shape[:3], device=q.device) if spec.core_mass else None
+    past = max(0, longest - q.shape[0])
+    _attend_chunk(q, past, raw, raw._replace(mass=mass), spec, core_bias, torch.empty_like(q))
+
+
 def _attend_chunk(
     q: Tensor, past: int, raw: Pages, cores: Pages, spec: Spec, core_bias: float, out: Tensor
 ) -> None:
