@@ -326,7 +326,7 @@ def _measure_batches(run: _Run, job: Job) -> None:
     if job.method in CCA_METHODS:
         cache = {"fuse": job.fuse, "cache": "compact"}
     job = job._replace(config=job.config.replace(**fetching(run.bench, job.method)))
-    for batch in batches(run, job.method, job.length):
+    for batch in run.bench.batches or batches(run, job.method, job.length):
         params = {**run.params(job, **cache), "batch": batch}
         measure = functools.partial(_tokens_per_s, run, job, params)
         again = repeating(run.bench, job.method)

@@ -62,6 +62,8 @@ class ModelBench:
     """Tokens of one sample of next tokens. Default: 8; on a GPU 32."""
     max_batch: int = 1024
     """Largest batch of --throughput. Default: 4; on a GPU 1024."""
+    batches: tuple[int, ...] = option((), name="batch")
+    """Batch of --throughput. Default: the largest that fits, and powers of two below it."""
     fetch_slots: int = 0
     """Groups of a KV head that fetch_host keeps on the device."""
     hit_share: float | None = None
@@ -81,6 +83,7 @@ class ModelBench:
             repeats=self.repeats,
             steps=self.steps,
             max_batch=self.max_batch,
+            batch=self.batches,
             chunk_size=self.chunk_size,
         )
         check_choices("method", self.methods, METHODS)

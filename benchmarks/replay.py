@@ -17,34 +17,30 @@ from corecontext.cache import host_store
 from corecontext.ops.spec import RawSlots
 from corecontext.ops.triton import fetch_decode
 
-STEPS = 16  # after which choices repeat from the first
 
+def repeating_choices(
+    rows: int, count: int, num_groups: int, share: float, num_slots: int, device: Any = "cpu"
+) -> Tensor:
+    """Return the groups [steps, rows, count] that steps choose, rising.
 
-def repeating_choices(rows: int, count: int, num_groups: int, share: float) -> Tensor:
-    """Return the groups [STEPS, rows, count] that steps choose, rising; each step keeps `share` of
-    those of the step before."""
+    A window moves over a random ring of groups, so that each step keeps `share` of the groups of
+    the step before. The others were last chosen before more groups than there are slots, where the
+    model has as many: slots that evict the group unread for longest miss exactly these.
+    """
+    new = round((1 - share) * count)
+    size = min(num_groups, num_slots + 2 * count)
+    size -= size % max(1, new)  # the last step is followed by the first
     generator = torch.Generator().manual_seed(0)
-
-    def shuffled(x: Tensor) -> Tensor:
-        return x.gather(1, torch.rand(x.shape, generator=generator).argsort(1))
-
-    kept = round(share * count)
-    chosen = torch.arange(count).expand(rows, -1)
-    unchosen = torch.arange(count, num_groups).expand(rows, -1)
-    steps = []
-    for _ in range(STEPS):
-        chosen = shuffled(chosen)
-        unchosen = shuffled(unchosen)
-        before = chosen[:, kept:]
-        chosen = torch.cat((chosen[:, :kept], unchosen[:, : count - kept]), 1)
-        unchosen = torch.cat((unchosen[:, count - kept :], before), 1)
-        steps.append(chosen.sort(1)[0])
-    return torch.stack(steps).int()
+    ring = torch.rand(rows, num_groups, generator=generator).argsort(1)[:, :size].to(device)
+    steps = size // new if new else 1
+    starts = torch.arange(steps, device=device) * new
+    places = (starts[:, None] + torch.arange(count, device=device)) % size
+    return torch.stack([ring[:, place].sort(1)[0].int() for place in places])
 
 
 @contextlib.contextmanager
 def _replayed(share: float) -> Iterator[None]:
-    """Have steps with slots fetch groups of which `share` were fetched by the step before."""
+    """Have steps with slots find `share` of their groups in a slot."""
     load = fetch_decode.find_and_load
     tables: dict[Any, Tensor] = {}
 
@@ -53,8 +49,9 @@ def _replayed(share: float) -> Iterator[None]:
         rows, count = chosen.shape
         key = (rows, count, raw.codes.shape[2])
         if key not in tables:
-            tables[key] = repeating_choices(*key, share).to(chosen.device)
-        step = raw.slots.counts[0, 0, :1] % STEPS
+            num_slots = raw.slots.owner.shape[2]
+            tables[key] = repeating_choices(*key, share, num_slots, chosen.device)
+        step = raw.slots.counts[0, 0, :1] % len(tables[key])
         numbers = tables[key].index_select(0, step)[0]
         marks.zero_().scatter_(1, numbers.long(), 1)
         return load(raw, numbers, marks, sinks)

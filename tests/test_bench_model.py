@@ -265,11 +265,23 @@ def test_throughput_with_fetch():
 
 
 def test_replayed_choices_keep_their_share():
-    steps = replay.repeating_choices(3, 10, 40, 0.7)
+    steps = replay.repeating_choices(3, 10, 100, 0.7, 15)
     assert (steps.diff(dim=2) > 0).all()  # no group twice
     for before, after in itertools.pairwise(steps):
         same = (before[:, :, None] == after[:, None, :]).any(1).sum(1)
         assert same.tolist() == [7, 7, 7]
+
+
+def test_replayed_choices_are_in_slots_by_their_share():
+    """Of slots that evict the group unread for longest, also where choices repeat from the
+    first."""
+    steps = replay.repeating_choices(1, 10, 100, 0.7, 15)
+    slots: list[int] = []
+    for step in [*steps, *steps]:
+        chosen = step[0].tolist()
+        hits = len(set(chosen) & set(slots))
+        assert not slots or hits == 7
+        slots = ([group for group in slots if group not in chosen] + chosen)[-15:]
 
 
 def test_layers_share_host_memory():

@@ -2,6 +2,9 @@
 pass."""
 
 import copy
+import mmap
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -267,6 +270,16 @@ def test_tokens_of_a_text_before_reach_no_result():
         start = layer.seq_len
         out = fed(layer, tensors, start, [5, *[1] * 10])
         near(out, expected[:, :, start : start + 15])
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
+def test_forked_processes_do_not_share_pinned_memory():
+    """Writing to a shared page would move it away from the device."""
+    pages = host_memory._pages(2**22 + 5)
+    assert pages.numel() == 2**22 + 5 and not pages.any()
+    maps = Path("/proc/self/smaps").read_text()
+    (flags,) = re.findall(f"^{pages.data_ptr():08x}-.*?VmFlags: (.*?)$", maps, re.M | re.S)
+    assert "dc" in flags.split() and "sh" not in flags.split()
 
 
 def test_memory_is_not_unpinned_while_a_graph_is_captured(monkeypatch):

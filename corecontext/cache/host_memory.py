@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import weakref
@@ -64,9 +65,19 @@ class _Pinned:
 
 
 def _pages(size: int) -> Tensor:
-    """Return memory of exactly this size, where PyTorch's pinned memory has powers of two. All
-    threads touch it first: pinning brings in page by page, which takes twice as long."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_()
+    """Return memory of exactly this size, where PyTorch's pinned memory has powers of two.
+
+    Its pages are large, where the system has such, and all threads touch them first: pinning brings
+    in page by page. A forked process does not get them: writing to a page that two processes share
+    would move it away from the device.
+    """
+    if not hasattr(mmap, "MADV_DONTFORK"):  # Windows
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_()
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 _unused: list[tuple[Tensor, torch.device]] = []
