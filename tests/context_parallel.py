@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import json
 import os
@@ -14,7 +15,9 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,52 +75,64 @@ def sharded_attention(q, k, v, shard, *, core_bias=0.0, learned=None, **settings
     return context_parallel_attention(inputs, shard, spec, config.backend)
 
 
+class Case(NamedTuple):
+    """One call of the operator on the processes of a layout."""
+
+    layout: Layout
+    tensors: list
+    """As `inputs` returns them."""
+    settings: dict
+    documents: tuple = ()
+    """Boundaries of packed documents."""
+    rtol: float = 1e-9
+
+
+def whole(case: Case) -> dict[str, torch.Tensor]:
+    """Output and gradients of the whole sequence on one process, by name."""
+    leaves = {name: x.clone().requires_grad_() for name, x in zip("qkv", case.tensors)}
+    settings = dict(case.settings)
+    if "learned" in settings:
+        learned = {name: x.clone().requires_grad_() for name, x in settings["learned"].items()}
+        settings["learned"] = learned
+        leaves |= learned
+    if case.documents:
+        settings["cu_seqlens"] = torch.tensor(case.documents)
+    out = cca_attention(leaves["q"], leaves["k"], leaves["v"], **settings)
+    out.backward(case.tensors[3])
+    return {"out": out.detach(), **{name: x.grad for name, x in leaves.items()}}
+
+
 def check(
-    group: dist.ProcessGroup,
-    layout: Layout,
-    tensors: list,
-    settings: dict,
-    documents: tuple = (),
-    rtol: float = 1e-9,
-) -> int:
+    group: dist.ProcessGroup, case: Case, expected: dict[str, torch.Tensor]
+) -> tuple[int, int]:
     """Output and gradients of this process's part equal those of the whole; returns the bytes
-    received."""
-    whole = [x.clone().requires_grad_() for x in tensors[:3]]
+    received, forward and backward."""
+    layout = case.layout
+    settings = dict(case.settings)
     learned = {name: x.clone().requires_grad_() for name, x in settings.get("learned", {}).items()}
-    settings = {**settings, **({"learned": learned} if learned else {})}
-    cu_seqlens = {"cu_seqlens": torch.tensor(documents)} if documents else {}
-    expected = cca_attention(*whole, **settings, **cu_seqlens)
-    expected.backward(tensors[3])
-    want_learned = {name: x.grad.clone() for name, x in learned.items()}
-    for x in learned.values():
-        x.grad = None
+    if learned:
+        settings["learned"] = learned
     wire = Wire(group)
-    mine = [layout.take(x, 2).clone().requires_grad_() for x in tensors[:3]]
-    out = sharded_attention(*mine, Shard(wire, layout, documents), **settings)
+    mine = [layout.take(x, 2).clone().requires_grad_() for x in case.tensors[:3]]
+    out = sharded_attention(*mine, Shard(wire, layout, case.documents), **settings)
     forward = wire.received_bytes
-    out.backward(layout.take(tensors[3], 2))
-    for name, got, want in [
-        ("out", out, expected),
-        *((n, a.grad, b.grad) for n, a, b in zip("qkv", mine, whole)),
-    ]:
-        torch.testing.assert_close(
-            got,
-            layout.take(want, 2),
-            rtol=rtol,
-            atol=rtol,
-            msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}",
-        )
+    out.backward(layout.take(case.tensors[3], 2))
+    backward = wire.received_bytes - forward
+    results = {"out": out, **{name: x.grad for name, x in zip("qkv", mine)}}
+    wanted = {name: layout.take(expected[name], 2) for name in results}
     for name, x in learned.items():
-        share = torch.zeros_like(x) if x.grad is None else x.grad
-        dist.all_reduce(share, group=group)
+        results[name] = torch.zeros_like(x) if x.grad is None else x.grad
+        dist.all_reduce(results[name], group=group)
+        wanted[name] = expected[name]
+    for name, result in results.items():
         torch.testing.assert_close(
-            share,
-            want_learned[name],
-            rtol=rtol,
-            atol=rtol,
+            result,
+            wanted[name],
+            rtol=case.rtol,
+            atol=case.rtol,
             msg=lambda text, name=name: f"{name} of {layout} under {settings}: {text}",
         )
-    return forward, wire.received_bytes - forward
+    return forward, backward
 
 
 def parameters(heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
@@ -129,81 +144,96 @@ def parameters(heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
     }
 
 
-def operator(world: int, rank: int, pair: dist.ProcessGroup) -> None:
-    """The operator on two and four processes equals one, and its traffic is what the formulas
-    say."""
-    rotary = Rotary.from_theta(100.0, D)
-    base = {"group_size": 4, "window_size": 9, "rotary": rotary}
-    varied = [
-        base,
-        {**base, "core_heads": "query", "core_bias": 1.3},
-        {**base, "pooling": "mean", "softcap": 3.0},
-        {**base, "core_position": "token", "rotary": None},
-        {**base, "group_size": 5, "window_size": 30},
+BASE = {"group_size": 4, "window_size": 9, "rotary": Rotary.from_theta(100.0, D)}
+
+
+def varied_settings() -> list[dict]:
+    """Settings that balanced chunks of one sequence are tried with."""
+    rotary = BASE["rotary"]
+    return [
+        BASE,
+        {**BASE, "core_heads": "query", "core_bias": 1.3},
+        {**BASE, "pooling": "mean", "softcap": 3.0},
+        {**BASE, "core_position": "token", "rotary": None},
+        {**BASE, "group_size": 5, "window_size": 30},
         {"num_groups": 7, "window_size": 8, "rotary": rotary},
-        {**base, "group_size": 1, "pooling": "max"},
-        {**base, "learned": parameters(), "softcap": 3.0, "core_bias": 0.4},
-        {**base, "learned": {"bias": parameters()["bias"]}, "core_heads": "query"},
-        {**base, "group_size": (4, 1)},
-        {**base, "group_size": (1, 5), "learned": parameters()},
-        {**base, "pooling": "mean_query"},
-        {**base, "learned": {"key_gain": parameters()["key_gain"]}, "group_size": 1},
-        {**base, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0, "core_mass": True},
-        {**base, "sink_size": 9, "learned": parameters(), "core_heads": "query", "core_mass": True},
-        {**base, "core_heads": "query", "core_mass": True},
+        {**BASE, "group_size": 1, "pooling": "max"},
+        {**BASE, "learned": parameters(), "softcap": 3.0, "core_bias": 0.4},
+        {**BASE, "learned": {"bias": parameters()["bias"]}, "core_heads": "query"},
+        {**BASE, "group_size": (4, 1)},
+        {**BASE, "group_size": (1, 5), "learned": parameters()},
+        {**BASE, "pooling": "mean_query"},
+        {**BASE, "learned": {"key_gain": parameters()["key_gain"]}, "group_size": 1},
+        {**BASE, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0, "core_mass": True},
+        {**BASE, "sink_size": 9, "learned": parameters(), "core_heads": "query", "core_mass": True},
+        {**BASE, "core_heads": "query", "core_mass": True},
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
-        {**base, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
-        {**base, "fetch_groups": 5, "sink_size": 6, "core_mass": True, "softcap": 3.0},
-        {**base, "fetch_groups": 2, "fetch_index": "core", "core_heads": "query"},
-        {**base, "fetch_groups": 99, "group_size": (1, 5), "core_mass": True},
+        {**BASE, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
+        {**BASE, "fetch_groups": 5, "sink_size": 6, "core_mass": True, "softcap": 3.0},
+        {**BASE, "fetch_groups": 2, "fetch_index": "core", "core_heads": "query"},
+        {**BASE, "fetch_groups": 99, "group_size": (1, 5), "core_mass": True},
     ]
-    # Each pair would do the same, so the first pair does it.
-    for group in (dist.group.WORLD, pair)[: 2 if rank < 2 else 1]:
-        size, here = group.size(), group.rank()
-        for settings in varied:
-            check(group, Layout.balanced(157, size, here), inputs(157), settings)
-        # Chunks shorter than a group and than the halo, an empty one, and a layout in no order at
-        # all.
-        for lengths in ((40, 3, 1, 59), (0, 70, 2, 5)):
-            owners = tuple(i % size for i in range(4))
-            for settings in (
-                {**base, "core_mass": True},
-                {**base, "learned": parameters(), "sink_size": 7, "core_mass": True},
-                {**base, "fetch_groups": 3, "sink_size": 7, "core_mass": True},
-            ):
-                check(group, Layout(lengths, owners, here), inputs(sum(lengths)), settings)
-        for sink_size in (0, 16, 200):  # none, those of two processes, all tokens
-            settings = {**base, "sink_size": sink_size}
-            layout = Layout.contiguous((13,) * size, here)
-            check(group, layout, inputs(13 * size, heads=2), settings)
-        tensors = inputs(120, batch=1)
-        for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
-            fetching = {**base, "fetch_groups": 2, "core_mass": True}
-            for settings in (
-                {**base, "sink_size": 4},
-                {**base, "learned": parameters()},
-                fetching,
-            ):
-                check(group, Layout.balanced(120, size, here), tensors, settings, documents)
-        for documents in ((), (0, 30, 40)):  # all of it on one process
-            check(group, Layout((40,), (1,), here), inputs(40, batch=1), base, documents)
-        check(
-            group,
-            Layout.balanced(157, size, here),
-            inputs(157, dtype=torch.float32),
-            base,
-            rtol=2e-5,
-        )
-        layout = Layout.contiguous((64,) * size, here)
-        sizes = {"batch_size": 2, "num_kv_heads": 2, "head_dim": D, "item_bytes": 8}
-        shape = Shape(2, 4, 2, D)
-        fetching = {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 7}
-        for more in (fetching, {"sink_size": 7, "core_mass": True}, {}):
-            moved = check(group, layout, inputs(64 * size), {**base, **more})
-            spec = Spec(4, 9, 1.0, **more)
-            assert moved == context_parallel_traffic(layout, size, spec, shape, item_bytes=8)
-        ring = ring_traffic(64 * size, size, **sizes)
-        assert moved[0] < ring.forward_bytes and sum(moved) < ring.total_bytes
+
+
+def cases(size: int, here: int) -> Iterator[Case]:
+    """Yield the calls of process `here` of `size`."""
+    balanced = Layout.balanced(157, size, here)
+    for settings in varied_settings():
+        yield Case(balanced, inputs(157), settings)
+    yield Case(balanced, inputs(157, dtype=torch.float32), BASE, rtol=2e-5)
+    # Chunks shorter than a group and than the halo, an empty one, and a layout in no order at all.
+    for lengths in ((40, 3, 1, 59), (0, 70, 2, 5)):
+        layout = Layout(lengths, tuple(i % size for i in range(4)), here)
+        for settings in (
+            {**BASE, "core_mass": True},
+            {**BASE, "learned": parameters(), "sink_size": 7, "core_mass": True},
+            {**BASE, "fetch_groups": 3, "sink_size": 7, "core_mass": True},
+        ):
+            yield Case(layout, inputs(sum(lengths)), settings)
+    for sink_size in (0, 16, 200):  # none, those of two processes, all tokens
+        layout = Layout.contiguous((13,) * size, here)
+        yield Case(layout, inputs(13 * size, heads=2), {**BASE, "sink_size": sink_size})
+    for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
+        for settings in (
+            {**BASE, "sink_size": 4},
+            {**BASE, "learned": parameters()},
+            {**BASE, "fetch_groups": 2, "core_mass": True},
+        ):
+            yield Case(Layout.balanced(120, size, here), inputs(120, batch=1), settings, documents)
+    for documents in ((), (0, 30, 40)):  # all of it on one process
+        yield Case(Layout((40,), (1,), here), inputs(40, batch=1), BASE, documents)
+
+
+def operator(rank: int, pair: dist.ProcessGroup) -> None:
+    """The operator on four and on two processes equals one."""
+    world = dist.group.WORLD
+    calls_of_four = list(cases(world.size(), world.rank()))
+    # Two pairs share the calls.
+    calls_of_two = list(cases(pair.size(), pair.rank()))[rank // 2 :: 2]
+    for group, calls in ((world, calls_of_four), (pair, calls_of_two)):
+        # The processes of a group share the work on whole sequences.
+        size = group.size()
+        shares = [None] * size
+        share = [whole(case) for case in calls[group.rank() :: size]]
+        dist.all_gather_object(shares, share, group=group)
+        for number, case in enumerate(calls):
+            check(group, case, shares[number % size][number // size])
+
+
+def traffic(group: dist.ProcessGroup) -> None:
+    """The operator receives as many bytes as the formulas say, fewer than ring attention."""
+    size = group.size()
+    length = 64 * size
+    layout = Layout.contiguous((64,) * size, group.rank())
+    shape = Shape(2, 4, 2, D)
+    fetching = {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 7}
+    for more in (fetching, {"sink_size": 7, "core_mass": True}, {}):
+        case = Case(layout, inputs(length), {**BASE, **more})
+        moved = check(group, case, whole(case))
+        spec = Spec(4, 9, 1.0, **more)
+        assert moved == context_parallel_traffic(layout, size, spec, shape, item_bytes=8)
+    ring = ring_traffic(length, size, batch_size=2, num_kv_heads=2, head_dim=D, item_bytes=8)
+    assert moved[0] < ring.forward_bytes and sum(moved) < ring.total_bytes
 
 
 def run(
@@ -295,11 +325,11 @@ def parts_of(cache: Cache) -> list[CompactLayer]:
     ]
 
 
-def prefilled(pair: dist.ProcessGroup) -> None:
+def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
     """A prompt read by two processes leaves each the cache that one process makes, and the same
     next tokens."""
     config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
-    cases = [
+    prompts = [
         (config, 157, {}),
         (config.replace(sink_size=5, core_mass=True), 160, {"max_length": 200}),
         (config.replace(sink_size=16), 6, {}),
@@ -317,11 +347,11 @@ def prefilled(pair: dist.ProcessGroup) -> None:
         (config.replace(learned=LEARNED, sink_size=16, core_mass=True), 90, {}),
         (config.replace(pooling="mean_query"), 93, {}),
     ]
-    # What a process sends does not depend on the dtype: three cases show float32.
-    for (settings, length, options), dtype in (
-        *((case, torch.float64) for case in cases),
-        *((case, torch.float32) for case in cases[:3]),
-    ):
+    # What a process sends does not depend on the dtype: three prompts show float32.
+    calls = [(prompt, torch.float64) for prompt in prompts]
+    calls += [(prompt, torch.float32) for prompt in prompts[:3]]
+    # Two pairs share the calls.
+    for (settings, length, options), dtype in calls[rank // 2 :: 2]:
         model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
         handle = corecontext.enable(model, settings, rollback=3 if length == 67 else 0)
         for name, x in model.named_parameters():
@@ -428,10 +458,11 @@ def process(rank: int, world: int, port: str, settings: str) -> None:
     }
     dist.init_process_group("gloo")
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
-    operator(world, rank, pairs[rank // 2])
+    operator(rank, pairs[rank // 2])
+    for group in (dist.group.WORLD, pairs[rank // 2]):
+        traffic(group)
     model(world, rank, pairs[rank // 2])
-    if rank < 2:
-        prefilled(pairs[0])
+    prefilled(rank, pairs[rank // 2])
     bench(world, rank)
     if settings:
         train(settings)
@@ -444,6 +475,8 @@ def main(world: int, port: str, settings: str) -> int:
     torch.set_num_threads(1)
     if settings:
         import corecontext.train.trainer  # noqa: F401
+    # Else each copy's garbage collections would walk through all modules and so copy their memory.
+    gc.freeze()
     started = [
         mp.get_context("fork").Process(target=process, args=(rank, world, port, settings))
         for rank in range(world)

@@ -3,11 +3,13 @@ process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,8 +28,9 @@ from corecontext.ops.spec import Inputs, Spec
 PROGRAM = Path(__file__).with_name("context_parallel.py")
 
 
-def start(world: int, settings: str) -> None:
-    """Run the program with `world` processes; a failure shows what they said."""
+@contextlib.contextmanager
+def running(world: int, settings: str) -> Iterator[None]:
+    """Run the program with `world` processes beside the block; a failure shows their output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -39,15 +42,19 @@ def start(world: int, settings: str) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": path,
     }
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, str(PROGRAM), str(world), port, settings],
         text=True,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout
+    ) as program:
+        try:
+            yield
+            output, _ = program.communicate(timeout=200)
+        finally:
+            program.kill()
+    assert program.returncode == 0, output
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
@@ -58,8 +65,8 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
         import accelerate  # noqa: F401
         import datasets  # noqa: F401
     except ImportError:
-        start(4, "")
-        return
+        with running(4, ""):
+            return
     from corecontext.train import TrainConfig, run
 
     text = (Path(corecontext.__file__).parent / "assets/document.txt").read_text(encoding="utf-8")
@@ -82,9 +89,9 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
     four = one.replace(
         output=str(tmp_path / "four"), accumulation=1, context_parallel=2, save_every=2
     )
-    start(4, json.dumps(four.to_dict()))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where the four were
-    result = run.train(one)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where the four are
+    with running(4, json.dumps(four.to_dict())):
+        result = run.train(one)
     states = [
         json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text())
         for name in ("four", "one")
