@@ -100,16 +100,16 @@ def is_full(method: str) -> bool:
 def label_of(params: Any) -> str:
     """Return a method's label in tables and figures, with its variants."""
     method = params["method"]
-    parts = [METHOD_LABELS.get(method, "full")]
+    words = [METHOD_LABELS.get(method, "full")]
     if params.get("fuse") == "compile":
-        parts.append("fused")
+        words.append("fused")
     if method == "cca" and "cache_dtype" in params:
-        parts.append(params["cache_dtype"])
+        words.append(params["cache_dtype"])
     if method == "cca" and "chunk_size" in params:
-        parts.append(f"chunks of {params['chunk_size']}")
+        words.append(f"chunks of {params['chunk_size']}")
     if params.get("cache") == "static":
-        parts.append("static cache")
-    return ", ".join(parts)
+        words.append("static cache")
+    return ", ".join(words)
 
 
 def comparisons(records: Iterable[Record]) -> list[Comparison]:

@@ -80,7 +80,9 @@ def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
     for shade, backend in zip(SHADES, backends):
         title = KERNEL_TITLES.get(backend, f"full ({backend})")
         draw_line(axis, {row.length: row.full.get(backend) for row in rows}, title, shade)
-    draw_line(axis, {row.length: row.others.get("flex") for row in rows}, "FlexAttention", FLEX)
+    draw_line(
+        axis, {row.length: row.alternatives.get("flex") for row in rows}, "FlexAttention", FLEX
+    )
     draw_line(axis, {row.length: row.cca for row in rows}, "CCA", CCA)
     draw_line(axis, {row.length: row.floor for row in rows}, "floor of CCA", FLOOR, "--")
     finish(axis, f"{LABELS[rows[0].pass_name]}, ms")

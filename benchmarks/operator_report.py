@@ -46,7 +46,7 @@ class Row:
     cca: float
     full: dict[str, float] = field(default_factory=dict)
     """Full attention by backend."""
-    others: dict[str, float] = field(default_factory=dict)
+    alternatives: dict[str, float] = field(default_factory=dict)
     """Other methods that compute CCA."""
     floor: float | None = None
     """Least possible time by the machine's rates; None where it was not measured."""
@@ -140,7 +140,7 @@ def rows(records: Iterable[Record], *names: str) -> list[Row]:
     """Return a row for each of CCA's places, in order of device, KV heads, pass and length."""
     # By timer too: full attention has no settings of CCA, other methods that compute CCA do.
     full: dict[tuple[Place, str | None], dict[str, float]] = {}
-    others: dict[tuple[Settings, str | None], dict[str, float]] = {}
+    alternatives: dict[tuple[Settings, str | None], dict[str, float]] = {}
     cca: dict[tuple[Settings, bool], Record] = {}
     floors: dict[Settings, float] = {}
     for r in records:
@@ -156,7 +156,7 @@ def rows(records: Iterable[Record], *names: str) -> list[Row]:
         elif p["method"] == "cca":
             cca[settings, timer == "graph"] = r
         elif p["method"] in OTHERS:
-            others.setdefault((settings, timer), {})[p["method"]] = r.value
+            alternatives.setdefault((settings, timer), {})[p["method"]] = r.value
         else:
             full.setdefault((place, timer), {})[p.get("backend", "")] = r.value
     made = []
@@ -164,7 +164,7 @@ def rows(records: Iterable[Record], *names: str) -> list[Row]:
         timer = r.params.get("timer")
         row = Row(r.device, pass_of(r), dict(r.params), r.value, floor=floors.get(settings))
         row.full = dict(full.get((settings.place, timer), {}))
-        row.others = dict(others.get((settings, timer), {}))
+        row.alternatives = dict(alternatives.get((settings, timer), {}))
         made.append(row)
     devices = list(dict.fromkeys(row.device for row in made))
 

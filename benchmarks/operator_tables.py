@@ -76,9 +76,9 @@ def _full_columns(compared: Sequence[Row], show: Callable[[float], str]) -> list
 def _other_columns(compared: Sequence[Row]) -> list[Column]:
     """Return a column for each other method that computes CCA."""
     return [
-        Column(title, lambda row, name=name: optional(shown_ms)(row.others.get(name)))  # type: ignore[misc]
+        Column(title, lambda row, name=name: optional(shown_ms)(row.alternatives.get(name)))  # type: ignore[misc]
         for name, title in OTHERS.items()
-        if any(name in row.others for row in compared)
+        if any(name in row.alternatives for row in compared)
     ]
 
 

@@ -50,8 +50,8 @@ def context_parallel_traffic(
     # own.
     sinks = min(spec.sinks, layout.seq_len)
     among = layout.clip(0, sinks)
-    held = _largest_share(among, num_processes)
-    first = (num_processes - 1) * 2 * batch_size * num_kv_heads * held * head_dim
+    share = _largest_share(among, num_processes)
+    first = (num_processes - 1) * 2 * batch_size * num_kv_heads * share * head_dim
     layout = layout.clip(sinks, layout.seq_len)
     # Halos: tokens go forward to the rank that sees them, gradients back to the rank that holds
     # them.

@@ -1048,7 +1048,7 @@ return NewTokens(q, *raw, stored, raw)
     ),
     Fault(
         "serve: a shared beginning without its raw tokens",
-        "self.fetched = [part.store.copy_since(0, self.length) for part in parts if part.store]",
+        "self.fetched = [x.store.copy_since(0, self.length) for x in caches if x.store]",
         "tests/test_fetch_models.py::test_a_server_equals_recomputing",
     ),
     Fault(

@@ -508,7 +508,7 @@ def test_only_what_one_timer_measured_is_compared():
         fake(0.5, "cca", 64, timer="graph"),
     ]
     queue, graph = operator_report.time_rows(found)
-    assert (queue.cca, queue.full, queue.others) == (1.0, {"flash": 3.0}, {"flex": 2.0})
+    assert (queue.cca, queue.full, queue.alternatives) == (1.0, {"flash": 3.0}, {"flex": 2.0})
     assert (graph.cca, graph.full, graph.label) == (0.5, {"sdpa": 1.0}, "forward, CUDA graph")
 
 

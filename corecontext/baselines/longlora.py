@@ -54,7 +54,7 @@ def shifted_attention(q: Tensor, k: Tensor, v: Tensor, group_size: int, scoring:
     plain = _grouped(*(x[:, :heads] for x in tensors), group_size, scoring)
     first = group_size - group_size // 2  # tokens of the short group at the beginning
     shifted = [x[:, heads:].tensor_split((first,), 2) for x in tensors]
-    outs = [_grouped(*part, group_size, scoring) for part in zip(*shifted) if part[0].shape[2]]
+    outs = [_grouped(*qkv, group_size, scoring) for qkv in zip(*shifted) if qkv[0].shape[2]]
     return torch.cat((plain, torch.cat(outs, 2)), 1)
 
 

@@ -25,15 +25,15 @@ def _first(name: str) -> property:
 def _sum(name: str) -> property:
     """Make a property that adds up the parts'."""
     doc = f"Sum of `CompactLayer.{name}`."
-    return property(lambda self: sum(getattr(part, name) for part in self.parts), doc=doc)
+    return property(lambda self: sum(getattr(cache, name) for cache in self.parts), doc=doc)
 
 
 def _each(name: str) -> Callable[..., None]:
     """Make a method that calls each part's."""
 
     def method(self: Parts, *args: Any) -> None:
-        for part in self.parts:
-            getattr(part, name)(*args)
+        for cache in self.parts:
+            getattr(cache, name)(*args)
 
     method.__doc__ = f"As `CompactLayer.{name}`, of every part."
     return method
@@ -57,12 +57,12 @@ class Parts:
     STATE: ClassVar[str]
     """Name of the parts in a saved state."""
 
-    def __init__(self, parts: Iterable[Any]) -> None:
-        self.parts = list(parts)
+    def __init__(self, caches: Iterable[Any]) -> None:
+        self.parts = list(caches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every part."""
-        return {self.STATE: [part.state_dict() for part in self.parts]}
+        return {self.STATE: [cache.state_dict() for cache in self.parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of as many parts."""
@@ -71,14 +71,14 @@ class Parts:
             raise ValueError(
                 f"the state must have {len(self.parts)} {self.STATE}, got {len(states)}."
             )
-        for part, part_state in zip(self.parts, states):
-            part.load_state_dict(part_state)
+        for cache, cache_state in zip(self.parts, states):
+            cache.load_state_dict(cache_state)
 
     def crop(self, num_tokens: int) -> None:
         """Take back the last tokens; where one part refuses, none has changed."""
         self.check_crop(num_tokens)
-        for part in self.parts:
-            part.crop(num_tokens)
+        for cache in self.parts:
+            cache.crop(num_tokens)
 
 
 class HeadsLayer(Parts):
@@ -110,14 +110,14 @@ class HeadsLayer(Parts):
         self.learned = learned or {}
         sizes, self.heads = heads_of_each(config.head_group_sizes)
         configs = [config.replace(head_group_sizes=None, group_size=g) for g in sizes]
-        super().__init__(CompactLayer(part, rotary, **options) for part in configs)
+        super().__init__(CompactLayer(each, rotary, **options) for each in configs)
         self._split_learned()
 
     def _split_learned(self) -> None:
         """Give each part its learned parameters, which may have been trained since."""
         count = sum(map(len, self.heads))
-        for part, learned in zip(self.parts, split_learned(self.learned, self.heads, count)):
-            part.learned = learned
+        for cache, learned in zip(self.parts, split_learned(self.learned, self.heads, count)):
+            cache.learned = learned
 
     def of(self, layers: Sequence[CompactLayer]) -> HeadsLayer:
         """Return a copy whose parts are these layers."""
@@ -135,7 +135,7 @@ class HeadsLayer(Parts):
             )
         self._split_learned()
         tensors = zip(*(split_heads(x, self.heads, len(sizes)) for x in (q, k, v)))
-        outs = [part.attend(*qkv, **options) for part, qkv in zip(self.parts, tensors)]
+        outs = [cache.attend(*qkv, **options) for cache, qkv in zip(self.parts, tensors)]
         return gather_heads(outs, self.heads)
 
     def shrink_window(self, window_size: int) -> None:

@@ -441,9 +441,9 @@ class LayerState(Entries):
             self.buffers = []
         self.allocate((*buffers[0].shape[:2], slots), buffers)
         # A fixed cache, whose buffers stay where they are, may be given these very buffers.
-        for own, x in zip(self.buffers, buffers):
-            own[:, :, :used] = x
-            own[:, :, used:] = 0
+        for buffer, x in zip(self.buffers, buffers):
+            buffer[:, :, :used] = x
+            buffer[:, :, used:] = 0
         if store:
             self.begin_prompt(store[0])
             num_raw = 2 if self.config.cache_dtype == "auto" else 4

@@ -88,5 +88,5 @@ def find_tokens(
     offsets = encoded["offset_mapping"]
     ends = [end for _, end in offsets]
     starts = [start for start, _ in offsets]
-    found = [slice(bisect_right(ends, start), bisect_left(starts, end)) for start, end in places]
-    return encoded["input_ids"], found
+    spans = [slice(bisect_right(ends, start), bisect_left(starts, end)) for start, end in places]
+    return encoded["input_ids"], spans

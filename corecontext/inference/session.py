@@ -117,7 +117,7 @@ class Session:
     def _asks_device(self) -> bool:
         """Whether a step asks the device for numbers."""
         layers = (x.compact for x in self.cache.layers if isinstance(x, CCALayer))
-        return any(part.asks_device for layer in layers for part in parts_of(layer))
+        return any(cache.asks_device for layer in layers for cache in parts_of(layer))
 
     def reset(self) -> None:
         """Empty the cache for the next request; fixed buffers stay in place for captured steps."""

@@ -185,20 +185,21 @@ def _segments(keys: Tensor, count: int) -> Tensor:
     """The means [N, M, P, D] of segments of a group's keys, from single keys by uniting the two
     neighbours of the least error added."""
     size = keys.shape[2]
-    part = torch.arange(size, device=keys.device).expand(keys.shape[:3])
+    segment = torch.arange(size, device=keys.device).expand(keys.shape[:3])
     for number in range(size, count, -1):
-        means, sizes = _means_of(keys, part, number)
+        means, sizes = _means_of(keys, segment, number)
         difference = (means[:, :, 1:] - means[:, :, :-1]).square().sum(3)
         error = (
             difference * sizes[:, :, 1:] * sizes[:, :, :-1] / (sizes[:, :, 1:] + sizes[:, :, :-1])
         )
-        part = part - (part > error.argmin(2, keepdim=True)).long()
-    return _means_of(keys, part, count)[0]
+        segment = segment - (segment > error.argmin(2, keepdim=True)).long()
+    return _means_of(keys, segment, count)[0]
 
 
-def _means_of(keys: Tensor, part: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The means [N, M, P, D] and sizes [N, M, P] of parts of groups, `part` [N, M, g]."""
-    members = torch.nn.functional.one_hot(part, count).to(keys.dtype)
+def _means_of(keys: Tensor, segment: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The means [N, M, P, D] and sizes [N, M, P] of segments of groups; `segment` [N, M, g] is
+    the number of each key's."""
+    members = torch.nn.functional.one_hot(segment, count).to(keys.dtype)
     sizes = members.sum(2)
     return torch.einsum("nmgp,nmgd->nmpd", members, keys) / sizes[..., None], sizes
 

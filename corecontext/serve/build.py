@@ -231,7 +231,7 @@ def run(serving: Serving) -> int:
     host, port = listener.getsockname()[:2]
     scheduler = app.state.worker.scheduler
     config = scheduler.admission.config
-    own = (config.group_size, config.window_size, config.fetch_groups)
+    fixed = (config.group_size, config.window_size, config.fetch_groups)
     log_event(
         "listening",
         host=host,
@@ -239,7 +239,7 @@ def run(serving: Serving) -> int:
         model=serving.model_name,
         method=serving.method,
         policy=serving.policy,
-        sizes=getattr(scheduler.policy, "sizes", [own]),
+        sizes=getattr(scheduler.policy, "sizes", [fixed]),
         key=serving.api_key is not None,
     )
     # planted: serve: open to the network without a word

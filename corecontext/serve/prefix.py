@@ -48,14 +48,16 @@ class Node:
         self.last_use = 0
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
-        parts = [part for layer in layers for part in parts_of(layer)]
+        caches = [cache for layer in layers for cache in parts_of(layer)]
         self.layers = [
             (layer.config, parts_of(layer)[0].spec.rotary, layer.learned) for layer in layers
         ]
-        self.given = [(part.core_width, part.dtype) for part in parts]
-        self.raw, self.cores = zip(*(part.copy_since(before) for part in parts))
+        self.given = [(cache.core_width, cache.dtype) for cache in caches]
+        self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
         # planted: serve: a shared beginning without its raw tokens
-        self.fetched = [part.store.copy_since(before, self.length) for part in parts if part.store]
+        self.fetched = [
+            cache.store.copy_since(before, self.length) for cache in caches if cache.store
+        ]
         self.nbytes = shape.row_bytes(config, self.length, before)
 
 
@@ -134,15 +136,15 @@ class PrefixStore:
             layer = CCALayer(config, rotary, learned=learned)
             layer.is_initialized = True
             cache.layers.append(layer)
-        parts = [part for layer in cache.layers for part in parts_of(layer.compact)]
-        for index, (part, (width, dtype)) in enumerate(zip(parts, node.given, strict=True)):
+        caches = [compact for layer in cache.layers for compact in parts_of(layer.compact)]
+        for index, (compact, (width, dtype)) in enumerate(zip(caches, node.given, strict=True)):
             cores = [chunk.cores[index] for chunk in reversed(path)]
             buffers = [torch.cat(pieces, 2) for pieces in zip(node.raw[index], *cores)]
             fetched = [chunk.fetched[index] for chunk in reversed(path) if chunk.fetched]
-            part.fill(
+            compact.fill(
                 buffers,
                 node.length,
-                group_size=part.config.group_size,
+                group_size=compact.config.group_size,
                 core_width=width,
                 dtype=dtype,
                 store=[torch.cat(pieces, 2) for pieces in zip(*fetched)],

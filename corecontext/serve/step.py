@@ -121,7 +121,7 @@ class DecodeBatch:
     def _step_for(self, shares: Shares) -> Step:
         """Return the step of these rows, used before or new."""
         layers = (layer for pool, _ in shares for layer in pool.layers)
-        asks_device = any(part.asks_device for layer in layers for part in parts_of(layer))
+        asks_device = any(cache.asks_device for layer in layers for cache in parts_of(layer))
         if self._memory is None or asks_device:
             return Step(self.model, shares)
         key = tuple((id(pool), count) for pool, count in shares)

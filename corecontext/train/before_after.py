@@ -36,8 +36,8 @@ class Line(NamedTuple):
     title: str
     perplexity: float
     """Of the second half of each window."""
-    found: int
-    """Of the needles."""
+    answered: int
+    """Needles answered."""
 
 
 class Comparison(NamedTuple):
@@ -79,13 +79,13 @@ class _Measurement:
         rows = [window[None].to(arguments.device) for window in self.windows]
         perplexity = math.exp(far_loss(model, rows))
         engine = Engine(model)
-        found = 0
+        answered = 0
         for needle in self.needles:
             ids = torch.tensor([needle.ids], device=arguments.device)
             options = {"max_new_tokens": ANSWER_TOKENS, "tokenizer": self.tokenizer}
             answer = self.tokenizer.decode(engine.generate(ids, **options)[0])
-            found += needle.is_found(answer)
-        return Line(title, perplexity, found)
+            answered += needle.is_found(answer)
+        return Line(title, perplexity, answered)
 
 
 def compare(

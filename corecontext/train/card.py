@@ -143,7 +143,7 @@ def _compared(comparison: Comparison | None) -> str:
     for line in comparison.lines:
         text = f"| {line.title} | {line.perplexity:.3f} |"
         if has_needles:
-            text += f" {line.found} of {comparison.needles} |"
+            text += f" {line.answered} of {comparison.needles} |"
         lines.append(text)
     windows = f"{comparison.windows} windows of {comparison.window_tokens} tokens"
     if comparison.windows == 1:

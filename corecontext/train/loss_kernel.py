@@ -106,7 +106,7 @@ def chunk_loss(
         share: Share of the divergence from the teacher.
     """
     rows, vocabulary = logits.shape
-    parts = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    row_losses = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     launch(
         loss_kernel,
         (rows,),
@@ -115,8 +115,8 @@ def chunk_loss(
             logits if teacher is None else teacher,
             labels,
             count,
-            parts[0],
-            parts[1],
+            row_losses[0],
+            row_losses[1],
             share,
         ),
         (vocabulary,),  # its divisors decide how many entries a load takes
@@ -125,5 +125,5 @@ def chunk_loss(
         HAS_GRADIENT=with_gradient,
         BLOCK=min(MOST_COLUMNS, power_of_2(vocabulary)),
     )
-    loss, entropy = parts.sum(1)
+    loss, entropy = row_losses.sum(1)
     return loss, entropy

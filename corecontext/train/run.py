@@ -179,13 +179,13 @@ def _run(given: TrainConfig, job: _Job) -> Result:
         if config.push_to is not None:
             hub.push(folder / MODEL, config.push_to)
     resumed_from = step_of(resume) if resume else 0
-    parts = {
+    loss_parts = {
         name: card.losses(history, name)[-1][1]
         for name in ("cross_entropy", "divergence")
         if config.distil
     }
     losses = card.losses(history)
-    return Result(folder / MODEL, config.steps, losses, parts, metrics, resumed_from)
+    return Result(folder / MODEL, config.steps, losses, loss_parts, metrics, resumed_from)
 
 
 def _make_trainer(config: TrainConfig, job: _Job) -> Any:

@@ -48,8 +48,8 @@ def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
     after = -(before + x.shape[2]) % share
     padding = (0, 0) * (x.dim() - 3) + (before, after)
     total = F.pad(x.to(wide), padding).unflatten(2, (-1, share)).sum(3)
-    ones = torch.ones(x.shape[2], dtype=wide, device=x.device)
-    sizes = F.pad(ones, (before, after)).unflatten(0, (-1, share)).sum(1)
+    counts = torch.ones(x.shape[2], dtype=wide, device=x.device)
+    sizes = F.pad(counts, (before, after)).unflatten(0, (-1, share)).sum(1)
     return (total / sizes.view(-1, *[1] * (x.dim() - 3))).to(x.dtype)
 
 

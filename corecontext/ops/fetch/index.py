@@ -138,8 +138,8 @@ def segments(keys: Tensor, count: int) -> Tensor:
         error = torch.where(is_left[:, :, None], united[..., None], error)
         number = torch.where(is_left, total, number)
         begins = begins & (token != right)
-    part = begins.cumsum(2) - 1
-    members = part[:, :, None] == torch.arange(count, device=keys.device)[:, None]
+    segment = begins.cumsum(2) - 1
+    members = segment[:, :, None] == torch.arange(count, device=keys.device)[:, None]
     members = members.to(keys.dtype)
     return members @ keys / members.sum(3, keepdim=True)
 

@@ -90,13 +90,13 @@ def _mark_kernel(
     slots = tl.arange(0, BLOCK)
     group = tl.load(chosen_ptr + row * num_chosen + slots, mask=slots < num_chosen, other=-1)
     entry = tl.maximum(group, 0) + first_entry
-    one = tl.full([BLOCK], 1, tl.int32)
+    unit = tl.full([BLOCK], 1, tl.int32)
     if BY_ENTRY:
         share = row % num_shares
-        bit = one << (share % 32).to(tl.int32)
+        bit = unit << (share % 32).to(tl.int32)
         place = (row // num_shares * num_entries + entry) * num_words + share // 32
     else:
-        bit = one << (entry % 32)
+        bit = unit << (entry % 32)
         place = row * num_words + entry // 32
     tl.atomic_or(words_ptr + place, bit, mask=group >= 0, sem="relaxed")
 

@@ -40,10 +40,10 @@ def chip_of(device: torch.device) -> Chip:
     """The chip of a device."""
     if device.type != "cuda":
         return Chip(0, 8)
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return Chip(
-        max(found.shared_memory_per_block, found.shared_memory_per_block_optin),
-        found.multi_processor_count,
+        max(properties.shared_memory_per_block, properties.shared_memory_per_block_optin),
+        properties.multi_processor_count,
     )
 
 
