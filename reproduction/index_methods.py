@@ -48,6 +48,10 @@ class LearnedFetch(Method):
     """Sizes, and the index of projected keys."""
     layers: tuple[Projections, ...]
     """Of each full-attention layer."""
+    steps: int
+    """That the projections have learned; 0 for principal directions."""
+    windows: int
+    """That they come from."""
 
     @property
     def rank(self) -> int:

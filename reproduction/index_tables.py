@@ -29,7 +29,7 @@ class Indexed(NamedTuple):
     def bytes_a_token(self) -> float:
         """Bytes of the index by token and KV head."""
         name, dim = self.index, HEAD_DIM
-        if name.startswith("learned:"):
+        if name.startswith(("learned:", "projected:")):
             _, rank, name = name.split(":", 2)
             dim = int(rank)
         return index_bytes(name, self.group_size, dim, 2) / self.group_size

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,28 +28,34 @@ from corecontext.ops.spec import Spec, Tokens
 from corecontext.perplexity import hidden_nll
 from corecontext.record import Record, append_records, device_name, make_record
 from reproduction.index_methods import LearnedFetch, Shown
-from reproduction.index_training import LayerIndex, Projections, groups_of, sees_groups
-from reproduction.real import RealModel, far_half
+from reproduction.index_training import LayerIndex, Projections, Sample, groups_of, sees_groups
+from reproduction.real import TRAIN_TEXT, RealModel, far_half
 from reproduction.real_attention import tokens_of
 from reproduction.real_methods import Heads, Shape, describe
 from reproduction.real_tasks import Question
 
 QUERIES = 64
-"""Queries of a layer and window whose choices are compared, or that an index learns from."""
+"""Queries of a layer and window whose choices are compared."""
+
+
+SHOWN_STEPS = 20
+"""Steps at both ends of a training whose mean divergence is shown."""
+SAMPLED = 512
+"""Queries of a layer and window that an index learns from."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The training of an index."""
+    """The training of indices of projected keys."""
 
-    rank: int = 16
+    rank: int = 32
     """Elements of a projected key."""
-    name: str = "parts:16:4"
-    """Index of projected keys."""
     steps: int = 300
-    """One window of lm_train each."""
+    """0 leaves the projections at the principal directions."""
+    windows: int = 8
+    """Windows of lm_train, each of another document."""
     length: int = 8192
-    """Most tokens of it."""
+    """Most tokens of one."""
 
 
 class IndexStudy:
@@ -64,33 +71,64 @@ class IndexStudy:
         self.rows = rows
         self.model = real.original.model
         self.cost = ModelCost.of(self.model.config, self.model)
+        self._captured: dict[tuple[int, int, int], list[list[Sample]]] = {}
 
-    def learned(self, config: CCAConfig, learning: Learning) -> LearnedFetch:
-        """Train the index of each layer, and return fetch by it."""
-        layers: dict[int, LayerIndex] = {}
+    def projected(self, config: CCAConfig, learning: Learning) -> list[LearnedFetch]:
+        """Return fetch by keys projected onto their principal directions, and, with steps, by
+        projections that have learned from there."""
         spec = self._spec(config)
-        windows = self.real.training_windows
+        generator = torch.Generator().manual_seed(self.real.adaptation.seed)
+        first: list[Projections] = []
+        last: list[Projections] = []
+        divergences: list[list[float]] = []
+        for samples in self._samples(learning.windows, learning.length, 2 * config.window_size):
+            layer = LayerIndex(samples, learning.rank, config.fetch_index, spec)
+            first.append(layer.projections.detached())
+            layer.learn(learning.steps, generator)
+            last.append(layer.projections.detached())
+            divergences.append(layer.losses)
+        settings = [LearnedFetch(config, tuple(first), 0, learning.windows)]
+        if learning.steps:
+            settings.append(LearnedFetch(config, tuple(last), learning.steps, learning.windows))
+            ends = [
+                fmean(fmean(losses[part]) for losses in divergences)
+                for part in (slice(SHOWN_STEPS), slice(-SHOWN_STEPS, None))
+            ]
+            print(
+                f"{config.fetch_index} of {learning.rank} elements: divergence {ends[0]:.4f} in "
+                f"the first {SHOWN_STEPS} steps, {ends[1]:.4f} in the last",
+                flush=True,
+            )
+        return settings
+
+    def _samples(self, windows: int, length: int, first: int) -> list[list[Sample]]:
+        """Return the samples of each layer: queries behind `first` tokens, and all keys, of texts
+        that full attention reads once for all indices."""
+        settings = (windows, length, first)
+        if settings not in self._captured:
+            self._captured = {settings: self._capture(*settings)}
+        return self._captured[settings]
+
+    def _capture(self, windows: int, length: int, first: int) -> list[list[Sample]]:
+        """Read texts under full attention, and return the samples of each layer."""
+        layers: dict[int, list[Sample]] = defaultdict(list)
+        generator = torch.Generator().manual_seed(self.real.adaptation.seed)
 
         def look(call: Call) -> None:
-            index = layers.setdefault(
-                call.layer.full_index, LayerIndex(learning.rank, learning.name, learning.steps)
-            )
-            length = call.q.shape[2]
-            first = min(2 * config.window_size, length // 2)
-            place = torch.randint(first, length, (QUERIES,), device="cpu").sort().values
-            q = by_kv_head(call)[:, :, place.to(call.q.device)]
+            layer = call.layer.full_index
+            if not layer:  # queries of all layers are at the same positions
+                last = call.q.shape[2]
+                start = min(first, last // 2)
+                chosen = torch.randint(start, last, (SAMPLED,), generator=generator)
+                places.append(chosen.sort().values.to(call.q.device))
+            q = by_kv_head(call)[:, :, places[-1]]
             # Parameters of another mode than inference.
-            index.learn(q.clone(), call.k[0].clone(), place.to(q.device), spec)
+            layers[layer].append(Sample(q.clone(), places[-1], call.k[0].clone()))
 
-        torch.manual_seed(self.real.adaptation.seed)
-        for step in range(learning.steps):
-            self._show(windows[step % len(windows)].ids[: learning.length], look)
-            if step % 50 == 0 or step == learning.steps - 1:
-                loss = sum(layer.losses[-1] for layer in layers.values()) / len(layers)
-                print(f"learned index, step {step}: divergence {loss:.4f}", flush=True)
-        projections = [layers[i].projections for i in range(len(layers))]
-        fixed = tuple(Projections(*(x.detach() for x in pair)) for pair in projections)
-        return LearnedFetch(config.replace(fetch_index=learning.name), fixed)
+        places: list[Tensor] = []
+        for window in self.real.windows(TRAIN_TEXT, windows, most=1):
+            self._show(window.ids[:length], look)
+        return [layers[i] for i in range(len(layers))]
 
     def recall(self, settings: Sequence[CCAConfig | LearnedFetch], windows: int) -> list[Record]:
         """Return the share of the k groups with the largest masses that each index chooses, in the
@@ -201,7 +239,10 @@ class IndexStudy:
         if setting is not None:
             params["method"] = "fetch_equal_bytes" if params["store"] == "host" else "fetch"
         if isinstance(setting, LearnedFetch):
-            params["index"] = f"learned:{setting.rank}:{params['index']}"
+            kind = "learned" if setting.steps else "projected"
+            params["index"] = f"{kind}:{setting.rank}:{params['index']}"
+            params["index_steps"] = setting.steps
+            params["index_windows"] = setting.windows
         params |= {"seed": real.adaptation.seed, "windows": len(real.test_windows)}
         params |= {"needles": real.protocol.needles, "lists": real.protocol.lists}
         params |= {"length": length, "task": task}

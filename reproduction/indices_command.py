@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,13 +42,20 @@ def indices(
         ),
     ] = False,
     rank: Annotated[
-        int, typer.Option(help="Elements of a projected key of a learned index; 0 learns none.")
+        int,
+        typer.Option(
+            help="Project keys to so many elements, which the index holds; 0: whole keys."
+        ),
     ] = 0,
-    steps: Annotated[int, typer.Option(help="Steps that the index learns.")] = 300,
+    steps: Annotated[
+        int,
+        typer.Option(help="Steps that projections learn; 0 measures principal directions alone."),
+    ] = 300,
     full: Annotated[bool, typer.Option("--full", help="Measure full attention, too.")] = False,
-    learn_length: Annotated[
-        int, typer.Option(help="Most tokens of a window that an index learns from.")
-    ] = 8192,
+    learn_windows: Annotated[
+        int, typer.Option(help="Windows of lm_train that projections come from.")
+    ] = 8,
+    learn_length: Annotated[int, typer.Option(help="Most tokens of one.")] = 8192,
     recall_windows: Annotated[
         int, typer.Option(help="Windows of the recall; 0 leaves it out.")
     ] = 8,
@@ -77,8 +84,8 @@ def indices(
 
     check_appended(output)
     check_least(0, needles=needles, lists=lists, rank=rank, recall_windows=recall_windows)
-    check_least(0, windows=windows)
-    check_least(1, rows_at_once=rows_at_once, steps=steps)
+    check_least(0, windows=windows, steps=steps)
+    check_least(1, rows_at_once=rows_at_once, learn_windows=learn_windows)
     if not data:
         raise UserError("data must be given, got none. Use --data FOLDER.")
     protocol = Protocol(
@@ -93,10 +100,9 @@ def indices(
         device=device,
     )
     sizes = Sizes(length, group_size, window_size, sink_size, core_mass=True)
-    adaptation = Adaptation(steps if rank else 0, rows=1, rows_at_once=1, seed=seed)
-    real = RealModel(protocol, sizes, adaptation)
+    real = RealModel(protocol, sizes, Adaptation(0, seed=seed))
     study = IndexStudy(real, rows_at_once)
-    settings = []
+    settings: list[Any] = []
     for name in index:
         name, _, size = name.partition("@")
         g = int(size or group_size)
@@ -106,8 +112,9 @@ def indices(
             config = of_index.fetch_equal_bytes(g)
         counts = [max(1, count // g) for count in tokens]
         if rank:
-            learned = study.learned(config, Learning(rank, name, steps, learn_length))
-            settings += [learned.fetching(count) for count in counts]
+            learning = Learning(rank, steps, learn_windows, learn_length)
+            projected = study.projected(config, learning)
+            settings += [each.fetching(count) for each in projected for count in counts]
         else:
             settings += [config.replace(fetch_groups=count) for count in counts]
     if recall_windows:

@@ -117,14 +117,14 @@ class RealModel:
     @cached_property
     def test_windows(self) -> list[Window]:
         """One window of each of the first long documents of lm_test."""
-        return self._windows("lm_test", self.protocol.windows, most=1)
+        return self.windows("lm_test", self.protocol.windows, most=1)
 
     @cached_property
     def training_windows(self) -> list[Window]:
         """The windows of the training text that the steps need, or all that it has."""
         needed = self.adaptation.steps * self.adaptation.rows
         text = self.protocol.train_text
-        windows = self._windows(text, max(needed, SEARCH_WINDOWS))
+        windows = self.windows(text, max(needed, SEARCH_WINDOWS))
         if len(windows) < needed:
             print(f"{text} has {len(windows)} windows, repeated for {needed}", file=sys.stderr)
         return windows
@@ -178,7 +178,8 @@ class RealModel:
             findings = find_units(model, rows, self.sizes.length, count, **options)
         return Heads(shape, findings.search.chosen)
 
-    def _windows(self, name: str, count: int, most: int | None = None) -> list[Window]:
+    def windows(self, name: str, count: int, most: int | None = None) -> list[Window]:
+        """Return the first windows of a text, at most so many of one document."""
         path = find_file(self.protocol.data, (name,))
         return cut_windows(path, self.original.tokenizer, self.sizes.length, count, most)
 

@@ -12,10 +12,11 @@ from corecontext.record import read_records
 from reproduction.command import main
 from reproduction.index_training import (
     LayerIndex,
+    Sample,
     groups_of,
     log_shares,
+    principal,
     sees_groups,
-    whitened,
 )
 from reproduction.real_methods import Sizes
 
@@ -48,6 +49,8 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
         "4",
         "--steps",
         "2",
+        "--learn-windows",
+        "2",
         "--learn-length",
         "64",
         "--needles",
@@ -55,7 +58,7 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
     ]
     assert main(["indices", *base, *options]) == 0
     values = {}
-    assert len(read_records(output)) == 2 + 3 * 3 + 2 + 2
+    assert len(read_records(output)) == 2 + 3 * 3 + 2 + 2 * 2
     for record in read_records(output):
         p = record.params
         values[record.name, p["index"], p["fetch_groups"]] = record
@@ -65,6 +68,9 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
     full = values["real.accuracy", None, None].params
     assert (full["method"], full["host_bytes"]) == ("full", 0)
     learned = values["real.perplexity", "learned:4:parts:4:4", 2]
+    assert (learned.params["index_steps"], learned.params["index_windows"]) == (2, 2)
+    projected = values["real.perplexity", "projected:4:parts:4:4", 2]
+    assert projected.params["index_steps"] == 0 and projected.value != learned.value
     ours = values["real.perplexity", "oracle", 2]
     assert ours.value == pytest.approx(whole["real.perplexity"], rel=1e-5)
     assert values["real.accuracy", "oracle", 2].value == whole["real.accuracy"]
@@ -81,18 +87,36 @@ def test_an_index_learns_the_shares_of_the_groups():
     k[..., 2:] *= 3
     # The first query sees no group.
     position = torch.cat((torch.tensor([6]), torch.arange(93, 132)))
-    index = LayerIndex(2, "parts:2:2", 40)
-    for _ in range(40):
-        index.learn(q, k, position, spec)
+    index = LayerIndex([Sample(q, position, k)] * 2, 2, "parts:2:2", spec)
+    first = index.projections.detached()
+    index.learn(120, generator)
     assert index.losses[0] < 0.2 and index.losses[-1] < 0.75 * index.losses[0]
-    same = whitened(q, k, 8)
-    assert torch.equal(same.query, torch.eye(8).expand(2, 8, 8)) and torch.equal(*same)
+    assert not torch.equal(first.key, index.projections.key)
     groups = groups_of(k, spec)
     assert torch.equal(groups[:, 0], k[:, 4:8]) and groups.shape == (2, 32, 4, 8)
     visible = sees_groups(position, 32, spec)
     assert visible.sum(1).tolist() == [0] + [(int(p) - 4 - 8 + 1) // 4 for p in position[1:]]
     shares = log_shares(q[:, :, 1:], groups, visible[1:], spec).exp()
     torch.testing.assert_close(shares.sum(-1), torch.ones(2, 3, 39))
+
+
+def test_principal_directions_keep_the_scores():
+    """All of them every score; two of eight those of queries and keys that differ in two alone, of
+    the same variance in each direction."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 3, 40, 8, generator=generator) * torch.tensor([9.0] + [1.0] * 7)
+    k = torch.randn(2, 132, 8, generator=generator)
+    flat = q.flatten(1, 2)
+    for rank in (8, 2):
+        if rank == 2:
+            k[..., :6] *= 1e-4
+        query, key = principal(q, k, rank)
+        projected_q = flat @ query
+        projected_k = k @ key
+        torch.testing.assert_close(projected_q @ projected_k.mT, flat @ k.mT, atol=0.02, rtol=0)
+        variances = [x.square().mean(1) for x in (projected_q, projected_k)]
+        torch.testing.assert_close(*variances, atol=1e-4, rtol=1e-3)
+        assert (variances[0].diff(dim=1) < 0).all()
 
 
 def test_groups_of_another_size_in_the_bytes_of_cca():
