@@ -10,13 +10,8 @@ from rich.table import Table
 
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, attention_flops, fetch_flops
-from corecontext.loading import (
-    AttentionSizes,
-    cca_config,
-    check_architecture,
-    load_config,
-    one_line,
-)
+from corecontext.loading import check_architecture, load_config, one_line
+from corecontext.methods import AttentionSizes, cca_config
 from corecontext.terminal import console
 from corecontext.visibility import group_size_for, num_sinks
 

@@ -24,6 +24,7 @@ LAYERS = [
     ("distributed",),
     ("integrations", "data"),
     ("baselines", "inference"),
+    ("methods",),
     ("loading",),
     ("perplexity", "info"),
     ("heads",),

@@ -23,7 +23,7 @@ from corecontext.eval.inspect import page
 from corecontext.eval.items import Settings
 from corecontext.files import UserError
 from corecontext.heads import findings
-from corecontext.loading import AttentionSizes
+from corecontext.methods import AttentionSizes
 from corecontext.record import make_record, read_records
 from corecontext.train import run as train_run
 

@@ -221,7 +221,8 @@ def perplexity(
     from corecontext.files import read_text
 
     text = read_text(file)
-    from corecontext.loading import CCA_SETTINGS, load
+    from corecontext.loading import load
+    from corecontext.methods import CCA_SETTINGS
     from corecontext.perplexity import Perplexity, measure, print_table, to_records
 
     results: dict[str, Perplexity] = {}
@@ -277,7 +278,7 @@ def info(
     for value in length or ():
         check_least(1, length=value)
     from corecontext.info import print_info
-    from corecontext.loading import AttentionSizes
+    from corecontext.methods import AttentionSizes
 
     sizes = AttentionSizes(
         group_size,

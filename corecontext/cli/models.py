@@ -33,13 +33,8 @@ def convert(
 ) -> None:
     """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary
     model again."""
-    from corecontext.loading import (
-        METHODS,
-        AttentionSizes,
-        cca_config,
-        check_architecture,
-        load_config,
-    )
+    from corecontext.loading import check_architecture, load_config
+    from corecontext.methods import METHODS, AttentionSizes, cca_config
 
     if method not in METHODS:
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")

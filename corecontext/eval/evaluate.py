@@ -31,7 +31,7 @@ class ModelOptions(NamedTuple):
     """How to load and run the model under every method."""
 
     sizes: Mapping[str, Any] = {}
-    """Fields of `loading.AttentionSizes` for `load`; of several methods, each takes those it
+    """Fields of `methods.AttentionSizes` for `load`; of several methods, each takes those it
     supports."""
     num_groups: int | None = None
     """Constant number of core tokens, for methods with core tokens."""

@@ -19,9 +19,7 @@ from typing import Any
 
 from corecontext.files import UserError
 from corecontext.loading import (
-    AttentionSizes,
     Loaded,
-    cca_config,
     check_architecture,
     check_dtype,
     load,
@@ -29,6 +27,7 @@ from corecontext.loading import (
     one_line,
     pick_device,
 )
+from corecontext.methods import AttentionSizes, cca_config
 from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25

@@ -214,7 +214,7 @@ class Serving:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """CCA's settings, fields of `loading.AttentionSizes`."""
+        """CCA's settings, fields of `methods.AttentionSizes`."""
         names = ("group_size", "window_size", "sinks", "core_mass", "prefill")
         fetch = ("fetch_groups", "fetch_index", "store", "fetch_slots")
         return {name: getattr(self, name) for name in (*names, *fetch)}

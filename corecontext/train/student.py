@@ -13,13 +13,8 @@ import torch
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations.hf_weights import check_finite, load_weights
-from corecontext.loading import (
-    AttentionSizes,
-    check_architecture,
-    load_config,
-    one_line,
-    pick_rival,
-)
+from corecontext.loading import check_architecture, load_config, one_line
+from corecontext.methods import AttentionSizes, pick_rival
 from corecontext.model_sizes import ModelSizes
 from corecontext.train.train_config import DEFAULT_RECIPE, RECIPES, SCHEDULE, TrainConfig
 
