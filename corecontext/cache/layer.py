@@ -1,8 +1,8 @@
 """Cache one layer's keys and values compactly: core tokens of the far past, a ring of recent
 tokens, L // g + s + g - 1 entries for L tokens.
 
-entries.py says which slot holds which token, state.py counts the tokens and saves them. This file
-appends, decodes, takes tokens back and shrinks the window.
+entries.py says which slot holds which token, state.py counts the tokens, cropping.py takes them
+back, saving.py saves them. This file appends, decodes and shrinks the window.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading_of, spec_of
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.host_slots import SlotStore
+from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
-from corecontext.cache.state import LayerState
 from corecontext.ops import rules
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
 from corecontext.ops.spec import Inputs, Ragged, Slots
-from corecontext.visibility import group_size_for, local_start
+from corecontext.visibility import group_size_for
 
 NO_GRADIENTS = (
     "gradients must not be asked through a filled compact cache: its core tokens are kept without "
@@ -29,7 +29,7 @@ NO_GRADIENTS = (
 )
 
 
-class CompactLayer(LayerState):
+class CompactLayer(SavedState):
     """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, the first n,
     and every core token.
 
@@ -316,67 +316,6 @@ class CompactLayer(LayerState):
         if self.is_empty or self.pads != before:
             self._store_pads(device)
         return stops
-
-    # Taking tokens back
-    # ------------------
-
-    def crop(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` tokens, exactly.
-
-        Possible while the ring still has, or can get back, all raw tokens that the next query sees:
-        always within the last append to a filled cache, if that had at most UNDO_LIMIT tokens, and
-        `rollback` tokens beyond, counted from the longest the sequence ever was.
-
-        Raises:
-            ValueError: fewer tokens are cached, or a token that the next query needs has left the
-                ring.
-        """
-        end = self.seq_len
-        base, intact_from = self.check_crop(num_tokens)
-        if num_tokens == 0:
-            return
-        self._expected = None
-        self._restore_lost(base, end)
-        self._intact_from = intact_from
-        self.set_length(end - num_tokens)
-        if self.store is not None:
-            self.store.forget(end - num_tokens - self.pad)
-
-    def check_crop(self, num_tokens: int) -> tuple[int, int]:
-        """Raise where `crop` would raise, changing nothing.
-
-        Returns:
-            The length from which the last append is undone, and the oldest token in the ring then.
-        """
-        end = self.seq_len
-        if not 0 <= num_tokens <= end:
-            raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
-        left = end - num_tokens
-        # Undoing the last append, as far as needed, brings back the tokens that it pushed out.
-        # The rest of the ring is intact back to C tokens before the furthest token written; steps
-        # on a cache of fixed length do not count on the host, so this holds for them as well.
-        base = left
-        furthest = end
-        intact_from = self._intact_from
-        if self._undo is not None:
-            base = furthest = max(left, self._undo.start)
-            intact_from = self._undo.intact_from
-        intact_from = max(intact_from, furthest - self.ring_size)
-
-        # The oldest token that a row's next query sees; rows of first tokens need none of the ring.
-        n, g, s = self.num_sinks, self.group_size, self.spec.window_size
-        needed = [
-            pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n
-        ]
-        if not needed:
-            return base, 0
-        # planted: 4: crop accepts a window without its first token
-        if num_tokens and min(needed) < intact_from:
-            raise ValueError(
-                f"crop must leave the window whole, got {num_tokens} tokens to take back from a "
-                f"cache made with rollback={self.rollback}. Give it a larger rollback."
-            )
-        return base, intact_from
 
     # Changing window and rows
     # ------------------------

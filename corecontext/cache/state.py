@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from corecontext.cache.entries import Entries
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
-from corecontext.cache.slots import read, write
 from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
-
-UNDO_LIMIT = 256
-"""Longest append, in tokens, that can be cropped away beyond `rollback`."""
 
 
 class Undo(NamedTuple):
@@ -32,7 +28,7 @@ class Undo(NamedTuple):
 
 
 class LayerState(Entries):
-    """Entries, length and padding of one layer; can be saved, and its rows changed.
+    """Entries, length and padding of one layer, whose rows can be changed.
 
     Arguments as of `CompactLayer`.
     """
@@ -174,6 +170,12 @@ class LayerState(Entries):
             # planted: prefill: raw tokens of a prompt stay
             self.store = None
 
+    def _set_sizes(self, group_size: int, core_width: int, dtype: torch.dtype) -> None:
+        """Fix the sizes that the first append fixes otherwise."""
+        self.spec = self.spec.replace(group_size=group_size)
+        self.core_width = core_width
+        self.dtype = dtype
+
     def _make_room(self, length: int) -> None:
         """Make room for `length` tokens a row, padding included."""
         if self.max_length is None:
@@ -238,43 +240,6 @@ class LayerState(Entries):
         # planted: 4: a row of nothing but padding passes for known
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
-    # Undoing the last append
-    # -----------------------
-
-    def _note_lost(self, start: int, stored: list[Tensor]) -> None:
-        """Copy what the append of these encoded tokens [B, Hkv, n, D] will push out of the ring,
-        unless they are more than UNDO_LIMIT."""
-        self._undo = None
-        ring = self.ring_size
-        new = stored[0].shape[2]
-        if self.max_length is not None or not start or start + new <= ring or new > UNDO_LIMIT:
-            return
-        slots = self._ring_slots(start, min(new, ring))
-        # Of more tokens than the ring has slots, the last push out the first.
-        lost = [
-            torch.cat((read(buffer, slots), x[:, :, : max(0, new - ring)]), 2)
-            for buffer, x in zip(self.buffers, stored)
-        ]
-        self._undo = Undo(start, lost, self._intact_from)
-
-    def _restore_lost(self, base: int, end: int) -> None:
-        """Put back the entries lost to the tokens base .. end - 1."""
-        if self._undo is None:
-            return
-        kept = base - self._undo.start
-        count = min(end - base, self.ring_size)
-        slots = self._ring_slots(base, count)
-        for buffer, lost in zip(self.buffers, self._undo.lost):
-            # planted: 4: a rejected draft stays in the ring
-            write(buffer, slots, lost[:, :, kept : kept + count])
-        rest = [x[:, :, :kept] for x in self._undo.lost]
-        self._undo = self._undo._replace(lost=rest) if kept else None
-
-    def _ring_slots(self, start: int, count: int) -> Tensor:
-        """Return the ring slots [B, count] of `count` tokens from `start` on, padding included."""
-        tokens = start - self.pad[:, None] + torch.arange(count, device=self.pad.device)
-        return tokens % self.ring_size
-
     # Rows
     # ----
 
@@ -329,128 +294,3 @@ class LayerState(Entries):
         self._closed = None
         self._intact_from = 0
         self._undo = None
-
-    # Saving and sharing
-    # ------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to continue elsewhere; tensors are those in use, not copies."""
-        keys, values, *scales = [x[:, :, : self.used] for x in self.buffers] or [None, None]
-        return {
-            "config": self.config.to_dict(),
-            "rollback": self.rollback,
-            "group_size": self.group_size,
-            "core_width": self.core_width,
-            "seen": self.seq_len,
-            "intact_from": self._intact_from,
-            "ended": self._closed,
-            "pad": self.pad,
-            "keys": keys,
-            "values": values,
-            "scales": scales,
-            "dtype": self.dtype,
-            "store": self.store.used(self._longest) if self.store else [],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state made under the same configuration and rollback; copies its tensors."""
-        same_config = CCAConfig.from_dict(state["config"]) == self.config
-        if not same_config or state["rollback"] != self.rollback:
-            raise ValueError(
-                f"the state must come from a cache with config {self.config.to_dict()} and "
-                f"rollback {self.rollback}, got {state['config']} and {state['rollback']}."
-            )
-        if state["keys"] is None:
-            self.reset()
-            return
-        self.fill(
-            [state["keys"], state["values"], *state.get("scales", ())],
-            state["seen"],
-            group_size=state["group_size"],
-            core_width=state["core_width"],
-            dtype=state.get("dtype"),
-            pad=state["pad"],
-            store=state.get("store", []),
-        )
-        # planted: 4: a loaded ring passes for whole
-        self._intact_from = state["intact_from"]
-        # planted: 4: a loaded cache forgets that it is closed
-        self._closed = state["ended"]
-
-    def _set_sizes(self, group_size: int, core_width: int, dtype: torch.dtype) -> None:
-        """Fix the sizes that the first append fixes otherwise."""
-        self.spec = self.spec.replace(group_size=group_size)
-        self.core_width = core_width
-        self.dtype = dtype
-
-    def adopt(self, buffers: list[Tensor], like: LayerState) -> None:
-        """Decode into these buffers from now on, laid out as those of another layer (a pool's)."""
-        self.buffers = buffers
-        self._set_sizes(like.group_size, like.core_width, like.dtype)
-        self._counted = None
-        self.is_empty = False
-        self._choose_step()
-
-    def copy_since(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy the raw entries, and the core tokens that came after the first `length` tokens.
-
-        Of one row without padding. `fill` takes the raw entries of the last copy, followed by the
-        core tokens of all copies.
-        """
-        # planted: sinks: a shared beginning without them
-        raw = [x[:, :, : self.raw_size].clone() for x in self.buffers]
-        return raw, [x[:, :, self.size(length) : self.used].clone() for x in self.buffers]
-
-    def fill(
-        self,
-        buffers: list[Tensor],
-        length: int,
-        *,
-        group_size: int,
-        core_width: int,
-        dtype: torch.dtype | None = None,
-        pad: Tensor | None = None,
-        store: Sequence[Tensor] = (),
-    ) -> None:
-        """Copy `length` tokens a row, padding included, from buffers laid out as our own.
-
-        Args:
-            dtype: Of keys and values before they were rounded; None is that of the buffers.
-            pad: [B], left padding; None is one row without.
-            store: Entries of the store for fetch.
-
-        Raises:
-            NotImplementedError: the layer fetches, and `store` has nothing.
-        """
-        if self.config.fetch_groups and not store:
-            raise NotImplementedError(
-                "fetch_groups must be 0 where prompts are shared or read by several processes, got "
-                f"{self.config.fetch_groups}."
-            )
-        if self.max_length is not None:
-            self._make_room(length)
-        self._set_sizes(group_size, core_width, dtype or buffers[0].dtype)
-        used = buffers[0].shape[2]
-        slots = used if self.max_length is None else self.size(self.max_length)
-        if pad is None:
-            pad = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
-        # planted: 4: a cache loses its own state when it loads it
-        self.pads = pad.tolist()
-        self._store_pads(pad.device)
-        if self.max_length is None:
-            self.buffers = []
-        self.allocate((*buffers[0].shape[:2], slots), buffers)
-        # A fixed cache, whose buffers stay where they are, may be given these very buffers.
-        for buffer, x in zip(self.buffers, buffers):
-            buffer[:, :, :used] = x
-            buffer[:, :, used:] = 0
-        if store:
-            self.begin_prompt(store[0])
-            num_raw = 2 if self.config.cache_dtype == "auto" else 4
-            self.allocate_store([x[:, :, :1] for x in store[:num_raw]])
-            self.store.load(store)
-        self._clear()
-        self.set_length(length)
-        self._intact_from = max(0, length - self.ring_size)
-        self.is_empty = False
-        self._choose_step()

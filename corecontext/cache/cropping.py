@@ -1,0 +1,113 @@
+"""Take tokens back from one layer's compact cache: drafts that were refused, a shorter prompt.
+
+A shorter sequence needs tokens that have left the ring, so the cache keeps those that the last
+append pushed out of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.cache.slots import read, write
+from corecontext.cache.state import LayerState, Undo
+from corecontext.visibility import local_start
+
+UNDO_LIMIT = 256
+"""Longest append, in tokens, that can be cropped away beyond `rollback`."""
+
+
+class CroppedState(LayerState):
+    """The state of one layer, whose last tokens can be taken back."""
+
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` tokens, exactly.
+
+        Possible while the ring still has, or can get back, all raw tokens that the next query sees:
+        always within the last append to a filled cache, if that had at most UNDO_LIMIT tokens, and
+        `rollback` tokens beyond, counted from the longest the sequence ever was.
+
+        Raises:
+            ValueError: fewer tokens are cached, or a token that the next query needs has left the
+                ring.
+        """
+        end = self.seq_len
+        base, intact_from = self.check_crop(num_tokens)
+        if num_tokens == 0:
+            return
+        self._expected = None
+        self._restore_lost(base, end)
+        self._intact_from = intact_from
+        self.set_length(end - num_tokens)
+        if self.store is not None:
+            self.store.forget(end - num_tokens - self.pad)
+
+    def check_crop(self, num_tokens: int) -> tuple[int, int]:
+        """Raise where `crop` would raise, changing nothing.
+
+        Returns:
+            The length from which the last append is undone, and the oldest token in the ring then.
+        """
+        end = self.seq_len
+        if not 0 <= num_tokens <= end:
+            raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
+        left = end - num_tokens
+        # Undoing the last append, as far as needed, brings back the tokens that it pushed out.
+        # The rest of the ring is intact back to C tokens before the furthest token written; steps
+        # on a cache of fixed length do not count on the host, so this holds for them as well.
+        base = left
+        furthest = end
+        intact_from = self._intact_from
+        if self._undo is not None:
+            base = furthest = max(left, self._undo.start)
+            intact_from = self._undo.intact_from
+        intact_from = max(intact_from, furthest - self.ring_size)
+
+        # The oldest token that a row's next query sees; rows of first tokens need none of the ring.
+        n, g, s = self.num_sinks, self.group_size, self.spec.window_size
+        needed = [
+            pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n
+        ]
+        if not needed:
+            return base, 0
+        # planted: 4: crop accepts a window without its first token
+        if num_tokens and min(needed) < intact_from:
+            raise ValueError(
+                f"crop must leave the window whole, got {num_tokens} tokens to take back from a "
+                f"cache made with rollback={self.rollback}. Give it a larger rollback."
+            )
+        return base, intact_from
+
+    def _note_lost(self, start: int, stored: list[Tensor]) -> None:
+        """Copy what the append of these encoded tokens [B, Hkv, n, D] will push out of the ring,
+        unless they are more than UNDO_LIMIT."""
+        self._undo = None
+        ring = self.ring_size
+        new = stored[0].shape[2]
+        if self.max_length is not None or not start or start + new <= ring or new > UNDO_LIMIT:
+            return
+        slots = self._ring_slots(start, min(new, ring))
+        # Of more tokens than the ring has slots, the last push out the first.
+        lost = [
+            torch.cat((read(buffer, slots), x[:, :, : max(0, new - ring)]), 2)
+            for buffer, x in zip(self.buffers, stored)
+        ]
+        self._undo = Undo(start, lost, self._intact_from)
+
+    def _restore_lost(self, base: int, end: int) -> None:
+        """Put back the entries lost to the tokens base .. end - 1."""
+        if self._undo is None:
+            return
+        kept = base - self._undo.start
+        count = min(end - base, self.ring_size)
+        slots = self._ring_slots(base, count)
+        for buffer, lost in zip(self.buffers, self._undo.lost):
+            # planted: 4: a rejected draft stays in the ring
+            write(buffer, slots, lost[:, :, kept : kept + count])
+        rest = [x[:, :, :kept] for x in self._undo.lost]
+        self._undo = self._undo._replace(lost=rest) if kept else None
+
+    def _ring_slots(self, start: int, count: int) -> Tensor:
+        """Return the ring slots [B, count] of `count` tokens from `start` on, padding included."""
+        tokens = start - self.pad[:, None] + torch.arange(count, device=self.pad.device)
+        return tokens % self.ring_size

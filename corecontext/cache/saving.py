@@ -1,0 +1,132 @@
+"""Save the state of one layer's compact cache, load it, and share it between caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corecontext.cache.cropping import CroppedState
+from corecontext.config import CCAConfig
+
+
+class SavedState(CroppedState):
+    """The state of one layer, which can be saved and copied into another cache."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is needed to continue elsewhere; tensors are those in use, not copies."""
+        keys, values, *scales = [x[:, :, : self.used] for x in self.buffers] or [None, None]
+        return {
+            "config": self.config.to_dict(),
+            "rollback": self.rollback,
+            "group_size": self.group_size,
+            "core_width": self.core_width,
+            "seen": self.seq_len,
+            "intact_from": self._intact_from,
+            "ended": self._closed,
+            "pad": self.pad,
+            "keys": keys,
+            "values": values,
+            "scales": scales,
+            "dtype": self.dtype,
+            "store": self.store.used(self._longest) if self.store else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state made under the same configuration and rollback; copies its tensors."""
+        same_config = CCAConfig.from_dict(state["config"]) == self.config
+        if not same_config or state["rollback"] != self.rollback:
+            raise ValueError(
+                f"the state must come from a cache with config {self.config.to_dict()} and "
+                f"rollback {self.rollback}, got {state['config']} and {state['rollback']}."
+            )
+        if state["keys"] is None:
+            self.reset()
+            return
+        self.fill(
+            [state["keys"], state["values"], *state.get("scales", ())],
+            state["seen"],
+            group_size=state["group_size"],
+            core_width=state["core_width"],
+            dtype=state.get("dtype"),
+            pad=state["pad"],
+            store=state.get("store", []),
+        )
+        # planted: 4: a loaded ring passes for whole
+        self._intact_from = state["intact_from"]
+        # planted: 4: a loaded cache forgets that it is closed
+        self._closed = state["ended"]
+
+    def adopt(self, buffers: list[Tensor], like: SavedState) -> None:
+        """Decode into these buffers from now on, laid out as those of another layer (a pool's)."""
+        self.buffers = buffers
+        self._set_sizes(like.group_size, like.core_width, like.dtype)
+        self._counted = None
+        self.is_empty = False
+        self._choose_step()
+
+    def copy_since(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy the raw entries, and the core tokens that came after the first `length` tokens.
+
+        Of one row without padding. `fill` takes the raw entries of the last copy, followed by the
+        core tokens of all copies.
+        """
+        # planted: sinks: a shared beginning without them
+        raw = [x[:, :, : self.raw_size].clone() for x in self.buffers]
+        return raw, [x[:, :, self.size(length) : self.used].clone() for x in self.buffers]
+
+    def fill(
+        self,
+        buffers: list[Tensor],
+        length: int,
+        *,
+        group_size: int,
+        core_width: int,
+        dtype: torch.dtype | None = None,
+        pad: Tensor | None = None,
+        store: Sequence[Tensor] = (),
+    ) -> None:
+        """Copy `length` tokens a row, padding included, from buffers laid out as our own.
+
+        Args:
+            dtype: Of keys and values before they were rounded; None is that of the buffers.
+            pad: [B], left padding; None is one row without.
+            store: Entries of the store for fetch.
+
+        Raises:
+            NotImplementedError: the layer fetches, and `store` has nothing.
+        """
+        if self.config.fetch_groups and not store:
+            raise NotImplementedError(
+                "fetch_groups must be 0 where prompts are shared or read by several processes, got "
+                f"{self.config.fetch_groups}."
+            )
+        if self.max_length is not None:
+            self._make_room(length)
+        self._set_sizes(group_size, core_width, dtype or buffers[0].dtype)
+        used = buffers[0].shape[2]
+        slots = used if self.max_length is None else self.size(self.max_length)
+        if pad is None:
+            pad = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
+        # planted: 4: a cache loses its own state when it loads it
+        self.pads = pad.tolist()
+        self._store_pads(pad.device)
+        if self.max_length is None:
+            self.buffers = []
+        self.allocate((*buffers[0].shape[:2], slots), buffers)
+        # A fixed cache, whose buffers stay where they are, may be given these very buffers.
+        for buffer, x in zip(self.buffers, buffers):
+            buffer[:, :, :used] = x
+            buffer[:, :, used:] = 0
+        if store:
+            self.begin_prompt(store[0])
+            num_raw = 2 if self.config.cache_dtype == "auto" else 4
+            self.allocate_store([x[:, :, :1] for x in store[:num_raw]])
+            self.store.load(store)
+        self._clear()
+        self.set_length(length)
+        self._intact_from = max(0, length - self.ring_size)
+        self.is_empty = False
+        self._choose_step()
