@@ -83,7 +83,7 @@ def compare(
         heads = _best_first(real.heads, real.protocol.full_heads)
     cells = [Cell("full", 1)] if "full" in methods else []
     cells += [Cell(name, c) for c in compressions for name in methods if name != "full"]
-    runs = list(_new_runs(loaded, cells, heads))
+    runs = list(_new_runs(loaded, cells, heads, share=not comparison.first_tokens))
     measure = _times if comparison.first_tokens else _answers
     refused = []
     for task, items in tasks.items():
@@ -123,8 +123,12 @@ def _best_first(heads: Heads, given: str | None) -> Heads:
     return Heads(heads.shape, tuple(chosen))
 
 
-def _new_runs(loaded: Loaded, cells: Sequence[Cell], heads: Heads) -> Iterator[Any]:
-    """Return runs for methods and compressions, whose environment must be there."""
+def _new_runs(loaded: Loaded, cells: Sequence[Cell], heads: Heads, *, share: bool) -> Iterator[Any]:
+    """Return runs for methods and compressions, whose environment must be there.
+
+    Args:
+        share: Read a context once for full attention and a cache.
+    """
     has_kvpress = find_spec("kvpress") is not None
     methods = (*PRESSED, "full") if has_kvpress else PRESSED
     pressed = [cell for cell in cells if cell.method in methods]
@@ -138,11 +142,16 @@ def _new_runs(loaded: Loaded, cells: Sequence[Cell], heads: Heads) -> Iterator[A
         from reproduction.rivals_press import PressRun
 
         yield PressRun(loaded, pressed)
-    for cell in cells:
-        if cell not in pressed:
-            from reproduction.rivals_caches import CacheRun
+    of_caches = [cell for cell in cells if cell not in pressed]
+    if of_caches:
+        from reproduction.rivals_caches import FULL, CacheRun
 
-            yield CacheRun(loaded, cell, heads)
+        # A cache that stores all raw tokens gives full attention's answers as well.
+        stored = [cell for cell in of_caches if cell.method == "fetch"]
+        shared = stored[0] if share and FULL in of_caches and stored else None
+        for cell in of_caches:
+            if shared is None or cell != FULL:
+                yield CacheRun(loaded, cell, heads, with_full=cell == shared)
 
 
 def _answers(

@@ -21,12 +21,14 @@ from corecontext.cost import ModelCost, cache_bytes, entry_bytes, store_bytes
 from corecontext.files import UserError
 from corecontext.heads.budget import COARSE, Unit, spread
 from corecontext.inference import prefill
+from corecontext.inference.prefill import end_prompt, new_cache, read_chunk
 from corecontext.integrations.hf_cache import cache_bytes as bytes_of
 from corecontext.integrations.hf_cache import host_bytes
 from corecontext.loading import Loaded, one_line
 from reproduction.real_methods import Heads, Sizes, describe, equal_heads
 from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item
 
+FULL = Cell("full", 1)
 SINKS = 16
 """First tokens that stay raw."""
 
@@ -94,10 +96,14 @@ class CacheRun:
         cell: A key of CACHES, or "full" for transformers' own cache, and the compression: entries
             of full attention's cache for each one's bytes.
         heads: KV heads that may keep every token, the best first.
+        with_full: Return full attention's answers, too, from the same reading of a context; the
+            cache must have a store of raw tokens.
     """
 
-    def __init__(self, loaded: Loaded, cell: Cell, heads: Heads) -> None:
-        self.cells = (cell,)
+    def __init__(
+        self, loaded: Loaded, cell: Cell, heads: Heads, *, with_full: bool = False
+    ) -> None:
+        self.cells = (FULL, cell) if with_full else (cell,)
         self.name = cell.method
         self.compression = cell.compression
         self.model = loaded.model
@@ -162,33 +168,52 @@ class CacheRun:
 
     def sizes(self, cell: Cell, length: int) -> dict[str, Any]:
         """Return the settings for a context of so many tokens, for a record's params."""
-        raw_heads = () if self.name == "full" else self._choose(length)[1]
+        if cell == FULL:
+            return describe(None, self.heads)
+        raw_heads = self._choose(length)[1]
         return describe(self.settings(length), Heads(self.heads.shape, raw_heads))
 
     def ask(self, item: Item) -> dict[Cell, Answer | Exception]:
-        """Return the answer from a compressed context, or how the method failed."""
+        """Return the answers from a compressed context, or how the method failed."""
         try:
-            logits, sizes = self.read(item, len(item.ids) - 1)
-            return {self.cells[0]: item.answers(logits[None], [sizes])[0]}
+            answers = self.read(item, len(item.ids) - 1)
         except FAILURES as error:
-            return {self.cells[0]: error}
+            return dict.fromkeys(self.cells, error)
+        return {
+            cell: item.answers(logits[None], [sizes])[0]
+            for cell, (logits, sizes) in answers.items()
+        }
 
     def first_token(self, cell: Cell, item: Item) -> dict[str, int]:
         """Answer with one token, and return the bytes of the compressed context."""
-        logits, sizes = self.read(item, item.answer)
+        logits, sizes = self.read(item, item.answer)[cell]
         logits.argmax(-1).tolist()  # waits for the device
         return sizes
 
-    def read(self, item: Item, end: int) -> tuple[Tensor, dict[str, int]]:
+    def read(self, item: Item, end: int) -> dict[Cell, tuple[Tensor, dict[str, int]]]:
         """Return the logits of the answer's tokens [n, vocabulary], given those before an end, and
-        the bytes of the compressed context."""
+        the bytes of the context, by cell."""
         config = self.settings(item.question)
         tokens = torch.tensor([item.ids[:end]], device=self.model.device)
+        question = tokens[:, item.question :]
+        first = item.answer - item.question - 1
+        answers = {}
         with ExitStack() as settings, torch.inference_mode():
             if config is not None:
                 settings.enter_context(one_line())
                 settings.enter_context(enabled(self.model, config))
-            cache = prefill(self.model, tokens[:, : item.question]).cache
+            if FULL in self.cells and config is not None:
+                cache = new_cache(self.model, None)
+                read_chunk(self.model, tokens, None, [0], cache, 0, item.question)
+                # Before the end of the prompt, full attention reads.
+                output = read_chunk(
+                    self.model, tokens, None, [0], cache, item.question, end, all_logits=True
+                )
+                cache.crop(item.question)
+                end_prompt(cache)
+                answers[FULL] = output.logits[0, first:], self._full_sizes(item.question)
+            else:
+                cache = prefill(self.model, tokens[:, : item.question]).cache
             device_bytes = bytes_of(cache)
             sizes = {
                 "device_bytes": device_bytes,
@@ -196,6 +221,12 @@ class CacheRun:
                 "host_bytes": host_bytes(cache),
             }
             # Tokens whose logits are kept are no part of the prompt: the settings read them.
-            question = tokens[:, item.question :]
             output = self.model(question, past_key_values=cache, logits_to_keep=question.shape[1])
-        return output.logits[0, item.answer - item.question - 1 :], sizes
+        answers[self.cells[-1]] = output.logits[0, first:], sizes
+        return answers
+
+    def _full_sizes(self, length: int) -> dict[str, int]:
+        """Return the bytes of full attention's cache of a context."""
+        cost = self.cost
+        size = cache_bytes(length, cost.num_layers, cost.kv_heads, cost.head_dim, cost.itemsize)
+        return {"device_bytes": size, "kept_bytes": size, "host_bytes": 0}

@@ -16,6 +16,7 @@ from corecontext.heads.budget import Shape, Unit
 from corecontext.inference import prefill
 from corecontext.loading import load, one_line
 from corecontext.record import append_records, make_record, read_records
+from reproduction import rivals_caches
 from reproduction.command import main
 from reproduction.real_methods import Heads
 from reproduction.rivals_caches import CacheRun
@@ -98,7 +99,7 @@ def test_a_question_is_read_from_the_compressed_context(loaded, name, compressio
     model = loaded.model
     cell = Cell(name, compression)
     run = CacheRun(loaded, cell, HEADS)
-    logits, sizes = run.read(ITEM, len(ITEM.ids) - 1)
+    ((logits, sizes),) = run.read(ITEM, len(ITEM.ids) - 1).values()
     assert logits.shape == (20, 256)
     tokens = torch.tensor([ITEM.ids])
     config = run.settings(400)
@@ -120,6 +121,23 @@ def test_a_question_is_read_from_the_compressed_context(loaded, name, compressio
     assert 0.9 * limit < sizes["device_bytes"] <= limit
     assert sizes["kept_bytes"] == sizes["device_bytes"]
     assert (sizes["host_bytes"] > 0) == name.startswith("fetch")
+
+
+def test_one_reading_answers_for_full_attention_too(loaded, monkeypatch):
+    """As two readings do."""
+    monkeypatch.setitem(rivals_caches.FETCH, 4, (rivals_caches.Fetch(16, "bits:2", 2),))
+    end = len(ITEM.ids) - 1
+    cells = (Cell("full", 1), Cell("fetch", 4))
+    shared = CacheRun(loaded, cells[1], HEADS, with_full=True)
+    answers = shared.read(ITEM, end)
+    assert tuple(answers) == shared.cells == cells
+    for cell in cells:
+        logits, sizes = CacheRun(loaded, cell, HEADS).read(ITEM, end)[cell]
+        torch.testing.assert_close(answers[cell][0], logits, rtol=0, atol=2e-5)
+        assert answers[cell][1] == sizes
+    assert not torch.allclose(answers[cells[0]][0], answers[cells[1]][0], rtol=0, atol=1e-3)
+    assert [answer.sizes["host_bytes"] > 0 for answer in shared.ask(ITEM).values()] == [False, True]
+    assert shared.sizes(cells[0], 400)["index"] is None
 
 
 def test_the_command_records_what_full_attention_answers(loaded, data, tmp_path, capsys):
