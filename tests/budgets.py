@@ -300,3 +300,12 @@ def effective_map(q: Tensor, k: Tensor, **settings: Any) -> Tensor:
         for values in unit.split(head_dim, 1)
     ]
     return torch.cat(columns, -1)[..., :seq_len]
+
+
+def fed(layer, tensors, start, sizes, **options):
+    """Outputs of appending pieces of the given sizes to a cache's layer, from a first token on."""
+    outs = []
+    for size in sizes:
+        outs.append(layer.attend(*(x[:, :, start : start + size] for x in tensors), **options))
+        start += size
+    return torch.cat(outs, 2)

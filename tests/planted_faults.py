@@ -280,7 +280,7 @@ return all(
     ),
     Fault(
         "6: gradient through the pooling weights dropped",
-        "grad_scores = 0 * probs * (grad_probs - mean) * spec.scale",
+        "grad_scores = 0 * probs * (grad_weights - mean) * spec.scale",
         f"{LAWS}::test_law_6_gradients_reach_through_the_pooling_weights",
     ),
     Fault(
@@ -1073,7 +1073,7 @@ return NewTokens(q, *raw, stored, raw)
     ),
     Fault(
         "mass: gradient without the softmax's mean",
-        "grad_scores = probs * grad_probs * spec.scale",
+        "grad_scores = probs * grad_weights * spec.scale",
         "tests/test_mass.py::test_gradients_are_those_of_autograd_through_the_reference",
     ),
     Fault(

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from budgets import make_inputs
+from budgets import fed, make_inputs
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, new_layer
@@ -46,14 +46,6 @@ def one_pass(config, tensors, learned=None, **options):
         **settings,
         **options,
     )
-
-
-def fed(layer, tensors, start, sizes, **options):
-    outs = []
-    for size in sizes:
-        outs.append(layer.attend(*(x[:, :, start : start + size] for x in tensors), **options))
-        start += size
-    return torch.cat(outs, 2)
 
 
 def check_ways(config, fixed):

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from budgets import make_inputs
+from budgets import fed, make_inputs
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import new_layer
@@ -55,14 +55,6 @@ def expected(config, tensors, prompt=PROMPT, **options):
     else:
         read = dense(config.replace(fetch_groups=0, prefill="cca"), tensors, **options)
     return torch.cat((read[:, :, :prompt], dense(config, tensors, **options)[:, :, prompt:]), 2)
-
-
-def fed(layer, tensors, start, sizes, **options):
-    outs = []
-    for size in sizes:
-        outs.append(layer.attend(*(x[:, :, start : start + size] for x in tensors), **options))
-        start += size
-    return torch.cat(outs, 2)
 
 
 def buffers(layer):

@@ -195,6 +195,13 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
             second.result(20)
 
 
+def trained(setting, model, output, *options):
+    """The exit code of a run of one step by the command."""
+    paths = ["--model", model, "--output", str(output)]
+    data = ["--data", setting.data[0], "--cache-dir", setting.cache_dir]
+    return main(["train", *paths, *data, "--steps", "1", "--context-length", "64", *options])
+
+
 @pytest.mark.parametrize(
     "options, expected",
     [
@@ -224,27 +231,7 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
         8, 13, layer_group_sizes=((8, 1), 8), cache_dtype="int8", store="host"
     ).to_dict()
     (tmp_path / "model" / "config.json").write_text(json.dumps(held))
-    assert (
-        main(
-            [
-                "train",
-                "--model",
-                model,
-                "--data",
-                setting.data[0],
-                "--output",
-                str(out),
-                "--steps",
-                "1",
-                "--context-length",
-                "64",
-                "--cache-dir",
-                setting.cache_dir,
-                *options,
-            ]
-        )
-        == 0
-    )
+    assert trained(setting, model, out, *options) == 0
     saved = getattr(transformers.AutoConfig.from_pretrained(out / "model"), "cca", None)
     if expected is None:
         assert saved is None
@@ -356,24 +343,7 @@ def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting,
 
     def run(name, *options, **cca):
         path.write_text(json.dumps({**plain, "cca": corecontext.CCAConfig.paper(**cca).to_dict()}))
-        code = main(
-            [
-                "train",
-                "--model",
-                model,
-                "--data",
-                setting.data[0],
-                "--output",
-                str(tmp_path / name),
-                "--steps",
-                "1",
-                "--context-length",
-                "64",
-                "--cache-dir",
-                setting.cache_dir,
-                *options,
-            ]
-        )
+        code = trained(setting, model, tmp_path / name, *options)
         saved = tmp_path / name / "model"
         return code, corecontext.CCAConfig.paper(
             **transformers.AutoConfig.from_pretrained(saved).cca

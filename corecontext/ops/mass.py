@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from corecontext.ops.pooling import chunks_of_groups, weights_of, widen
+from corecontext.ops.pooling import chunks_of_groups, through_weights, weights_of, widen
 from corecontext.ops.spec import Groups, Spec
 
 
@@ -43,14 +43,8 @@ def backward(grad: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
         weights, probs, slope = weights_of(wide_q, wide_k, spec)
         # The derivative is -1 - log w; the constant vanishes in the softmax's backward.
         least = torch.finfo(weights.dtype).tiny
-        grad_probs = -grad[:, :, chunk, None] * weights.clamp(min=least).log()
-        if spec.core_heads == "kv":
-            grad_probs = grad_probs / probs.shape[1]
-        mean = (probs * grad_probs).sum(-1, keepdim=True)
-        # planted: mass: gradient without the softmax's mean
-        grad_scores = probs * (grad_probs - mean) * spec.scale
-        if slope is not None:
-            grad_scores = grad_scores * slope
+        grad_weights = -grad[:, :, chunk, None] * weights.clamp(min=least).log()
+        grad_scores = through_weights(grad_weights, probs, slope, spec)
         grad_q[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
         grad_k[:, chunk] = torch.einsum("nrmg,nrmd->nmgd", grad_scores, wide_q)
     return grad_q, grad_k

@@ -48,18 +48,26 @@ def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Ten
         grad_v[:, chunk] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
         # Through the weights: the softmax of scores of q_last and k.
         rotated = _to_middle(wide_k, spec.rotary, 1)
-        grad_probs = torch.einsum("nrmd,nmgd->nrmg", into_k, rotated)
-        grad_probs = grad_probs + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v)
-        if spec.core_heads == "kv":  # the weights are the mean over r query heads
-            grad_probs = grad_probs / probs.shape[1]
-        mean = (probs * grad_probs).sum(-1, keepdim=True)
-        # planted: 6: gradient through the pooling weights dropped
-        grad_scores = probs * (grad_probs - mean) * spec.scale
-        if slope is not None:
-            grad_scores = grad_scores * slope
+        grad_weights = torch.einsum("nrmd,nmgd->nrmg", into_k, rotated)
+        grad_weights = grad_weights + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v)
+        grad_scores = through_weights(grad_weights, probs, slope, spec)
         grad_q[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
         grad_k[:, chunk] = chunk_k + torch.einsum("nrmg,nrmd->nmgd", grad_scores, wide_q)
     return grad_q, grad_k, grad_v
+
+
+def through_weights(
+    grad_weights: Tensor, probs: Tensor, slope: Tensor | None, spec: Spec
+) -> Tensor:
+    """Return the gradient of the products q . k, [N, r, M, g], from that of the pooling weights,
+    [N, 1 or r, M, g]; arguments as `weights_of` returns them."""
+    if spec.core_heads == "kv":  # the weights are the mean over r query heads
+        grad_weights = grad_weights / probs.shape[1]
+    mean = (probs * grad_weights).sum(-1, keepdim=True)
+    # planted: 6: gradient through the pooling weights dropped
+    # planted: mass: gradient without the softmax's mean
+    grad_scores = probs * (grad_weights - mean) * spec.scale
+    return grad_scores if slope is None else grad_scores * slope
 
 
 def widen(x: Tensor) -> Tensor:
