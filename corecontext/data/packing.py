@@ -153,6 +153,7 @@ def upsampled(
 
     Args:
         lengths: Tokens of each document.
+        sources: The source of each document.
         long_tokens: A document with more is long.
         long_share: In (0, 1).
     """

@@ -247,7 +247,14 @@ def _add_pool_gradients(
     call: Call, core_grads: Tensor, mass_grads: Tensor | None, near: dict, grads: dict
 ) -> None:
     """Add to `grads` the gradients that later queries give the groups that end in this process's
-    chunks: core_grads [2, N, Hc, m, D], mass_grads [1, N, Hc, m, 1]."""
+    chunks.
+
+    Args:
+        core_grads: Of core keys and values, [2, N, Hc, m, D].
+        mass_grads: Of their masses, [1, N, Hc, m, 1], or None.
+        near: By chunk, the queries that pool, then keys and values with their halo's, and others.
+        grads: Their gradients so far, by chunk.
+    """
     g = call.spec.group_size
     masses = {}
     if mass_grads is not None:
@@ -255,6 +262,7 @@ def _add_pool_gradients(
     for chunk, core_grad in split_message(call, core_grads, call.layout.rank).items():
         if not core_grad.shape[3]:
             continue
+        # Through the pooling of the groups that this chunk made.
         made = call.made(chunk)
         q_last, k, v = call.groups(*near[chunk][:3])
         groups = Groups(q_last[:, :, made], k[:, made], v[:, made])
@@ -268,6 +276,7 @@ def _add_pool_gradients(
             )
             dq_last = dq_last + dq_mass
             dkv[0] = dkv[0] + dk_mass
+        # Of queries, only each group's last one pools.
         tokens = slice(made.start * g, made.stop * g)
         total_q, *total_kv = grads[chunk]
         total_q[:, :, tokens][:, :, g - 1 :: g] += dq_last

@@ -76,11 +76,13 @@ class Keeper:
             cores: Keys and values of all core tokens, [2, B Hkv, w, M, D].
             masses: Of these, [1, B Hkv, w, M, 1], or None.
         """
+        # The last tokens, wherever they are, reach the processes that will hold the caches.
         spec = halo.spec
         ring = window_capacity(spec.group_size, spec.window_size) + self.rollback
         tail = self._tail(halo, k, v, ring)
         if tail is None:
             return
+        # A cache's buffers hold the ring, the first tokens, and the core tokens, in this order.
         length = halo.layout.seq_len
         slots = (sinks + torch.arange(length - tail.shape[3], length, device=k.device)) % ring
         if first is None:

@@ -189,7 +189,12 @@ class Engine:
         return key.batch * host_bytes_of(model.config, model.dtype, key.config, key.max_length)
 
     def _settings_for(self, generation: Generation, pads: list[int], length: int) -> Any:
-        """Choose CCA's settings of a request; None without CCA."""
+        """Choose CCA's settings of a request; None without CCA.
+
+        Args:
+            pads: Left padding of each row, in tokens.
+            length: Tokens of a row, padding included.
+        """
         group_size = generation.group_size
         window_size = generation.window_size
         fetch_groups = generation.fetch_groups
@@ -200,11 +205,13 @@ class Engine:
                     "a model without. Call corecontext.enable(model)."
                 )
             return None
+        # A constant number of groups needs one length.
+        common_length = length - pads[0] if len(set(pads)) == 1 else None
         return settings_for(
             self.handle.config,
             group_size,
             window_size,
-            length - pads[0] if len(set(pads)) == 1 else None,
+            common_length,
             self.policy,
             self.load(generation.queue_length, length - min(pads)),
             fetch_groups,

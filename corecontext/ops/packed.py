@@ -334,6 +334,7 @@ class _Call:
     ) -> None:
         """Add the core parts' gradients to grad_q [N, r, T, D], grad_cores and that of the bias of
         each core token [N, r, M], in place."""
+        # Scores are computed again without the bias of heads: the log-sum-exp leaves it out, too.
         lse = upstream.lse
         # planted: 6: core bias forgotten in the backward
         lse = lse if self.head_bias is None else lse - self.head_bias.to(lse.dtype)[:, :, None]
@@ -348,6 +349,7 @@ class _Call:
                 is_causal=piece.packed,
                 **self.options,
             )
+            # Views of the totals, added to in place.
             total_q = grad_q[:, :, piece.rows]
             total_q += self.restore(dq, total_q.shape[2], piece.packed)
             for total, grad in zip(grad_cores, (dk, dv)):

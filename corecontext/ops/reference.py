@@ -28,6 +28,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _softcap(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return c tanh(score / c) for each score, c the softcap, or the scores where there is none."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 

@@ -143,7 +143,11 @@ def attention(
     inputs: Inputs, ragged: Ragged, spec: Spec, module: ModuleType
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, H, L, D] and log-sum-exp [B, H, L], pooled by a rule of this file or by the
-    reference: autograd follows the pooling."""
+    reference: autograd follows the pooling.
+
+    Args:
+        module: The backend that attends, and pools where no rule of this file does.
+    """
     pools_here = is_own_rule(spec.pooling, inputs.learned)
 
     def pool_segment(view: SegmentView) -> tuple[Cores, Tensor | None]:
@@ -155,6 +159,7 @@ def attention(
         masses = mass(groups, view.spec, learned) if view.spec.core_mass else None
         return pool(groups, view.spec, learned), masses
 
+    # Attention has the backend's own backward.
     attend_segment = functools.partial(attend, module)
     out, lse, _ = by_segment(inputs, ragged, spec, pool_segment, attend_segment)
     if torch.is_grad_enabled() and out.grad_fn is None:
@@ -193,7 +198,7 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
         *inputs, core_bias, out, lse = ctx.saved_tensors
-        if grad_out is None:
+        if grad_out is None:  # the loss takes the log-sum-exp alone
             grad_out = torch.zeros_like(out)
         with torch.autocast(out.device.type, enabled=False):
             grads = ctx.module.attend_backward(

@@ -36,7 +36,7 @@ class Choice:
 
     @property
     def slot(self) -> Slot:
-        """The request."""
+        """The slot of the answer's request."""
         assert self.answer.slot is not None, "an answer is of a submitted request"
         return self.answer.slot
 

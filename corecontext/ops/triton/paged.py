@@ -69,6 +69,7 @@ def owned_block(starts_ptr, num_sequences, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_offsets(table_ptr, entries, mask, strides, page_size):
-    """Return where entries of a sequence begin in their pages, in int64; 0 where masked."""
+    """Return where entries of a sequence begin in their pages, in int64, by the strides of pages
+    and of entries in a page; masked entries are looked up in page 0."""
     page = tl.load(table_ptr + entries // page_size, mask=mask, other=0).to(tl.int64)
     return page * strides[0] + (entries % page_size) * strides[1]
