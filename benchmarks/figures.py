@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.fetch_tables import fetch_markdown
 from benchmarks.headline import draw_headline, headline_markdown
 from benchmarks.model_figure import draw_model, draw_sweep
 from benchmarks.model_tables import model_markdown
@@ -32,6 +33,7 @@ __all__ = [
     "draw_model",
     "draw_operator",
     "draw_sweep",
+    "fetch_markdown",
     "main",
     "model_markdown",
     "operator_markdown",
@@ -62,6 +64,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("headline", "operator model", headline_markdown),
     PageTable("demo", "demo", demo_table),
     PageTable("operator", "operator", operator_markdown),
+    PageTable("fetch", "fetch", fetch_markdown),
     PageTable("model", "model", model_markdown),
     PageTable("training", "training", training_markdown),
     PageTable("vllm", "vllm", vllm_markdown),

@@ -33,7 +33,7 @@ from benchmarks.command import COMMANDS, main
 from benchmarks.training_settings import TrainingBench
 from corecontext import CCAConfig, drawing, record
 from corecontext.files import UserError
-from corecontext.record import Record, append_records, read_records
+from corecontext.record import Record, append_records, make_record, read_records
 
 SIZES = methods.Sizes(4, 2, 16, 1, "float32", "cpu")
 TINY = operator_settings.OperatorBench(
@@ -781,3 +781,25 @@ def test_help_of_every_benchmark(capfd):
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         assert "--help" in capfd.readouterr().out
+
+
+def test_the_tables_of_fetch_take_the_newest_records():
+    place = {"kv_heads": 8, "length": 32768, "batch": 1}
+    model = {**place, "method": "fetch_host", "fetch_slots": 64}
+    records = [
+        make_record("operator.forward_ms", 9.0, {**place, "method": "fetch"}),
+        make_record("operator.forward_ms", 7.0, {**place, "method": "fetch"}),
+        make_record("operator.forward_ms", 1.0, {**place, "method": "fetch", "timer": "graph"}),
+        make_record("operator.forward_ms", 0.5, {**place, "method": "floor"}),
+        make_record("operator.decode_us", 50.0, {**place, "method": "cca", "timer": "graph"}),
+        make_record("model.next_token_ms", 8.5, model),
+        make_record("model.host_bytes", 2**30, model),
+        make_record("model.tokens_per_s", 1500.0, {**model, "batch": 32}),
+        make_record("model.tokens_per_s", 1600.0, {**model, "batch": 16}),
+    ]
+    lines = figures.fetch_markdown(records).splitlines()
+    assert "| forward | 8 | 32,768 |  |  | 7 ms |  |  |  |" in lines
+    assert "| 8 | 32,768 | 1 |  | 50 us |  |" in lines
+    name = "| fetch, raw tokens in host memory | 32,768 | 64 |"
+    assert f"{name}  | 8.5 ms |  | 1 GiB |" in lines
+    assert f"{name} 16 | 1,600 |" in lines
