@@ -24,16 +24,16 @@ def repeating_choices(
     """Return the groups [steps, rows, count] that steps choose, rising.
 
     A window moves over a random ring of groups, so that each step keeps `share` of the groups of
-    the step before. The others were last chosen before more groups than there are slots, where the
-    model has as many: slots that evict the group unread for longest miss exactly these.
+    the step before, on average. The others were last chosen before more groups than there are
+    slots, where the model has as many: slots that evict the group unread for longest miss exactly
+    these.
     """
-    new = round((1 - share) * count)
     size = min(num_groups, num_slots + 2 * count)
-    size -= size % max(1, new)  # the last step is followed by the first
     generator = torch.Generator().manual_seed(0)
     ring = torch.rand(rows, num_groups, generator=generator).argsort(1)[:, :size].to(device)
-    steps = size // new if new else 1
-    starts = torch.arange(steps, device=device) * new
+    # Whole turns, so that the last step is followed by the first.
+    steps = max(1, round(size / ((1 - share) * count))) if share < 1 else 1
+    starts = torch.arange(steps, device=device) * size // steps
     places = (starts[:, None] + torch.arange(count, device=device)) % size
     return torch.stack([ring[:, place].sort(1)[0].int() for place in places])
 
