@@ -29,9 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import StaticCache
 from transformers.cache_utils import Cache
+from transformers.models.llama import modeling_llama  # noqa: F401
 
 import corecontext
 from benchmarks.traffic import context_parallel_traffic, ring_traffic
+from benchmarks.training import run_training_bench
+from benchmarks.training_settings import TrainingBench
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, HeadsLayer
 from corecontext.config import LEARNED
@@ -418,9 +421,6 @@ def train(settings: str) -> None:
 def bench(world: int, rank: int) -> None:
     """The benchmark of a step on parts of a sequence: what it says came in is what the formulas
     say."""
-    from benchmarks.training import run_training_bench
-    from benchmarks.training_settings import TrainingBench
-
     records = run_training_bench(
         TrainingBench((64,), "tiny", context_parallel=True, group_size=4, window_size=9, repeats=1)
     )
@@ -474,6 +474,7 @@ def main(world: int, port: str, settings: str) -> int:
     worst exit code."""
     torch.set_num_threads(1)
     if settings:
+        import corecontext.train.run
         import corecontext.train.trainer  # noqa: F401
     # Else each copy's garbage collections would walk through all modules and so copy their memory.
     gc.freeze()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,13 +62,10 @@ def running(world: int, settings: str) -> Iterator[None]:
 def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
     """The operator, a model sharded by FSDP2, a prefill, and a run of Trainer on rows of several
     documents."""
-    try:
-        import accelerate  # noqa: F401
-        import datasets  # noqa: F401
-    except ImportError:
+    if not all(map(find_spec, ("accelerate", "datasets"))):
         with running(4, ""):
             return
-    from corecontext.train import TrainConfig, run
+    from corecontext.train import TrainConfig
 
     text = (Path(corecontext.__file__).parent / "assets/document.txt").read_text(encoding="utf-8")
     for i in range(4):
@@ -91,6 +89,8 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where the four are
     with running(4, json.dumps(four.to_dict())):
+        from corecontext.train import run
+
         result = run.train(one)
     states = [
         json.loads((tmp_path / name / "checkpoint-3/trainer_state.json").read_text())
