@@ -11,10 +11,11 @@ import gc
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,13 @@ import torch
 
 from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
-from corecontext.data.readers import find_file, read_documents
 from corecontext.eval.runner import fingerprint
-from corecontext.files import UserError, cache_folder
+from corecontext.files import cache_folder
 from corecontext.heads.budget import Shape, Unit
 from corecontext.heads.findings import needle_rows
 from corecontext.heads.search import find_units
 from corecontext.integrations.hf_attention import full_layers
-from corecontext.integrations.hf_gguf import local_model
-from corecontext.loading import Loaded, load, load_config, one_line
+from corecontext.loading import Loaded, load_config, one_line
 from corecontext.model_sizes import ModelSizes
 from corecontext.record import (
     Record,
@@ -42,8 +41,9 @@ from corecontext.record import (
 )
 from corecontext.terminal import progress
 from reproduction.real_attention import AttentionRun, tokens_of
-from reproduction.real_gains import gain_records
+from reproduction.real_gains import MEASURED
 from reproduction.real_hits import hit_rates
+from reproduction.real_material import Material
 from reproduction.real_methods import (
     METHODS,
     WITH_HEADS,
@@ -52,13 +52,15 @@ from reproduction.real_methods import (
     describe,
     equal_heads,
 )
-from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
-from reproduction.real_texts import Window, cut_windows
-from reproduction.real_training import Adaptation, Cost, RememberedTeacher, adapt
+from reproduction.real_tasks import LIST_TOKENS, Question
+from reproduction.real_texts import Window
+from reproduction.real_training import Adaptation, Cost, adapt
 
 SEARCH_WINDOWS = 2
 """Windows of the search for heads that keep every token."""
 TRAIN_TEXT = "lm_train"
+HEAD_PARAMS = ("raw_heads", "full_heads", "window_size")
+"""Params that a search for heads determines."""
 POSITIONS = 8
 """Parts of a longer window whose perplexities are recorded."""
 
@@ -87,6 +89,8 @@ class Protocol:
     """Name of the file of training text."""
     save: str | None = None
     """Folder for trained models; one that is there is measured, not trained again."""
+    command: str | None = None
+    """The command in the records; None is this process's."""
     cache: bool = True
     """Whether methods run with their caches; without, on whole texts."""
     dtype: str = "auto"
@@ -94,69 +98,73 @@ class Protocol:
 
 
 class RealModel:
-    """A pretrained model, its texts, and the measurements of one seed."""
+    """A pretrained model, its texts, and the measurements of one seed.
 
-    def __init__(self, protocol: Protocol, sizes: Sizes, adaptation: Adaptation) -> None:
+    Args:
+        material: The model and texts of other measurements in this process; None loads them.
+    """
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        sizes: Sizes,
+        adaptation: Adaptation,
+        material: Material | None = None,
+    ) -> None:
         self.protocol = protocol
         self.adaptation = adaptation
-        self.folder = local_model(protocol.model)
-        self.name = Path(self.folder).name.lower()
-        self.hf_config = load_config(self.folder)
-        self.teachers: dict[str, RememberedTeacher] = {}
-        """The teacher of all methods' trainings, once there is one."""
+        self.material = material or Material(
+            protocol.model, protocol.data, protocol.dtype, protocol.device
+        )
+        self.name = self.material.name
+        self.hf_config = load_config(self.material.folder)
         self.sizes = replace(sizes, head_dim=ModelSizes.of(self.hf_config).head_dim)
 
     # Texts, made when first needed
     # ----------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def original(self) -> Loaded:
         """The model as it is, under full attention."""
-        return self._load(self.folder)
+        return self.material.original
 
-    @cached_property
+    @property
+    def essays(self) -> str:
+        """The text around needles."""
+        return self.material.essays
+
+    @property
     def test_windows(self) -> list[Window]:
         """One window of each of the first long documents of lm_test."""
         return self.windows("lm_test", self.protocol.windows, most=1)
 
-    @cached_property
+    @property
     def training_windows(self) -> list[Window]:
         """The windows of the training text that the steps need, or all that it has."""
         needed = self.adaptation.steps * self.adaptation.rows
-        text = self.protocol.train_text
-        windows = self.windows(text, max(needed, SEARCH_WINDOWS))
-        if len(windows) < needed:
-            print(f"{text} has {len(windows)} windows, repeated for {needed}", file=sys.stderr)
-        return windows
+        return self.windows(self.protocol.train_text, max(needed, SEARCH_WINDOWS))
 
-    @cached_property
-    def essays(self) -> str:
-        """The text around needles."""
-        path = find_file(self.protocol.data, ("haystack_essays",))
-        return "\n\n".join(text for _, _, text in read_documents(path))
+    def windows(self, name: str, count: int, most: int | None = None) -> list[Window]:
+        """Return the first windows of a text, at most so many of one document."""
+        return self.material.windows(name, self.sizes.length, count, most)
 
     @cached_property
     def questions(self) -> dict[tuple[str, int], list[Question]]:
         """The questions of each task and length."""
         protocol, seed = self.protocol, self.adaptation.seed
-        tokenizer = self.original.tokenizer
         questions = {}
         if protocol.needles:
             for length in protocol.needle_lengths:
-                questions["needles", length] = needle_questions(
-                    self.essays, tokenizer, length, protocol.needles, seed
-                )
+                needles = self.material.needles(length, protocol.needles, seed)
+                questions["needles", length] = needles
         if protocol.lists:
-            questions["list", LIST_TOKENS] = list_questions(
-                self.essays, tokenizer, protocol.lists, seed
-            )
+            questions["list", LIST_TOKENS] = self.material.lists(protocol.lists, seed)
         return questions
 
     @cached_property
     def heads(self) -> Heads:
         """The KV heads that keep every token: given, or searched for in the original model."""
-        kv_heads = ModelSizes.of(self.hf_config).kv_heads
-        shape = Shape(len(full_layers(self.hf_config)), kv_heads)
+        shape = self._shape
         if self.protocol.full_heads is not None:
             from corecontext.baselines.duo_attention import find_heads
 
@@ -178,13 +186,11 @@ class RealModel:
             findings = find_units(model, rows, self.sizes.length, count, **options)
         return Heads(shape, findings.search.chosen)
 
-    def windows(self, name: str, count: int, most: int | None = None) -> list[Window]:
-        """Return the first windows of a text, at most so many of one document."""
-        path = find_file(self.protocol.data, (name,))
-        return cut_windows(path, self.original.tokenizer, self.sizes.length, count, most)
-
-    def _load(self, folder: str) -> Loaded:
-        return load(folder, method="full", dtype=self.protocol.dtype, device=self.protocol.device)
+    @cached_property
+    def _shape(self) -> Shape:
+        """Layers and KV heads of the model."""
+        kv_heads = ModelSizes.of(self.hf_config).kv_heads
+        return Shape(len(full_layers(self.hf_config)), kv_heads)
 
     # Measurements
     # ----------------------------------------------------------------------------------------------
@@ -192,113 +198,155 @@ class RealModel:
     def run(self, methods: Sequence[str]) -> None:
         """Measure methods, and append the records of each as soon as it is measured."""
         for method in methods:
-            heads = self.heads if method in WITH_HEADS else Heads(Shape(0, 0))
-            with one_line():
-                attention = METHODS[method](self.sizes, heads)
-            params = self._params(method, attention, heads)
-            if self._is_measured(params):
+            path = Path(self.protocol.output)
+            records = read_records(path) if path.exists() else []
+            commit = source_version()[0]
+            same_code = [record for record in records if record.commit == commit]
+            if is_measured(self._params(method), same_code):
                 print(f"{method}: measured before", file=sys.stderr)
                 continue
-            records = self._measure(method, attention, params)
-            append_records(self.protocol.output, records)
-            for record in records:
-                place = f"{record.params['task']} at {record.params['length']} tokens"
-                print(f"{method}: {record.name} {record.value:.4f}, {place}", flush=True)
+            self.measure(method)
 
-    def _params(self, method: str, attention: Any, heads: Heads) -> dict[str, Any]:
-        """Return the params of a method's records that are known before it is measured."""
+    def measure(self, method: str) -> None:
+        """Train the model under a method where there are steps, measure it, and append the
+        records."""
+        attention = self._attention(method)
+        params = self._params(method)
+        if not self.adaptation.steps:
+            self._append(self._records(self.original, attention, params))
+            return
+        parent = tempfile.TemporaryDirectory()
+        if self.protocol.save is not None:
+            parent = nullcontext(self.protocol.save)
+        with parent as folder:
+            target = self.train(method, folder)
+            self._append(self._records(self.material.load(str(target)), attention, params))
+        free_memory()
+
+    def is_published(self, method: str, records: Sequence[Record]) -> bool:
+        """Whether a method has records, made by any code; no model is loaded for it."""
+        if method not in WITH_HEADS or self.protocol.full_heads is not None:
+            return is_measured(self._params(method, self.protocol.windows), records)
+        # Heads that are not yet searched for.
+        params = self._params(method, self.protocol.windows, self._any_heads())
+        return is_measured(params, records, but=HEAD_PARAMS)
+
+    def is_trained(self, method: str) -> bool:
+        """Whether a method's trained model is saved, as far as its heads need no search."""
+        save = self.protocol.save
+        if save is None or (method in WITH_HEADS and self.protocol.full_heads is None):
+            return False
+        return (self.target(method, save) / "config.json").exists()
+
+    def train(self, method: str, parent: str) -> Path:
+        """Return the folder of the model trained under a method, below `parent`; append the costs
+        of the training, which is left out where the folder is there."""
+        target = self.target(method, parent)
+        if (target / "config.json").exists():
+            return target
+        material = self.material
+        arguments = (self.adaptation, self.training_windows, target, material.teachers)
+        cost = adapt(material.folder, self._attention(method), *arguments)
+        free_memory()
+        self._append(self._cost_records(cost, self._params(method)))
+        return target
+
+    def target(self, method: str, parent: str) -> Path:
+        """Return the folder of the model trained under a method."""
+        heads = self._heads_of(method)
+        weights = attention = self._attention(method)
+        if isinstance(attention, CCAConfig):  # where a cache keeps tokens changes no weights
+            weights = attention.replace(store=CCAConfig.store)
+        full_heads = describe(attention, heads)["full_heads"]
+        settings = [self.name, self.sizes.length, vars(self.adaptation), full_heads]
+        settings.append(self.protocol.train_text)
+        return Path(parent) / f"{method}-{fingerprint([*settings, str(weights)])}"
+
+    def _heads_of(self, method: str) -> Heads:
+        """Return the KV heads that keep every token, none for methods without them."""
+        return self.heads if method in WITH_HEADS else Heads(Shape(0, 0))
+
+    def _any_heads(self) -> Heads:
+        """Return as many heads as a search chooses."""
+        shape = self._shape
+        units = (
+            Unit(layer, head) for layer in range(shape.layers) for head in range(shape.kv_heads)
+        )
+        return Heads(shape, tuple(islice(units, equal_heads(self.sizes, shape))))
+
+    def _attention(self, method: str, heads: Heads | None = None) -> Any:
+        """Return the settings of a method."""
+        with one_line():
+            return METHODS[method](self.sizes, heads or self._heads_of(method))
+
+    def _params(
+        self, method: str, windows: int | None = None, heads: Heads | None = None
+    ) -> dict[str, Any]:
+        """Return the params of a method's records that are known before it is measured.
+
+        Args:
+            windows: Windows of the test text; None counts them.
+            heads: KV heads that keep every token; None for those of the method.
+        """
         adaptation = self.adaptation
-        rows = adaptation.steps * adaptation.rows
+        heads = heads or self._heads_of(method)
         params = {
             "model": self.name,
             "method": method,
-            "trained_tokens": rows * self.sizes.length,
-            **describe(attention, heads),
+            "trained_tokens": adaptation.steps * adaptation.rows * self.sizes.length,
+            **describe(self._attention(method, heads), heads),
             "seed": adaptation.seed,
-            "windows": len(self.test_windows),
+            "windows": windows or len(self.test_windows),
             "needles": self.protocol.needles,
             "lists": self.protocol.lists,
+            "length": self.sizes.length,
         }
         if adaptation.steps:
             params["learning_rate"] = adaptation.learning_rate
         if self.protocol.train_text != TRAIN_TEXT:
             params["train_text"] = self.protocol.train_text
+        if self.protocol.head_needles and method in WITH_HEADS:
+            params["head_needles"] = self.protocol.head_needles
         return params | adaptation.describe()
 
-    def _is_measured(self, params: dict[str, Any]) -> bool:
-        """Whether the output has the records of these params, made by this code."""
-        path = Path(self.protocol.output)
-        if not path.exists():
-            return False
-        wanted = {**params, "length": self.sizes.length}
-        commit = source_version()[0]
-        return any(
-            record.name == "real.perplexity"
-            and record.params["task"] == "far"
-            and record.commit == commit
-            and all(record.params.get(name) == value for name, value in wanted.items())
-            for record in read_records(path)
-        )
+    def _record(self, name: str, value: float, params: dict[str, Any]) -> Record:
+        """Make a record of this model's device and of the row's command."""
+        device = device_name(self.original.model.device)
+        return make_record(name, value, params, device=device, command=self.protocol.command)
 
-    def _measure(self, method: str, attention: Any, params: dict[str, Any]) -> list[Record]:
-        """Return the records of a method, trained first where there are steps."""
-        if not self.adaptation.steps:
-            return self._records(self.original, attention, params)
-        parent = tempfile.TemporaryDirectory()
-        if self.protocol.save is not None:
-            parent = nullcontext(self.protocol.save)
-        with parent as folder:
-            target, costs = self.train(method, attention, params, folder)
-            records = self._records(self._load(str(target)), attention, params)
-        _free_memory()
-        return records + costs
-
-    def train(
-        self, method: str, attention: Any, params: dict[str, Any], parent: str
-    ) -> tuple[Path, list[Record]]:
-        """Return the folder of the model trained under a method's attention, below `parent`, and
-        its costs; none where it is there already."""
-        settings = [self.name, self.sizes.length, vars(self.adaptation), params["full_heads"]]
-        settings.append(self.protocol.train_text)
-        weights = attention
-        if isinstance(attention, CCAConfig):  # where a cache keeps tokens changes no weights
-            weights = attention.replace(store=CCAConfig.store)
-        target = Path(parent) / f"{method}-{fingerprint([*settings, str(weights)])}"
-        if (target / "config.json").exists():
-            return target, []
-        cost = adapt(
-            self.folder, attention, self.adaptation, self.training_windows, target, self.teachers
-        )
-        _free_memory()
-        return target, self._cost_records(cost, params)
+    def _append(self, records: Sequence[Record]) -> None:
+        """Append records to the output, and print them."""
+        append_records(self.protocol.output, records)
+        for record in records:
+            p = record.params
+            place = f"{p['task']} at {p['length']} tokens"
+            print(f"{p['method']}: {record.name} {record.value:.4f}, {place}", flush=True)
 
     def _cost_records(self, cost: Cost, params: dict[str, Any]) -> list[Record]:
         """Return the costs of a training."""
-        params = {**params, "length": self.sizes.length, "task": "training"}
-        device = device_name(self.original.model.device)
+        params = {**params, "task": "training"}
         return [
-            make_record("real.training_s", cost.seconds, params, device=device),
-            make_record("real.training_bytes", cost.peak_bytes, params, device=device),
+            self._record("real.training_s", cost.seconds, params),
+            self._record("real.training_bytes", cost.peak_bytes, params),
         ]
 
     def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
         """Return far perplexity of a model under an attention, and its share of right answers in
         each task."""
-        device = device_name(loaded.model.device)
         with AttentionRun(loaded, attention, use_cache=self.protocol.cache) as run:
             nll = self._nll(run)
-            far = {**params, "length": self.sizes.length, "task": "far", **run.cache}
+            far = {**params, "task": "far", **run.cache}
             value = math.exp(float(far_half(nll).mean()))
-            records = [make_record("real.perplexity", value, far, device=device)]
+            records = [self._record("real.perplexity", value, far)]
             if self.adaptation.rope_theta is not None:
                 for i, losses in enumerate(nll.chunk(POSITIONS)):
                     at = {**far, "task": "position", "position": f"{i + 1}/{POSITIONS}"}
                     value = math.exp(float(losses.mean()))
-                    records.append(make_record("real.perplexity", value, at, device=device))
+                    records.append(self._record("real.perplexity", value, at))
             for (task, length), questions in self.questions.items():
                 share = sum(question.share_right(run) for question in questions) / len(questions)
                 asked = {**params, "length": length, "task": task, **run.cache}
-                records.append(make_record("real.accuracy", share, asked, device=device))
+                records.append(self._record("real.accuracy", share, asked))
         if self.protocol.hit_steps and getattr(attention, "fetch_groups", 0):
             records += self._hit_records(loaded, attention, params)
         return records
@@ -308,10 +356,9 @@ class RealModel:
         slots = [factor * attention.fetch_groups for factor in (1, 2, 4, 8)]
         steps = self.protocol.hit_steps
         rates = hit_rates(loaded, attention, self.test_windows[0].ids, steps, slots)
-        asked = {**params, "length": self.sizes.length, "task": "hits", "steps": steps}
-        device = device_name(loaded.model.device)
+        asked = {**params, "task": "hits", "steps": steps}
         return [
-            make_record("real.hit_share", rate, {**asked, "slots": count}, device=device)
+            self._record("real.hit_share", rate, {**asked, "slots": count})
             for count, rate in rates.items()
         ]
 
@@ -332,25 +379,29 @@ def far_half(nll: torch.Tensor) -> torch.Tensor:
     return nll[(len(nll) + 1) // 2 - 1 :]
 
 
-def _free_memory() -> None:
+def is_measured(params: dict[str, Any], records: Sequence[Record], but: Sequence[str] = ()) -> bool:
+    """Whether there is a far perplexity of these params: a row's records are appended together.
+
+    Args:
+        but: Params that may differ.
+    """
+    wanted = _identity(params, but)
+    return any(
+        record.name == "real.perplexity"
+        and record.params["task"] == "far"
+        and _identity(record.params, but) == wanted
+        for record in records
+    )
+
+
+def _identity(params: Mapping[str, Any], but: Sequence[str]) -> dict[str, Any]:
+    """Return the params that tell measurements apart."""
+    without = (*MEASURED, "task", *but)
+    return {k: v for k, v in params.items() if v is not None and k not in without}
+
+
+def free_memory() -> None:
     """Free the memory of models that nobody refers to any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def append_gains(output: str, window_size: int, *, strict: bool) -> None:
-    """Append the share of full attention's gain of each measured method that has none yet.
-
-    Args:
-        window_size: The window of the sinks and window that keep 0 %.
-        strict: Raise a UserError that names the missing rows; else print it.
-    """
-    gains, missing = gain_records(read_records(output), window_size)
-    append_records(output, gains)
-    for record in gains:
-        print(f"{record.params['method']}: {record.name} {record.value:.4f}")
-    if missing and strict:
-        raise UserError(missing)
-    if missing:
-        print(f"gains are incomplete: {missing}", file=sys.stderr)

@@ -16,6 +16,7 @@ DEFAULT_METHODS = ("full", "streaming_llm", "streaming_llm_wide", "cca_paper", "
 
 
 def real(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     data: Annotated[
         str, typer.Option(help="Folder with lm_test, lm_train and haystack_essays (.jsonl, .xz).")
@@ -104,6 +105,20 @@ def real(
     gains: Annotated[
         bool, typer.Option("--gains", help="Only compute gains from the records in the output.")
     ] = False,
+    published: Annotated[
+        bool,
+        typer.Option(
+            "--published",
+            help="Measure the rows of docs/real-model.md that have no record in the output yet.",
+        ),
+    ] = False,
+    limit_minutes: Annotated[
+        float | None,
+        typer.Option(help="With --published: begin no row that is not done by then."),
+    ] = None,
+    list_rows: Annotated[
+        bool, typer.Option("--list", help="With --published: only list these rows.")
+    ] = False,
     cache: Annotated[bool, typer.Option(help="Run methods with their caches.")] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -111,9 +126,27 @@ def real(
     """Attentions on a pretrained model: far perplexity, needles and lists, as it is or trained
     for some steps (docs/real-model.md)."""
     from corecontext.cli.options import check_appended, check_least
-    from reproduction.real import Protocol, RealModel, append_gains
+    from reproduction import real_plan
+    from reproduction.published import check_options, list_pending, measure_pending
+    from reproduction.real import Protocol, RealModel
+    from reproduction.real_gains import append_gains
+    from reproduction.real_published import pending_rows
 
     check_appended(output)
+    check_options(context, ("model", "data", "output", "save", "dtype", "device"))
+    if not data and not gains and not list_rows:
+        raise UserError("data must be given, got none. Use --data FOLDER.")
+    if published:
+        protocol = Protocol(model, data, output, save=save, dtype=dtype, device=device)
+        pending = pending_rows(protocol, real_plan.ROWS)
+        if list_rows:
+            list_pending(pending)
+            return
+        try:
+            measure_pending(pending, limit_minutes)
+        finally:
+            append_gains(output, window_size, strict=False)
+        return
     for name in method:
         if name not in METHODS:
             raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
@@ -122,8 +155,6 @@ def real(
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
-        if not data:
-            raise UserError("data must be given, got none. Use --data FOLDER.")
         sizes = Sizes(
             length,
             group_size,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
-from corecontext.record import Record, make_record
+from corecontext.files import UserError
+from corecontext.record import Record, append_records, make_record, read_records
 from reproduction.real_training import Adaptation
 
 SAME = ("model", "trained_tokens", "seed", "length", "windows", "rope_theta")
 """Params that a method shares with the two that bound its gain."""
-TRAINING = ("distil", "layer_steps", "strategy", "lora_rank", "train_text")
+TRAINING = ("distil", "layer_steps", "strategy", "lora_rank", "train_text", "head_needles")
 """Params of another training than the protocol's, which the two that bound the gain have."""
 ENDS = {"streaming_llm": "0 %", "full": "100 %"}
 """Methods that bound the gain, by definition."""
@@ -85,3 +87,20 @@ def _find(far: Sequence[Record], wanted: dict) -> Record | None:
         if all(record.params.get(name) == value for name, value in wanted.items()):
             return record
     return None
+
+
+def append_gains(output: str, window_size: int, *, strict: bool) -> None:
+    """Append the share of full attention's gain of each measured method that has none yet.
+
+    Args:
+        window_size: The window of the sinks and window that keep 0 %.
+        strict: Raise a UserError that names the missing rows; else print it.
+    """
+    gains, missing = gain_records(read_records(output), window_size)
+    append_records(output, gains)
+    for record in gains:
+        print(f"{record.params['method']}: {record.name} {record.value:.4f}")
+    if missing and strict:
+        raise UserError(missing)
+    if missing:
+        print(f"gains are incomplete: {missing}", file=sys.stderr)

@@ -29,7 +29,7 @@ from corecontext.inference.engine import Engine
 from corecontext.loading import load, load_config
 from corecontext.record import append_records, make_record, read_records
 from corecontext.train.loss import Taught
-from reproduction import real_tasks
+from reproduction import real_plan, real_tasks
 from reproduction.command import main
 from reproduction.index_tables import index_markdown
 from reproduction.real import Protocol, RealModel, far_half
@@ -39,6 +39,7 @@ from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_hits import hit_rates
 from reproduction.real_kept import KeptTokens
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
+from reproduction.real_plan import Row
 from reproduction.real_tables import (
     extended_markdown,
     real_markdown,
@@ -444,6 +445,83 @@ def test_other_trainings_change_their_weights_only(name, data, model, tmp_path, 
         Adaptation(steps=2, layer_steps=3)
     with pytest.raises(UserError, match="strategy must be"):
         Adaptation(strategy="none")
+
+
+TINY = {"windows": 2, "needles": 2, "needle_length": (320,), "lists": 0}
+
+
+def published(data, model, tmp_path, *options):
+    """Run the plan of published rows."""
+    command = ["real", "--published", "--model", model, "--data", str(data), "--device", "cpu"]
+    return main([*command, "--output", str(tmp_path / "real.jsonl"), *options])
+
+
+def test_published_rows_without_records_are_measured(data, model, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "real.jsonl"
+    sizes = Sizes(96, 4, 16, 4, core_mass=True, fetch_groups=2, fetch_group_size=8)
+    rows = (
+        Row("full", sizes, **TINY),
+        Row("cca", dataclasses.replace(sizes, length=5000), **TINY),  # no document is as long
+        Row("fetch_equal_bytes", sizes, **TINY | {"windows": 10**6}),
+        Row("fetch_equal_bytes", sizes, **TINY),
+        Row("duo_attention", sizes, **TINY, full_heads="1:0"),
+    )
+    monkeypatch.setattr(real_plan, "ROWS", rows)
+    commands = [row.command(model) for row in rows]
+    assert published(data, model, tmp_path, "--list") == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.partition(" s  ")[2] for line in listed[:-1]] == commands
+    assert not output.exists()
+    # The third row takes more than the limit; the second fails.
+    assert published(data, model, tmp_path, "--limit-minutes", "9") == 2
+    error = capsys.readouterr().err
+    assert f"1 rows are left, the first: {commands[2]}" in error
+    assert f"1 rows failed, the first: {commands[1]}: length must be at most" in error
+    records = read_records(output)
+    values = [r for r in records if r.name != "real.gain_kept"]
+    assert [r.command for r in values] == [commands[i] for i in (0, 0, 3, 3, 4, 4)]
+    assert published(data, model, tmp_path, "--list") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    # A row's command alone has the row's params.
+    for i in (3, 4):
+        alone = commands[i].replace("FOLDER", str(data)).split()[3:]
+        assert main([*alone, "--output", str(output), "--device", "cpu"]) == 0
+        assert "measured before" in capsys.readouterr().err
+    assert len(read_records(output)) == len(records)
+    assert published(data, model, tmp_path, "--steps", "1") == 2
+    assert "settings of its rows, got --steps" in capsys.readouterr().err
+    assert main(["real", "--list"]) == 2
+    assert "must be given with published" in capsys.readouterr().err
+
+
+def test_a_published_row_keeps_its_model(data, model, tmp_path, monkeypatch, capsys):
+    """Where its measurement fails, it is not trained again."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    output = tmp_path / "real.jsonl"
+    adaptation = Adaptation(1, rows=1, rows_at_once=1)
+    sizes = Sizes(96, 4, 16, 4)
+    rows = tuple(
+        Row("cca", sizes, dataclasses.replace(adaptation, distil=share), **TINY)
+        for share in (1.0, 0.5)
+    )
+    monkeypatch.setattr(real_plan, "ROWS", rows)
+    saved = ("--save", str(tmp_path / "saved"))
+    with monkeypatch.context() as broken:
+        broken.setattr(RealModel, "_nll", lambda self, run: 1 / 0)
+        assert published(data, model, tmp_path, *saved) == 2
+    assert {record.params["task"] for record in read_records(output)} == {"training"}
+    assert published(data, model, tmp_path, *saved) == 0, capsys.readouterr().err
+    records = read_records(output)
+    assert [record.name for record in records].count("real.training_s") == 2
+    far = [record.params for record in records if record.name == "real.perplexity"]
+    assert [params.get("distil") for params in far] == [1.0, None]
+    assert published(data, model, tmp_path, "--list") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 rows are missing")
+
+
+def test_the_plan_has_each_row_once():
+    commands = [row.command("smollm2") for row in real_plan.ROWS]
+    assert len(set(commands)) == len(commands)
 
 
 def test_a_teacher_sees_each_window_once():

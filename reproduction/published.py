@@ -1,0 +1,88 @@
+"""Measure published rows that have no record yet, in the order of their importance, until a time
+limit."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import typer
+
+from corecontext.files import UserError
+
+LIMITS = ("limit_minutes", "list_rows")
+"""Parameters that need --published."""
+
+
+class Pending(NamedTuple):
+    """A row without a record."""
+
+    command: str
+    """The command that measures it alone."""
+    seconds: Callable[[], float]
+    """Estimates its time on one H200, from now on."""
+    measure: Callable[[], None]
+    """Measures it and appends its records."""
+
+
+def list_pending(pending: Sequence[Pending]) -> None:
+    """Print rows with their estimated times."""
+    total = 0.0
+    for row in pending:
+        seconds = row.seconds()
+        total += seconds
+        print(f"{seconds:5.0f} s  {row.command}")
+    print(f"{len(pending)} rows are missing: about {total / 60:.0f} minutes on one H200")
+
+
+def measure_pending(pending: Sequence[Pending], limit_minutes: float | None) -> None:
+    """Measure rows in order. A row whose estimate does not fit in the rest of the time is left for
+    another run, a row that fails is reported, and the next ones are measured.
+
+    Raises:
+        UserError: rows have failed.
+    """
+    start = time.monotonic()
+    left = []
+    failed = []
+    for row in pending:
+        spent = time.monotonic() - start
+        if limit_minutes is not None and spent + row.seconds() > 60 * limit_minutes:
+            left.append(row)
+            continue
+        print(f"after {spent:.0f} s: {row.command}", flush=True)
+        try:
+            row.measure()
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(f"{row.command}: {error}")
+    if left:
+        print(f"{len(left)} rows are left, the first: {left[0].command}", file=sys.stderr)
+    if failed:
+        raise UserError(f"{len(failed)} rows failed, the first: {failed[0]}")
+
+
+def check_options(context: typer.Context, beside: Collection[str]) -> None:
+    """Refuse options on the command line that rows of --published settle, or that need it.
+
+    Args:
+        beside: Names of parameters that may be given beside --published.
+    """
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    if "published" not in given:
+        if given & set(LIMITS):
+            raise UserError(
+                "limit-minutes and list must be given with published, got no such option. "
+                "Use --published."
+            )
+        return
+    settled = sorted(given - {"published", *LIMITS, *beside})
+    if settled:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in settled)
+        raise UserError(
+            f"published must be given without the settings of its rows, got {options}. Remove them."
+        )
