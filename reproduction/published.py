@@ -3,16 +3,23 @@ limit."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from corecontext.files import UserError
 
+LimitMinutes = Annotated[
+    float | None, typer.Option(help="With --published: begin no row that is not done by then.")
+]
+ListRows = Annotated[
+    bool, typer.Option("--list", help="With --published: only list these rows, with their times.")
+]
 LIMITS = ("limit_minutes", "list_rows")
 """Parameters that need --published."""
 
@@ -28,6 +35,30 @@ class Pending(NamedTuple):
     """Measures it and appends its records."""
 
 
+def options_of(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Return the options of settings that are not the defaults. An option has its setting's name;
+    the values of a tuple, whose name is a plural, are given one by one."""
+    options = []
+    for name, value in settings.items():
+        if value == defaults[name]:
+            continue
+        is_tuple = isinstance(value, tuple)
+        option = f"--{(name.removesuffix('s') if is_tuple else name).replace('_', '-')}"
+        if value is True:
+            options.append(option)
+        else:
+            options += [
+                text for each in (value if is_tuple else [value]) for text in (option, str(each))
+            ]
+    return options
+
+
+def command_of(program: str, model: str, options: Sequence[str]) -> str:
+    """Return the command that measures a row of a model alone."""
+    start = ["python", "-m", "reproduction", program, "--model", model, "--data", "FOLDER"]
+    return shlex.join([*start, *options])
+
+
 def list_pending(pending: Sequence[Pending]) -> None:
     """Print rows with their estimated times."""
     total = 0.0
@@ -35,7 +66,8 @@ def list_pending(pending: Sequence[Pending]) -> None:
         seconds = row.seconds()
         total += seconds
         print(f"{seconds:5.0f} s  {row.command}")
-    print(f"{len(pending)} rows are missing: about {total / 60:.0f} minutes on one H200")
+    # Rows that share a trained model train it once.
+    print(f"{len(pending)} rows are missing: at most about {total / 60:.0f} minutes on one H200")
 
 
 def measure_pending(pending: Sequence[Pending], limit_minutes: float | None) -> None:

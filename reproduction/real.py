@@ -219,7 +219,8 @@ class RealModel:
         if self.protocol.save is not None:
             parent = nullcontext(self.protocol.save)
         with parent as folder:
-            target = self.train(method, folder)
+            target, costs = self.train(method, folder)
+            self._append(costs)
             self._append(self._records(self.material.load(str(target)), attention, params))
         free_memory()
 
@@ -238,18 +239,17 @@ class RealModel:
             return False
         return (self.target(method, save) / "config.json").exists()
 
-    def train(self, method: str, parent: str) -> Path:
-        """Return the folder of the model trained under a method, below `parent`; append the costs
-        of the training, which is left out where the folder is there."""
+    def train(self, method: str, parent: str) -> tuple[Path, list[Record]]:
+        """Return the folder of the model trained under a method, below `parent`, and its costs;
+        none where it is there already."""
         target = self.target(method, parent)
         if (target / "config.json").exists():
-            return target
+            return target, []
         material = self.material
         arguments = (self.adaptation, self.training_windows, target, material.teachers)
         cost = adapt(material.folder, self._attention(method), *arguments)
         free_memory()
-        self._append(self._cost_records(cost, self._params(method)))
-        return target
+        return target, self._cost_records(cost, self._params(method))
 
     def target(self, method: str, parent: str) -> Path:
         """Return the folder of the model trained under a method."""

@@ -9,6 +9,13 @@ import typer
 from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
 from corecontext.config import DEFAULT_GROUP_SIZE, listed
 from corecontext.files import UserError
+from reproduction.published import (
+    LimitMinutes,
+    ListRows,
+    check_options,
+    list_pending,
+    measure_pending,
+)
 from reproduction.real_methods import METHODS, WITH_HEADS, Sizes
 from reproduction.real_training import DISTIL, Adaptation
 
@@ -112,13 +119,8 @@ def real(
             help="Measure the rows of docs/real-model.md that have no record in the output yet.",
         ),
     ] = False,
-    limit_minutes: Annotated[
-        float | None,
-        typer.Option(help="With --published: begin no row that is not done by then."),
-    ] = None,
-    list_rows: Annotated[
-        bool, typer.Option("--list", help="With --published: only list these rows.")
-    ] = False,
+    limit_minutes: LimitMinutes = None,
+    list_rows: ListRows = False,
     cache: Annotated[bool, typer.Option(help="Run methods with their caches.")] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -127,7 +129,6 @@ def real(
     for some steps (docs/real-model.md)."""
     from corecontext.cli.options import check_appended, check_least
     from reproduction import real_plan
-    from reproduction.published import check_options, list_pending, measure_pending
     from reproduction.real import Protocol, RealModel
     from reproduction.real_gains import append_gains
     from reproduction.real_published import pending_rows

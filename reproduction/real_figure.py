@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from corecontext.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
 from reproduction.real_gains import ENDS
-from reproduction.real_tables import NAMES, OTHER_WORDING
+from reproduction.real_tables import NAMES, OTHER_WORDING, is_other_training
 from reproduction.rivals_tables import TITLES
 
 FETCH, RIVAL = "#c65d12", "#6b5b95"
@@ -164,7 +164,7 @@ def _is_shown(params: dict[str, Any]) -> bool:
     """Whether a line belongs in the figure: core tokens with their masses; fetch of FETCHED tokens
     with the device bytes of CCA, with raw heads, or by bounds, as Quest selects."""
     method = params["method"]
-    if method not in NAMES or params.get("rope_theta") is not None or params.get("strategy"):
+    if method not in NAMES or params.get("rope_theta") is not None or is_other_training(params):
         return False
     if method.startswith(("cca", "fetch")) and not params["core_mass"]:
         return False

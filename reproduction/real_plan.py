@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from reproduction.published import command_of, options_of
 from reproduction.real_methods import Sizes
 from reproduction.real_training import Adaptation
 
@@ -30,12 +30,14 @@ FETCH_STEP_SECONDS = 0.8
 """The same of methods that fetch."""
 READING_SECONDS = 0.15
 """Read a window of 8,192 tokens, or a prompt with its answer."""
+NESTED = ("sizes", "adaptation")
+"""Settings of a row that hold several."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method with its settings, and the measurements of it. A field has the name and the default
-    of its option in `python -m reproduction real`."""
+    """A method with its settings, and the measurements of it. Settings have the names and defaults
+    of their options in `python -m reproduction real`."""
 
     method: str
     sizes: Sizes = field(default_factory=Sizes)
@@ -44,42 +46,33 @@ class Row:
     """Of the far perplexity."""
     needles: int = 25
     """Of each length."""
-    needle_length: tuple[int, ...] = (4000, 7900)
+    needle_lengths: tuple[int, ...] = (4000, 7900)
     lists: int = 10
     full_heads: str | None = None
     """KV heads that keep every token; None searches for them."""
     head_needles: int = 0
     """Needles of this search; 0 searches by far halves of windows."""
 
-    def options(self) -> list[str]:
-        """Return the options that measure this row: those that are no default."""
-        options = []
-        for settings in (self, self.sizes, self.adaptation):
-            defaults = Row("") if settings is self else type(settings)()
-            for setting in fields(settings):
-                value = getattr(settings, setting.name)
-                if value == getattr(defaults, setting.name) or is_dataclass(value):
-                    continue
-                name = f"--{setting.name.replace('_', '-')}"
-                if value is True:
-                    options.append(name)
-                    continue
-                for each in value if isinstance(value, tuple) else (value,):
-                    options += [name, str(each)]
-        return options
+    @property
+    def trained_tokens(self) -> int:
+        """The tokens of the training."""
+        return self.adaptation.steps * self.adaptation.rows * self.sizes.length
 
     def command(self, model: str) -> str:
         """Return the command that measures this row of a model alone."""
-        program = ["python", "-m", "reproduction", "real", "--model", model, "--data", "FOLDER"]
-        return shlex.join([*program, *self.options()])
+        settings = {name: value for name, value in vars(self).items() if name not in NESTED}
+        options = options_of(settings, vars(Row("")))
+        for nested in NESTED:
+            values = getattr(self, nested)
+            options += options_of(vars(values), vars(type(values)()))
+        return command_of("real", model, options)
 
     def training_seconds(self) -> float:
         """Estimate the training."""
         length = self.sizes.length
         step = STEP_SECONDS.get(self.method, FETCH_STEP_SECONDS)
-        tokens = self.adaptation.rows * length / 65536
         # Attention takes more of longer windows.
-        return self.adaptation.steps * step * tokens * max(1.0, length / 8192) ** 0.5
+        return step * self.trained_tokens / 65536 * max(1.0, length / 8192) ** 0.5
 
     def seconds(self, *, is_trained: bool) -> float:
         """Estimate the whole row.
@@ -87,7 +80,7 @@ class Row:
         Args:
             is_trained: Whether the trained model is saved already.
         """
-        tokens = self.windows * self.sizes.length + self.needles * sum(self.needle_length)
+        tokens = self.windows * self.sizes.length + self.needles * sum(self.needle_lengths)
         seconds = START_SECONDS + READING_SECONDS * (tokens / 8192 + self.lists)
         if self.head_needles:
             seconds += SEARCH_SECONDS
@@ -135,7 +128,7 @@ def _extended(method: str, sizes: Sizes = PLAIN) -> Row:
     """Return a row that is trained on windows of 32,768 tokens with a new rotary base."""
     adaptation = Adaptation(40, rows=2, rows_at_once=1, rope_theta=500000.0)
     sizes = replace(sizes, length=32768)
-    return Row(method, sizes, adaptation, windows=12, needle_length=(16000, 32000), lists=0)
+    return Row(method, sizes, adaptation, windows=12, needle_lengths=(16000, 32000), lists=0)
 
 
 # Rows that an adaptation at 1e-4 leaves to the models of rivals, too.

@@ -40,7 +40,7 @@ def model_of(row: Row, protocol: Protocol, material: Material) -> RealModel:
         protocol,
         windows=row.windows,
         needles=row.needles,
-        needle_lengths=row.needle_length,
+        needle_lengths=row.needle_lengths,
         lists=row.lists,
         full_heads=row.full_heads,
         head_needles=row.head_needles,

@@ -135,6 +135,8 @@ def _training(line: Line) -> str:
         parts.append("queries, keys and values alone")
     if p.get("strategy") == "lora":
         parts.append(f"LoRA of rank {p['lora_rank']}")
+    if "head_needles" in p:
+        parts.append(f"heads by {p['head_needles']} needles")
     if "train_text" in p:
         parts.append(f"on {p['train_text']}")
     if p["learning_rate"] != Adaptation.learning_rate:
@@ -142,11 +144,10 @@ def _training(line: Line) -> str:
     return ", ".join(parts) or "the protocol's"
 
 
-def _is_try(params: dict[str, Any], most: int) -> bool:
-    """Whether a training is not the protocol's, or is shorter than `most` tokens."""
+def is_other_training(params: dict[str, Any]) -> bool:
+    """Whether a training is not the protocol's."""
     rate = params.get("learning_rate", Adaptation.learning_rate)
-    is_other = rate != Adaptation.learning_rate or any(name in params for name in TRAINING)
-    return is_other or params["trained_tokens"] < most
+    return rate != Adaptation.learning_rate or any(name in params for name in TRAINING)
 
 
 def lines_of(
@@ -165,7 +166,8 @@ def lines_of(
         is_extended = record.params.get("rope_theta") is not None
         if bool(record.params["trained_tokens"]) != trained or is_extended != extended:
             continue
-        if trained and not extended and _is_try(record.params, most) != tries:
+        is_try = is_other_training(record.params) or record.params["trained_tokens"] < most
+        if trained and not extended and is_try != tries:
             continue
         if record.name == "real.accuracy" and (record.commit or "").startswith(OTHER_WORDING):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import fmean
@@ -44,6 +44,8 @@ PRESSED = (
 )
 """Methods in kvpress's environment."""
 NAMES = ("full", *OWN, *PRESSED)
+Questions = dict[tuple[Counts, int, frozenset[Task] | None], dict[Task, list[Item]]]
+"""Questions of each task by counts, seed and the tasks wanted."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +64,44 @@ class Comparison:
     """Measure the seconds to the first token so many times, and no answers; 0 measures answers."""
     output: str
     seed: int = 0
+    command: str | None = None
+    """The command in the records; None is this process's."""
 
 
 def compare(
-    real: RealModel, comparison: Comparison, methods: Sequence[str], compressions: Sequence[int]
+    real: RealModel,
+    comparison: Comparison,
+    cells: Sequence[Cell],
+    questions: Questions | None = None,
 ) -> None:
-    """Measure methods at each compression, and append the records of each task as they are made."""
-    for name in methods:
-        if name not in NAMES:
-            raise UserError(f"method must be {listed(NAMES)}, got {name!r}.")
+    """Measure methods at their compressions, and append the records of each task as they are made.
+
+    Args:
+        questions: Those of earlier comparisons with the same tokenizer; these are added.
+
+    Raises:
+        UserError: a method or task is unknown, or measurements have failed.
+    """
+    for cell in cells:
+        if cell.method not in NAMES:
+            raise UserError(f"method must be {listed(NAMES)}, got {cell.method!r}.")
     loaded = real.original
-    source = Source(loaded, real.protocol.data, lambda: real.essays, comparison.seed)
-    tasks = make_items(source, comparison.counts, _answered(comparison))
+    wanted = None
+    if comparison.full is not None:
+        wanted = answered_tasks(read_records(comparison.full), comparison.trained_tokens)
+    questions = {} if questions is None else questions
+    key = (comparison.counts, comparison.seed, wanted)
+    if key not in questions:
+        source = Source(loaded, real.protocol.data, lambda: real.essays, comparison.seed)
+        questions[key] = make_items(source, comparison.counts, wanted)
+    tasks = questions[key]
     if not tasks:
         raise UserError(
             "tasks must have questions, got none. Give --needles, or records in --full."
         )
     heads = Heads(Shape(0, 0))
-    if any(name.endswith("raw_heads") for name in methods):
+    if any(cell.method.endswith("raw_heads") for cell in cells):
         heads = _best_first(real.heads, real.protocol.full_heads)
-    cells = [Cell("full", 1)] if "full" in methods else []
-    cells += [Cell(name, c) for c in compressions for name in methods if name != "full"]
     runs = list(_new_runs(loaded, cells, heads, share=not comparison.first_tokens))
     measure = _times if comparison.first_tokens else _answers
     refused = []
@@ -100,18 +119,22 @@ def compare(
         raise UserError(f"{len(refused)} measurements failed, the first: {refused[0]}")
 
 
-def _answered(comparison: Comparison) -> set[Task] | None:
+def cells_of(methods: Sequence[str], compressions: Sequence[int]) -> list[Cell]:
+    """Return each method at each compression; full attention at none."""
+    cells = [Cell("full", 1)] if "full" in methods else []
+    return cells + [Cell(name, c) for c in compressions for name in methods if name != "full"]
+
+
+def answered_tasks(records: Iterable[Record], trained_tokens: int) -> frozenset[Task]:
     """Return the tasks in which full attention is at least half right, and those without right and
-    wrong; None for all."""
-    if comparison.full is None:
-        return None
-    return {
+    wrong."""
+    return frozenset(
         Task(record.params["task"], record.params["length"])
-        for record in read_records(comparison.full)
+        for record in records
         if record.params["method"] == "full"
-        and record.params["trained_tokens"] == comparison.trained_tokens
+        and record.params["trained_tokens"] == trained_tokens
         and (record.name == "real.answer_nll" or record.value >= LEAST)
-    }
+    )
 
 
 def _best_first(heads: Heads, given: str | None) -> Heads:
@@ -179,8 +202,7 @@ def _answers(
         params |= {key: round(fmean(size[key] for size in sizes[cell])) for key in sizes[cell][0]}
         params["context_tokens"] = round(fmean(item.question for item in items))
         params["questions"] = len(items)
-        device = device_name(run.model.device)
-        yield cell, make_record(name, fmean(values[cell]), params, device=device)
+        yield cell, _record(run, comparison, name, fmean(values[cell]), params)
 
 
 def _times(
@@ -198,9 +220,20 @@ def _times(
         except FAILURES as error:
             yield cell, error
             continue
-        device = device_name(run.model.device)
         # The first warms up.
-        yield cell, make_record("real.first_token_s", seconds[1:], params, device=device)
+        yield cell, _record(run, comparison, "real.first_token_s", seconds[1:], params)
+
+
+def _record(
+    run: Any,
+    comparison: Comparison,
+    name: str,
+    value: float | list[float],
+    params: dict[str, Any],
+) -> Record:
+    """Make a record of a run's device and of the row's command."""
+    device = device_name(run.model.device)
+    return make_record(name, value, params, device=device, command=comparison.command)
 
 
 def _params(comparison: Comparison, cell: Cell, task: Task) -> dict[str, Any]:

@@ -8,12 +8,20 @@ import typer
 
 from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
 from corecontext.files import UserError
+from reproduction.published import (
+    LimitMinutes,
+    ListRows,
+    check_options,
+    list_pending,
+    measure_pending,
+)
 from reproduction.rivals_tasks import Counts
 
 DEFAULT = Counts()
 
 
 def rivals(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     data: Annotated[
         str,
@@ -54,6 +62,20 @@ def rivals(
     first_tokens: Annotated[
         int, typer.Option(help="Only measure the time to the first token, so many times.")
     ] = 0,
+    published: Annotated[
+        bool,
+        typer.Option(
+            "--published",
+            help="Measure the cells of docs/real-model.md that have no record in the output yet, "
+            "as far as this environment can.",
+        ),
+    ] = False,
+    limit_minutes: LimitMinutes = None,
+    list_rows: ListRows = False,
+    save: Annotated[
+        str | None,
+        typer.Option(help="With --published: folder for trained models, shared with real."),
+    ] = None,
     seed: Seed = 0,
     output: Annotated[str, typer.Option(help="File that records are appended to.")] = (
         "results/rivals.jsonl"
@@ -66,14 +88,25 @@ def rivals(
     from importlib.util import find_spec
 
     from corecontext.cli.options import check_appended, check_least
+    from reproduction import rivals_plan
     from reproduction.real import Protocol, RealModel
     from reproduction.real_methods import Sizes
     from reproduction.real_training import Adaptation
-    from reproduction.rivals import OWN, PRESSED, Comparison, compare
+    from reproduction.rivals import OWN, PRESSED, Comparison, cells_of, compare
+    from reproduction.rivals_published import pending_rows
 
     check_appended(output)
-    if not data:
+    check_options(context, ("model", "data", "save", "output", "dtype", "device"))
+    if not data and not list_rows:
         raise UserError("data must be given, got none. Use --data FOLDER.")
+    if published:
+        protocol = Protocol(model, data, output, save=save, dtype=dtype, device=device)
+        pending = pending_rows(protocol, rivals_plan.ROWS)
+        if list_rows:
+            list_pending(pending)
+        else:
+            measure_pending(pending, limit_minutes)
+        return
     check_least(0, needles=needles, lists=lists, ruler=ruler, passages=passages)
     check_least(0, trained_tokens=trained_tokens, first_tokens=first_tokens)
     check_least(1, documents=documents)
@@ -96,4 +129,4 @@ def rivals(
         seed,
     )
     methods = method or ("full", *(PRESSED if find_spec("kvpress") else OWN))
-    compare(real, comparison, methods, compression)
+    compare(real, comparison, cells_of(methods, compression))

@@ -296,11 +296,12 @@ def test_a_table_has_a_line_for_each_method_and_size():
     # Other and shorter trainings have a table of their own, beside the ends of the protocol.
     shorter = {**records[0].params, "trained_tokens": 4, "learning_rate": 1e-4}
     other = {**records[0].params, "strategy": "lora", "lora_rank": 2, "learning_rate": 1e-3}
+    other["head_needles"] = 8
     records += [make_record("real.perplexity", 5.0, params) for params in (shorter, other)]
     assert real_markdown(records, trained=True).splitlines()[2] == full
     short, lora = tries_markdown(records).splitlines()[2:]
     assert "| the protocol's | 0.0 | 5.000 | 100 % |" in short
-    assert "| LoRA of rank 2, rate 0.001 | 0.0 | 5.000 |" in lora
+    assert "| LoRA of rank 2, heads by 8 needles, rate 0.001 | 0.0 | 5.000 |" in lora
 
 
 def test_methods_share_sizes_and_bytes():
@@ -447,7 +448,7 @@ def test_other_trainings_change_their_weights_only(name, data, model, tmp_path, 
         Adaptation(strategy="none")
 
 
-TINY = {"windows": 2, "needles": 2, "needle_length": (320,), "lists": 0}
+TINY = {"windows": 2, "needles": 2, "needle_lengths": (320,), "lists": 0}
 
 
 def published(data, model, tmp_path, *options):
@@ -614,6 +615,7 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
         shown("fetch", 0.7, "far"),
         shown("fetch", 0.7, "far", index="mean"),
         shown("fetch_equal_bytes", 0.8, "far", index="bits:2", trained_tokens=8),
+        shown("fetch_equal_bytes", 0.1, "far", index="tried", trained_tokens=8, distil=1.0),
     ]
     rivals = [shown("kvzip", 0.2), shown("kvzip", 0.4, compression=4), shown("cca", 0.9)]
     rivals.append(shown("snapkv", 0.4, length=4000))
@@ -628,4 +630,4 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
         "KVzip",
     ):
         assert text.count(f"<!-- {label} -->") == 1, label
-    assert "SnapKV" not in text and "mean" not in text
+    assert not any(hidden in text for hidden in ("SnapKV", "mean", "tried"))

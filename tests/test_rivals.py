@@ -16,9 +16,10 @@ from corecontext.heads.budget import Shape, Unit
 from corecontext.inference import prefill
 from corecontext.loading import load, one_line
 from corecontext.record import append_records, make_record, read_records
-from reproduction import rivals_caches
+from reproduction import real_plan, rivals_caches, rivals_plan, rivals_published
 from reproduction.command import main
-from reproduction.real_methods import Heads
+from reproduction.real_methods import Heads, Sizes
+from reproduction.real_training import Adaptation
 from reproduction.rivals_caches import CacheRun
 from reproduction.rivals_tables import rivals_markdown
 from reproduction.rivals_tasks import Cell, Counts, Item, Source, Task, make_items
@@ -40,9 +41,11 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with essays, and two questions about four passages."""
+    """A folder with essays, which are training text, too, and two questions about four passages."""
     folder = tmp_path_factory.mktemp("data")
     write_lines(folder / "haystack_essays.jsonl", [{"text": ESSAYS}])
+    write_lines(folder / "lm_train.jsonl", [{"text": ESSAYS}])
+    write_lines(folder / "lm_test.jsonl", [{"text": ESSAYS}])
     pool = [{"doc_id": f"d{i}", "title": f"T{i}", "text": f"Passage {i}."} for i in range(4)]
     write_lines(folder / "multidoc_qa_pool.jsonl", pool)
     questions = [
@@ -166,6 +169,51 @@ def test_the_command_records_what_full_attention_answers(loaded, data, tmp_path,
     assert read_records(tmp_path / "out.jsonl")[-1].params["method"] == "cca"
     assert main([*arguments, "--method", "none"]) == 2
     assert "method must be" in capsys.readouterr().err
+
+
+def test_published_cells_without_records_are_measured(loaded, data, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    model, output = loaded.model.name_or_path, tmp_path / "rivals.jsonl"
+    counts = Counts(0, (320,), lists=0, ruler=0, passages=2, documents=2)
+    training = real_plan.Row("full", Sizes(96, 4, 16, 4), Adaptation(1, rows=1, rows_at_once=1))
+    rows = (
+        rivals_plan.Row(("full",), counts, (1,)),
+        rivals_plan.Row(("cca",), counts, (4, 16)),  # 16: the contexts are too short
+        rivals_plan.Row(("snapkv",), counts),
+        rivals_plan.Row(("full",), counts, (1,), first_tokens=3),
+        rivals_plan.Row(("cca",), counts, (4,), trained=training),
+    )
+    monkeypatch.setattr(rivals_plan, "ROWS", rows)
+    monkeypatch.setattr(rivals_published, "find_spec", lambda name: None)
+    command = ["rivals", "--published", "--model", model, "--data", data, "--device", "cpu"]
+    command += ["--output", str(output), "--save", str(tmp_path / "saved")]
+
+    def listed():
+        assert main([*command, "--list"]) == 0
+        out, err = capsys.readouterr()
+        assert "1 rows are measured in the environment of kvpress" in err
+        return [line.partition(" s  ")[2] for line in out.splitlines()[:-1]]
+
+    commands = listed()
+    assert len(commands) == 4 and "--method cca --compression 4 --compression 16" in commands[1]
+    assert main([*command, "--limit-minutes", "0"]) == 0 and not output.exists()
+    assert main(command) == 2
+    assert "1 rows failed, the first: " + commands[1] in capsys.readouterr().err
+    records = read_records(output)
+    measured = [(r.params["method"], r.params["trained_by"], r.name[5:]) for r in records]
+    assert measured == [
+        ("full", None, "answer_nll"),
+        ("cca", None, "answer_nll"),
+        ("full", None, "first_token_s"),
+        ("cca", "full", "answer_nll"),
+    ]
+    assert records[3].params["trained_tokens"] == 96 and records[3].value != records[1].value
+    assert listed() == [commands[1].replace("--compression 4 ", "")]
+    # A row's command alone gives its record anew.
+    alone = records[3].command.replace("FOLDER", data).replace("DIR", str(tmp_path / "saved"))
+    assert main([*alone.split()[3:], "--output", str(output), "--device", "cpu"]) == 0
+    again = read_records(output)[-1]
+    assert (again.params, again.value) == (records[3].params, records[3].value)
 
 
 def test_the_table_has_a_line_for_each_method():
