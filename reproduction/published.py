@@ -3,6 +3,7 @@ limit."""
 
 from __future__ import annotations
 
+import gc
 import shlex
 import sys
 import time
@@ -91,6 +92,7 @@ def measure_pending(pending: Sequence[Pending], limit_minutes: float | None) -> 
         except Exception as error:
             traceback.print_exc()
             failed.append(f"{row.command}: {error}")
+        gc.collect()  # models of a failed row
     if left:
         print(f"{len(left)} rows are left, the first: {left[0].command}", file=sys.stderr)
     if failed:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +227,8 @@ class RealModel:
         """Whether a method has records, made by any code; no model is loaded for it."""
         if method not in WITH_HEADS or self.protocol.full_heads is not None:
             return is_measured(self._params(method, self.protocol.windows), records)
-        # Heads that are not yet searched for.
-        params = self._params(method, self.protocol.windows, self._any_heads())
+        # Its heads are not yet searched for.
+        params = self._params(method, self.protocol.windows, Heads(self._shape))
         return is_measured(params, records, but=HEAD_PARAMS)
 
     def is_trained(self, method: str) -> bool:
@@ -265,14 +264,6 @@ class RealModel:
     def _heads_of(self, method: str) -> Heads:
         """Return the KV heads that keep every token, none for methods without them."""
         return self.heads if method in WITH_HEADS else Heads(Shape(0, 0))
-
-    def _any_heads(self) -> Heads:
-        """Return as many heads as a search chooses."""
-        shape = self._shape
-        units = (
-            Unit(layer, head) for layer in range(shape.layers) for head in range(shape.kv_heads)
-        )
-        return Heads(shape, tuple(islice(units, equal_heads(self.sizes, shape))))
 
     def _attention(self, method: str, heads: Heads | None = None) -> Any:
         """Return the settings of a method."""

@@ -127,6 +127,8 @@ def real(
 ) -> None:
     """Attentions on a pretrained model: far perplexity, needles and lists, as it is or trained
     for some steps (docs/real-model.md)."""
+    from pathlib import Path
+
     from corecontext.cli.options import check_appended, check_least
     from reproduction import real_plan
     from reproduction.real import Protocol, RealModel
@@ -146,7 +148,8 @@ def real(
         try:
             measure_pending(pending, limit_minutes)
         finally:
-            append_gains(output, window_size, strict=False)
+            if Path(output).exists():
+                append_gains(output, window_size, strict=False)
         return
     for name in method:
         if name not in METHODS:
