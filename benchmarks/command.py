@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks.model_settings import ModelBench, model_defaults
 from benchmarks.operator_settings import OperatorBench
@@ -14,6 +17,7 @@ from benchmarks.vllm import VllmBench
 from corecontext.cli.entry import application, run
 from corecontext.files import UserError
 from corecontext.loading import one_line, pick_device
+from corecontext.terminal import console
 
 
 def bench_operator(given: dict[str, Any], output: Output) -> None:
@@ -97,12 +101,38 @@ def bench_vllm(given: dict[str, Any], output: Output) -> None:
     print_vllm(run_vllm_bench(bench, output.keep))
 
 
+def bench_published(
+    only: Annotated[str, typer.Option(help="Part of a command: run no others.")] = "",
+    limit_minutes: Annotated[
+        float | None, typer.Option(help="Stop after so many minutes; the next run goes on.")
+    ] = None,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Print the pending commands, run none.")
+    ] = False,
+    results: Annotated[str, typer.Option(help="Folder of the records.")] = "results",
+) -> None:
+    """Run the commands of the published records that have none at this commit."""
+    from benchmarks.published import measure, pending, recorded_command
+
+    if limit_minutes is not None and not limit_minutes > 0:
+        raise UserError(f"limit-minutes must be above 0, got {limit_minutes}.")
+    rows = pending(Path(results), only)
+    if list_only:
+        for row in rows:
+            console().print(recorded_command(row), soft_wrap=True)
+        return
+    reasons = measure(rows, Path(results), None if limit_minutes is None else 60 * limit_minutes)
+    if reasons:
+        raise UserError("published must measure each command. " + "; ".join(reasons))
+
+
 COMMANDS = {
     "operator": make_command(OperatorBench, bench_operator),
     "model": make_command(ModelBench, bench_model),
     "train": make_command(TrainingBench, bench_train),
     "serve": make_command(ServeBench, bench_serve),
     "vllm": make_command(VllmBench, bench_vllm),
+    "published": bench_published,
 }
 
 

@@ -3,6 +3,7 @@ records."""
 
 import dataclasses
 import json
+import subprocess
 import sys
 import time
 import weakref
@@ -25,6 +26,7 @@ from benchmarks import (
     operator_settings,
     operator_tables,
     peak_memory,
+    published,
     row_check,
     tables,
     timing,
@@ -803,3 +805,56 @@ def test_the_tables_of_fetch_take_the_newest_records():
     name = "| fetch, raw tokens in host memory | 32,768 | 64 |"
     assert f"{name}  | 8.5 ms |  | 1 GiB |" in lines
     assert f"{name} 16 | 1,600 |" in lines
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Three published commands, of which the second fails; each run writes a record of its own."""
+    rows = tuple(published.Published("fetch", name) for name in ("one", "two", "three"))
+    monkeypatch.setattr(published, "PUBLISHED", rows)
+    monkeypatch.setattr(published, "source_version", lambda: (COMMIT, False))
+
+    def run(argv, timeout):
+        if timeout is not None and argv[3] == "three":
+            raise subprocess.TimeoutExpired(argv, timeout)
+        value = {"one": 1.0, "two": 2.0, "three": 3.0}[argv[3]]
+        made = make_record("operator.forward_ms", value, {})
+        append_records(argv[-1], [dataclasses.replace(made, commit=COMMIT)])
+        return SimpleNamespace(returncode=2 if argv[3] == "two" else 0)
+
+    fake = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(published, "subprocess", fake)
+    return rows
+
+
+COMMIT = "0123456"
+
+
+def test_published_commands_run_until_each_has_a_record(commands, tmp_path, capsys):
+    argv = ["published", "--results", str(tmp_path)]
+    assert main([*argv, "--limit-minutes", "1"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "two: exit code 2; three: stopped at the limit" in error
+    (record,) = read_records(tmp_path / "fetch.jsonl")
+    assert record.value == 1 and record.command == published.recorded_command(commands[0])
+    (partial,) = read_records(tmp_path / "fetch.partial.jsonl")
+    assert partial.value == 2
+    assert published.pending(tmp_path) == list(commands[1:])
+    assert main([*argv, "--only", "three"]) == 0
+    assert [r.value for r in read_records(tmp_path / "fetch.jsonl")] == [1, 3]
+    capsys.readouterr()
+    assert main([*argv, "--list"]) == 0
+    assert capsys.readouterr().out.split()[3:4] == ["two"]
+
+
+def test_records_of_other_code_do_not_count(commands, tmp_path, monkeypatch):
+    assert main(["published", "--results", str(tmp_path), "--only", "one"]) == 0
+    for version in (("89abcde", False), (COMMIT, True), (None, None)):
+        monkeypatch.setattr(published, "source_version", lambda version=version: version)
+        assert published.pending(tmp_path) == list(commands)
+
+
+def test_published_commands_can_be_parsed():
+    for row in published.PUBLISHED:
+        name, *options = row.command.split()
+        assert main([name, *options, "--help"]) == 0
