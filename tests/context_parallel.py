@@ -1,6 +1,7 @@
 """The processes of test_context_parallel.py: python context_parallel.py COUNT PORT TRAINING.
 
-TRAINING is the settings of a run as JSON, or empty.
+TRAINING is the settings of a run as JSON, for training and its benchmark; empty for the operator, a
+model and its prefill.
 """
 
 from __future__ import annotations
@@ -458,14 +459,15 @@ def process(rank: int, world: int, port: str, settings: str) -> None:
     }
     dist.init_process_group("gloo")
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
-    operator(rank, pairs[rank // 2])
-    for group in (dist.group.WORLD, pairs[rank // 2]):
-        traffic(group)
-    model(world, rank, pairs[rank // 2])
-    prefilled(rank, pairs[rank // 2])
-    bench(world, rank)
     if settings:
+        bench(world, rank)
         train(settings)
+    else:
+        operator(rank, pairs[rank // 2])
+        for group in (dist.group.WORLD, pairs[rank // 2]):
+            traffic(group)
+        model(world, rank, pairs[rank // 2])
+        prefilled(rank, pairs[rank // 2])
     dist.destroy_process_group()
 
 

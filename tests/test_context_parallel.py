@@ -26,6 +26,9 @@ from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout
 from corecontext.ops.spec import Inputs, Spec
 
+needs_distributed = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="PyTorch without distributed"
+)
 PROGRAM = Path(__file__).with_name("context_parallel.py")
 
 
@@ -58,13 +61,18 @@ def running(world: int, settings: str) -> Iterator[None]:
     assert program.returncode == 0, output
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
-    """The operator, a model sharded by FSDP2, a prefill, and a run of Trainer on rows of several
-    documents."""
-    if not all(map(find_spec, ("accelerate", "datasets"))):
-        with running(4, ""):
-            return
+@needs_distributed
+def test_two_and_four_processes_equal_one():
+    """The operator and its traffic, a model sharded by FSDP2, and a prefill."""
+    with running(4, ""):
+        pass
+
+
+@needs_distributed
+@pytest.mark.skipif(not find_spec("accelerate"), reason="needs accelerate")
+@pytest.mark.skipif(not find_spec("datasets"), reason="needs datasets")
+def test_training_on_four_processes_equals_one(tmp_path, monkeypatch):
+    """A run of Trainer on rows of several documents; and the benchmark's step."""
     from corecontext.train import TrainConfig
 
     text = (Path(corecontext.__file__).parent / "assets/document.txt").read_text(encoding="utf-8")
@@ -89,7 +97,7 @@ def test_two_and_four_processes_equal_one(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where the four are
     with running(4, json.dumps(four.to_dict())):
-        from corecontext.train import run
+        from corecontext.train import run  # takes as long as the four take to start
 
         result = run.train(one)
     states = [
