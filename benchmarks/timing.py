@@ -19,6 +19,9 @@ QUEUE_S = 0.02
 """Seconds that a sample on a GPU lasts."""
 QUEUE_CALLS = 200
 """Most calls of a sample."""
+SETTLE_S = 0.05
+"""Seconds of the same calls, untimed, before a sample on a GPU: a GPU that has just reached its
+power limit runs at lower clocks for a while, so a method would pay for the one before it."""
 
 
 def sample_seconds(
@@ -41,12 +44,19 @@ def sample_seconds(
     return samples
 
 
-def queue_seconds(call: Callable[[], Any], count: int, device: str = "cpu") -> float:
+def queue_seconds(
+    call: Callable[[], Any], count: int, device: str = "cpu", settling: int = 0
+) -> float:
     """Time `count` calls right after another, in seconds per call; on a GPU by its own clock.
 
     As between a model's layers, the next call is launched while the last still runs: the launch
     costs time only where it takes longer than the work.
+
+    Args:
+        settling: Calls before them that are not timed.
     """
+    for _ in range(settling):
+        call()
     synchronize(device)
     if torch.device(device).type != "cuda":
         start = time.perf_counter()
@@ -72,7 +82,8 @@ def sample_in_turns(
 ) -> dict[str, list[float]]:
     """Time several calls by name in turns, in seconds, so that drift meets all of them alike.
 
-    On a GPU a sample is a queue of calls that lasts QUEUE_S, at most QUEUE_CALLS of them.
+    On a GPU a sample is a queue of calls that lasts QUEUE_S, at most QUEUE_CALLS of them, behind
+    calls of SETTLE_S that are not timed.
 
     Args:
         repeats: Samples of each; fewer, but at least one, once its calls took budget_s together.
@@ -80,6 +91,7 @@ def sample_in_turns(
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
+    settling: dict[str, int] = {}
     spent = dict.fromkeys(calls, 0.0)
     for name, call in calls.items():
         if name in once:
@@ -90,12 +102,14 @@ def sample_in_turns(
         if torch.device(device).type == "cuda":
             seconds = queue_seconds(call, 1, device)
             counts[name] = max(1, min(QUEUE_CALLS, round(QUEUE_S / seconds)))
+            settling[name] = min(QUEUE_CALLS, round(SETTLE_S / seconds))
             queue_seconds(call, counts[name], device)
     for _ in range(repeats):
         for name, count in counts.items():
             if spent[name] <= budget_s:
-                samples[name].append(queue_seconds(calls[name], count, device))
-                spent[name] += count * samples[name][-1]
+                seconds = queue_seconds(calls[name], count, device, settling.get(name, 0))
+                samples[name].append(seconds)
+                spent[name] += count * seconds
     return samples
 
 

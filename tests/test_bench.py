@@ -111,6 +111,19 @@ def test_calls_take_turns_and_slow_ones_are_called_once():
     assert min(found["slow"]) >= 0.2
 
 
+def test_calls_settle_before_each_sample_on_a_gpu(monkeypatch):
+    queues = []
+
+    def queue_seconds(call, count, device, settling=0):
+        queues.append((call(), count, settling))
+        return {"short": 0.001, "long": 0.3}[call()]
+
+    monkeypatch.setattr(timing, "queue_seconds", queue_seconds)
+    calls = {name: lambda name=name: name for name in ("short", "long")}
+    timing.sample_in_turns(calls, repeats=2, device="cuda")
+    assert queues[-4:] == 2 * [("short", 20, 50), ("long", 1, 0)]
+
+
 def test_a_captured_call_keeps_what_it_reads(monkeypatch):
     """A graph does not: its replay would read memory that something else uses by then."""
     for name in ("current_stream", "stream", "device", "CUDAGraph", "graph"):
