@@ -264,6 +264,10 @@ def test_a_chunk_is_as_large_as_saturates_and_fits(monkeypatch):
     ):
         monkeypatch.setattr(limits, "free_bytes", lambda device: None)
         assert limits.choose_chunk_size(config, torch.float16, torch.device(device), batch) == size
+    # Each chunk reads all earlier raw tokens from host memory.
+    for settings, size in (({}, 65536), ({"prefill": "cca"}, 16384), ({"store": "device"}, 16384)):
+        config.cca = CCAConfig(**{"fetch_groups": 8, "store": "host", **settings}).to_dict()
+        assert limits.choose_chunk_size(config, torch.float16, cuda, 1) == size
     for length, rounded in ((1, 64), (64, 64), (65, 128), (1024, 1024), (1025, 1152), (8193, 9216)):
         assert limits.rounded_up(length) == rounded
 

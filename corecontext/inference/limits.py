@@ -14,6 +14,9 @@ from corecontext.model_sizes import ModelSizes
 MAX_CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are
 saturated long before."""
+HOST_CHUNK = 65536
+"""The same on a GPU where a prompt fetches raw tokens from host memory: each chunk reads those of
+all chunks before over the bus."""
 MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
 
 
@@ -75,8 +78,7 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     """Estimate the bytes that a token adds to the cache on the device over all layers, without the
     window: also as a raw token, where full attention reads the prompt."""
     sizes = ModelSizes.of(config)
-    settings = getattr(config, "cca", None)
-    cca = CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)
+    cca = _settings(config)
     width = sizes.query_heads // sizes.kv_heads if cca.core_heads == "query" else 1
     token = width * entry_bytes(cca, sizes.head_dim, dtype.itemsize) / cca.group_size
     # Of a long text, so that slots count little.
@@ -85,6 +87,12 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     if cca.prefill == "full" and not cca.fetch_groups:
         token += 2 * sizes.head_dim * dtype.itemsize
     return sizes.layers * sizes.kv_heads * token
+
+
+def _settings(config: Any) -> CCAConfig:
+    """Return the settings of a model's attention, those of full attention where it has none."""
+    settings = getattr(config, "cca", None)
+    return CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)
 
 
 def host_bytes_of(config: Any, dtype: torch.dtype, cca: CCAConfig, length: int) -> int:
@@ -109,6 +117,9 @@ def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, bat
     """Choose the tokens a row in one chunk of a prefill, at least 1: as many as saturate the
     device, or fewer where memory is short."""
     tokens = MAX_CHUNK["cuda" if device.type == "cuda" else "cpu"]
+    cca = _settings(config)
+    if device.type == "cuda" and cca.store == "host" and cca.fetch_groups and cca.prefill != "cca":
+        tokens = HOST_CHUNK
     free = free_bytes(device)
     if free is not None:
         tokens = min(tokens, int(MEMORY_SHARE * free) // bytes_per_token(config, dtype))
