@@ -70,6 +70,7 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     sizes = [g for layer in layers for g in _by_head(layer, cost.kv_heads)]
     shares = {g: sizes.count(g) / len(sizes) for g in sorted(set(sizes))}
     sinks = num_sinks(config.sink_size, max(shares))
+    # The title names the settings that the columns depend on.
     title = (
         f"{kind}: {cost.num_layers} full-attention layers, {cost.query_heads} query and "
         f"{cost.kv_heads} KV heads of {cost.head_dim}, "
@@ -86,6 +87,7 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     if config.fetch_groups:
         title += f", {config.fetch_groups} groups fetched by {config.fetch_index}"
         title += f", raw tokens on the {config.store}"
+    # Three columns a quantity: full attention, CCA, and their ratio.
     table = Table(
         title=title, box=SIMPLE_HEAD, caption="operations: a multiplication or an addition each"
     )

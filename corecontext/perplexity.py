@@ -123,6 +123,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
         if method == "cca" and "full" in results:
             table.add_column("difference", justify="right")
 
+    # A row for each bucket of positions, then the whole.
     def add_row(name: str, values: Iterable[float]) -> None:
         cells = []
         by_method = dict(zip(results, values))
@@ -141,6 +142,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
     console().print(table)
     for note in filter(None, dict.fromkeys(result.idle for result in results.values())):
         console().print(note)
+    # Positions from the window on are the only ones that methods differ in.
     full, cca = results.get("full"), results.get("cca")
     if full is None or cca is None or cca.idle:
         return

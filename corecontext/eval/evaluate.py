@@ -125,6 +125,7 @@ def evaluate(
     tasks = list(dict.fromkeys(tasks))
     without_data = [task for task in tasks if not needs_data(settings, task)]
     paths = data_paths(data, tasks, optional=without_data)
+    # One model at a time; of several methods, each gets the settings that it has.
     records = []
     for method in methods:
         sizes = {

@@ -73,9 +73,9 @@ def write(
     comparison: Comparison | None = None,
 ) -> None:
     """Write README.md and the loss curve beside a final checkpoint."""
-    curve = losses(history)
-    drawn = losses(history, "cross_entropy") or curve
+    drawn = losses(history, "cross_entropy") or losses(history)
     _draw(folder / FIGURE, drawn, losses(history, "eval_loss"))
+    # Paths of this machine stay out of the card: only the names at their ends are shown.
     is_local = Path(config.model).exists()
     model = Path(config.model).name if is_local else config.model
     settings = {name: value for name, value in config.to_dict().items() if name not in _PRIVATE}
@@ -83,6 +83,7 @@ def write(
     settings["data"] = [_public_name(name) for name in config.data]
     settings["eval_data"] = [_public_name(name) for name in config.eval_data]
     settings["deepspeed"] = config.deepspeed and Path(config.deepspeed).name
+    # The hub reads the header.
     header = ModelCardData(
         library_name="transformers",
         tags=["corecontext", "long-context"],
@@ -91,6 +92,32 @@ def write(
     datasets = [name for name in settings["data"] if name.startswith(HUB)]
     if datasets:
         header.datasets = [HubName.parse(name).identifier for name in datasets]
+
+    facts = _facts(config, settings, history, metrics, tokens)
+    text = _CARD.format(
+        header=header.to_yaml(),
+        name=Path(config.output).name,
+        attention=_attention(config),
+        strategy=config.strategy,
+        origin="with the shape of" if config.strategy == "scratch" else "from",
+        model=model,
+        comparison=_compared(comparison),
+        facts="\n".join(f"- {fact}" for fact in facts),
+        figure=FIGURE,
+        settings=json.dumps(settings, indent=1),
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _facts(
+    config: TrainConfig,
+    settings: dict[str, Any],
+    history: list[dict[str, Any]],
+    metrics: dict[str, float],
+    tokens: int,
+) -> list[str]:
+    """Return the lines of the card about the run; settings are those that the card shows."""
+    curve = losses(history)
     facts = [
         f"{config.steps} steps, {tokens} tokens, rows of {config.context_length} tokens with "
         "documents kept apart",
@@ -105,7 +132,7 @@ def write(
     if config.distil:
         facts.append(
             f"distilled: {config.distil:g} of this loss is the divergence from the predictions of "
-            f"`{model}` as it was, under full attention"
+            f"`{settings['model']}` as it was, under full attention"
         )
         entropy = losses(history, "cross_entropy")
         facts.append(f"cross-entropy: {entropy[0][1]:.4f} at first, {entropy[-1][1]:.4f} at last")
@@ -118,20 +145,7 @@ def write(
     state = " with changes" if dirty else ""
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     facts.append(f"code: commit {commit or 'unknown'}{state}, {packages}")
-
-    text = _CARD.format(
-        header=header.to_yaml(),
-        name=Path(config.output).name,
-        attention=_attention(config),
-        strategy=config.strategy,
-        origin="with the shape of" if config.strategy == "scratch" else "from",
-        model=model,
-        comparison=_compared(comparison),
-        facts="\n".join(f"- {fact}" for fact in facts),
-        figure=FIGURE,
-        settings=json.dumps(settings, indent=1),
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    return facts
 
 
 def _compared(comparison: Comparison | None) -> str:

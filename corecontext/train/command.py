@@ -50,6 +50,7 @@ def train_command() -> Callable[..., None]:
         from corecontext.files import one_line
         from corecontext.integrations.hf_gguf import local_model
 
+        # Options that were given override the recipe, or the defaults for this model.
         given = {name: value for name, value in options.items() if value not in (None, [])}
         with one_line():
             if "shape" in given:
@@ -81,6 +82,7 @@ def train_command() -> Callable[..., None]:
         f"checkpoint, or else {DEFAULT_RECIPE}, as far as possible. The options' defaults are "
         f"those of {DEFAULT_RECIPE}."
     )
+    # Each field becomes an option with the field's docstring as its help.
     texts = field_help()
     annotations: dict[str, Any] = {"recipe": Annotated[str | None, recipe]}
     panel = ""

@@ -46,6 +46,7 @@ def prepare_config(config: TrainConfig) -> Any:
             f"{config.distil:g}, got {config.context_length}: it cannot teach beyond them. Extend "
             "it by a run with --method full first, and distil from the result."
         )
+    # Shape: a config made anew checks the sizes against each other.
     for name, value in config.shape.items():
         if not hasattr(hf_config, name):
             raise UserError(f"shape must name settings of {hf_config.model_type}, got {name!r}.")
@@ -63,6 +64,7 @@ def prepare_config(config: TrainConfig) -> Any:
             f"num_attention_heads must be a multiple of num_key_value_heads {sizes.kv_heads}, got "
             f"{sizes.query_heads}. Change --shape."
         )
+    # Positions, dropout, and settings of CCA that an earlier run has left.
     extend_context(hf_config, config.rope_theta, config.context_length)
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # attention weights are never formed

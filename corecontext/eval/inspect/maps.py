@@ -60,6 +60,7 @@ def attention_maps(
     """
     from corecontext.integrations.transformers import handle_of
 
+    # Mistakes end before the model runs.
     handle = handle_of(loaded.model)
     if handle is None:
         raise UserError("method must be cca to look at core tokens, got another attention.")
@@ -77,6 +78,7 @@ def attention_maps(
                 f"layer must be one of the {len(handle.full)} with full attention, counted from 0, "
                 f"got {layer}."
             )
+    # Attention reports each layer's queries and keys, of which its maps are made.
     maps: dict[int, list[LayerMap]] = {}
 
     def observe(

@@ -629,6 +629,7 @@ def attend_backward(
     """Return gradients as `packed.attend_backward` does, in float32, the same from run to run; of
     the attention to core tokens that are not marked."""
     tokens.check_whole()
+    # Queries: each program walks the keys that its tile sees, and writes delta for the keys.
     far = far_past(tokens, cores, spec, core_bias)
     q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     grad_out = contiguous_rows(upstream.grad_out)
@@ -662,6 +663,7 @@ def attend_backward(
         HAS_GRAD_LSE=upstream.grad_lse is not None,
         **_constants(tiles, dim, spec.softcap),
     )
+    # Keys, raw tokens and those of the far past: each program walks the queries that see its tile.
     tiles = dkv_tiles(chip_of(q.device), q.dtype, dim)
     for key, value, dkey, dvalue, is_far in (
         (k[:, None], v[:, None], dk, dv, False),
@@ -688,6 +690,7 @@ def attend_backward(
             HAS_MARKS=is_far and marks is not None,
             **_constants(tiles, dim, spec.softcap),
         )
+    # First tokens are entries of the far past and raw tokens, too.
     dcore_k = add_to_sinks(dfar_k, dk, spec.sinks)
     dcore_v = add_to_sinks(dfar_v, dv, spec.sinks)
     dbias = None if core_bias is None else bias_gradient(dbias, core_bias, spec.sinks)

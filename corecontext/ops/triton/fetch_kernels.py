@@ -192,11 +192,13 @@ def fetch_dq_kernel(
     wide = row.to(tl.int64)[:, None]
     grad_tile = grad_ptr + n * grad_strides[0] + head[:, None] * grad_strides[1]
     grad = tl.load(grad_tile + wide * grad_strides[2] + dims[None, :], mask=mask, other=0.0)
+    # Delta, which the kernel of the tokens reads, too.
     out = tl.load(out_ptr + flat[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + flat, mask=exists, other=0.0)
     tl.store(delta_ptr + flat, delta, mask=exists)
+    # The chosen groups' tokens; a query drops groups that it does not see.
     rule = (group_size, window_size, sink_groups)
     visible = tl.where(exists, groups_seen(row, rule, num_groups), 0)
     count = tl.minimum(tl.max(visible, 0), num_chosen)
@@ -280,6 +282,7 @@ def fetch_dkv_kernel(
     begin = tl.load(begin_ptr + n * (num_groups + 1) + group)
     end = tl.load(begin_ptr + n * (num_groups + 1) + group + 1)
     if begin < end:
+        # The tokens stay in registers.
         within = pid % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         token = ((sink_groups + group) * group_size + within).to(tl.int64)
         dims = tl.arange(0, BLOCK_D)
@@ -297,6 +300,7 @@ def fetch_dkv_kernel(
         dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         rows_of_share = HEADS * padded_share
         total = (end - begin) * rows_of_share
+        # Every query of a share that chose the group, if it sees the group.
         for start in tl.range(0, total, BLOCK_N):
             lanes = start + tl.arange(0, BLOCK_N)
             inside = lanes < total

@@ -312,6 +312,7 @@ def group_scores_kernel(
         )
         visible = groups_of_share(rows, shares, rule, num_groups)
         places = (n * num_rows + offsets, exists, stride_row, visible)
+        # Groups that every share of the tile sees need no mask.
         first = groups_of_share(first_row + tile * BLOCK_M, shares, rule, num_groups)
         whole = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_N * BLOCK_N
         _store_scores(

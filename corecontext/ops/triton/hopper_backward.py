@@ -676,6 +676,7 @@ def _sequences_at_once(q: Tensor, k: Tensor) -> int:
 def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None:
     """Fill the gradients of a chunk; sums is memory for those of its queries in float32; `share`
     queries have chosen together."""
+    # Two numbers of each query for the main kernel, and zeros where its gradient adds up.
     n, r, num_queries, dim = chunk.q.shape
     grad_out, grad_lse, out, lse = chunk.upstream
     num_groups = chunk.groups.k.shape[1]
@@ -696,6 +697,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
         BLOCK=BLOCK_M.value,
         num_warps=4,
     )
+    # Through core tokens that were not fetched and raw tokens, then through raw tokens fetched.
     marks = None
     if chunk.chosen is not None:
         marks = mark_entries(chunk.chosen, share, chunk.far.k.shape[2], spec.sinks)
@@ -709,11 +711,13 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
         if hopper_fetch_query.takes(call):
             kernel = hopper_fetch_query.add_query_gradient
         add_raw_gradients(chunk.upstream, call, grads, 1.0, kernel)
+    # Through the pooling; first tokens are entries of the far past and raw tokens, too.
     grad_cores = Cores(
         add_to_sinks(far_gradients[0], chunk.dk, spec.sinks),
         add_to_sinks(far_gradients[1], chunk.dv, spec.sinks),
     )
     grad_last = _add_pooling(grad_cores, chunk, spec) if num_groups else None
+    # The gradient of queries, rounded once: from attention and, of each group's last, from pooling.
     last_gradient = sums  # not read: a launch needs a pointer
     if grad_last is not None:
         last_gradient = grad_last
