@@ -1406,6 +1406,11 @@ limits = (
         "tests/test_vllm_pages.py::test_an_untested_release_of_vllm_gets_no_plug_in",
     ),
     Fault(
+        "vllm: heads of two layers have one place in a cache",
+        "placed = [(head, place) for place, head in enumerate(self.heads[layer][rank])]",
+        "tests/test_vllm_raw_heads.py::test_every_head_of_a_rank_has_a_place_of_its_own",
+    ),
+    Fault(
         "vllm: a long chunk reads its window for the first tokens",
         "sink_k, sink_v = (_gather(x, raw.table, low, low + sinks) for x in raw[:2])",
         "tests/test_triton_paged.py::test_entries_of_long_chunks_are_gathered",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,6 +163,24 @@ def test_tokens_in_the_cache_of_vllm(tmp_path, capfd):
     assert f"{compact:,}" in capfd.readouterr().out.split()
     assert main([*line, "--cache-dtype", "int8"]) == 2
     assert "cca.cache_dtype must be 'auto' in vLLM" in capfd.readouterr().err
+
+
+def test_vllms_cache_with_heads_that_keep_every_token():
+    """Four layers of two KV heads: one head in each of two layers, or a whole layer."""
+    cost = replace(COST, num_layers=4, kv_heads=2, head_dim=8, itemsize=4)
+    page = 2 * 16 * 2 * 8 * 4
+    for sizes, layers, groups in (((8, (1, 8), (8, 1), 8), 2, 2), ((8, 8, 1, 8), 1, 3)):
+        config = CCAConfig(16, 64, sink_size=0, core_mass=False, layer_group_sizes=sizes)
+        per_page = 32 if layers == 2 else 16  # tokens of a page of raw heads
+        raw = 4096 // per_page
+        compact = groups * (6 + 4096 // (8 * 16))  # window pages and core pages
+        chunk = groups * (256 - 6)  # more window pages of the request whose prompt is read
+        pages = 10 * (compact + raw) + chunk
+        held = [
+            capacity.held_tokens(cost, config, 4096, count * layers * page)[1]
+            for count in (pages, pages - 1)
+        ]
+        assert held[0] == 10 * 4096 > held[1] > 9 * 4096
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from corecontext import CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations import lm_eval
-from corecontext.integrations.vllm.model_settings import TAKEN, settings_of, spec_of
+from corecontext.integrations.vllm.model_settings import TAKEN, raw_heads_of, settings_of, spec_of
 from corecontext.ops.api import pool_core_tokens
 
 CONFIG = CCAConfig(4, 9, sink_size=3, core_mass=False)
@@ -220,14 +220,33 @@ def hf_config(**cca) -> LlamaConfig:
         ("prefill", "full"),
         ("group_size", 1),
         ("head_group_sizes", (2, 4)),
-        ("layer_group_sizes", (2, 4)),
+        ("head_group_sizes", (1, 1)),
+        ("layer_group_sizes", (2, (1, 4))),
+        ("layer_group_sizes", (1, 1)),
         ("learned", ("bias",)),
     ],
 )
 def test_settings_without_a_kernel_over_pages_are_refused(setting, value):
-    assert setting in (*TAKEN, "group_size")
+    assert setting in (*TAKEN, "group_size", "head_group_sizes", "layer_group_sizes")
     with pytest.raises(ValueError, match=f"^cca.{setting} must be .* vLLM, got "):
         settings_of(hf_config(**{setting: value}))
+
+
+def test_heads_over_pages_have_one_group_size_or_keep_every_token():
+    """As `corecontext train raw` writes them: larger groups pay for the heads that keep all."""
+    layers = [8, [1, 8], 1]
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+    config.cca = {**CONFIG.to_dict(), "layer_group_sizes": layers, "prefill": "cca"}
+    assert settings_of(config) == CONFIG.replace(group_size=8, prefill="cca")
+    assert spec_of(config, 0.5, None).sinks == 8
+    assert raw_heads_of(config, 2).heads == (((), ()), ((0,), ()), ((0,), (0,)))
+    config.cca["core_bias"] = 0.5
+    with pytest.raises(ValueError, match="^cca.core_bias must be 0 with KV heads .* got 0.5. Ch"):
+        settings_of(config)
+    config.num_hidden_layers = 4
+    with pytest.raises(ValueError, match="^layer_group_sizes must have one g for each of the 4"):
+        raw_heads_of(config, 1)
 
 
 def test_a_layer_over_pages_has_the_settings_of_its_model():

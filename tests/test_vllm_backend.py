@@ -34,12 +34,12 @@ from vllm.v1.worker.utils import prepare_kernel_block_sizes
 
 from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
-from corecontext.integrations.vllm import capacity, paged_backend, plugin
+from corecontext.integrations.vllm import cache_plan, capacity, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.ops.triton import paged_chunk, pool
 
 pytestmark = pytest.mark.usefixtures("default_device")
-DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 1, 2, 2, 4
+DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 2, 4, 2, 4
 TINY = CCAConfig(group_size=3, window_size=4, sink_size=3, core_mass=False)
 
 
@@ -48,6 +48,7 @@ def hf_config(**cca) -> LlamaConfig:
         hidden_size=HEADS * DIM,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
+        num_hidden_layers=LAYERS,
         rope_theta=100.0,
         architectures=["LlamaForCausalLM"],
     )
@@ -81,7 +82,9 @@ def vllm_config(**cca) -> SimpleNamespace:
             disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=64
         ),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            tensor_parallel_size=1,
         ),
         kv_transfer_config=None,
         speculative_config=None,
@@ -93,14 +96,14 @@ def vllm_config(**cca) -> SimpleNamespace:
 def make_layers(monkeypatch):
     """Build attention layers of vLLM with our backend, under a config."""
 
-    def make(config: SimpleNamespace) -> list:
+    def make(config: SimpleNamespace, kv_heads: int = KV_HEADS) -> list:
         plugin.register()
         plugin.register()  # as in a process that starts another
         for module in (vllm_attention, paged_backend):
             monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
         layers = [
             vllm_attention.Attention(
-                *(HEADS, DIM, DIM**-0.5, KV_HEADS),
+                *(HEADS // KV_HEADS * kv_heads, DIM, DIM**-0.5, kv_heads),
                 cache_config=config.cache_config,
                 prefix=f"model.layers.{i}.self_attn.attn",
                 attn_backend=AttentionBackendEnum.CUSTOM.get_class(),
@@ -205,9 +208,10 @@ def tensors_of(tokens: list[int], layer: int) -> list[torch.Tensor]:
 
 def expected(tokens: list[int], layer: int, config: CCAConfig) -> torch.Tensor:
     q, k, v = (x.double().transpose(0, 1)[None] for x in tensors_of(tokens, layer))
+    config = config.of_layer(layer)
     out = cca_attention(
         *(q, k, v),
-        group_size=config.group_size,
+        group_size=config.head_group_sizes or config.group_size,
         window_size=config.window_size,
         sink_size=config.sink_size,
         core_mass=config.core_mass,
@@ -260,15 +264,8 @@ def step(runner: Runner, requests: list[Request], counts: list[int], config: CCA
     return shared
 
 
-@pytest.mark.parametrize("mass", [False, True])
-def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, mass):
-    """With masses, chunks of 8 tokens are long ones."""
-    if mass:
-        monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 8)
-    config = vllm_config(core_mass=mass, core_bias=0.5 * mass)
-    make_layers(config)
-    runner = Runner(config, 40)
-    settings = settings_of(config.model_config.hf_text_config)
+def run_requests(runner: Runner, settings: CCAConfig, page_tokens: int) -> None:
+    """Run chunks, decoding tokens, and beginnings that are shared in multiples of a page."""
     tokens = [(7 * i) % 31 for i in range(40)]
     a, b = runner.request("a", tokens[:20]), runner.request("b", tokens[5:16])
     assert step(runner, [a, b], [14, 11], settings) == 0
@@ -276,11 +273,61 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, 
     assert step(runner, [b, a], [1, 6], settings) == 0
     a.append_output_token_ids([4, 5])
     c = runner.request("c", [*tokens[:17], 1, 2])
-    assert step(runner, [a, c], [2, 7], settings) == 12  # a core page is 12 tokens
+    shared = 16 // page_tokens * page_tokens
+    assert step(runner, [a, c], [2, 19 - shared], settings) == shared
     runner.manager.free(a)
     runner.manager.free(c)
     d = runner.request("d", [*tokens[:13], 8])
-    assert step(runner, [d], [2], settings) == 12
+    shared = 13 // page_tokens * page_tokens
+    assert step(runner, [d], [14 - shared], settings) == shared
+
+
+@pytest.mark.parametrize("mass", [False, True])
+def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, mass):
+    """With masses, chunks of 8 tokens are long ones."""
+    if mass:
+        monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 8)
+    config = vllm_config(core_mass=mass, core_bias=0.5 * mass)
+    make_layers(config)
+    settings = CCAConfig.saved_in(config.model_config.hf_text_config)
+    run_requests(Runner(config, 40), settings, 12)  # a core page is 12 tokens
+
+
+@pytest.mark.parametrize("mass", [False, True])
+@pytest.mark.parametrize(
+    "sizes, groups", [(((1, 3), 3), 5), (((3, 1), 1), 5), ((3, 1), 3), (((3, 1), (1, 3)), 3)]
+)
+def test_heads_that_keep_every_token(make_layers, monkeypatch, sizes, groups, mass):
+    """With masses, chunks of 8 tokens are long ones, and pages of such heads have empty room."""
+    if mass:
+        monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 8)
+    config = vllm_config(layer_group_sizes=sizes, core_mass=mass)
+    make_layers(config)
+    runner = Runner(config, 60)
+    assert len(runner.caches.kv_cache_groups) == groups
+    settings = CCAConfig.saved_in(config.model_config.hf_text_config)
+    run_requests(runner, settings, 12 if sizes == (3, 1) else 24)  # pages are 4 or 8 raw tokens
+
+
+def test_ranks_have_the_same_caches_and_heads_of_their_own(make_layers, monkeypatch):
+    """Three heads that keep every token, two of them on the first of two ranks."""
+    plans = []
+    for rank in range(2):
+        config = vllm_config(layer_group_sizes=((1, 3), 1))
+        config.parallel_config.tensor_parallel_size = 2
+        monkeypatch.setattr(cache_plan, "get_tensor_model_parallel_rank", lambda: rank)
+        layers = make_layers(config, kv_heads=1)
+        table = config.compilation_config.static_forward_context
+        specs = {name: layer.get_kv_cache_spec(config) for name, layer in table.items()}
+        held = [
+            [(cache.layer_name, share.heads) for cache, share in layer.impl.caches.raw]
+            for layer in layers
+        ]
+        plans.append((specs, held))
+    assert plans[0][0] == plans[1][0]
+    names = ["model.layers.0.self_attn.attn.raw_1", "model.layers.1.self_attn.attn"]
+    assert plans[0][1] == [[(names[1], (0,))], [(names[0], (0,))]]
+    assert plans[1][1] == [[], [(names[1], (0,))]]
 
 
 @pytest.mark.parametrize("mass", [False, True])
@@ -314,13 +361,14 @@ def test_a_run_that_measures_memory_gathers_the_entries_of_the_longest_chunk(
     inner = paged_chunk._gather
     monkeypatch.setattr(paged_chunk, "_gather", gather)
     monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 10)
-    [layer, _] = make_layers(vllm_config(core_mass=True))
+    [layer, _] = make_layers(vllm_config(core_mass=True, head_group_sizes=(3, 1)))
     for count in (9, 10):
         out = torch.ones(count, HEADS, DIM)
         layer.impl.forward(layer, out, out[:, :1], out[:, :1], layer.kv_cache, None, output=out)
         assert not out.any()
-    sinks, window, cores = (0, 3), (114, 128), (1, 41)
-    assert gathered == [sinks, sinks, window, window, cores, cores, cores]
+    sinks, window, cores, all_tokens = (0, 3), (114, 128), (1, 41), (0, 128)
+    assert gathered[:7] == [sinks, sinks, window, window, cores, cores, cores]
+    assert gathered[7:] == [all_tokens, all_tokens, (0, 0), (0, 0)]
 
 
 def common_of(lengths: list[int], count: int) -> SimpleNamespace:
@@ -359,8 +407,7 @@ def test_a_layer_keeps_no_cache_that_vllm_frees(make_layers):
     config = vllm_config()
     make_layers(config)
     runner = Runner(config, 20)
-    settings = settings_of(config.model_config.hf_text_config)
-    step(runner, [runner.request("a", [1, 2, 3])], [3], settings)
+    step(runner, [runner.request("a", [1, 2, 3])], [3], TINY)
     layers = runner.layers.values()
     caches = [weakref.ref(layer.kv_cache) for layer in layers]
     for layer in layers:

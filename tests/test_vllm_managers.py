@@ -3,6 +3,7 @@ find in the block tables the entries that the rule of visibility allows."""
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
     get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
@@ -23,8 +25,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from corecontext.integrations.vllm.cache_managers import register_cache_specs
-from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
+from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
 from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.raw_heads import grouped_caches
 
 LONGEST = 120
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -35,23 +38,29 @@ def specs_of(layout: PageLayout, drafts: int = 0) -> tuple[WindowSpec, CoreSpec]
 
 
 class Server:
-    """vLLM's manager of pages, with the contents that kernels would write in them."""
+    """vLLM's manager of pages, with the contents that kernels would write in them.
 
-    def __init__(self, layout: PageLayout, num_pages: int, drafts: int) -> None:
+    With `raw_tokens` there is a third cache: of heads that keep every token, so many on a page.
+    """
+
+    def __init__(
+        self, layout: PageLayout, num_pages: int, drafts: int, raw_tokens: int = 0
+    ) -> None:
         register_cache_specs()
         init_none_hash(sha256)
         self.layout = layout
-        self.hasher = get_request_block_hasher(layout.page_size, sha256)
-        groups = [
-            KVCacheGroupSpec([name], spec)
-            for name, spec in zip(("layer", "cores"), specs_of(layout, drafts))
-        ]
-        config = KVCacheConfig(num_pages, [], groups)
+        self.raw_tokens = raw_tokens
+        specs = list(specs_of(layout, drafts))
+        if raw_tokens:
+            specs.append(RawSpec(block_size=raw_tokens, **{**SHAPE, "num_kv_heads": 1}))
+        sizes = [spec.block_size for spec in specs]
+        self.hasher = get_request_block_hasher(math.gcd(*sizes), sha256)
+        groups = [KVCacheGroupSpec([f"layer_{i}"], spec) for i, spec in enumerate(specs)]
         self.manager = KVCacheManager(
-            config,
+            KVCacheConfig(num_pages, [], groups),
             LONGEST,
-            scheduler_block_size=layout.core_page_tokens,
-            hash_block_size=layout.page_size,
+            scheduler_block_size=math.lcm(*sizes),
+            hash_block_size=math.gcd(*sizes),
             max_num_batched_tokens=24,
         )
         self.pages: dict[int, dict[int, object]] = {}
@@ -79,16 +88,18 @@ class Server:
         return True
 
     def at(self, kind: int, request: Request, number: int) -> tuple[int, int]:
-        """The page and the entry of a token (kind 0) or a core token (kind 1)."""
+        """The page and the entry of a token (kind 0, and 2 of heads that keep every token) or a
+        core token (kind 1)."""
         table = self.manager.get_block_ids(request.request_id)[kind]
-        return table[number // self.layout.page_size], number % self.layout.page_size
+        size = self.raw_tokens if kind == 2 else self.layout.page_size
+        return table[number // size], number % size
 
     def write(self, kind: int, request: Request, number: int, content: object) -> None:
         page, entry = self.at(kind, request, number)
         block = self.manager.block_pool.blocks[page]
         assert not block.is_null
         held = self.pages.setdefault(page, {})
-        assert block.ref_cnt == 1 or held.get(entry) == content, "a shared page is written"
+        assert block.ref_cnt == 1, "a shared page is written"
         held[entry] = content
 
     def read(self, kind: int, request: Request, number: int) -> object:
@@ -107,6 +118,8 @@ class Server:
 
         for position in range(start, end):
             self.write(0, request, position, entry(position))
+            if self.raw_tokens:
+                self.write(2, request, position, entry(position))
         for group in layout.completed_groups(start, end):
             members = tuple(self.read(0, request, group * g + o) for o in range(g))
             self.write(1, request, group, members)
@@ -117,6 +130,9 @@ class Server:
             for group in cores:
                 members = tuple(entry(group * g + o) for o in range(g))
                 assert self.read(1, request, group) == members
+        if self.raw_tokens:
+            for position in range(start + accepted):
+                assert self.read(2, request, position) == entry(position)
 
 
 LAYOUTS = [
@@ -127,13 +143,13 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts, raw_tokens", [(0, 0), (3, 0), (0, 8), (3, 12)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_schedule_reads_what_the_rule_allows(layout, drafts):
+def test_any_schedule_reads_what_the_rule_allows(layout, drafts, raw_tokens):
     draw = random.Random(7)
     hits = preempted = 0
     for num_pages in (30, 45):
-        server = Server(layout, num_pages, drafts)
+        server = Server(layout, num_pages, drafts, raw_tokens)
         beginnings = [[draw.randrange(99) for _ in range(64)] for _ in range(2)]
         running: dict[str, Request] = {}
         for number in range(250):
@@ -185,6 +201,29 @@ def test_vllm_makes_one_group_of_each_kind():
     assert [type(group.kv_cache_spec) for group in groups] == [WindowSpec, CoreSpec]
     assert [len(group.layer_names) for group in groups] == [3, 3]
     assert groups[1].kv_cache_spec == core
+
+
+@pytest.mark.parametrize("layers, caches", [(4, 2), (4, 1), (2, 4), (4, 5), (3, 7)])
+def test_vllm_groups_caches_of_raw_heads_as_their_plan_says(layers, caches):
+    register_cache_specs()
+    window, core = specs_of(PageLayout(group_size=4, window_size=20, sinks=4, page_size=8))
+    raw = RawSpec(block_size=16, **{**SHAPE, "num_kv_heads": 1})
+    specs = {f"layer_{number}": window for number in range(layers)}
+    specs |= {f"layer_{number}.cores": core for number in range(layers)}
+    specs |= {f"raw_{number}": raw for number in range(caches)}
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        cache_config=SimpleNamespace(num_gpu_blocks_override=None),
+        kv_transfer_config=None,
+    )
+    groups = get_kv_cache_groups(config, specs)
+    size, counts = grouped_caches([layers, caches])
+    kinds = [type(group.kv_cache_spec) for group in groups]
+    assert [kinds.count(kind) for kind in (WindowSpec, CoreSpec, RawSpec)] == [counts[0], *counts]
+    assert max(len(group.layer_names) for group in groups) == size
+    memory = 10 * size * window.page_size_bytes
+    for free, pages in ((memory, 10), (memory - 1, 9)):
+        assert get_kv_cache_config_from_groups(config, groups, free).num_blocks == pages
 
 
 def test_a_long_request_keeps_the_window_and_few_core_pages():

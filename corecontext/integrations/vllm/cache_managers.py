@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
+from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
 
 
 class WindowManager(SlidingWindowManager):
@@ -108,9 +108,31 @@ class WindowManager(SlidingWindowManager):
         return mask
 
 
+class RawManager(FullAttentionManager):
+    """Manage the pages of KV heads that keep every token: as those of full attention."""
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: RawSpec,
+        *args,
+        **kwargs,
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """Return the pages of the longest shared beginning of at most `max_length` tokens."""
+        spec = kv_cache_spec.as_full_attention()
+        return super().find_longest_cache_hit(
+            block_hashes, max_length, kv_cache_group_ids, block_pool, spec, *args, **kwargs
+        )
+
+
 def register_cache_specs() -> None:
-    """Register both caches with vLLM; more than once has no further effect."""
+    """Register the caches with vLLM; more than once has no further effect."""
     # A registry that is not empty keeps vLLM from registering its own.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
     KVCacheSpecRegistry.register(CoreSpec, FullAttentionManager, uniform_type_base_spec=CoreSpec)
+    KVCacheSpecRegistry.register(RawSpec, RawManager, uniform_type_base_spec=RawSpec)

@@ -1,14 +1,17 @@
-"""Describe the two caches of a layer to vLLM: raw tokens of the window, and core tokens.
+"""Describe the caches of a layer to vLLM: raw tokens of the window, core tokens, and all tokens of
+KV heads that keep every token.
 
-vLLM has one pool of pages for all caches, so both kinds have pages of the same bytes: a window page
-holds E tokens, a core page E core tokens, which stand for g E tokens. Needs vLLM.
+vLLM has one pool of pages for all caches, so all kinds have pages of the same bytes: a window page
+holds E tokens, a core page E core tokens, which stand for g E tokens. A page of few heads that keep
+every token holds as many more tokens as there are fewer heads. Needs vLLM.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from corecontext.integrations.vllm.page_layout import PageLayout
 
@@ -65,3 +68,22 @@ class CoreSpec(FullAttentionSpec):
         """Return the spec of a group of layers, whose specs must be equal."""
         assert all(spec == specs[0] for spec in specs), "layers of a group must have one layout"
         return replace(specs[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawSpec(AttentionSpec):
+    """Describe a cache of KV heads that keep every token.
+
+    It is no FullAttentionSpec, as `CoreSpec` is: of several kinds of these, vLLM cuts the pages of
+    the first alone to the beginning that a request shares in all caches.
+    """
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Return the bytes of the longest request."""
+        longest = vllm_config.model_config.max_model_len
+        return -(-longest // self.block_size) * self.page_size_bytes
+
+    def as_full_attention(self) -> FullAttentionSpec:
+        """Return vLLM's description of such a cache."""
+        shape = {"num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        return FullAttentionSpec(block_size=self.block_size, dtype=self.dtype, **shape)

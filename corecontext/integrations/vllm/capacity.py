@@ -12,8 +12,9 @@ from rich.table import Table
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, entry_bytes
 from corecontext.files import UserError
-from corecontext.integrations.vllm.model_settings import check_architecture, check_settings
+from corecontext.integrations.vllm.model_settings import check_architecture, pooled_settings
 from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.raw_heads import RawHeads, grouped_caches
 
 MEMORY_SHARE = 0.92
 """Share of a GPU's memory that vLLM uses by default."""
@@ -41,18 +42,30 @@ def gpu_gib(given: float | None) -> float:
 
 
 def page_bytes(cost: ModelCost, config: CCAConfig) -> int:
-    """Return the bytes of a page of all layers."""
-    entry = entry_bytes(config, cost.head_dim, cost.itemsize)
-    return cost.num_layers * cost.kv_heads * PAGE_SIZE * entry
+    """Return the bytes of a page of one layer."""
+    return cost.kv_heads * PAGE_SIZE * entry_bytes(config, cost.head_dim, cost.itemsize)
 
 
 def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> tuple[int, int]:
     """Return the tokens of requests of `length` tokens in `free` bytes, with full attention and
     with core context."""
-    full = free // page_bytes(cost, CCAConfig.paper()) * PAGE_SIZE
-    pages = free // page_bytes(cost, config)
-    layout = PageLayout.of(config, PAGE_SIZE)
-    return full, layout.cache_tokens(pages, length, MOST_BATCHED)
+    full_page = cost.num_layers * page_bytes(cost, CCAConfig.paper())
+    full = free // full_page * PAGE_SIZE
+
+    # The layers that have core tokens, and the caches of heads that keep every token.
+    pooled = pooled_settings(config)
+    numbers = range(cost.num_layers)
+    raw = RawHeads.of([config.of_layer(number) for number in numbers], cost.kv_heads)
+    layers, groups, raw_pages = cost.num_layers, 1, 0
+    if raw.most(numbers):
+        heads = raw.per_cache(PAGE_SIZE, pooled.group_size)
+        caches = [sum(map(raw.pools, numbers)), -(-raw.most(numbers) // heads)]
+        layers, (groups, raw_groups) = grouped_caches(caches)
+        raw_pages = raw_groups * -(-length * heads // (PAGE_SIZE * cost.kv_heads))
+
+    pages = free // (layers * page_bytes(cost, pooled))
+    layout = PageLayout.of(pooled, PAGE_SIZE)
+    return full, layout.cache_tokens(pages, length, MOST_BATCHED, groups, raw_pages)
 
 
 def capacity_table(
@@ -65,7 +78,7 @@ def capacity_table(
         ValueError: the model or a setting is not available in vLLM.
     """
     check_architecture(hf_config)
-    check_settings(config)
+    pooled_settings(config)
     weights = cost.weight_bytes()
     if not hf_config.tie_word_embeddings:
         # A step reads one row of the embedding, which has the output head's size.

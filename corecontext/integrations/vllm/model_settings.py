@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from corecontext.config import CCAConfig
+from corecontext.integrations.hf_attention import layer_configs
 from corecontext.integrations.hf_rotary import check_rope_type
+from corecontext.integrations.vllm.raw_heads import RawHeads
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
 
@@ -20,31 +23,38 @@ ARCHITECTURES = (
 )
 """Models whose layers all have full attention and rotate halves of all columns of their keys."""
 WAY_OUT = "Change it by --hf-overrides, or serve the model by `corecontext serve`."
-TAKEN = {
-    "num_groups": None,
-    "pooling": "cca",
-    "core_heads": "kv",
-    "learned": (),
-    "layer_group_sizes": None,
-    "head_group_sizes": None,
-    "fetch_groups": 0,
-    "cache_dtype": "auto",
-    "prefill": "auto",
+TAKEN: dict[str, tuple[Any, ...]] = {
+    "num_groups": (None,),
+    "pooling": ("cca",),
+    "core_heads": ("kv",),
+    "learned": ((),),
+    "fetch_groups": (0,),
+    "cache_dtype": ("auto",),
+    "prefill": ("auto", "cca"),
 }
-"""Settings that have one value here."""
+"""Values that settings may have here; without fetch, these two of `prefill` are the same."""
 
 
 def settings_of(hf_config: Any) -> CCAConfig:
-    """Return the settings of a model: `cca` in its config.json or in --hf-overrides, else the
-    defaults.
+    """Return the settings of the KV heads that have core tokens: `cca` in a model's config.json or
+    in --hf-overrides, else the defaults.
 
     Raises:
         ValueError: the architecture or a setting is not available in vLLM.
     """
     check_architecture(hf_config)
-    config = CCAConfig.saved_in(hf_config)
-    check_settings(config)
-    return config
+    return pooled_settings(CCAConfig.saved_in(hf_config))
+
+
+def raw_heads_of(hf_config: Any, ranks: int) -> RawHeads:
+    """Return the KV heads that keep every token, for so many ranks of tensor parallelism.
+
+    Raises:
+        ValueError: the sizes by layer or head do not fit the model.
+    """
+    sizes = ModelSizes.of(hf_config)
+    layers = layer_configs(CCAConfig.saved_in(hf_config), hf_config, sizes.layers)
+    return RawHeads.of(layers, sizes.kv_heads, ranks)
 
 
 def check_architecture(hf_config: Any) -> None:
@@ -57,17 +67,45 @@ def check_architecture(hf_config: Any) -> None:
         )
 
 
-def check_settings(config: CCAConfig) -> None:
-    """Raise ValueError for a setting that is not available in vLLM."""
-    for name, value in TAKEN.items():
+def pooled_settings(config: CCAConfig) -> CCAConfig:
+    """Return the settings of the KV heads that have core tokens, with one g: others may keep every
+    token.
+
+    Raises:
+        ValueError: a setting is not available in vLLM.
+    """
+    for name, values in TAKEN.items():
         given = getattr(config, name)
-        if given != value:
-            raise ValueError(f"cca.{name} must be {value!r} in vLLM, got {given!r}. {WAY_OUT}")
-    if config.group_size == 1:
+        if given not in values:
+            taken = " or ".join(map(repr, values))
+            raise ValueError(f"cca.{name} must be {taken} in vLLM, got {given!r}. {WAY_OUT}")
+    name, given = "group_size", config.group_size
+    for varying in ("layer_group_sizes", "head_group_sizes"):
+        if getattr(config, varying) is not None:
+            name, given = varying, getattr(config, varying)
+    pooled = _sizes(given) - {1}
+    if not pooled:
         raise ValueError(
-            "cca.group_size must be at least 2 in vLLM, got 1, which is full attention. "
-            "Leave out --attention-backend CUSTOM."
+            f"cca.{name} must be at least 2 for a KV head in vLLM, got {given}, which is full "
+            "attention. Leave out --attention-backend CUSTOM."
         )
+    if len(pooled) > 1:
+        raise ValueError(
+            f"cca.{name} must be 1 for KV heads that keep every token and equal for the others in "
+            f"vLLM, got {given}. {WAY_OUT}"
+        )
+    if config.core_bias and 1 in _sizes(given):
+        # Tokens beyond the window are core tokens of one token there, and have the bias too.
+        raise ValueError(
+            f"cca.core_bias must be 0 with KV heads that keep every token in vLLM, got "
+            f"{config.core_bias}. {WAY_OUT}"
+        )
+    return config.replace(group_size=pooled.pop(), layer_group_sizes=None, head_group_sizes=None)
+
+
+def _sizes(given: int | tuple) -> set[int]:
+    """Return the group sizes in a setting, which may be tuples of tuples."""
+    return {given} if isinstance(given, int) else set().union(*map(_sizes, given))
 
 
 def spec_of(hf_config: Any, scale: float, softcap: float | None) -> Spec:

@@ -89,12 +89,19 @@ class PageLayout:
         """Return the core pages, by number, of a request with `total` tokens."""
         return range(-(-total // self.core_page_tokens))
 
-    def cache_tokens(self, pages: int, length: int, new_tokens: int) -> int:
+    def cache_tokens(
+        self, pages: int, length: int, new_tokens: int, groups: int = 1, raw_pages: int = 0
+    ) -> int:
         """Return the tokens that `pages` pages hold in requests of `length` tokens, one of which is
-        in a step of `new_tokens` and the others decode."""
-        most = self.most_window_pages(new_tokens, length)
-        usual = self.most_window_pages(1, length)
-        each = usual + len(self.core_pages(length))
+        in a step of `new_tokens` and the others decode.
+
+        Args:
+            groups: Groups into which vLLM splits the layers; each has window and core pages.
+            raw_pages: Pages of KV heads that keep every token, of a request.
+        """
+        most = groups * self.most_window_pages(new_tokens, length)
+        usual = groups * self.most_window_pages(1, length)
+        each = usual + groups * len(self.core_pages(length)) + raw_pages
         return max(0, (pages - most + usual) * length // each)
 
     def completed_groups(self, start: int, end: int) -> range:

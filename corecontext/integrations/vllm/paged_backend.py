@@ -1,20 +1,18 @@
 """Attend in vLLM from pages of raw tokens and of core tokens.
 
-The attention layer's own cache is the window. Its core tokens are a second cache, an object of its
-own in vLLM's table of layers, which is added when the weights have been loaded: then every layer
-has a name, and vLLM has not asked for caches yet. Needs vLLM.
+A layer attends to its core tokens and the window, then from KV heads that keep every token to all
+tokens. `cache_plan.py` has the caches. Needs vLLM.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,9 +21,11 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
-from corecontext.integrations.vllm.model_settings import settings_of, spec_of
-from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
+from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
+from corecontext.integrations.vllm.raw_heads import RawShare
+from corecontext.integrations.vllm.server_settings import check_server, num_drafts
+from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_chunk
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages
@@ -78,7 +78,7 @@ class CoreContextBackend(AttentionBackend):
 
 
 class StepMetadata(NamedTuple):
-    """Describe the new tokens of a step for one of the two caches."""
+    """Describe the new tokens of a step for one cache of a layer."""
 
     num_tokens: int
     """New tokens, with those that fill up a captured batch."""
@@ -86,13 +86,13 @@ class StepMetadata(NamedTuple):
     table: Tensor
     """Block table of the cache, [B, most pages]."""
     slots: Tensor
-    """Places of the new tokens in a window cache, [num_tokens]."""
+    """Places of the new tokens in a cache of raw tokens, [num_tokens]."""
     parts: list[Part]
     """Long chunks of prompts and the sequences between them; empty without such chunks."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
-    """Describe a step; the same for both caches but for the block table."""
+    """Describe a step; the same for all caches of a layer but for block table and slots."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -136,25 +136,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         return metadata
 
 
-class CoreCache(AttentionLayerBase):
-    """Stand in vLLM's table of layers for the core tokens of an attention layer."""
-
-    def __init__(self, layer_name: str, spec: CoreSpec) -> None:
-        self.layer_name = layer_name
-        self.spec = spec
-        self.kv_cache = torch.tensor([])
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        """Return the backend, whose caches have one shape."""
-        return CoreContextBackend
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CoreSpec:
-        """Return the description of the cache."""
-        return self.spec
-
-
 class CoreContextAttention(AttentionImpl[StepMetadata]):
-    """Attend for one layer, and own its cache of core tokens."""
+    """Attend for one layer, and own its caches but for the first."""
 
     OPTIONS = (
         "alibi_slopes",
@@ -196,30 +179,25 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         hf_config = self.vllm_config.model_config.hf_text_config
         self.config = settings_of(hf_config)
         self.spec = spec_of(hf_config, scale, softcap)
-        self.cores: CoreCache | None = None
+        # With a window of the longest sequence no query sees a core token.
+        longest = self.vllm_config.model_config.max_model_len
+        self.raw_spec = self.spec.replace(window_size=longest, sink_size=0, core_mass=False)
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        self.raw_heads = raw_heads_of(hf_config, ranks)
+        self.caches: LayerCaches | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add the cache of core tokens to vLLM's table of layers; again where weights are loaded
-        again."""
-        layers = self.vllm_config.compilation_config.static_forward_context
-        name, layer = next(
-            (name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self
-        )
-        layout = PageLayout.of(self.config, self.vllm_config.cache_config.block_size)
-        shape: dict[str, Any] = {
-            "num_kv_heads": self.num_kv_heads,
-            "head_size": self.head_size,
-            "dtype": layer.kv_cache_torch_dtype,
-        }
-        if self.config.core_mass:
-            # A float for each core token behind the keys and values of a page.
-            width = 2 * self.head_size * shape["dtype"].itemsize + 4
-            shape["page_size_padded"] = layout.page_size * self.num_kv_heads * width
-        window = WindowSpec.of(layout, num_drafts(self.vllm_config), **shape)
-        layer.get_kv_cache_spec = partial(_spec_of_layer, window)
-        if self.cores is None:
-            self.cores = CoreCache(f"{name}.cores", CoreSpec.of(layout, **shape))
-            layers[self.cores.layer_name] = self.cores
+        """Plan the caches of all layers of this worker, once; by now each has a name in vLLM's
+        table, and vLLM has not asked for caches yet."""
+        if self.caches is None:
+            table = self.vllm_config.compilation_config.static_forward_context
+            layers = {
+                extract_layer_index(name): layer
+                for name, layer in table.items()
+                if isinstance(getattr(layer, "impl", None), CoreContextAttention)
+            }
+            added = plan_caches(layers, CoreContextBackend)
+            table.update((cache.layer_name, cache) for cache in added)
 
     def forward(
         self,
@@ -248,38 +226,97 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         if isinstance(metadata, list):
             metadata = metadata[0]
         count = attn_metadata.num_tokens
-        # Not kept between steps: vLLM frees the caches of the run that measures memory.
-        has_mass = self.config.core_mass
-        raw = pages_of(kv_cache, attn_metadata.table, has_mass)
-        cores = pages_of(self.cores.kv_cache, metadata[self.cores.layer_name].table, has_mass)
-        batch = attn_metadata.batch
-        query = query[:count]
-        store_tokens(key[:count], value[:count], attn_metadata.slots, raw)
-        pool_pages(query, batch, raw, cores, self.spec)
-        bias = self.config.core_bias
-        out = output[:count]
-        if attn_metadata.parts:
-            attend_parts(query, attn_metadata.parts, raw, cores, self.spec, bias, out)
-        else:
-            attend_pages(query, batch, raw, cores, self.spec, bias, out)
+        tensors = (query[:count], key[:count], value[:count], output[:count])
+        if self.caches.cores is not None:
+            cores = self.caches.cores
+            window = (kv_cache, attn_metadata)
+            self._attend_compact(*tensors, window, (cores.kv_cache, metadata[cores.layer_name]))
+        for cache, share in self.caches.raw:
+            self._attend_raw(*tensors, cache.kv_cache, metadata[cache.layer_name], share)
         return output
+
+    def _attend_compact(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        window: tuple[Tensor, StepMetadata],
+        cores: tuple[Tensor, StepMetadata],
+    ) -> None:
+        """Attend to core tokens and the window.
+
+        All heads of the layer are stored and attended: a few heads fewer would need a copy of
+        queries, keys and values, and pages have the room.
+        """
+        has_mass = self.config.core_mass
+        step = window[1]
+        raw = pages_of(window[0], step.table, has_mass)
+        cores = pages_of(cores[0], cores[1].table, has_mass)
+        store_tokens(key, value, step.slots, raw)
+        pool_pages(query, step.batch, raw, cores, self.spec)
+        attend_step(query, step, (raw, cores), self.spec, self.config.core_bias, out)
+
+    def _attend_raw(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        cache: Tensor,
+        step: StepMetadata,
+        share: RawShare,
+    ) -> None:
+        """Attend to every token from the query heads of some KV heads."""
+        held = cache[:, :, share.first : share.first + len(share.heads)]
+        pages = pages_of(held, step.table, has_mass=False)
+        query, key, value = (self._select(x, share.heads) for x in (query, key, value))
+        store_tokens(key, value, step.slots, pages)
+        results = torch.empty_like(query, memory_format=torch.contiguous_format)
+        attend_step(query, step, (pages, pages), self.raw_spec, 0.0, results)
+        width = self.num_heads // self.num_kv_heads
+        for head, rows in zip(share.heads, results.split(width, 1)):
+            out[:, head * width : (head + 1) * width] = rows
+
+    def _select(self, x: Tensor, heads: tuple[int, ...]) -> Tensor:
+        """Return the rows of some KV heads, or of their query heads, [T, ..., D]; a view where they
+        are neighbours."""
+        width = x.shape[1] // self.num_kv_heads
+        if heads[-1] - heads[0] == len(heads) - 1:
+            return x[:, heads[0] * width : (heads[-1] + 1) * width]
+        return torch.cat([x[:, head * width : (head + 1) * width] for head in heads], 1)
 
     def _prepare(self, query: Tensor) -> None:
         """Take the memory of the longest chunk with so many new tokens, which vLLM measures, and
         make the tables that kernels need."""
         # A step that is captured later must find the tables of the rotation on its device.
         rotation_tables(self.spec.rotary, self.spec.group_size, query.device)
-        if query.shape[0] >= paged_chunk.LONG_CHUNK:
-            page_size = self.vllm_config.cache_config.block_size
-            longest = self.vllm_config.model_config.max_model_len
-            attend_longest_chunk(
-                *(query, self.num_kv_heads, page_size, longest, self.spec, self.config.core_bias)
-            )
+        if query.shape[0] < paged_chunk.LONG_CHUNK:
+            return
+        longest = self.vllm_config.model_config.max_model_len
+        page_size = self.vllm_config.cache_config.block_size
+        if self.caches.cores is not None:
+            sizes = (self.num_kv_heads, page_size, longest)
+            attend_longest_chunk(query, *sizes, self.spec, self.config.core_bias)
+        for _, share in self.caches.raw:
+            sizes = (len(share.heads), page_size, longest)
+            attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec, 0.0)
 
 
-def _spec_of_layer(spec: WindowSpec, vllm_config: VllmConfig) -> WindowSpec:
-    """Return the description of a layer's window, in place of vLLM's for full attention."""
-    return spec
+def attend_step(
+    query: Tensor,
+    step: StepMetadata,
+    pages: tuple[Pages, Pages],
+    spec: Spec,
+    core_bias: float,
+    out: Tensor,
+) -> None:
+    """Attend from the new tokens of a step, [T, H, D], to pages of raw tokens and of core tokens,
+    and write the output."""
+    if step.parts:
+        attend_parts(query, step.parts, *pages, spec, core_bias, out)
+    else:
+        attend_pages(query, step.batch, *pages, spec, core_bias, out)
 
 
 def pages_of(cache: Tensor, table: Tensor, has_mass: bool) -> Pages:
@@ -296,38 +333,3 @@ def pages_of(cache: Tensor, table: Tensor, has_mass: bool) -> Pages:
     first += cache.storage_offset() * cache.element_size() // 4
     mass = numbers.as_strided((pages, entries, heads), (stride, heads, 1), first)
     return Pages(k, v, table, mass)
-
-
-def num_drafts(vllm_config: VllmConfig) -> int:
-    """Return the tokens that a step may bring and reject."""
-    speculation = vllm_config.speculative_config
-    return 0 if speculation is None else speculation.num_speculative_tokens or 0
-
-
-def check_server(vllm_config: VllmConfig) -> None:
-    """Raise where an option of the server does not go with two caches a layer.
-
-    Raises:
-        ValueError: says which option to change.
-    """
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise ValueError(
-            "the hybrid KV cache manager must be on for core context: window and core tokens have "
-            "a table each. Leave out --disable-hybrid-kv-cache-manager."
-        )
-    if vllm_config.kv_transfer_config is not None:
-        raise ValueError(
-            "kv_transfer_config must not be given with core context: its caches are not sent to "
-            "other servers. Leave out --kv-transfer-config."
-        )
-    if vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "vLLM's model runner must be V1 for core context, which has not run with V2. "
-            "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0."
-        )
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.method != "ngram":
-        raise ValueError(
-            f"speculative method must be 'ngram' with core context, got {speculation.method!r}: a "
-            "draft model would need caches of its own. Use --speculative-config with it."
-        )

@@ -1,0 +1,129 @@
+"""Plan the caches of vLLM's attention layers.
+
+The attention layer's own cache is the window. Its core tokens are a second cache, an object of its
+own in vLLM's table of layers. KV heads that keep every token have further caches. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
+from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.raw_heads import RawShare
+from corecontext.integrations.vllm.server_settings import num_drafts
+
+
+class LayerCache(AttentionLayerBase):
+    """Stand in vLLM's table of layers for a further cache of an attention layer."""
+
+    def __init__(
+        self, layer_name: str, spec: AttentionSpec, backend: type[AttentionBackend]
+    ) -> None:
+        self.layer_name = layer_name
+        self.spec = spec
+        self.backend = backend
+        self.kv_cache = torch.tensor([])
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """Return the backend, whose caches have one shape."""
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Return the description of the cache."""
+        return self.spec
+
+
+class LayerCaches(NamedTuple):
+    """Hold the caches of a layer that are not its own."""
+
+    cores: LayerCache | None
+    """None where all its heads keep every token: then it has no window either."""
+    raw: list[tuple[Any, RawShare]]
+    """Caches of heads that keep every token, each a `LayerCache` or the layer whose own it is."""
+
+
+class CacheSpecs(NamedTuple):
+    """Describe the kinds of caches of a model."""
+
+    window: WindowSpec
+    cores: CoreSpec
+    raw: RawSpec | None
+    """None without heads that keep every token."""
+
+
+def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list[LayerCache]:
+    """Describe the caches of the layers of a worker, by their numbers, and return those that are no
+    layer's own.
+
+    A layer's own cache is its window. Where all its heads keep every token, it is a cache of such
+    heads, maybe of other layers.
+    """
+    first = next(iter(layers.values()))
+    raw_heads = first.impl.raw_heads
+    specs = cache_specs_of(first)
+
+    # Windows and core tokens.
+    cores: dict[int, LayerCache] = {}
+    holders: list[Any] = []
+    for number, layer in layers.items():
+        if raw_heads.pools(number):
+            layer.get_kv_cache_spec = partial(_spec_of_layer, specs.window)
+            cores[number] = LayerCache(f"{layer.layer_name}.cores", specs.cores, backend)
+        else:
+            layer.get_kv_cache_spec = partial(_spec_of_layer, specs.raw)
+            holders.append(layer)
+
+    # Caches of heads that keep every token. Their names must have no second number between dots:
+    # vLLM reads a layer's number from them.
+    added = list(cores.values())
+    shares: dict[int, list[RawShare]] = {}
+    if specs.raw is not None:
+        per_cache = specs.raw.num_kv_heads
+        for cache in range(len(holders), -(-raw_heads.most(list(layers)) // per_cache)):
+            added.append(LayerCache(f"{first.layer_name}.raw_{cache}", specs.raw, backend))
+            holders.append(added[-1])
+        rank = get_tensor_model_parallel_rank() if len(raw_heads.heads[0]) > 1 else 0
+        shares = raw_heads.shares(list(layers), rank, per_cache)
+    for number, layer in layers.items():
+        raw = [(holders[share.cache], share) for share in shares.get(number, [])]
+        layer.impl.caches = LayerCaches(cores.get(number), raw)
+    return added
+
+
+def cache_specs_of(layer: Any) -> CacheSpecs:
+    """Return the descriptions of the caches of layers like this one of vLLM's."""
+    impl = layer.impl
+    page_size = impl.vllm_config.cache_config.block_size
+    layout = PageLayout.of(impl.config, page_size)
+    dtype = layer.kv_cache_torch_dtype
+    shape: dict[str, Any] = {
+        "num_kv_heads": impl.num_kv_heads,
+        "head_size": impl.head_size,
+        "dtype": dtype,
+    }
+    if impl.config.core_mass:
+        # A float for each core token behind the keys and values of a page.
+        width = 2 * impl.head_size * dtype.itemsize + 4
+        shape["page_size_padded"] = page_size * impl.num_kv_heads * width
+    window = WindowSpec.of(layout, num_drafts(impl.vllm_config), **shape)
+    cores = CoreSpec.of(layout, **shape)
+    raw = None
+    if impl.raw_heads.most(range(len(impl.raw_heads.heads))):
+        per_cache = impl.raw_heads.per_cache(page_size, layout.group_size)
+        tokens = page_size * impl.num_kv_heads // per_cache
+        raw = RawSpec(block_size=tokens, **{**shape, "num_kv_heads": per_cache})
+    return CacheSpecs(window, cores, raw)
+
+
+def _spec_of_layer(spec: AttentionSpec, vllm_config: VllmConfig) -> AttentionSpec:
+    """Return the description of a layer's first cache, in place of vLLM's for full attention."""
+    return spec
