@@ -147,6 +147,25 @@ CASES = {
         "speculative_config": NGRAMS,
     },
 }
+# Heads that keep every token: in a layer, in another layer, in a whole layer.
+CASES["raw heads"] = {
+    "layer_group_sizes": ((1, 4), 4, 1),
+    "core_mass": True,
+    "long_chunk": 8,
+    "alone": 5,
+    "shape": {"num_hidden_layers": 3},
+}
+CASES["raw heads, small cache"] = {
+    **CASES["small cache"],
+    "layer_group_sizes": ((1, 4), 4),
+    "num_gpu_blocks_override": 44,
+}
+CASES["raw heads, drafts"] = {**CASES["drafts"], "layer_group_sizes": ((1, 4), (4, 1))}
+CASES["raw pairs"] = {
+    "layer_group_sizes": ((1, 4, 4, 1), 1),
+    "overrides": True,
+    "shape": {"num_key_value_heads": 4},
+}
 LLAMA_3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -162,6 +181,11 @@ CASES["qwen2"] = {"family": "qwen2"}
 CASES["qwen3"] = {"family": "qwen3", "shape": {"head_dim": 32}}
 DECODING_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 if GPU:
+    CASES["raw heads, captured"] = {
+        **CASES["raw heads"],
+        "enforce_eager": False,
+        "compilation_config": DECODING_GRAPHS,
+    }
     CASES["captured"] = {"enforce_eager": False, "compilation_config": DECODING_GRAPHS}
     CASES["graphs"] = {"enforce_eager": False, "compilation_config": {}}
     CASES["many"] = {
@@ -189,6 +213,9 @@ if GPU:
         "kv_cache_memory_bytes": 2 << 30,
         "block_size": 16,
     }
+    few = {2: 2, 18: 2, 20: 0, 24: 0}  # layers and their heads that keep every token
+    raw = [tuple(1 if few.get(i) == head else 16 for head in range(3)) for i in range(30)]
+    CASES["real, raw heads"] = {**CASES["real"], "layer_group_sizes": tuple(raw)}
     CASES["real, small cache, drafts"] = {
         **CASES["real"],
         "engine": 0,
@@ -199,6 +226,7 @@ if GPU:
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
 if not GPU or torch.cuda.device_count() > 1:
     CASES["two workers"] = TENSOR_PARALLEL
+    CASES["two workers, raw heads"] = {**TENSOR_PARALLEL, "layer_group_sizes": ((4, 1), 4)}
 if GPU and torch.cuda.device_count() > 1:
     CASES["two workers, captured"] = {**CASES["captured"], **TENSOR_PARALLEL}
 
@@ -245,7 +273,6 @@ def checkpoint(
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.data *= 0.4
             layer.mlp.down_proj.weight.data *= 0.4
-    model.config.cca = config.to_dict()
     model.save_pretrained(folder)
     enable(model, config, warn=False)
     return model.cuda() if GPU else model
@@ -255,7 +282,6 @@ def real_checkpoint(folder: str, config: CCAConfig) -> PreTrainedModel:
     """Save SmolLM2 with these settings in float32, and return it with core context."""
     source = local_model("smollm2")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    model.config.cca = config.to_dict()
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     enable(model, config, warn=False)
@@ -297,9 +323,11 @@ def run(name: str, options: dict) -> dict:
     count = options.pop("tokens", 6)
     requests = options.pop("requests", 5)
     real = options.pop("real", False)
-    config = CCAConfig(**CCA, core_mass=options.pop("core_mass", False))
+    sizes = options.pop("layer_group_sizes", None)
+    mass = options.pop("core_mass", False)
+    config = CCAConfig(**CCA, core_mass=mass, layer_group_sizes=sizes)
     if real:
-        config = CCAConfig(group_size=16, window_size=64, sink_size=16, core_mass=True)
+        config = CCAConfig(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)
     tied = options.pop("tied", False)
     family = options.pop("family", "llama")
     short = options.pop("short", False)
@@ -323,6 +351,12 @@ def run(name: str, options: dict) -> dict:
         else:
             model = checkpoint(folder, config, tied, family, options.pop("shape", {}))
             texts = prompts(requests, short)
+        saved = json.loads(Path(folder, "config.json").read_text())
+        if options.pop("overrides", False):
+            settings["hf_overrides"] = {"cca": config.to_dict()}
+        else:
+            saved["cca"] = config.to_dict()
+        Path(folder, "config.json").write_text(json.dumps(saved))
         engine = Engine(model)
         device = engine.model.device
         wanted = [
