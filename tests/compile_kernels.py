@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # read once, by the import of triton
 
@@ -273,25 +274,22 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
-    """Those of a decoding step with fetch, of segments in 2 bits: phase by phase, and at once."""
+    """Those of a decoding step with fetch, of segments in 2 bits: with and without overlaps."""
     spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="segments:8:2")
     floats = ("scores", "score_lse", "lse", "acc", "mass", "centre", "cos", "sin", "wide_rotation")
-    types = {f"{name}_ptr": "fp32" for name in floats}
+    types = {f"{name}_ptr": "fp32" for name in (*floats, "unit")}
     types |= {"seen_ptr": "i64", "pad_ptr": "i64", "chosen_ptr": "i32", "marks_ptr": "i8"}
-    types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8", "counter_ptr": "i32"}
+    types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8", "numbers_ptr": "i32"}
     place = {"ON_DEVICE": True, "SINKS": 16, "FETCHED_SINKS": 16, "HEADS": HEADS, "CORE_WIDTH": 1}
     pooling = {"POOLS": True, "HALF": dim // 2, "INTERLEAVED": False}
     flags = {**place, **pooling, "HAS_BIAS": False, "HAS_MASS": True}
     is_nvidia = chip is not CHIPS["gfx942"][1]
     sizes = fetch_decode_plan.StepSizes(dtype, 8, HEADS, dim, 9216, 8192, 64, is_nvidia, True)
-    plans = [fetch_decode_plan.plan_of(chip, sizes, spec, 0.0)]
-    at_once = fetch_decode_plan.plan_of(chip, sizes._replace(has_slots=False), spec, 0.0)
-    if at_once.first["OVERLAPS"]:
-        plans.append(at_once)
-    for plan in plans:
-        for launch in plan.launches:
-            options = {name: x for name, x in launch.options.items() if name != "cooperative"}
-            constants = {"PHASE": launch.phase, **plan.first, **flags, **plan.constants, **options}
+    for overlaps in (False, True):
+        with mock.patch.object(fetch_decode_plan, "_OVERLAPS", overlaps):
+            plan = fetch_decode_plan.plan_of(chip, sizes, spec, 0.0)
+        for phase, _, options in plan.launches:
+            constants = {"PHASE": phase, **flags, **plan.constants, **options}
             yield Kernel(fetch_decode_kernel.fetch_step_kernel, constants, types)
     numbers = ("table", "owner", "order", "slot", "missing")
     types |= {f"{name}_ptr": "i32" for name in numbers}

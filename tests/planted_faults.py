@@ -780,8 +780,8 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "fetch: chosen groups keep their core tokens in a step's sums",
-        "weights = 0.0 * tl.exp2(scores - shift[:, None])",
-        f"{STEP}::test_every_step_in_one_launch",
+        "weights = tl.where(number == removed, 0.0, weights)",
+        f"{STEP}::test_every_step_that_attends_before_it_chooses",
     ),
     Fault(
         "fetch: a step's index scores without their scales",

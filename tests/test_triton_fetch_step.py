@@ -64,6 +64,7 @@ CASES = {
     # An index is written at the first step, and read from the fifth on.
     "kv": (4, 8, 4, 2, 16, 2, 26, 32, {"core_mass": True, "sink_size": 4}),
     "half": (4, 8, 4, 1, 16, 3, 38, 44, {"core_bias": 0.5, "store": "host"}),
+    "half, without bias": (4, 8, 4, 2, 16, 3, 38, 44, {"core_mass": True}),
     "query": (5, 11, 7, 1, 18, 2, 43, 46, {"core_heads": "query", "fetch_index": "parts:1:4"}),
     "segments": (6, 12, 2, 1, 16, 2, 40, 43, {"fetch_index": "segments:4:2", "sink_size": 6}),
     "more than there are": (4, 9, 1, 1, 16, 9, 30, 32, {"fetch_index": "bits:1"}),
@@ -105,10 +106,9 @@ def test_every_step_of_every_row(case, monkeypatch):
         assert same.float().mean() > 0.999
 
 
-@pytest.mark.parametrize("case", ["kv", "half", "more than there are", "segments"])
-def test_every_step_in_one_launch(case, monkeypatch):
-    """Where phases follow each other in one program: on a GPU several wait for each other."""
-    monkeypatch.setattr(fetch_decode_plan, "programs_at_once", lambda *sizes: 1)
+@pytest.mark.parametrize("case", ["kv", "half, without bias", "more than there are", "segments"])
+def test_every_step_that_attends_before_it_chooses(case, monkeypatch):
+    monkeypatch.setattr(fetch_decode_plan, "_OVERLAPS", True)
     test_every_step_of_every_row(case, monkeypatch)
 
 

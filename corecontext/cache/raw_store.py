@@ -41,7 +41,7 @@ class RawStore:
         length: Tokens to make room for.
     """
 
-    _BY_ROW: ClassVar[tuple[str, ...]] = ("raw", "index_buffers", "centre", "counters")
+    _BY_ROW: ClassVar[tuple[str, ...]] = ("raw", "index_buffers", "centre")
     """Attributes whose tensors begin with the rows."""
 
     def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
@@ -77,8 +77,6 @@ class RawStore:
             kinds = (key.dtype, torch.float32)
             matrices = [rotation(key.shape[3], x, key.device) for x in kinds]
             self._rotations = tuple(columns_of_codes(x, bits) for x in matrices)
-        self.counters = torch.zeros(*key.shape[:2], 32, dtype=torch.int32, device=key.device)
-        """By which the programs of a fused step wait for each other, zeros between steps."""
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
         """Whether it could be empty for such tokens, in place."""
@@ -170,7 +168,6 @@ class RawStore:
         self.index_buffers = [x.index_select(0, rows) for x in self.index_buffers]
         if self.centre is not None:
             self.centre = self.centre.index_select(0, rows)
-        self.counters = self.counters.index_select(0, rows)
 
     def rows(self, rows: slice) -> RawStore:
         """Return a store of some rows, on the same memory."""
@@ -274,7 +271,7 @@ class RawStore:
         if self.centre is None or len(self.raw) > 2 or not self.index_buffers[0].shape[2]:
             return None
         buffers = (*self.raw, *self.index_buffers, self.centre)
-        return RawSlots(*buffers, self._rotations, self.counters)
+        return RawSlots(*buffers, self._rotations)
 
     # Writing
     # -------

@@ -262,9 +262,6 @@ class RawSlots(NamedTuple):
     rotations: tuple[Tensor, Tensor]
     """The index's rotation, its columns by `low_bits.columns_of_codes`, in the dtype of queries and
     in float32."""
-    counters: Tensor
-    """[B, Hkv, 32] in int32, by which the programs of a step wait for each other: zeros between
-    steps."""
     slots: FetchSlots | None = None
     """Where fetched groups are read from instead."""
 

@@ -685,7 +685,9 @@ def merge_columns(
     parts,
     out_ptr,
     num_parts,
+    removed,
     dims,
+    REMOVES: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -696,11 +698,20 @@ def merge_columns(
     Args:
         parts: Pointers to the head's first output and log-sum-exp; the others HEADS heads apart.
         out_ptr: Where the head's output begins.
+        removed: With REMOVES, the part to be taken out of those behind it, which count it.
     """
     acc_ptr, lse_ptr = parts
     number = tl.arange(0, BLOCK_P)
     lse = tl.load(lse_ptr + number * HEADS, mask=number < num_parts, other=-float("inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))  # the new token's part is never empty
+    if REMOVES:
+        counted = tl.sum(tl.where(number > removed, weights, 0.0), 0)
+        # planted: fetch: chosen groups keep their core tokens in a step's sums
+        weights = tl.where(number == removed, -weights, weights)
+        rest = tl.sum(tl.where(number >= removed, weights, 0.0), 0)
+        # Of less than rounding leaves nothing counts.
+        others = tl.where(rest > counted * 1e-6, weights, 0.0)
+        weights = tl.where(number < removed, weights, others)
     acc = tl.load(
         acc_ptr + number[:, None] * (HEADS * HEAD_DIM) + dims[None, :],
         mask=(lse != -float("inf"))[:, None] & (dims < HEAD_DIM)[None, :],
@@ -733,7 +744,7 @@ def _merge_kernel(
     dims = tl.arange(0, BLOCK_D)
     parts = (acc_ptr + first * HEAD_DIM, lse_ptr + first)
     out_ptr += head * HEAD_DIM
-    merge_columns(parts, out_ptr, num_parts, dims, HEADS, HEAD_DIM, BLOCK_P)
+    merge_columns(parts, out_ptr, num_parts, 0, dims, False, HEADS, HEAD_DIM, BLOCK_P)
     if ON_DEVICE:
         if tl.program_id(0) == 0:
             tl.store(seen_ptr, tl.load(seen_ptr) + 1)

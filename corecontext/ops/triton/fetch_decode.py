@@ -1,5 +1,6 @@
 """One decoding step with fetch in four Triton launches: score the index, choose, attend in parts
-while the new token is stored, merge the parts.
+while the new token is stored, merge the parts. Or, with `fetch_decode_plan._OVERLAPS`, in six, of
+which attention to compact entries waits for no choice.
 
 Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
@@ -14,6 +15,9 @@ device, so a captured step replays at any length.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Optional
 
 import torch
@@ -24,17 +28,14 @@ from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode import arguments_of, slots_of
-from corecontext.ops.triton.fetch_decode_kernel import ATTEND, fetch_step_kernel
+from corecontext.ops.triton.fetch_decode_kernel import ATTEND, FETCH, fetch_step_kernel
 from corecontext.ops.triton.fetch_decode_plan import StepSizes, plan_of
 from corecontext.ops.triton.fetch_decode_slots import MOST_SLOTS, find_and_load
 from corecontext.ops.triton.fetch_segments import takes
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch
+from corecontext.ops.triton.launch import contiguous_rows, launch
 from corecontext.ops.triton.tiles import chip_of
 
 _MOST_GROUPS = 32768  # whose scores one program holds
-_AHEAD = 32 << 20
-"""Bytes of the compact cache that programs ask for while one of them chooses: they stay in the
-chip's own cache."""
 
 
 def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
@@ -59,8 +60,22 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     return None
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _branch(device: torch.device) -> Iterator[None]:
+    """Let launches run beside the next ones of the current stream."""
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
 def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) -> Tensor:
-    """Launch the kernel, once or for each phase of the step."""
+    """Launch the kernel for each phase of the step."""
     raw = slots.raw
     assert raw is not None, "fetch reads raw tokens"
     q, k, v = map(contiguous_rows, tokens)
@@ -83,16 +98,17 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
     # What phases leave for the next ones.
     constants = plan.constants
     width = constants["WIDTH"]
-    words = 8 * constants["SCORE_M"] * constants["BLOCK_C"] if constants["WHOLE"] else 0
+    block_m = constants["SCORE_M"]
+    words = 8 * block_m * constants["BLOCK_C"] if constants["WHOLE"] else 0
     scoring = (
         make(rows, plan.num_scoring, words, dtype=torch.int8),
+        make(rows, block_m),
         make(rows, heads, width),
         make(rows, plan.num_scoring, heads),
     )
     chosen = make(rows, num_chosen, dtype=torch.int32)
     marks = make(rows, width, dtype=torch.int8)
-    num_parts = plan.num_shares + 1
-    parts = (make(rows, num_parts, heads, dim), make(rows, num_parts, heads))
+    parts = (make(rows, plan.num_parts, heads, dim), make(rows, plan.num_parts, heads))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Kernels do not touch the tensors that stand in for missing ones.
     on_device = isinstance(slots.seen, Tensor)
@@ -102,43 +118,47 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
     fetched = (raw.keys, raw.values)
     fetched_room = raw.keys.shape[2]
     fetched_sinks = spec.sinks
+    numbers = chosen
+    overlaps = constants["OVERLAPS"]
+    branches = overlaps and q.is_cuda and torch.cuda.is_current_stream_capturing()
     with torch.cuda.device_of(q):
         for phase, programs, options in plan.launches:
-            if phase == ATTEND.value and raw.slots is not None:
-                # Chosen groups are those of slots from here on.
-                chosen = find_and_load(raw, chosen, marks, spec.sinks)
+            if branches and phase == FETCH.value:
+                torch.cuda.current_stream().wait_stream(_side_stream(q.device))
+            if raw.slots is not None and phase == (FETCH if overlaps else ATTEND).value:
+                numbers = find_and_load(raw, chosen, marks, spec.sinks)
                 fetched = (raw.slots.keys, raw.slots.values)
                 fetched_room = raw.slots.keys.shape[2] * spec.group_size
                 fetched_sinks = 0
-            launch(
-                fetch_step_kernel,
-                (rows, programs),
-                (
-                    *(q, k, v, keys, values, masses, raw.keys, raw.values, *fetched, raw.codes),
-                    *(raw.scales, raw.centre, *raw.rotations, length, slots.pad, cos, sin),
-                    *(*scoring, chosen, marks, *parts, out, raw.counters),
-                    *(seen, kv_heads, num_groups, spec.group_size, spec.window_size, capacity),
-                    *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
-                    *(plan.num_scoring, num_parts, ceil_div(num_chosen, plan.num_shares)),
-                    *(_AHEAD // (4 * rows * programs), plan.last_units),
-                    *(float(spec.scale), float(core_bias)),
-                ),
-                (q.stride()[:2], k.stride()[:2], v.stride()[:2], num_chosen),
-                PHASE=phase,
-                **plan.first,
-                ON_DEVICE=on_device,
-                SINKS=spec.sinks,
-                FETCHED_SINKS=fetched_sinks,
-                HEADS=heads,
-                CORE_WIDTH=heads if spec.core_heads == "query" else 1,
-                POOLS=capacity > slots.ring_size + spec.sinks,
-                HALF=0 if slots.rotation is None else cos.shape[1],
-                INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
-                HAS_BIAS=core_bias != 0,
-                HAS_MASS=slots.masses is not None,
-                **constants,
-                **options,
-            )
+            beside = branches and phase == ATTEND.value
+            with _branch(q.device) if beside else contextlib.nullcontext():
+                launch(
+                    fetch_step_kernel,
+                    (rows, programs),
+                    (
+                        *(q, k, v, keys, values, masses, raw.keys, raw.values, *fetched, raw.codes),
+                        *(raw.scales, raw.centre, *raw.rotations, length, slots.pad, cos, sin),
+                        *(*scoring, chosen, numbers, marks, *parts, out),
+                        *(seen, kv_heads, num_groups, spec.group_size, spec.window_size, capacity),
+                        *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
+                        *(plan.num_scoring, plan.num_fetching, plan.num_parts, plan.groups_each),
+                        *(float(spec.scale), float(core_bias)),
+                    ),
+                    (q.stride()[:2], k.stride()[:2], v.stride()[:2], num_chosen),
+                    PHASE=phase,
+                    ON_DEVICE=on_device,
+                    SINKS=spec.sinks,
+                    FETCHED_SINKS=fetched_sinks,
+                    HEADS=heads,
+                    CORE_WIDTH=heads if spec.core_heads == "query" else 1,
+                    POOLS=capacity > slots.ring_size + spec.sinks,
+                    HALF=0 if slots.rotation is None else cos.shape[1],
+                    INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
+                    HAS_BIAS=core_bias != 0,
+                    HAS_MASS=slots.masses is not None,
+                    **constants,
+                    **options,
+                )
     return out
 
 
@@ -165,11 +185,10 @@ def _fetch_op(
     if has_slots:
         fetched = FetchSlots(*buffers[-6:])
         buffers = buffers[:-6]
-    *buffers, counters = buffers
     arguments = (buffers[:-5], seen, pad, tables[:-2], sizes, factors, "auto")
     slots, spec, core_bias = slots_of(*arguments)
     spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
-    slots = slots._replace(raw=RawSlots(*buffers[-5:], tuple(tables[-2:]), counters, fetched))
+    slots = slots._replace(raw=RawSlots(*buffers[-5:], tuple(tables[-2:]), fetched))
     return _decode(tokens, slots, spec, core_bias)
 
 
@@ -197,8 +216,8 @@ def fetch_step(
         return _decode([q, k, v], slots, spec, core_bias)
     assert slots.raw is not None, "fetch reads raw tokens"
     buffers, seen, pad, tables, sizes, factors, _ = arguments_of(slots, spec, core_bias)
-    *stored, rotations, counters, fetched = slots.raw
-    buffers = [*buffers, *stored, counters, *(fetched or ())]
+    *stored, rotations, fetched = slots.raw
+    buffers = [*buffers, *stored, *(fetched or ())]
     tables = [*tables, *rotations]
     sizes = [*sizes, spec.fetch_groups, int(fetched is not None)]
     return _fetch_op([q, k, v], buffers, seen, pad, tables, sizes, factors, spec.fetch_index)

@@ -35,10 +35,9 @@ def choose_groups(
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    MARKS: tl.constexpr,
 ):
     """Write the numbers of the k groups with the largest sums of shares over the query heads
-    (`ops.fetch.choice.choose`), rising, then -1, and with MARKS a mark for each visible group.
+    (`ops.fetch.choice.choose`), rising, then -1, and a mark for each visible group.
 
     Bisection of a float's bits finds the sum of the last group chosen; of those with this sum the
     first ones are chosen.
@@ -92,5 +91,4 @@ def choose_groups(
     slots = tl.arange(0, BLOCK_K)
     empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
     tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
-    if MARKS:
-        tl.store(marks_ptr + groups, is_chosen.to(tl.int8))
+    tl.store(marks_ptr + groups, is_chosen.to(tl.int8))

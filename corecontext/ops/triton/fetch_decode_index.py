@@ -81,9 +81,62 @@ def _byte_products(
 
 
 @triton.jit
-def _whole_queries(rotated, scratch_ptr, ASM: tl.constexpr):
-    """Return rotated queries as whole numbers 128 a + b of 15 bits, four int8 tiles [columns, 2
-    rows] of a and b in turns, for `_whole_products`, and the unit of each row.
+def _store_whole(at, x, unit, mask, BLOCK_C: tl.constexpr):
+    """Store x / unit [rows, columns] as whole numbers 128 a + b of 15 bits: a at `at`, b a tile's
+    BLOCK_C columns behind."""
+    number = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
+    upper = (number + 64) >> 7
+    tl.store(at, upper.to(tl.int8), mask=mask)
+    tl.store(at + BLOCK_C, (number - upper * 128).to(tl.int8), mask=mask)
+
+
+@triton.jit
+def rotate_queries(
+    queries,
+    results,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Write the rotated queries of a KV head as `_write_queries`, all columns by one product, whose
+    loads wait together.
+
+    Args:
+        queries: As of `score_share`.
+        results: Pointers to the tiles and to the unit of each row.
+        ROWS: Rows of a tile, at most BLOCK_M.
+    """
+    BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
+    BLOCK: tl.constexpr = min(BLOCK_D, 128)  # dimensions that shared memory holds
+    q_ptr, q_stride, rotation_ptr = queries
+    scratch_ptr, unit_ptr = results
+    heads = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, EACH * BLOCK_C)
+    code = cols // BLOCK_C
+    byte = cols % BLOCK_C
+    x = tl.zeros([BLOCK_M, EACH * BLOCK_C], tl.float32)
+    for start in tl.static_range(0, BLOCK_D, BLOCK):
+        dims = start + tl.arange(0, BLOCK)
+        mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
+        q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
+        at = (code[None, :] * HEAD_DIM + dims[:, None]) * BYTES + byte[None, :]
+        mask = (dims < HEAD_DIM)[:, None] & (byte < BYTES)[None, :]
+        x += weighted_sum(q, tl.load(rotation_ptr + at, mask=mask, other=0.0), VECTOR)
+    unit = tl.maximum(tl.max(tl.abs(x), 1), TINY) / 16256
+    at = heads[:, None] * (2 * BLOCK_C) + (code * (2 * ROWS * BLOCK_C) + byte)[None, :]
+    _store_whole(scratch_ptr + at, x, unit, (heads < ROWS)[:, None], BLOCK_C)
+    tl.store(unit_ptr + heads, unit, mask=heads < ROWS)
+
+
+@triton.jit
+def _write_queries(rotated, scratch_ptr):
+    """Write rotated queries as whole numbers 128 a + b of 15 bits, four int8 tiles [rows, 2,
+    columns] of a and b, and return the unit of each row.
 
     Args:
         rotated: Four tiles of columns, [rows, columns] in float32.
@@ -99,17 +152,18 @@ def _whole_queries(rotated, scratch_ptr, ASM: tl.constexpr):
     cols = tl.arange(0, BLOCK_C)
     at = scratch_ptr + rows[:, None] * (2 * BLOCK_C) + cols[None, :]
     for i in tl.static_range(4):
-        number = tl.floor(rotated[i] / unit[:, None] + 0.5).to(tl.int32)
-        upper = (number + 64) >> 7
-        tile = at + i * (2 * ROWS * BLOCK_C)
-        tl.store(tile, upper.to(tl.int8))
-        tl.store(tile + BLOCK_C, (number - upper * 128).to(tl.int8))
-    tl.debug_barrier()  # other threads have stored what a thread loads
+        _store_whole(at + i * (2 * ROWS * BLOCK_C), rotated[i], unit, None, BLOCK_C)
+    return unit
+
+
+@triton.jit
+def _read_queries(scratch_ptr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, ASM: tl.constexpr):
+    """Return the tiles of `_write_queries` for `_whole_products`, [columns, 2 rows]."""
     x0 = _query_tile(scratch_ptr, 0, ROWS, BLOCK_C, ASM)
     x1 = _query_tile(scratch_ptr, 1, ROWS, BLOCK_C, ASM)
     x2 = _query_tile(scratch_ptr, 2, ROWS, BLOCK_C, ASM)
     x3 = _query_tile(scratch_ptr, 3, ROWS, BLOCK_C, ASM)
-    return (x0, x1, x2, x3), unit
+    return (x0, x1, x2, x3)
 
 
 @triton.jit
@@ -129,7 +183,7 @@ def _query_tile(scratch_ptr, i, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, ASM: 
 
 @triton.jit
 def _whole_products(queries, unit, packed, ASM: tl.constexpr):
-    """Return `_byte_products` of codes of two bits with the queries of `_whole_queries`."""
+    """Return `_byte_products` of codes of two bits with the queries of `_read_queries`."""
     if ASM:
         levels = tl.inline_asm_elementwise(
             _LEVELS_ASM,
@@ -219,6 +273,7 @@ def score_share(
     HEAD_DIM: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WHOLE: tl.constexpr,
+    ROTATED: tl.constexpr,
     ASM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -239,22 +294,29 @@ def score_share(
         index: Pointers to the row's codes [M, PARTS, ceil(D BITS / 8)] and scales [M, SCALES], of
             each key or of the group.
         results: Pointers to the row's scores, to the share's log-sum-exp, and where WHOLE to 8
-            BLOCK_M BLOCK_C bytes of its own.
+            BLOCK_M BLOCK_C bytes and the unit of each row: its own, or where ROTATED those that
+            `rotate_queries` has written.
         bounds: First group of the share, and one past its last.
     """
     EACH: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
     q_ptr, q_stride, rotation_ptr = queries
     codes_ptr, scales_ptr = index
-    scores_ptr, lse_ptr, scratch_ptr = results
+    scores_ptr, lse_ptr, scratch_ptr, unit_ptr = results
     begin, end = bounds
-    dims = tl.arange(0, BLOCK_D)
     heads = tl.arange(0, BLOCK_M)
-    mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
-    q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
-    rotated = _rotated_all(q, rotation_ptr, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+    if ROTATED:
+        unit = tl.load(unit_ptr + heads)
+    else:
+        dims = tl.arange(0, BLOCK_D)
+        mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
+        q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
+        rotated = _rotated_all(q, rotation_ptr, EACH, HEAD_DIM, BLOCK_D, BLOCK_C, VECTOR)
+        if WHOLE:
+            unit = _write_queries(rotated, scratch_ptr)
+            tl.debug_barrier()  # other threads have stored what a thread loads
     if WHOLE:
-        queries, unit = _whole_queries(rotated, scratch_ptr, ASM)
+        whole = _read_queries(scratch_ptr, BLOCK_M, BLOCK_C, ASM)
 
     # Parts of a group lie BLOCK_N keys apart, so that one thread holds them all.
     keys = tl.arange(0, BLOCK_N * BLOCK_P)
@@ -272,7 +334,7 @@ def score_share(
         at = (group.to(tl.int64) * PARTS + part)[:, None] * BYTES + cols[None, :]
         packed = tl.load(codes_ptr + at, mask=exists[:, None] & (cols < BYTES)[None, :], other=0)
         if WHOLE:
-            products = _whole_products(queries, unit, packed, ASM)
+            products = _whole_products(whole, unit, packed, ASM)
         else:
             products = _byte_products(rotated, q.dtype, packed, BITS, LEVELS, VECTOR)
 

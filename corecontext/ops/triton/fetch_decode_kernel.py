@@ -1,4 +1,4 @@
-"""The kernel of a decoding step with fetch, in one launch or one for each phase."""
+"""The kernel of a decoding step with fetch: each phase is a launch."""
 
 from __future__ import annotations
 
@@ -12,34 +12,30 @@ from corecontext.ops.triton.decode import (
     num_entries,
     store_part,
 )
-from corecontext.ops.triton.fetch_decode_attend import (
-    fetched_sums,
-    joined_sums,
-    store_raw,
-    without_chosen,
-)
+from corecontext.ops.triton.fetch_decode_attend import fetched_sums, joined_sums, store_raw
 from corecontext.ops.triton.fetch_decode_choice import choose_groups
-from corecontext.ops.triton.fetch_decode_index import score_share, scoring_bounds
-from corecontext.ops.triton.fetch_decode_sync import arrive, prefetch, wait_for
+from corecontext.ops.triton.fetch_decode_index import (
+    rotate_queries,
+    score_share,
+    scoring_bounds,
+)
 from corecontext.ops.triton.fetch_decode_write import close_group
 from corecontext.ops.triton.primitives import tile_mask, visible_cores
 
 # Phases of a step.
-ALL = tl.constexpr(-1)
-SCORE = tl.constexpr(0)
-CHOOSE = tl.constexpr(1)
-ATTEND = tl.constexpr(2)
-MERGE = tl.constexpr(3)
-COUNTERS = tl.constexpr(32)
-"""Numbers of a row's counters, a line of the cache: programs that have scored, choices made,
-programs that have attended, programs that have merged; of the first row also rows done."""
+ROTATE = tl.constexpr(0)
+SCORE = tl.constexpr(1)
+CHOOSE = tl.constexpr(2)
+ATTEND = tl.constexpr(3)
+FETCH = tl.constexpr(4)
+MERGE = tl.constexpr(5)
 
 
 @triton.jit(
     do_not_specialize=[
         *("seen", "kv_heads", "num_groups", "group_size", "window_size", "capacity", "ring_size"),
-        *("room", "fetched_room", "num_centred", "num_scoring", "num_parts", "groups_each"),
-        *("ahead", "last_units"),
+        *("room", "fetched_room", "num_centred", "num_scoring", "num_fetching", "num_parts"),
+        "groups_each",
     ]
 )
 def fetch_step_kernel(
@@ -63,14 +59,15 @@ def fetch_step_kernel(
     cos_ptr,
     sin_ptr,
     scratch_ptr,
+    unit_ptr,
     scores_ptr,
     score_lse_ptr,
     chosen_ptr,
+    numbers_ptr,
     marks_ptr,
     acc_ptr,
     lse_ptr,
     out_ptr,
-    counter_ptr,
     seen,
     kv_heads,
     num_groups,
@@ -82,10 +79,9 @@ def fetch_step_kernel(
     fetched_room,
     num_centred,
     num_scoring,
+    num_fetching,
     num_parts,
     groups_each,
-    ahead,
-    last_units,
     scale,
     bias,
     q_strides,
@@ -93,8 +89,6 @@ def fetch_step_kernel(
     v_strides,
     num_chosen,
     PHASE: tl.constexpr,
-    PREFETCHES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     SINKS: tl.constexpr,
     FETCHED_SINKS: tl.constexpr,
@@ -105,6 +99,7 @@ def fetch_step_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     BITS: tl.constexpr,
     PARTS: tl.constexpr,
     SCALES: tl.constexpr,
@@ -134,28 +129,33 @@ def fetch_step_kernel(
     STAGES: tl.constexpr,
 ):
     """Append the new tokens and attend with fetch: score the index, choose, attend in parts, merge
-    them; in one launch, where PHASE is ALL, or in one for each.
+    them, each by a launch.
 
-    Grid: (B Hkv, programs). Each program has a share of the index, of the compact entries and of
-    the chosen groups, and merges some columns of some heads. The first also stores the new token
-    and pools the group that it closes; the last chooses, may have fewer entries for it, and writes
-    the index of an earlier group: no program reads what these two write.
+    Grid: (B Hkv, programs). Programs have shares of the index, of the compact entries and of the
+    chosen groups, or merge some columns of a head. One also stores the new token and pools the
+    group that it closes, one writes the index of an earlier group: no program reads what these two
+    write.
+
+    With OVERLAPS attention to compact entries waits for no choice: it takes the core tokens of all
+    groups. A launch of its own then attends to fetched tokens, and its last program to the core
+    tokens of the groups chosen, which the merge takes out again. Another one rotates the queries.
 
     Args:
         fetched_k_ptr: [B Hkv, fetched_room, HEAD_DIM], the raw keys behind FETCHED_SINKS tokens, or
-            the slots of groups, where `chosen_ptr` has the numbers of slots; values likewise.
-        scratch_ptr: [B Hkv, programs, 8 SCORE_M BLOCK_C] in int8, where WHOLE.
+            the slots of groups; values likewise.
+        scratch_ptr: [B Hkv, programs that rotate, 8 SCORE_M BLOCK_C] in int8, where WHOLE.
+        unit_ptr: [B Hkv, SCORE_M], where rotation has a launch.
         scores_ptr: [B H, WIDTH] in units of log 2; their log-sum-exp: [B Hkv, num_scoring, HEADS].
-        chosen_ptr: [B Hkv, num_chosen]; without OVERLAPS there are marks [B Hkv, WIDTH].
+        chosen_ptr: Groups [B Hkv, num_chosen], and their marks [B Hkv, WIDTH].
+        numbers_ptr: As chosen_ptr, groups or slots.
         acc_ptr: The parts of the softmax [B Hkv, num_parts, HEADS, HEAD_DIM], that of the new token
-            first, and their log-sum-exp [B Hkv, num_parts, HEADS].
-        counter_ptr: [B Hkv, COUNTERS] in int32, zeros before and after.
-        ahead: Elements of a program's keys, and of its values, that it asks for ahead.
-        last_units: The last program's entries, where each of the others has 8.
-        OVERLAPS: Attend to all core tokens while a program chooses, then take some out.
+            first, then the num_fetching of fetched tokens, and their log-sum-exp [B Hkv, num_parts,
+            HEADS].
     """
-    AT_ONCE: tl.constexpr = PHASE == ALL
     BYTES: tl.constexpr = (HEAD_DIM * BITS + 7) // 8
+    ROTATED: tl.constexpr = OVERLAPS and WHOLE
+    ATTENDS: tl.constexpr = PHASE == ATTEND
+    APPENDS: tl.constexpr = ATTENDS if OVERLAPS else PHASE == CHOOSE
     row = tl.program_id(0)
     part = tl.program_id(1)
     programs = tl.num_programs(1)
@@ -180,31 +180,41 @@ def fetch_step_kernel(
     scales_ptr += n * num_groups * SCALES
     scores_ptr += n * HEADS * WIDTH
     score_lse_ptr += n * num_scoring * HEADS
-    scratch_ptr += (n * programs + part) * (8 * SCORE_M * BLOCK_C)
+    scratch_ptr += (n if ROTATED else n * programs + part) * (8 * SCORE_M * BLOCK_C)
+    unit_ptr += n * SCORE_M
     chosen_ptr += n * num_chosen
+    numbers_ptr += n * num_chosen
     marks_ptr += n * WIDTH
-    rows_done_ptr = counter_ptr + 4
-    counter_ptr += n * COUNTERS
     acc_ptr += n * num_parts * HEADS * HEAD_DIM
     lse_ptr += n * num_parts * HEADS
     buffers = (keys_ptr, values_ptr, keys_ptr, values_ptr, mass_ptr, marks_ptr)
     place = (position, capacity, ring_size, group_size, window_size)
     length, cores = num_entries(place, SINKS, CORE_WIDTH)
-    unit = tl.cdiv(length, 8 * (programs - 1) + last_units)
-    begin = tl.minimum(part * 8 * unit, length)
-    end = tl.minimum(begin + tl.where(part < programs - 1, 8, last_units) * unit, length)
+    size = tl.cdiv(length, 8 * programs) * 8
+    begin = tl.minimum(part * size, length)
+
+    if PHASE == ROTATE:
+        rotate_queries(
+            (q_ptr, q_strides[1], rotation_ptr),
+            (scratch_ptr, unit_ptr),
+            HEADS,
+            8 // BITS,
+            HEAD_DIM,
+            BLOCK_C,
+            SCORE_M,
+            BLOCK_M,
+            BLOCK_D,
+            VECTOR,
+        )
 
     # Score a share of the index.
-    if AT_ONCE or PHASE == SCORE:
+    if PHASE == SCORE:
         sizes = (num_groups, group_size, window_size)
-        first, last = scoring_bounds(position, (part, programs), sizes, SINKS, SCORE_N)
-        if PREFETCHES:
-            prefetch(codes_ptr, first * (PARTS * BYTES), last * (PARTS * BYTES), 1, 256)
         score_share(
             (q_ptr, q_strides[1], rotation_ptr),
             (codes_ptr, scales_ptr),
-            (scores_ptr, score_lse_ptr + part * HEADS, scratch_ptr),
-            (first, last),
+            (scores_ptr, score_lse_ptr + part * HEADS, scratch_ptr, unit_ptr),
+            scoring_bounds(position, (part, programs), sizes, SINKS, SCORE_N),
             scale,
             HEADS,
             BITS,
@@ -214,6 +224,7 @@ def fetch_step_kernel(
             HEAD_DIM,
             BLOCK_C,
             WHOLE,
+            ROTATED,
             ASM,
             WIDTH,
             SCORE_M,
@@ -223,15 +234,9 @@ def fetch_step_kernel(
             VECTOR,
             SCORE_STAGES,
         )
-        if AT_ONCE:
-            arrive(counter_ptr)
-        if PREFETCHES:
-            stop = tl.minimum(end * HEAD_DIM, begin * HEAD_DIM + ahead)
-            prefetch(keys_ptr, begin * HEAD_DIM, stop, 2, 256)
-            prefetch(values_ptr, begin * HEAD_DIM, stop, 2, 256)
 
-    # Store the new token while others score; choose when they have.
-    if AT_ONCE or PHASE == CHOOSE:
+    # Store the new token while others choose or attend.
+    if APPENDS:
         if part == 0:
             append_token(
                 (q_ptr, q_strides[1], k_ptr, v_ptr),
@@ -256,9 +261,8 @@ def fetch_step_kernel(
                 BLOCK_D,
             )
             store_raw((k_ptr, v_ptr), (raw_k_ptr, raw_v_ptr), position, room, HEAD_DIM, BLOCK_D)
+    if PHASE == CHOOSE:
         if part == programs - 1:
-            if AT_ONCE:
-                wait_for(counter_ptr, programs)
             count = visible_cores(position - SINKS, group_size, window_size)
             choose_groups(
                 scores_ptr,
@@ -272,125 +276,116 @@ def fetch_step_kernel(
                 BLOCK_R,
                 BLOCK_S,
                 BLOCK_K,
-                not OVERLAPS,
             )
-            if AT_ONCE:
-                arrive(counter_ptr + 1)
 
-    # Attend to a share of the compact entries, and of the chosen groups.
-    if AT_ONCE or PHASE == ATTEND:
-        if AT_ONCE and not OVERLAPS:
-            wait_for(counter_ptr + 1, 1)
+    # Attend to a share of the compact entries, or of the fetched tokens, or of both.
+    if ATTENDS or PHASE == FETCH:
         dims = tl.arange(0, BLOCK_D)
         heads = tl.arange(0, BLOCK_M)
         mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
         q = tl.load(q_ptr + heads[:, None] * q_strides[1] + dims[None, :], mask=mask, other=0.0)
-        sums = attend_entries(
-            q,
-            buffers,
-            begin,
-            end,
-            (position, slot, position - SINKS - cores * group_size, ring_size),
-            scale,
-            1.0,
-            bias,
-            "auto",
-            SINKS,
-            CORE_WIDTH,
-            HAS_BIAS,
-            HAS_MASS,
-            not OVERLAPS,
-            False,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
-            VECTOR,
-            STAGES,
-        )
-        if OVERLAPS:
-            if AT_ONCE:
-                wait_for(counter_ptr + 1, 1)
-            sums = without_chosen(
+        first = part + 1
+        if ATTENDS:
+            first += num_fetching
+            sums = attend_entries(
                 q,
-                sums,
                 buffers,
-                chosen_ptr,
-                (begin, end),
-                ring_size + SINKS,
-                num_chosen,
+                begin,
+                tl.minimum(begin + size, length),
+                (position, slot, position - SINKS - cores * group_size, ring_size),
                 scale,
+                1.0,
+                bias,
+                "auto",
+                SINKS,
+                CORE_WIDTH,
+                HAS_BIAS,
                 HAS_MASS,
+                not OVERLAPS,
+                False,
                 HEAD_DIM,
+                BLOCK_M,
                 BLOCK_N,
                 BLOCK_D,
                 VECTOR,
+                STAGES,
             )
-        fetched = fetched_sums(
-            q,
-            (fetched_k_ptr, fetched_v_ptr),
-            chosen_ptr,
-            part,
-            (groups_each, num_chosen, group_size),
-            scale,
-            FETCHED_SINKS,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
-            VECTOR,
-            STAGES,
-        )
-        first = (part + 1) * HEADS
-        parts = (acc_ptr + first * HEAD_DIM, lse_ptr + first)
-        store_part(parts, joined_sums(sums, fetched), heads, dims, mask, HEADS, HEAD_DIM)
-        if AT_ONCE:
-            arrive(counter_ptr + 2)
-        # No program waits for the index of an earlier group.
-        if part == programs - 1:
-            close_group(
-                (raw_k_ptr + SINKS * HEAD_DIM, k_ptr),
-                (centre_ptr + n * HEAD_DIM, codes_ptr, scales_ptr, wide_rotation_ptr),
-                (position - SINKS, group_size, num_centred, num_groups),
-                SINKS,
-                BITS,
-                PARTS,
-                SCALES,
-                LEVELS,
+        if PHASE == FETCH or not OVERLAPS:
+            each = groups_each * group_size
+            bounds = (part * each, tl.minimum(part * each + each, num_chosen * group_size))
+            sizes = (group_size, FETCHED_SINKS, fetched_room, 0)
+            if PHASE == FETCH:
+                is_core = part == programs - 1
+                if is_core:
+                    fetched_k_ptr = keys_ptr
+                    fetched_v_ptr = values_ptr
+                    numbers_ptr = chosen_ptr
+                bounds = (
+                    tl.where(is_core, 0, bounds[0]),
+                    tl.where(is_core, num_chosen, bounds[1]),
+                )
+                sizes = (
+                    tl.where(is_core, 1, group_size),
+                    tl.where(is_core, ring_size + SINKS, FETCHED_SINKS),
+                    tl.where(is_core, length, fetched_room),
+                    tl.where(is_core, length, 0),
+                )
+            fetched = fetched_sums(
+                q,
+                (fetched_k_ptr, fetched_v_ptr, mass_ptr),
+                numbers_ptr,
+                bounds,
+                sizes,
+                scale,
+                HAS_MASS and PHASE == FETCH,
                 HEAD_DIM,
-                CLOSE_P,
-                BLOCK_C,
+                BLOCK_M,
+                BLOCK_N,
                 BLOCK_D,
-                SEGMENTS,
-                GROUP,
+                VECTOR,
+                STAGES,
             )
+            if PHASE == FETCH:
+                sums = fetched
+            else:
+                sums = joined_sums(sums, fetched)
+        parts = (acc_ptr + first * (HEADS * HEAD_DIM), lse_ptr + first * HEADS)
+        store_part(parts, sums, heads, dims, mask, HEADS, HEAD_DIM)
+        # No program waits for the index of an earlier group.
+        if ATTENDS:
+            if part == programs - 1:
+                close_group(
+                    (raw_k_ptr + SINKS * HEAD_DIM, k_ptr),
+                    (centre_ptr + n * HEAD_DIM, codes_ptr, scales_ptr, wide_rotation_ptr),
+                    (position - SINKS, group_size, num_centred, num_groups),
+                    SINKS,
+                    BITS,
+                    PARTS,
+                    SCALES,
+                    LEVELS,
+                    HEAD_DIM,
+                    CLOSE_P,
+                    BLOCK_C,
+                    BLOCK_D,
+                    SEGMENTS,
+                    GROUP,
+                )
 
     # Merge the parts of a head, some columns a program.
-    if AT_ONCE or PHASE == MERGE:
+    if PHASE == MERGE:
         COLUMNS: tl.constexpr = BLOCK_D // SLICES
-        if AT_ONCE:
-            if part < HEADS * SLICES:
-                wait_for(counter_ptr + 2, programs)
-        for task in range(part, HEADS * SLICES, programs):
-            query_head = task // SLICES
-            merge_columns(
-                (acc_ptr + query_head * HEAD_DIM, lse_ptr + query_head),
-                out_ptr + (n * HEADS + query_head) * HEAD_DIM,
-                num_parts,
-                task % SLICES * COLUMNS + tl.arange(0, COLUMNS),
-                HEADS,
-                HEAD_DIM,
-                BLOCK_P,
-            )
-        if AT_ONCE:
-            # The last program of a row clears its counters, that of the last row counts the token.
-            if arrive(counter_ptr + 3) == programs - 1:
-                for i in tl.static_range(4):
-                    tl.store(counter_ptr + i, 0)
-                if arrive(rows_done_ptr) == tl.num_programs(0) - 1:
-                    tl.store(rows_done_ptr, 0)
-                    if ON_DEVICE:
-                        tl.store(seen_ptr, tl.load(seen_ptr) + 1)
-        elif ON_DEVICE:
+        query_head = part // SLICES
+        merge_columns(
+            (acc_ptr + query_head * HEAD_DIM, lse_ptr + query_head),
+            out_ptr + (n * HEADS + query_head) * HEAD_DIM,
+            num_parts,
+            num_fetching,
+            part % SLICES * COLUMNS + tl.arange(0, COLUMNS),
+            OVERLAPS,
+            HEADS,
+            HEAD_DIM,
+            BLOCK_P,
+        )
+        if ON_DEVICE:
             if (row == 0) & (part == 0):
                 tl.store(seen_ptr, seen + 1)

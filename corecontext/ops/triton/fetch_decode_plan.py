@@ -12,7 +12,14 @@ from corecontext.ops.fetch.index import num_parts
 from corecontext.ops.fetch.low_bits import LEVELS
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode import step_plan
-from corecontext.ops.triton.fetch_decode_kernel import ALL, ATTEND, CHOOSE, MERGE, SCORE
+from corecontext.ops.triton.fetch_decode_kernel import (
+    ATTEND,
+    CHOOSE,
+    FETCH,
+    MERGE,
+    ROTATE,
+    SCORE,
+)
 from corecontext.ops.triton.launch import ceil_div, power_of_2
 from corecontext.ops.triton.tiles import Chip
 
@@ -21,15 +28,18 @@ _SLICES = 4  # of a head's columns, merged one by one
 _SCORE_WARPS = 2
 _CHOICE_WARPS = 16
 _MERGE_WARPS = 4
+_SCORING_ALONE = 7  # programs on a multiprocessor
 _ATTEND_REGISTERS = 168  # of a thread of four warps, so that three programs run at once
-# Of a step in one launch: warps and registers, by which two programs run on a multiprocessor.
-_WARPS = 8
-_PROGRAMS = 2
-_REGISTERS = 128
-_MOST_ROWS = 0
-"""Rows of KV heads up to which a step is one launch. None: 2 % of its rows differed from those of
-several launches on an H200, which was not shown to come from ties of the choice. With 8 rows it
-took 49 us instead of 57, with 64 196 instead of 185."""
+_OVERLAPS = False
+"""Whether attention to compact entries is a branch of a captured step, beside scoring and choosing.
+Such steps were right on an H200 before their kernels shared code with those of four launches. None
+was timed."""
+# Of a branch: programs on a multiprocessor, where those that score and attend fit beside each other
+# by their registers, and where they fetch.
+_ROTATE_WARPS = 8
+_SCORING = 4
+_ATTENDING = 1
+_FETCHING = 4
 
 
 class StepSizes(NamedTuple):
@@ -62,55 +72,58 @@ class Launch(NamedTuple):
 class StepPlan(NamedTuple):
     """Hold the launches of a step, and what they share."""
 
-    launches: tuple[Launch, ...]
+    launches: list[Launch]
     num_scoring: int
     """Programs that score groups of a KV head."""
-    num_shares: int
-    """Programs that attend from a KV head."""
-    last_units: int
-    """Entries of the program that chooses, where the others have 8."""
-    first: dict[str, Any]
-    """The kernel's constants from its second on, by name, in its order; and after others."""
+    num_fetching: int
+    """Programs of the launch that attends to fetched tokens from a KV head."""
+    num_parts: int
+    """Parts of the softmax of a KV head."""
+    groups_each: int
+    """Chosen groups that a program attends to."""
     constants: dict[str, Any]
+    """The kernel's last constants by name, in its order."""
 
 
 def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepPlan:
-    """Return the launches of a step: one where its programs may wait for each other, else one for
-    each phase."""
+    """Return the launches of a step."""
     shape = (sizes.dtype, sizes.rows, sizes.heads, sizes.dim, sizes.capacity, spec.group_size)
     of_cache = step_plan(chip, *shape)
     tile = dict(of_cache.step)
-    attend_options = {"num_warps": tile.pop("num_warps")}
+    attending = {"num_warps": tile.pop("num_warps")}
+    if sizes.is_nvidia:
+        attending["maxnreg"] = _ATTEND_REGISTERS
     index = index_constants(spec, sizes.dim)
     scoring = scoring_constants(chip, sizes, index)
-    programs = programs_at_once(chip, sizes, index["BITS"])
-    overlaps = False
-    last_units = 8
-    launches: tuple[Launch, ...]
-    if programs:
-        num_scoring = programs
-        num_shares = programs
-        scoring["SCORE_N"] *= _WARPS // _SCORE_WARPS
-        overlaps = not core_bias and spec.core_heads != "query"
-        if overlaps and programs > 1:
-            last_units = 0 if programs > 8 else 7
-        options: dict[str, Any] = {"num_warps": _WARPS}
-        if sizes.is_nvidia:
-            options.update(maxnreg=_REGISTERS, cooperative=True)
-        launches = (Launch(ALL.value, programs, options),)
-    else:
-        num_scoring = scoring_splits(chip, sizes.rows, sizes.num_groups, scoring["SCORE_N"])
-        num_shares = of_cache.num_parts - 1
-        if sizes.is_nvidia:
-            attend_options["maxnreg"] = _ATTEND_REGISTERS
-        choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
-        launches = (
-            Launch(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS}),
-            Launch(CHOOSE.value, 2, {"num_warps": choice_warps}),
-            Launch(ATTEND.value, num_shares, attend_options),
-            Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS}),
-        )
+    # Core tokens that may weigh far more than their raw tokens cannot be taken out again.
+    overlaps = _OVERLAPS and not core_bias and spec.core_heads != "query"
+    per_chip = _SCORING if overlaps else _SCORING_ALONE
+    fitting = per_chip * chip.multiprocessors // sizes.rows
+    num_scoring = scoring_splits(fitting, sizes.num_groups, scoring["SCORE_N"])
+    choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
+    num_shares = of_cache.num_parts - 1
+    num_fetching = 0
+    groups_each = ceil_div(sizes.num_chosen, num_shares)
+    if overlaps:
+        num_shares = max(1, min(num_shares, _ATTENDING * chip.multiprocessors // sizes.rows))
+        fitting = max(1, _FETCHING * chip.multiprocessors // sizes.rows)
+        of_a_tile = ceil_div(tile["BLOCK_N"], spec.group_size)
+        groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fitting))
+        num_fetching = ceil_div(sizes.num_chosen, groups_each) + 1  # and the core tokens
+    launches = [
+        Launch(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS}),
+        Launch(CHOOSE.value, 1 if overlaps else 2, {"num_warps": choice_warps}),
+        Launch(ATTEND.value, num_shares, attending),
+        Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS}),
+    ]
+    if overlaps:
+        launches.insert(0, launches.pop(2))
+        launches.insert(3, Launch(FETCH.value, num_fetching, attending))
+        if scoring["WHOLE"]:
+            launches.insert(1, Launch(ROTATE.value, 1, {"num_warps": _ROTATE_WARPS}))
+    num_parts = 1 + num_fetching + num_shares
     constants = {
+        "OVERLAPS": overlaps,
         **index,
         **scoring,
         "CLOSE_P": max(16, scoring["SCORE_P"]),
@@ -118,12 +131,12 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         "GROUP": power_of_2(spec.group_size),
         "BLOCK_S": power_of_2(num_scoring),
         "BLOCK_K": power_of_2(sizes.num_chosen),
-        "BLOCK_P": power_of_2(num_shares + 1),
+        "BLOCK_P": power_of_2(num_parts),
         "SLICES": _SLICES,
         **tile,
     }
-    first = {"PREFETCHES": programs > 0 and sizes.is_nvidia, "OVERLAPS": overlaps}
-    return StepPlan(launches, num_scoring, num_shares, last_units, first, constants)
+    sums = (num_scoring, num_fetching, num_parts, groups_each)
+    return StepPlan(launches, *sums, constants)
 
 
 def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
@@ -169,21 +182,7 @@ def scoring_constants(chip: Chip, sizes: StepSizes, index: dict[str, Any]) -> di
     }
 
 
-def scoring_splits(chip: Chip, rows: int, num_groups: int, block_n: int) -> int:
-    """Return the number of programs that share the groups of each of `rows` KV heads: seven on a
-    multiprocessor, fewer where each would not have three tiles."""
-    fitting = 7 * chip.multiprocessors // rows
+def scoring_splits(fitting: int, num_groups: int, block_n: int) -> int:
+    """Return the number of programs that share the groups of a KV head: the `fitting` ones that run
+    at once, fewer where each would not have three tiles."""
     return max(1, min(fitting, ceil_div(num_groups, 3 * block_n)))
-
-
-def programs_at_once(chip: Chip, sizes: StepSizes, bits: int) -> int:
-    """Return the programs for each KV head of a step in one launch; 0 where it takes several
-    launches, because not all would run at once."""
-    half = sizes.dtype != torch.float32
-    # Two programs' registers and shared memory fit on a multiprocessor of Hopper.
-    fits = half and bits == 2 and sizes.dim <= 128 and sizes.heads <= 8
-    fits = fits and sizes.num_groups <= 16384 and chip.shared_memory >= 200 * 1024
-    if not fits or not sizes.is_nvidia or sizes.has_slots or sizes.rows > _MOST_ROWS:
-        return 0
-    most = min(_PROGRAMS * chip.multiprocessors // sizes.rows, 127)  # a program merges 128 parts
-    return min(most, ceil_div(sizes.capacity, 64))

@@ -24,7 +24,6 @@ def launch(
     num_warps: int,
     num_stages: int | None = None,
     maxnreg: int | None = None,
-    cooperative: bool = False,
     **constants: Any,
 ) -> None:
     """Run a kernel.
@@ -38,7 +37,6 @@ def launch(
         specialized: The arguments after them, for whose values Triton may compile a kernel of its
             own: integers and, as tuples, strides.
         maxnreg: Most registers of a thread, on NVIDIA's chips.
-        cooperative: Whether all programs run at once, or none, on NVIDIA's chips.
         constants: The values that the kernel is compiled for.
     """
     options: dict[str, Any] = {"num_warps": num_warps}
@@ -46,8 +44,6 @@ def launch(
         options["num_stages"] = num_stages
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
-    if cooperative:
-        options["launch_cooperative_grid"] = True
     if torch.compiler.is_compiling():
         _launch_outside_graph(kernel, grid, arguments + specialized, {**constants, **options})
         return
