@@ -207,13 +207,15 @@ def test_compiles_as_one_graph(changes):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="graphs need a GPU")
 @pytest.mark.parametrize(
-    "index, store, num_slots",
+    "index, store, num_slots, overlaps",
     [
-        *(("pairs:2", "device", 0), ("mean", "device", 0), ("pairs:2", "host", 0)),
-        *(("mean", "host", 0), ("pairs:2", "host", 6)),
+        *(("pairs:2", "device", 0, False), ("pairs:2", "device", 0, True)),
+        *(("mean", "device", 0, False), ("pairs:2", "host", 0, False)),
+        *(("mean", "host", 0, False), ("pairs:2", "host", 6, False), ("pairs:2", "host", 6, True)),
     ],
 )
-def test_a_captured_step_replays(index, store, num_slots):
+def test_a_captured_step_replays(index, store, num_slots, overlaps, monkeypatch):
+    monkeypatch.setattr(fetch_decode_plan, "_OVERLAPS", overlaps)
     prefill, length = 300, 420
     settings = {"store": store, "fetch_slots": num_slots, "fetch_index": index, "core_mass": True}
     config = CCAConfig.paper(16, 64, fetch_groups=4, **settings)

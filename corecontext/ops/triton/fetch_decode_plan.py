@@ -116,7 +116,7 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         Launch(ATTEND.value, num_shares, attending),
         Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS}),
     ]
-    if overlaps:
+    if overlaps:  # attention first: it is the branch
         launches.insert(0, launches.pop(2))
         launches.insert(3, Launch(FETCH.value, num_fetching, attending))
         if scoring["WHOLE"]:
@@ -135,8 +135,7 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         "SLICES": _SLICES,
         **tile,
     }
-    sums = (num_scoring, num_fetching, num_parts, groups_each)
-    return StepPlan(launches, *sums, constants)
+    return StepPlan(launches, num_scoring, num_fetching, num_parts, groups_each, constants)
 
 
 def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
