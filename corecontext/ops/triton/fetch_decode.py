@@ -123,13 +123,13 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
     branches = overlaps and q.is_cuda and torch.cuda.is_current_stream_capturing()
     with torch.cuda.device_of(q):
         for phase, programs, options in plan.launches:
-            if branches and phase == FETCH.value:
-                torch.cuda.current_stream().wait_stream(_side_stream(q.device))
             if raw.slots is not None and phase == (FETCH if overlaps else ATTEND).value:
                 numbers = find_and_load(raw, chosen, marks, spec.sinks)
                 fetched = (raw.slots.keys, raw.slots.values)
                 fetched_room = raw.slots.keys.shape[2] * spec.group_size
                 fetched_sinks = 0
+            if branches and phase == FETCH.value:  # the branch ends
+                torch.cuda.current_stream().wait_stream(_side_stream(q.device))
             beside = branches and phase == ATTEND.value
             with _branch(q.device) if beside else contextlib.nullcontext():
                 launch(
