@@ -174,7 +174,12 @@ def test_memory_is_that_of_the_machine_and_of_the_control_group(monkeypatch, tmp
     for limit, current, available in ((900_000, 200_000, 700_000), (2_000_000, 1, 1024_000)):
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text(f"{current}\n")
+        (group / "memory.stat").write_text("anon 5\nfile 9\ninactive_anon 7\n")
         assert host_memory.available_bytes() == available
+    (group / "memory.max").write_text("900000\n")
+    (group / "memory.current").write_text("800000\n")
+    (group / "memory.stat").write_text("inactive_anon 7\ninactive_file 500000\nslab 3\n")
+    assert host_memory.available_bytes() == 600_000  # files that were read can be dropped
     (group / "memory.max").write_text("max\n")
     assert host_memory.available_bytes() == 1024_000
 

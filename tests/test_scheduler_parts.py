@@ -1184,11 +1184,9 @@ def test_the_budget_is_set_or_a_share_of_the_free_memory(monkeypatch):
     assert build._cache_bytes(Serving(cache_mib=3), "cuda") == 3 * 2**20
     assert build._cache_bytes(Serving(), "cuda") == 800
     free["value"] = None
-    pages = {"SC_AVPHYS_PAGES": 100, "SC_PAGE_SIZE": 40}
-    monkeypatch.setattr(build.os, "sysconf", pages.__getitem__)
-    assert build._cache_bytes(Serving(), "cpu") == 1000
-    monkeypatch.setattr(build.os, "sysconf", mock.Mock(side_effect=ValueError))
-    assert build._cache_bytes(Serving(), "cpu") == 2**30
+    for available, budget in ((4000, 1000), (None, 2**30)):  # within the control group's limit
+        monkeypatch.setattr(host_memory, "available_bytes", lambda given=available: given)
+        assert build._cache_bytes(Serving(), "cpu") == budget
 
 
 def test_the_budget_of_host_memory_is_set_or_a_share_of_what_is_available(monkeypatch):

@@ -108,6 +108,15 @@ def available_bytes() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text())
-        return min(total, limit - int((group / "memory.current").read_text()))
+        used = int((group / "memory.current").read_text())
+        # Pages of files that were read, such as the model's, count as used and can be dropped.
+        used -= _inactive_file_bytes((group / "memory.stat").read_text())
+        return min(total, limit - used)
     except (OSError, ValueError):  # no such group, or "max"
         return total
+
+
+def _inactive_file_bytes(statistics: str) -> int:
+    """Return the bytes of inactive file pages of a control group's memory.stat."""
+    lines = (line.split() for line in statistics.splitlines())
+    return next((int(value) for name, value in lines if name == "inactive_file"), 0)

@@ -163,23 +163,24 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
     free = free_bytes(device)
     if free is not None:
         return int(GPU_SHARE * free)
-    try:
-        return int(CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (ValueError, OSError):  # not every system tells
-        return 2**30
+    return int(CPU_SHARE * _available_host_bytes(2**32))
 
 
 def _host_bytes(serving: Serving) -> int:
     """Return the budget of raw tokens in host memory: `host_cache_mib`, else a share of the memory
     that is available now."""
-    from corecontext.cache.host_memory import available_bytes
-
     if serving.host_cache_mib is not None:
         return serving.host_cache_mib * 2**20
+    return max(1, int(HOST_SHARE * _available_host_bytes(2**31)))
+
+
+def _available_host_bytes(default: int) -> int:
+    """Return the bytes that this process may still take, by the machine and by its control group;
+    the default where the system does not say."""
+    from corecontext.cache.host_memory import available_bytes
+
     available = available_bytes()
-    if available is None:
-        available = 2**31
-    return max(1, int(HOST_SHARE * available))
+    return default if available is None else available
 
 
 def run(serving: Serving) -> int:
