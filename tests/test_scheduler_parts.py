@@ -625,6 +625,33 @@ def test_the_queue_is_locked_and_no_request_is_ever_missing(model, monkeypatch):
     assert lock.__enter__.call_count == 3
 
 
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_no_request_enters_a_queue_whose_thread_has_ended(model, monkeypatch, end):
+    """A request that is being checked while the thread ends would wait for ever."""
+    scheduler = Scheduler(model)
+
+    def check(request):
+        scheduler.close() if end == "close" else scheduler.abandon(RuntimeError("gone"))
+
+    monkeypatch.setattr(Admission, "check", lambda self, request: check(request))
+    with pytest.raises(RequestError) as refused:
+        scheduler.submit(Request([1, 2], 3))
+    assert refused.value.code is Code.DRAINING and scheduler.idle
+
+
+def test_a_request_that_waits_for_memory_has_no_sizes_yet(model):
+    row = Scheduler(model).memory.shape.row_bytes(CONFIG, 64)
+    scheduler = Scheduler(model, cache_bytes=2 * row, policy=lambda load: (5, 13))
+    running = scheduler.submit(Request([1] * 9, 55))
+    waiting = scheduler.submit(Request([2] * 9, 55))
+    for _ in range(3):
+        scheduler.run_turn()
+    assert running.config == CONFIG and waiting in scheduler.waiting
+    assert waiting.config is None
+    finish(scheduler)
+    assert waiting.config == CONFIG
+
+
 def test_a_device_that_is_broken_ends_no_request_alone(model, monkeypatch):
     scheduler = Scheduler(model)
     slot = scheduler.submit(Request([1, 2], 3))
@@ -762,6 +789,18 @@ def test_a_broken_model_leaves_no_request_and_no_memory(model):
     scheduler.abandon(error)
     assert [slot.error for slot in ends] == [error] * 3 and scheduler.idle
     assert {slot.end_reason for slot in ends} == {"error"} and not scheduler.memory.pools
+
+
+def test_a_request_ends_once_where_the_device_breaks_on_its_way_to_a_row(model, monkeypatch):
+    scheduler = Scheduler(model)
+    ends = []
+    slot = scheduler.submit(Request([1] * 3, 9), on_end=ends.append)
+    broken = mock.Mock(side_effect=torch.AcceleratorError("device-side assert triggered"))
+    monkeypatch.setattr(RowPool, "_set_pad", broken)  # the last of all that `add` writes
+    with pytest.raises(torch.AcceleratorError) as error:
+        scheduler.run_turn()
+    scheduler.abandon(error.value)
+    assert ends == [slot]
 
 
 def test_a_prompt_that_is_scored_is_read_in_small_chunks(model, monkeypatch):

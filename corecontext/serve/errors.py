@@ -66,6 +66,11 @@ def draining() -> RequestError:
     )
 
 
+def internal_error() -> RequestError:
+    """Return the error of a request that failed for a reason that concerns the operator alone."""
+    return RequestError(Code.INTERNAL, "the request failed inside the server, which has noted why.")
+
+
 def invalid_body(first: Mapping[str, Any]) -> InvalidRequest:
     """Return the error of a body, by the name of its field, from pydantic's first one."""
     path = [ascii(str(name))[1:-1][:100] for name in first["loc"] if name != "body"]

@@ -24,7 +24,7 @@ from corecontext.inference.limits import position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
 from corecontext.serve.admission import Admission, servable_handle
-from corecontext.serve.errors import Code, RequestError
+from corecontext.serve.errors import Code, RequestError, draining
 from corecontext.serve.logprobs import add_logprobs
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
@@ -119,6 +119,7 @@ class Scheduler:
         self.waiting: deque[Slot] = deque()
         self.reading: list[Slot] = []
         self._lock = threading.Lock()  # of the queue
+        self._closed = False  # written under the lock: afterwards no request enters the queue
         self._numbers = itertools.count(1)
         self._first_come = False  # which prompt is read in the next turn
         self._newest_first_token: tuple[float, float | None] = (0.0, None)  # when, after which wait
@@ -137,12 +138,14 @@ class Scheduler:
 
         Raises:
             ValueError: as `Admission.check`.
-            RequestError: too many requests wait already.
+            RequestError: too many requests wait already, or the scheduler is closed.
         """
         # planted: serve: sized by the settings of the prompt that is read
         self.admission.check(request)
         slot = Slot(request, on_token, on_end, on_logprobs)
         with self._lock:
+            if self._closed:
+                raise draining()
             must_wait = bool(self.waiting) or not self._has_room()
             if must_wait and len(self.waiting) >= self.queue_limit:
                 raise RequestError(
@@ -155,6 +158,12 @@ class Scheduler:
     def cancel(self, slot: Slot) -> None:
         """End a request; its memory is free before the next step."""
         slot.cancelled = True
+
+    def close(self) -> None:
+        """Refuse all further requests. Call it before the last turns: no turn would end a request
+        that came after them."""
+        with self._lock:
+            self._closed = True
 
     def _has_room(self) -> bool:
         """Whether the first request of the queue may leave it, memory aside."""
@@ -231,25 +240,26 @@ class Scheduler:
             slot = self.waiting[0]
             try:
                 load = self.load(len(slot.request.prompt))
-                slot.config = self.admission.settings_for(slot.request, load)
+                config = self.admission.settings_for(slot.request, load)
                 # The other ranks choose a pool too, since a failure also evicts.
-                self._record("place", slot.config, slot.request.length)
-                pool = self.memory.place(slot.config, slot.request.length)
+                self._record("place", config, slot.request.length)
+                pool = self.memory.place(config, slot.request.length)
                 if pool is None and self.num_active:
                     return
                 if pool is None:
                     # It would wait forever: the budget is free, and the policy chose too much.
                     raise MemoryError(
                         f"{slot.request.length} tokens do not fit the cache with the settings that "
-                        f"the policy chose, {slot.config}."
+                        f"the policy chose, {config}."
                     )
             except Exception as error:  # a policy is the user's code
                 self.waiting.popleft()
                 self._end(slot, "error", error)
                 continue
+            slot.config = config
             slot.started = time.monotonic()
             slot.number = next(self._numbers)
-            self._record("start", slot.number, slot.config, slot.request)
+            self._record("start", slot.number, config, slot.request)
             # Append before leaving the queue, so concurrent readers never miss the request.
             self._start_reading(slot, pool)
             self.waiting.popleft()
@@ -374,7 +384,9 @@ class Scheduler:
         """End all requests with this error, and forget their memory: the model cannot run any
         more."""
         with self._lock:
-            slots = [*self.waiting, *self.active()]
+            self._closed = True
+            # A prompt whose cache was being moved into its row is in both.
+            slots = list(dict.fromkeys([*self.waiting, *self.active()]))
             self.waiting.clear()
         self.reading.clear()
         self.memory.pools.clear()

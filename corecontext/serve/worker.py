@@ -12,7 +12,7 @@ from typing import Any
 
 from corecontext.files import is_out_of_memory
 from corecontext.inference.sampling import InvalidLogits
-from corecontext.serve.errors import Code, RequestError, draining
+from corecontext.serve.errors import Code, RequestError, draining, internal_error
 from corecontext.serve.ranks import HEARTBEAT_S
 from corecontext.serve.request import Request, Slot, TokenLogprobs
 from corecontext.serve.scheduler import Scheduler
@@ -98,26 +98,26 @@ class Answer:
 
 def _failure(slot: Slot) -> RequestError:
     """Return the error of a request that ended without its answer."""
-    code = Code.INTERNAL
-    message = "the request failed inside the server, which has noted why."
     if slot.end_reason == "timeout":
-        code = Code.TIMEOUT
-        message = (
+        return RequestError(
+            Code.TIMEOUT,
             f"the request took longer than its time limit; {slot.made} tokens were made. Ask for "
-            "fewer new tokens, or try again when fewer requests run."
+            "fewer new tokens, or try again when fewer requests run.",
         )
-    elif slot.end_reason == "cancelled":
-        code = Code.CANCELLED
-        message = "the server was stopped before the request came to its end. Try another one."
-    elif slot.error is not None and is_out_of_memory(slot.error):
-        code = Code.OUT_OF_MEMORY
-        message = (
+    if slot.end_reason == "cancelled":
+        return RequestError(
+            Code.CANCELLED,
+            "the server was stopped before the request came to its end. Try another one.",
+        )
+    if slot.error is not None and is_out_of_memory(slot.error):
+        return RequestError(
+            Code.OUT_OF_MEMORY,
             "the request ran out of memory. Shorten the prompt, or try again when fewer requests "
-            "run."
+            "run.",
         )
-    elif isinstance(slot.error, InvalidLogits):
-        message = str(slot.error)
-    return RequestError(code, message)
+    if isinstance(slot.error, InvalidLogits):
+        return RequestError(Code.INTERNAL, str(slot.error))
+    return internal_error()
 
 
 @dataclass(eq=False)
@@ -192,6 +192,7 @@ class Worker:
                 if not self._wake.wait(HEARTBEAT_S) and ranks is not None:
                     ranks.broadcast()
                 self._wake.clear()
+            self.scheduler.close()
             for slot in [*self.scheduler.waiting, *self.scheduler.active()]:
                 self.scheduler.cancel(slot)
             while self.scheduler.run_turn():
