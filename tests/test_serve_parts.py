@@ -123,7 +123,7 @@ class Scripted:
                 options = {"json": body} if method == "POST" else {}
                 return await client.request(method, path, headers=headers, **options)
 
-        return asyncio.run(send())
+        return asyncio.run(asyncio.wait_for(send(), 20))
 
 
 @functools.cache
@@ -446,6 +446,26 @@ def test_the_answers_of_a_stream_are_ended_with_the_first_that_fails():
     server = Scripted(["x", "cancelled"], "yz")
     events = events_of(server.ask(prompt=["a", "b"], max_tokens=2, stream=True))
     assert "[DONE]" not in events and events[-1]["error"]["code"] == "cancelled"
+    assert server.cancelled == [0, 1]
+
+
+def test_a_stream_whose_answer_cannot_be_written_ends_with_an_error(monkeypatch, caplog):
+    """The client would wait for ever."""
+    monkeypatch.setattr(LogprobsWriter, "write", lambda *given: {}["words of a prompt"])
+    server = Scripted("xy")
+    with caplog.at_level(logging.ERROR, "corecontext.serve"):
+        response = server.ask(max_tokens=2, stream=True, logprobs=0)
+    assert [event["error"]["code"] for event in events_of(response)] == ["internal_error"]
+    assert server.cancelled == [0] and "words" not in response.text
+    assert [record.message for record in caplog.records] == ["an answer could not be written"]
+
+
+def test_no_answer_is_made_for_a_client_that_gets_an_error(monkeypatch):
+    """Making the reply fails after its requests were accepted."""
+    server = Scripted("x", "y")
+    monkeypatch.setattr(server.service, "_choice", lambda *given: [][0])
+    with pytest.raises(IndexError):
+        server.ask(prompt=["a", "b"], max_tokens=1)
     assert server.cancelled == [0, 1]
 
 

@@ -247,23 +247,22 @@ class Service:
             )
         chat = isinstance(body, protocol.ChatRequest)
         tokens = [await self._tokens(prompt, chat) for prompt in prompts]
-        choices: list[Choice] = []
+        answers: list[Answer] = []
 
         def cancel() -> None:
-            for choice in choices:
-                self.worker.cancel(choice.answer)  # without effect where it has ended
+            for answer in answers:
+                self.worker.cancel(answer)  # without effect where it has ended
 
         try:
-            for prompt, ids in zip(prompts, tokens):
-                text = TextStream(self.tokenizer, body.stops, () if chat else ids)
-                answer = self.worker.submit(self._request(body, ids, limit, arrived), text)
-                choices.append(self._choice(len(choices), answer, body, prompt))
-        except RequestError:
+            for ids in tokens:
+                answers.append(self._submit(body, ids, limit, arrived))
+            choices = [
+                self._choice(index, answer, body, prompt)
+                for index, (answer, prompt) in enumerate(zip(answers, prompts))
+            ]
+        except BaseException:
             cancel()
             raise
-        except (ValueError, TypeError) as error:  # of the request's settings
-            cancel()
-            raise InvalidRequest(Code.INVALID, str(error)) from None
         reply = Reply(choices, self.serving.model_name, self.fingerprint, chat)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -273,6 +272,27 @@ class Service:
         finally:
             cancel()
         return JSONResponse(whole)
+
+    def _submit(
+        self,
+        body: protocol.CompletionRequest | protocol.ChatRequest,
+        ids: list[int],
+        limit: int | None,
+        arrived: float,
+    ) -> Answer:
+        """Hand a prompt to the worker.
+
+        Raises:
+            RequestError: it cannot run, or its settings break a rule.
+        """
+        context = () if isinstance(body, protocol.ChatRequest) else ids
+        text = TextStream(self.tokenizer, body.stops, context)
+        try:
+            return self.worker.submit(self._request(body, ids, limit, arrived), text)
+        except RequestError:
+            raise
+        except (ValueError, TypeError) as error:  # of the request's settings
+            raise InvalidRequest(Code.INVALID, str(error)) from None
 
     def _choice(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from typing import Any
 
 from corecontext.serve.request import TokenLogprobs
@@ -23,7 +24,7 @@ class LogprobsWriter:
         self.chat = chat
         self.offset = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending: list[TokenLogprobs] = []
+        self._pending: deque[TokenLogprobs] = deque()
 
     def write(self, records: list[TokenLogprobs], end: float) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens that begin before character `end` and were not
@@ -33,7 +34,7 @@ class LogprobsWriter:
         written = []
         offsets = []
         while self._pending and self.offset < end:
-            record = self._pending.pop(0)
+            record = self._pending.popleft()
             written.append(record)
             offsets.append(max(0, self.offset))
             self.offset += len(self._decoder.decode(self.texts.shown(record.token)))

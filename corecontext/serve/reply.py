@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 import uuid
@@ -14,11 +15,13 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from corecontext.inference.policy import SIZE_NAMES
-from corecontext.serve.errors import RequestError
+from corecontext.serve.errors import RequestError, internal_error
 from corecontext.serve.logprobs_writer import LogprobsWriter
 from corecontext.serve.metrics import sizes_of
 from corecontext.serve.request import Slot
 from corecontext.serve.worker import Answer
+
+log = logging.getLogger("corecontext.serve")
 
 
 @dataclass
@@ -128,7 +131,8 @@ class Reply:
                 logprobs = records
             elif records is not None:
                 for name, values in records.items():
-                    logprobs[name] = values and logprobs[name] + values
+                    if values is not None:  # a chat's refusal
+                        logprobs[name] += values
         content: dict[str, Any] = {"text": text}
         if self.chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -150,6 +154,10 @@ class Reply:
                 queue.put_nowait(None)
             except RequestError as error:
                 queue.put_nowait(error)
+            except Exception:
+                # Without an entry of the queue the client would wait for ever.
+                log.exception("an answer could not be written")
+                queue.put_nowait(internal_error())
 
         tasks = [asyncio.ensure_future(read(choice)) for choice in self.choices]
         left = len(tasks)
