@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import time
@@ -511,9 +512,7 @@ def test_the_newest_idle_sessions_are_kept(model, monkeypatch):
 
     def make(model, handle, key, **options):
         made.append((key, idle(), options))
-        return SimpleNamespace(
-            key=key, fixed=key[0] != "grows", reset=mock.Mock(), allocated_bytes=10
-        )
+        return mock.Mock(key=key, fixed=key[0] != "grows", allocated_bytes=10)
 
     monkeypatch.setattr(engine_module, "Session", make)
     engine, made = Engine(model, static=True, keep=2), []
@@ -532,10 +531,13 @@ def test_the_newest_idle_sessions_are_kept(model, monkeypatch):
     engine.give_back(engine.take(key("grows")), True)
     assert idle() == ["c"]
     engine.give_back(engine.take(key("d")), True)
-    engine.take(key("e"))
+    last = engine.take(key("e"))
     assert made[-1][1] == ["d"]  # room was made before
+    for session in [engine.take(key(name)) for name in "fgf"]:
+        engine.give_back(session, True)
+    assert idle() == ["g", "f"]  # by the newest session of each key
     engine.clear()
-    assert engine.cache_bytes_kept == 0 and engine.cache_bytes_used == 10
+    assert engine.cache_bytes_kept == 0 and engine.cache_bytes_used == last.allocated_bytes
     engine = Engine(model, static=True, keep=0)
     engine.give_back(engine.take(key("a")), True)
     assert not engine._idle
@@ -781,6 +783,16 @@ def test_a_stream_that_was_closed_or_failed_gives_no_token(model, monkeypatch):
     assert not engine._idle and not engine._busy and list(failing) == []
     with pytest.raises(ValueError, match="^configure must be called on a running request"):
         failing.configure(window_size=2)
+
+
+def test_a_stream_that_is_dropped_unread_leaves_no_cache(model):
+    engine = Engine(model)
+    stream = engine.stream(tokens(1, 9), max_new_tokens=3)
+    next(stream)
+    assert engine.cache_bytes_used > 0
+    del stream
+    gc.collect()
+    assert engine.cache_bytes_used == 0 and not engine._busy
 
 
 def test_a_window_shrinks_before_the_prompt_is_read_and_equal_sizes_change_nothing(model):

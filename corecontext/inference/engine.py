@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -82,7 +83,8 @@ class Engine:
         if self.static is None:
             self.static = self.fuse is not None or self.model.device.type == "cuda"
         self._idle: OrderedDict[SessionKey, Session] = OrderedDict()
-        self._busy: list[Session] = []
+        # A stream that is dropped without `close` takes its session with it.
+        self._busy: weakref.WeakSet[Session] = weakref.WeakSet()
 
     # Requests
     # ----------------------------------------------------------------------------------------------
@@ -278,15 +280,16 @@ class Engine:
                 forward=self.fused.step,
             )
         session.reset()
-        self._busy.append(session)
+        self._busy.add(session)
         return session
 
     def give_back(self, session: Session, reusable: bool) -> None:
-        """Keep a session for later, the newest sessions first."""
+        """Keep a session for a later request of its key, in place of an older one."""
         self._busy.remove(session)
         if not reusable or not session.fixed:  # a cache that grew has no buffers to reuse
             return
         self._idle[session.key] = session
+        self._idle.move_to_end(session.key)
         self._evict(self.keep)
 
     def _evict(self, count: int) -> None:
