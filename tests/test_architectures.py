@@ -107,6 +107,11 @@ def test_the_self_check_leaves_a_model_in_its_mode(training, monkeypatch):
     model = tiny_model("llama").train(training)
     corecontext.enable(model, CONFIG, untested=True)
     assert all(module.training == training for module in model.modules())
+    refused = hunyuan().train(training)
+    refused.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(NotImplementedError, match="changes its frequencies"):
+        corecontext.enable(refused, CONFIG, untested=True)
+    assert all(module.training == training for module in refused.modules())
 
 
 def test_the_self_check_refuses_keys_that_do_not_rotate_as_the_model_says():

@@ -508,6 +508,7 @@ def test_a_process_has_the_learned_parameters_of_its_heads(rank, monkeypatch):
         (["ls"], ["--include_path", str(lm_eval.TASKS)]),
         (["validate"], ["--include_path", str(lm_eval.TASKS)]),
         (["run", "--include_path", "mine"], []),
+        (["run", "--include_path=mine"], []),
         (["--help"], []),
     ],
     ids=str,

@@ -94,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lm_eval.__main__ import cli_evaluate
 
         has_tasks = arguments[:1] in (["run"], ["ls"], ["validate"])
-        if has_tasks and "--include_path" not in arguments:
+        names = [argument.partition("=")[0] for argument in arguments]
+        if has_tasks and "--include_path" not in names:
             arguments += ["--include_path", str(TASKS)]
         sys.argv = ["corecontext.integrations.lm_eval", *arguments]
         cli_evaluate()

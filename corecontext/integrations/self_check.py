@@ -38,9 +38,10 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
 
     training = model.training
     model.eval()
-    full = logits(use_cache=False)
-    handle = enable(group_size=1, window_size=WINDOW_SIZE)
+    handle = None
     try:
+        full = logits(use_cache=False)
+        handle = enable(group_size=1, window_size=WINDOW_SIZE)
         _compare(model, "groups of one token against full attention", logits(use_cache=False), full)
         handle.configure(group_size=GROUP_SIZE)
         cache = DynamicCache(config=model.config)
@@ -50,7 +51,8 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
         _compare(model, "the cache against one pass", torch.cat(steps, 1), once)
         _check_rotation(model, handle, ids[:, :1])
     finally:
-        handle.disable()
+        if handle is not None:
+            handle.disable()
         # planted: plug-in: the self-check ends a model's training mode
         model.train(training)
 
