@@ -16,6 +16,7 @@ from torch import Tensor
 
 from corecontext.config import DEFAULT_SINK_SIZE
 from corecontext.files import UserError
+from corecontext.integrations.hf_head import head_logits
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import WHOLE, Loaded, encode
 from corecontext.record import Record, make_record
@@ -224,13 +225,13 @@ def _check_prefill(model: Any) -> None:
         )
 
 
-def hidden_nll(head: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int = 1024) -> Tensor:
-    """Compute the same from a prefill's last hidden states [1, L, C]; logits of only chunk_size
-    tokens exist at once."""
+def hidden_nll(model: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int = 1024) -> Tensor:
+    """Compute the result of `document_nll` from a prefill's last hidden states [1, L, C]; logits of
+    only chunk_size tokens exist at once."""
     losses = []
     with torch.inference_mode():
         for start in range(0, input_ids.shape[1] - 1, chunk_size):
             targets = input_ids[0, start + 1 : start + 1 + chunk_size]
-            logits = head(hidden[0, start : start + len(targets)]).float()
+            logits = head_logits(model, hidden[0, start : start + len(targets)])
             losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
     return torch.cat(losses)

@@ -183,9 +183,8 @@ class IndexStudy:
         attention = nullcontext() if setting is None else enabled(self.model, setting)
         with torch.inference_mode(), attention:
             if windows:
-                head = self.model.get_output_embeddings()
                 texts = [list(window.ids) for window in self.real.test_windows[:windows]]
-                losses = [hidden_nll(head, hidden, ids) for hidden, ids in self._read(texts)]
+                losses = [hidden_nll(self.model, hidden, ids) for hidden, ids in self._read(texts)]
                 value = math.exp(float(far_half(torch.stack(losses).double().mean(0)).mean()))
                 params = self._params(setting, self.real.sizes.length, "far")
                 records.append(self._append("real.perplexity", value, params))

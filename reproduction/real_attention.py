@@ -58,7 +58,7 @@ class AttentionRun:
         """Return the losses of tokens 1, 2, ... of a text [L - 1]."""
         tokens = tokens_of(ids, self.model)
         hidden = self._hidden(tokens)
-        nll = hidden_nll(self.model.get_output_embeddings(), hidden, tokens)
+        nll = hidden_nll(self.model, hidden, tokens)
         if not nll.isfinite().all():
             raise UserError("losses must be finite, got NaN or infinity. Take another --dtype.")
         return nll

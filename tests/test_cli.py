@@ -322,11 +322,25 @@ def test_chunks_and_hidden_states_give_the_same_likelihoods(model):
                 atol=1e-4,
             )
             torch.testing.assert_close(
-                perplexity.hidden_nll(loaded.model.lm_head, hidden, ids, chunk_size=chunk_size),
+                perplexity.hidden_nll(loaded.model, hidden, ids, chunk_size=chunk_size),
                 truth,
                 rtol=1e-4,
                 atol=1e-4,
             )
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [("gemma2", {"final_logit_softcapping": 1.5}), ("granite", {"logits_scaling": 0.3})],
+)
+def test_hidden_states_become_the_models_own_logits(family, changes):
+    model, ids = tiny_model(family, **changes), tokens(1, 30)
+    with torch.no_grad():
+        truth = torch.nn.functional.cross_entropy(
+            model(ids).logits[0, :-1], ids[0, 1:], reduction="none"
+        )
+        hidden = model.get_decoder()(ids).last_hidden_state
+    torch.testing.assert_close(perplexity.hidden_nll(model, hidden, ids, chunk_size=7), truth)
 
 
 def test_positions_are_covered_once():

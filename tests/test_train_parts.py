@@ -186,9 +186,14 @@ def test_logits_of_one_chunk_exist_at_a_time(share, monkeypatch):
     assert most == ([1, 2] * 4 if share else [1] * 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-hybrid"])
-def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family, tmp_path):
-    tiny_model(family).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "family, changes",
+    [("llama", {}), ("gemma3", {}), ("qwen2-hybrid", {}), ("granite", {"logits_scaling": 0.4})],
+)
+def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(
+    family, changes, tmp_path
+):
+    tiny_model(family, **changes).save_pretrained(tmp_path)
     config = TrainConfig(
         model=str(tmp_path),
         distil=0.5,
@@ -212,7 +217,7 @@ def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(family
         2, 40
     )  # two documents in each row
     with torch.no_grad():
-        whole = tiny_model(family)
+        whole = tiny_model(family, **changes)
         wanted = torch.cat(
             [whole(ids[:, part]).logits for part in (slice(13), slice(13, 40))], 1
         ).double()
@@ -259,7 +264,8 @@ def test_a_teacher_is_refused_where_the_loss_is_not_in_chunks():
     routed, biased = tiny_model("qwen3_moe", output_router_logits=True), tiny_model()
     biased.lm_head = torch.nn.Linear(48, 96)
     wrapped = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    for model in (routed, biased, wrapped.base_model.model):
+    scaled = tiny_model(logit_scale=3.0)  # as in architectures whose rule is not known
+    for model in (routed, biased, wrapped.base_model.model, scaled):
         with pytest.raises(
             UserError,
             match="distil must be 0 where the loss cannot be computed in chunks, got a mode",
@@ -267,9 +273,18 @@ def test_a_teacher_is_refused_where_the_loss_is_not_in_chunks():
             compute_loss_in_chunks(model, 7, lambda: None)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_a_model_computes_its_own_loss_in_chunks(family):
-    whole = tiny_model(family)
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("qwen3_moe", {}),
+        ("granite", {"logits_scaling": 0.3}),
+        ("granitemoe", {"logits_scaling": 3.0}),
+    ],
+)
+def test_a_model_computes_its_own_loss_in_chunks(family, changes):
+    whole = tiny_model(family, **changes)
     chunked = copy.deepcopy(whole)
     compute_loss_in_chunks(chunked, 7)
     ids = tokens(2, 30)

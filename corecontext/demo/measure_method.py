@@ -61,7 +61,7 @@ def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> d
         for hook in hooks:
             hook.remove()
 
-        nll = hidden_nll(model.get_output_embeddings(), hidden, input_ids)
+        nll = hidden_nll(model, hidden, input_ids)
         advance(SHARES["perplexity"])
         del hidden
 

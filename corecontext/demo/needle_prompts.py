@@ -68,7 +68,7 @@ def run_chat(loaded: Loaded, task: ChatTask, advance: Callable[[float], Any]) ->
             synchronize(device)
             first_s.append(time.perf_counter() - start)
             peaks.append(peak.read())
-            nll = hidden_nll(model.get_output_embeddings(), out.last_hidden_state, ids)
+            nll = hidden_nll(model, out.last_hidden_state, ids)
             losses.append(float(nll[nll.shape[0] // 2 :].double().mean()))
             cache = out.past_key_values
             sizes = {"cache_bytes": cache_bytes(cache), "host_bytes": host_bytes(cache)}

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from corecontext.data.packing import IGNORED
 from corecontext.files import UserError
+from corecontext.integrations.hf_head import LogitRule, has_known_logits
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ def compute_loss_in_chunks(
     `shift_labels` (already shifted: each token's next one) may replace `labels`, and
     `num_items_in_batch` is the divisor of the sum, as in transformers. Calls without labels do not
     change. Only this instance changes; a loss that cannot be computed in chunks (a head with bias
-    or LoRA's matrices, a router's loss) is left to the model.
+    or LoRA's matrices, logits scaled by a rule that is not known, a router's loss) is left to the
+    model.
 
     Args:
         teacher: Called with the model's arguments except labels, in training mode only: the loss of
@@ -229,11 +231,11 @@ def compute_loss_in_chunks(
         UserError: there is a teacher, and this model's loss cannot be computed in chunks.
     """
     whole = model.forward
-    softcap = getattr(model.config, "final_logit_softcapping", None)
     if teacher is not None and not _has_plain_head(model):
         raise UserError(
             "distil must be 0 where the loss cannot be computed in chunks, got a model whose head "
-            "has a bias or LoRA's matrices, or with a router's loss. Use --distil 0."
+            "has a bias, LoRA's matrices or an unknown scale, or with a router's loss. Use "
+            "--distil 0."
         )
 
     @functools.wraps(whole)
@@ -264,7 +266,9 @@ def compute_loss_in_chunks(
         if teacher is not None and model.training:
             # Before the student, which holds activations for the backward.
             taught = teacher(*args, **kwargs)
+        rule = LogitRule.of(model.config)
         hidden = model.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        hidden = rule.divided(hidden)
         head = model.get_output_embeddings()
         if hasattr(head, "unshard"):
             # FSDP gathers a module's weights when it is called, and the head is not called.
@@ -280,7 +284,7 @@ def compute_loss_in_chunks(
                 shift_labels.flatten().to(hidden.device),
                 count,
                 chunk,
-                softcap,
+                rule.softcap,
                 taught,
             )
         return ChunkedLoss(loss=loss, cross_entropy=cross_entropy)
@@ -289,10 +293,11 @@ def compute_loss_in_chunks(
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether the loss is that of a plain matrix, and has no other terms."""
+    """Whether logits are a plain matrix's, by a known rule, and the loss has no other terms."""
     head = model.get_output_embeddings()
     return (
         isinstance(head, torch.nn.Linear)
         and head.bias is None
+        and has_known_logits(model.config)
         and not getattr(model.config, "output_router_logits", False)
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from corecontext.inference.fuse import Fused
+from corecontext.integrations.hf_head import LogitRule
 from corecontext.integrations.hf_weights import check_finite, load_weights
 from corecontext.loading import load_config, one_line
 from corecontext.train.loss import Taught
@@ -63,5 +64,5 @@ class Teacher:
     def view(self, hidden: Tensor) -> Taught:
         """Return the teacher's view of tokens with these hidden states [T, d']."""
         head = self.model.get_output_embeddings().weight
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)
-        return Taught(hidden, head, self.share, softcap)
+        rule = LogitRule.of(self.model.config)
+        return Taught(rule.divided(hidden), head, self.share, rule.softcap)
