@@ -181,6 +181,28 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    "method, option, is_used",
+    [
+        ("full", ("--group-size", "8"), False),
+        ("full", ("--window-size", "64"), False),
+        ("streaming_llm", ("--window-size", "64"), True),
+        ("streaming_llm", ("--sinks", "8"), False),
+        ("longlora", ("--group-size", "512"), False),
+        ("window", ("--no-core-mass",), False),
+        ("window", ("--fetch-groups", "0"), True),
+        ("cca", ("--sinks", "8"), True),
+    ],
+)
+def test_no_option_of_the_attention_is_ignored(method, option, is_used, monkeypatch, capsys):
+    result = run.Result(Path("out"), 1, [(1, 3.0)], {}, {}, 0)
+    monkeypatch.setattr(run, "train", lambda config: result)
+    argv = ["train", "paper", "--model", "m", "--method", method, *option]
+    assert main(argv) == (0 if is_used else 2)
+    said = f"must be left out with method '{method}', which would ignore it, got "
+    assert (said in capsys.readouterr().err) is not is_used
+
+
 def test_an_option_that_is_no_json_is_named_as_it_was_given(capsys):
     assert main(["train", "paper", "--raw-heads", "{2"]) == 2
     assert "error: raw-heads must be JSON, got '{2': " in capsys.readouterr().err

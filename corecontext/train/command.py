@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from corecontext.baselines.rivals import RIVALS
+from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.train.train_config import (
     DEFAULT_RECIPE,
@@ -63,6 +65,7 @@ def train_command() -> Callable[..., None]:
                 config = _default_config(given)
             else:
                 config = load_recipe(recipe).replace(**given)
+        _check_used(given, config.method)
         config = config.replace(model=local_model(config.model))
         from corecontext.train.run import train as run
 
@@ -100,7 +103,28 @@ def train_command() -> Callable[..., None]:
     return train
 
 
+def _check_used(given: dict[str, Any], method: str) -> None:
+    """Raise a UserError for an option of CCA that another method would ignore.
+
+    TrainConfig cannot tell an option from its default, so it refuses only those whose default
+    means that they are off.
+    """
+    if method == "cca":
+        return
+    names = {setting.name for setting in fields(CCAConfig)}
+    names -= {"fetch_groups", "learned", "layer_group_sizes"}
+    if method in RIVALS and "window_size" in RIVALS[method].takes:
+        names.remove("window_size")
+    for name, value in given.items():
+        if name in names:
+            raise UserError(
+                f"{name} must be left out with method {method!r}, which would ignore it, got "
+                f"{value}."
+            )
+
+
 def _is_first_rank() -> bool:
+    """Whether this process prints for all; torchrun sets RANK."""
     return os.environ.get("RANK", "0") == "0"
 
 
