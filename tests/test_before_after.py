@@ -35,6 +35,7 @@ def test_a_card_compares_the_model_with_the_one_it_was(tmp_path, monkeypatch):
         window_size=64,
         sink_size=16,
         fetch_groups=2,
+        rope_theta=5e5,  # the run's, not the original model's
         steps=2,
         learning_rate=3e-3,
         warmup_steps=0,

@@ -66,22 +66,20 @@ class _Measurement:
             length -= ANSWER_TOKENS
             self.needles = make_needles(book, tokenizer, length, NEEDLES, config.seed)
 
-    def line(self, title: str, folder: str | None = None, *, full: bool = False) -> Line:
-        """Measure the original model, or the one in a folder, under the run's attention or full
-        attention."""
-        config, arguments = self.config, self.arguments
-        hf_config = prepare_config(config) if folder is None else load_config(folder)
-        dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-        model = load_weights(folder or config.model, hf_config, dtype)
-        model.to(arguments.device).eval()
+    def line(self, title: str, name: str, hf_config: Any, *, full: bool = False) -> Line:
+        """Measure the weights at `name`, under the run's attention or full attention."""
+        dtype = torch.bfloat16 if self.arguments.bf16 else torch.float32
+        device = self.arguments.device
+        model = load_weights(name, hf_config, dtype)
+        model.to(device).eval()
         if not full:
-            replace_attention(model, config)
-        rows = [window[None].to(arguments.device) for window in self.windows]
+            replace_attention(model, self.config)
+        rows = [window[None].to(device) for window in self.windows]
         perplexity = math.exp(far_loss(model, rows))
         engine = Engine(model)
         answered = 0
         for needle in self.needles:
-            ids = torch.tensor([needle.ids], device=arguments.device)
+            ids = torch.tensor([needle.ids], device=device)
             options = {"max_new_tokens": ANSWER_TOKENS, "tokenizer": self.tokenizer}
             answer = self.tokenizer.decode(engine.generate(ids, **options)[0])
             answered += needle.is_found(answer)
@@ -92,6 +90,8 @@ def compare(
     config: TrainConfig, folder: Path, tokenizer: Any, rows: Any, arguments: Any
 ) -> Comparison | None:
     """Measure the original model under full attention and under the run's, and the trained one.
+
+    Under full attention the original model has its own rotary base and shape.
 
     Args:
         folder: The trained model.
@@ -117,10 +117,14 @@ def compare(
 def _compare(config: TrainConfig, folder: Path, measurement: _Measurement) -> Comparison:
     """Measure the lines of the table."""
     name = Path(config.model).name
-    lines = [measurement.line(f"{name}, full attention", full=True)]
+    # A new rotary base or shape is the run's; the model as it was has its own.
+    original = prepare_config(config.replace(rope_theta=None, shape={}))
+    lines = [measurement.line(f"{name}, full attention", config.model, original, full=True)]
     if config.method != "full":
-        lines.append(measurement.line(f"{name}, this model's attention"))
-    lines.append(measurement.line("this model, trained", str(folder)))
+        changed = prepare_config(config)
+        lines.append(measurement.line(f"{name}, this model's attention", config.model, changed))
+    trained = str(folder)
+    lines.append(measurement.line("this model, trained", trained, load_config(trained)))
     windows, needles = measurement.windows, measurement.needles
     needle_tokens = max((len(needle.ids) for needle in needles), default=0)
     return Comparison(lines, len(windows), len(windows[0]), len(needles), needle_tokens)
