@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -179,21 +180,51 @@ def median_and_quantiles(samples: Sequence[float]) -> tuple[float, float | None,
 
 
 def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
-    """Append records to a file, all of them or none; its folder is made where missing."""
-    text = "".join(record.to_json() + "\n" for record in records)
-    if not text:
+    """Append records to a file, on lines of their own, all of them or none; its folder is made
+    where missing.
+
+    Raises:
+        OSError: the file cannot be written; the error names it.
+    """
+    data = "".join(record.to_json() + "\n" for record in records).encode()
+    if not data:
         return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     try:
         # One write, unbuffered, to an append-only file: parallel runs do not mix their lines.
-        with path.open("ab", buffering=0) as file:
-            file.write(text.encode())
+        with path.open("a+b", buffering=0) as file:
+            if not _ends_with_line(file):
+                data = b"\n" + data
+            _append_all(file, data)
     except OSError as error:  # errors of writing do not name the file
         if is_new:
             path.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _ends_with_line(file: FileIO) -> bool:
+    """Whether a file is empty or ends with a line break; an interrupted write or an editor may have
+    left the last line without."""
+    if not file.seek(0, os.SEEK_END):
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def _append_all(file: FileIO, data: bytes) -> None:
+    """Append bytes to a file, all of them or none: a disk that is nearly full takes a part of a
+    write, and fails at the next."""
+    written = file.write(data)
+    try:
+        while written < len(data):
+            written += file.write(data[written:])
+    except OSError:
+        # Lines of another process behind these stay.
+        if file.tell() == os.fstat(file.fileno()).st_size:
+            file.truncate(file.tell() - written)
+        raise
 
 
 def read_records(path: str | os.PathLike[str], data: bytes | None = None) -> list[Record]:

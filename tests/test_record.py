@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from datetime import datetime, timedelta
@@ -212,6 +213,31 @@ def test_a_failed_append_takes_no_record_away(tmp_path, monkeypatch, is_new):
     assert error.value.filename == str(path)
     assert path.exists() is not is_new
     assert is_new or path.read_text() == "before\n"
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_full_disk_leaves_no_half_of_a_record(tmp_path, size):
+    path = tmp_path / "r.jsonl"
+    before = ("x" * (size - 1) + "\n").encode() if size else b""
+    if size:
+        path.write_bytes(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            append_records(path, [Record("demo.cache_bytes", 1, "bytes")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.exists() == bool(size)
+    assert not size or path.read_bytes() == before
+
+
+def test_a_record_begins_a_line_of_its_own(tmp_path):
+    path = tmp_path / "r.jsonl"
+    records = [Record("demo.cache_bytes", value, "bytes") for value in (1, 2)]
+    path.write_text(records[0].to_json())  # as an editor leaves it, without a line break
+    append_records(path, records[1:])
+    assert read_records(path) == records
 
 
 def test_a_version_is_clean_whatever_the_results_are(tmp_path):
