@@ -3,6 +3,7 @@ Trainer's arguments, and the card that shows them."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors import SafetensorError
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -292,7 +294,10 @@ def test_arguments_depend_on_the_device(has_gpu, precision, half, checkpointing,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(
         "transformers.TrainingArguments",
-        lambda **options: (given.update(options), SimpleNamespace(device=torch.device("cuda")))[1],
+        lambda **options: (
+            given.update(options),
+            SimpleNamespace(device=torch.device("cuda"), n_gpu=1),
+        )[1],
     )
     arguments.arguments_of(TrainConfig(precision=precision, checkpointing=checkpointing))
     assert given["bf16"] == (has_gpu if half is None else half)
@@ -301,6 +306,19 @@ def test_arguments_depend_on_the_device(has_gpu, precision, half, checkpointing,
     (options,) = [given[name] for name in given if name.endswith("_checkpointing_kwargs")]
     assert kept == checkpointing and options == {"use_reentrant": False}
     assert "fsdp" not in given and "deepspeed" not in given
+
+
+def test_a_process_takes_a_gpu_and_no_more(tmp_path, monkeypatch):
+    def set_up(self):
+        self.distributed_state = None
+        self._n_gpu = 4
+        return torch.device("cuda", 0)
+
+    devices = functools.cached_property(set_up)
+    devices.__set_name__(transformers.TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(transformers.TrainingArguments, "_setup_devices", devices)
+    made = arguments.arguments_of(TrainConfig(output=str(tmp_path), batch_size=3))
+    assert (made.n_gpu, made.train_batch_size) == (1, 3)
 
 
 @pytest.mark.parametrize("world, has_gpu", [(1, True), (8, False)])

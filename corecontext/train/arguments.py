@@ -84,6 +84,9 @@ def arguments_of(config: TrainConfig) -> Any:
 
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
+        # Trainer would split batches over all GPUs of a machine (DataParallel), whose copies of the
+        # model do not have its attention and its loss. Other GPUs are for torchrun's processes.
+        arguments._n_gpu = min(1, arguments.n_gpu)
         if arguments.device.type == "cpu":
             # With several processes it is "cpu:0", to which torch loads no checkpoint.
             arguments.__dict__["_setup_devices"] = torch.device("cpu")

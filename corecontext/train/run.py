@@ -154,9 +154,9 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     trainer = _make_trainer(config, job)
     with job.arguments.main_process_first(desc="run folder"):
         if job.is_first_rank:
-            claim(folder, given, facts)
             if config.push_to is not None:
                 hub.prepare(config.push_to)
+            claim(folder, given, facts)  # after all other checks: from here on the folder is used
 
     resume = latest(folder)
     if resume is not None and isinstance(job.rows, StreamedRows) and (resume / STREAM).is_file():
