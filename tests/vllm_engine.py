@@ -101,6 +101,7 @@ class Worker(CPUWorker):
         self.model_runner = CPUModelRunner(self.vllm_config, torch.device("cpu"))
 
     def determine_available_memory(self):
+        self.model_runner._dummy_run(self.model_runner.max_num_tokens, is_profile=True)
         return self.cache_config.kv_cache_memory_bytes
 
 
@@ -227,6 +228,11 @@ TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
 if not GPU or torch.cuda.device_count() > 1:
     CASES["two workers"] = TENSOR_PARALLEL
     CASES["two workers, raw heads"] = {**TENSOR_PARALLEL, "layer_group_sizes": ((4, 1), 4)}
+    CASES["two stages, raw heads"] = {
+        "pipeline_parallel_size": 2,
+        "layer_group_sizes": ((1, 4), 1, 4),
+        "shape": {"num_hidden_layers": 3},
+    }
 if GPU and torch.cuda.device_count() > 1:
     CASES["two workers, captured"] = {**CASES["captured"], **TENSOR_PARALLEL}
 
