@@ -25,7 +25,7 @@ from corecontext.files import UserError
 from corecontext.heads import findings
 from corecontext.methods import AttentionSizes
 from corecontext.record import make_record, read_records
-from corecontext.train import run as train_run
+from corecontext.train import conversion
 
 SIZE_VALUES = {
     "group_size": 3,
@@ -196,7 +196,7 @@ def test_convert(monkeypatch, calls, capsys):
     monkeypatch.setattr("corecontext.loading.load_config", calls.keep("config", SimpleNamespace()))
     checked = calls.keep("check")
     monkeypatch.setattr("corecontext.loading.check_architecture", checked)
-    monkeypatch.setattr(train_run, "convert", calls.keep("convert"))
+    monkeypatch.setattr(conversion, "convert", calls.keep("convert"))
     line = "convert m new --group-size 3 --window-size 5 --sinks 2 --no-core-mass --untested"
     assert main(line) == 0
     assert calls[1][1][1] is True
@@ -279,7 +279,8 @@ def test_layers(monkeypatch, calls, here, capsys):
     monkeypatch.setattr(findings, "find_layers", calls.keep("find", choice))
     monkeypatch.setattr(findings, "print_layers", calls.keep("print"))
     monkeypatch.setattr(findings, "layer_records", calls.keep("records", [record]))
-    monkeypatch.setattr(train_run, "convert", calls.keep("convert"))
+    monkeypatch.setattr(conversion, "convert", calls.keep("convert"))
+    monkeypatch.setattr(conversion, "check_copy", lambda source, target: None)
     line = "layers text.txt --model f/m/ --length 64 --rows 2 --count 3 --output new --json r.jsonl"
     assert main(f"{line} --heads --raw", *SIZES) == 0
     assert calls[0] == ("load", ("f/m/",), SIZE_VALUES)
@@ -299,7 +300,7 @@ def test_layers(monkeypatch, calls, here, capsys):
         assert calls[1][1] == (varied, "a text", 8192, 4, None, *flags)
     assert main("layers text.txt --model m --raw") == 2
     assert "window-size must be given with --raw" in capsys.readouterr().err
-    for wrong in ("--rows 0", "--length 1", "--output text.txt"):
+    for wrong in ("--rows 0", "--length 1"):
         assert main(f"layers text.txt --model m {wrong}") == 2
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -229,6 +230,13 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     ):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_copy_that_cannot_be_written_is_refused_before_the_search(tmp_path, capsys):
+    command = ["layers", TEXT, "--model", "me/on-the-hub", "--output", str(tmp_path / "new")]
+    with mock.patch("corecontext.loading.load", side_effect=AssertionError("the search began")):
+        assert main(command) == 2
+    assert "model 'me/on-the-hub' must be a folder with config.json" in capsys.readouterr().err
 
 
 def test_heads_that_keep_every_token_fit_where_nobody_says_how_many():

@@ -27,7 +27,7 @@ from corecontext import baselines  # noqa: E402
 from corecontext.data.packing import IGNORED, collate, run_order, shuffled, upsampled  # noqa: E402
 from corecontext.data.row_stream import StreamedRows  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
-from corecontext.train import TrainConfig, run, student  # noqa: E402
+from corecontext.train import TrainConfig, conversion, run, student  # noqa: E402
 from corecontext.train import loss as loss_module  # noqa: E402
 from corecontext.train import trainer as trainer_module  # noqa: E402
 from corecontext.train.loss import chunked_cross_entropy, compute_loss_in_chunks  # noqa: E402
@@ -595,18 +595,18 @@ def test_a_copy_of_a_checkpoint_is_whole_or_absent(tiny, tmp_path, monkeypatch):
     (tmp_path / ".new.partial").mkdir()  # of an interrupted copy
     (tmp_path / ".new.partial/stale").write_text("s")
     with pytest.raises(UserError, match="must be a folder with config.json, got none"):
-        run.convert(str(tmp_path), str(tmp_path / "new"), None)
+        conversion.convert(str(tmp_path), str(tmp_path / "new"), None)
     settings = TrainConfig(group_size=4, window_size=9).cca()
-    run.convert(tiny, str(tmp_path / "new"), settings)
+    conversion.convert(tiny, str(tmp_path / "new"), settings)
     assert not (tmp_path / "new/stale").exists()
     config = json.loads((tmp_path / "new/config.json").read_text())
     assert config.pop("cca") == json.loads(json.dumps(settings.to_dict()))
-    run.convert(str(tmp_path / "new"), str(tmp_path / "plain"), None)
+    conversion.convert(str(tmp_path / "new"), str(tmp_path / "plain"), None)
     assert json.loads((tmp_path / "plain/config.json").read_text()) == config
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(run, "write_text", full)
+    monkeypatch.setattr(conversion, "write_text", full)
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
-        run.convert(tiny, str(tmp_path / "other"), settings)
+        conversion.convert(tiny, str(tmp_path / "other"), settings)
     assert {path.name for path in tmp_path.iterdir()} == {"new", "plain"}
 
 

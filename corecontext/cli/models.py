@@ -45,7 +45,7 @@ def convert(
         )
     hf_config = load_config(model)
     check_architecture(hf_config, untested)
-    from corecontext.train.run import convert as run
+    from corecontext.train.conversion import convert as run
 
     config = None
     if method == "cca":

@@ -187,9 +187,11 @@ def layers(
     check_least(1, rows=rows)
     check_least(2, length=length)
     check_appended(json)
-    if output is not None and os.path.exists(output):
-        raise UserError(f"output '{output}' already exists. Give a new folder.")
     text = read_text(file)
+    if output is not None:
+        from corecontext.train.conversion import check_copy
+
+        check_copy(model, output)
     from corecontext.heads.findings import find_layers, layer_records, print_layers
     from corecontext.loading import load
     from corecontext.record import device_name
@@ -213,7 +215,7 @@ def layers(
         lambda: layer_records(choice.search.trials, params, device),
     )
     if output is not None:
-        from corecontext.train.run import convert as copy
+        from corecontext.train.conversion import convert as copy
 
         copy(model, output, choice.config)
         print(f"wrote {output}")

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 import warnings
@@ -19,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from corecontext.config import CCAConfig
 from corecontext.data.corpus import encoder, read_corpus
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
 from corecontext.data.row_stream import StreamedRows, open_shards
 from corecontext.distributed.announcement import Announcement
-from corecontext.files import UserError, write_text
+from corecontext.files import UserError
 from corecontext.heads.choose import with_heads
 from corecontext.train import card, hub
 from corecontext.train.arguments import arguments_of
@@ -368,33 +366,3 @@ def _retry_writing(write: Callable[[], None], folder: Path) -> None:
                 "%s; trying again in %d s: free space in %s.", error, WAIT_S, folder
             )
             time.sleep(WAIT_S)
-
-
-def convert(source: str, target: str, config: CCAConfig | None) -> None:
-    """Copy a checkpoint with the same weights, with CCA's settings added to its config.json, or
-    removed from it (None).
-
-    Raises:
-        UserError: source is not a checkpoint, or target exists.
-    """
-    old = Path(source).expanduser()
-    new = Path(target)
-    if not (old / "config.json").is_file():
-        raise UserError(f"model '{source}' must be a folder with config.json, got none.")
-    if new.exists():
-        raise UserError(f"output '{target}' already exists. Give a new folder.")
-    staged = new.with_name(f".{new.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
-        shutil.copytree(old, staged)
-        settings = json.loads((staged / "config.json").read_text(encoding="utf-8"))
-        settings.pop("cca", None)
-        if config is not None:
-            settings["cca"] = config.to_dict()
-        write_text(staged / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        publish(staged, new)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"output '{target}' cannot be written: {reason}.") from None
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)

@@ -1,0 +1,47 @@
+"""Copy a checkpoint with other settings of CCA: the weights stay as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from corecontext.config import CCAConfig
+from corecontext.files import UserError, write_text
+from corecontext.train.checkpoint import publish
+
+
+def check_copy(source: str, target: str) -> None:
+    """Raise a UserError, before any work is done, unless `convert` can begin: source is a
+    checkpoint's folder, and target does not exist."""
+    if not (Path(source).expanduser() / "config.json").is_file():
+        raise UserError(f"model '{source}' must be a folder with config.json, got none.")
+    if Path(target).exists():
+        raise UserError(f"output '{target}' already exists. Give a new folder.")
+
+
+def convert(source: str, target: str, config: CCAConfig | None) -> None:
+    """Copy a checkpoint with the same weights, with CCA's settings added to its config.json, or
+    removed from it (None).
+
+    Raises:
+        UserError: source is not a checkpoint, or target exists or cannot be written.
+    """
+    check_copy(source, target)
+    old = Path(source).expanduser()
+    new = Path(target)
+    staged = new.with_name(f".{new.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        shutil.copytree(old, staged)
+        settings = json.loads((staged / "config.json").read_text(encoding="utf-8"))
+        settings.pop("cca", None)
+        if config is not None:
+            settings["cca"] = config.to_dict()
+        write_text(staged / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        publish(staged, new)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"output '{target}' cannot be written: {reason}.") from None
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
