@@ -613,6 +613,21 @@ def test_a_copy_of_a_checkpoint_is_whole_or_absent(tiny, tmp_path, monkeypatch):
 # The finished model
 
 
+@pytest.mark.parametrize(
+    "groups, kept",
+    [
+        (4, {"fetch_slots": 6, "prefill": "fetch"}),
+        (7, {"prefill": "fetch"}),
+        (0, {"fetch_slots": 6}),
+    ],
+)
+def test_settings_of_a_cache_outlast_the_training_where_they_suit(groups, kept):
+    saved = {"cache_dtype": "int8", "fetch_slots": 6, "prefill": "fetch", "window_size": 99}
+    cca = TrainConfig(fetch_groups=groups, store="host", window_size=8).cca()
+    result = student._with_cache_settings(cca, saved)
+    assert result == cca.replace(cache_dtype="int8", **kept)
+
+
 def test_frozen_weights_of_the_finished_model_are_the_originals(tiny, tmp_path):
     """All were rounded for the training; those that learned keep what they have."""
     original = load_file(f"{tiny}/model.safetensors")

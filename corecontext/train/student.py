@@ -3,6 +3,7 @@ weights; and export it at the end."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
@@ -315,6 +316,16 @@ def _add_lora(model: Any, config: TrainConfig) -> Any:
         )
 
 
+def _with_cache_settings(cca: CCAConfig, saved: dict[str, Any]) -> CCAConfig:
+    """Return the settings with those saved of a cache, which are not trained; without those that
+    do not suit the run's, such as fewer slots than groups to fetch."""
+    for name in ("cache_dtype", "fetch_slots", "prefill"):
+        if name in saved:
+            with contextlib.suppress(ValueError):
+                cca = cca.replace(**{name: saved[name]})
+    return cca
+
+
 def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -> None:
     """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that loads with
     CCA.
@@ -339,9 +350,8 @@ def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -
         model.load_state_dict(frozen, strict=False)
     if config.method == "cca":
         cca = config.cca()
-        if config.strategy != "scratch":  # the cache's format is not trained: it stays
-            cache_dtype = _saved_cca(load_config(config.model)).get("cache_dtype")
-            cca = cca.replace(cache_dtype=cache_dtype or cca.cache_dtype)
+        if config.strategy != "scratch":
+            cca = _with_cache_settings(cca, _saved_cca(load_config(config.model)))
         # Loads the learned parameters from `saved`.
         enable(model, cca, untested=config.untested, warn=False)
     model.config.use_cache = True
