@@ -373,8 +373,8 @@ def test_the_folder_of_a_run_says_whose_it_is(tmp_path, monkeypatch):
         "dirty": True,
         "versions": {"torch": "9"},
     }
-    assert folder.held_heads(tmp_path) == {"window_size": 9}
-    assert folder.held_heads(tmp_path / "none") is None
+    assert folder.saved_heads(tmp_path) == {"window_size": 9}
+    assert folder.saved_heads(tmp_path / "none") is None
     assert not (tmp_path / ".saving").exists()
     for facts, message in (
         ({"processes": 1, "rows": "r"}, "a run of 2 processes, got 1: a step"),

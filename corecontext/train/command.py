@@ -136,7 +136,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     saved = saved_settings(TrainConfig().replace(**given), given)
 
     def fits(names: Collection[str]) -> bool:
-        """Return whether the run can have these of the saved settings."""
+        """Whether the run can have these of the saved settings."""
         with contextlib.suppress(ValueError):
             TrainConfig().replace(**{name: saved[name] for name in names} | given)
             return True
@@ -145,6 +145,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     try:
         config = TrainConfig().replace(**saved | given)
     except ValueError as error:
+        # Name the saved settings without which the options would do.
         causes = [name for name in saved if fits(saved.keys() - {name})]
         if not causes:
             raise

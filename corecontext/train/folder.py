@@ -32,9 +32,9 @@ def make(folder: Path) -> None:
         ) from None
 
 
-def held_heads(folder: Path) -> dict[str, Any] | None:
-    """Return the sizes by head that were found for the run in this folder, checked by
-    `check_folder`."""
+def saved_heads(folder: Path) -> dict[str, Any] | None:
+    """Return the sizes by head of a run's earlier start, None without any; `check_folder` has read
+    the file before."""
     path = folder / SETTINGS
     if not path.is_file():
         return None
@@ -115,7 +115,7 @@ def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
 
 
 def release(folder: Path) -> None:
-    """Give the folder of a run back that failed before its first checkpoint."""
+    """Free the folder of a failed run, unless a checkpoint is there to continue from."""
     if latest(folder) is None:
         clear_staging(folder)
         shutil.rmtree(folder / "runs", ignore_errors=True)  # tensorboard's
@@ -123,8 +123,8 @@ def release(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder: two runs would delete each other's half-written
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run's folder for the block: two runs would delete each other's half-written
     checkpoints.
 
     Raises:

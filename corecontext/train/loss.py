@@ -138,11 +138,19 @@ def _chunk_loss(
     taught: Taught | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a chunk's part of the loss and of its cross-entropy, and the gradient of its logits
-    [n, V] in the dtype of hidden, or None; other tensors of that size are freed with the call."""
-    share = 0.0 if taught is None else taught.share
+    """Return a chunk's part of the loss and of its cross-entropy, float32 scalars, and the gradient
+    of its logits [n, V] in the dtype of hidden, or None.
+
+    Other tensors of that size are freed with the call; logits are overwritten step by step, so that
+    few of them exist at once.
+
+    Args:
+        hidden: [n, d]. matrix: [V, d], in the dtype of hidden. labels: [n].
+        count: The divisor of the sum, a float32 scalar.
+    """
     if _has_kernel(hidden, softcap, taught):
         return _kernel_loss(hidden, matrix, labels, count, taught, with_gradient)
+    share = 0.0 if taught is None else taught.share
     logits, slope = _logits(hidden, matrix, softcap)
     targets = labels.clamp(min=0)[:, None]
     weights = (labels != IGNORED).float() / count  # in float32, not yet in the dtype of hidden
@@ -173,11 +181,11 @@ def _chunk_loss(
 
 def _has_kernel(hidden: Tensor, softcap: float | None, taught: Taught | None) -> bool:
     """Whether the kernel computes this loss."""
-    caps = (softcap, None if taught is None else taught.softcap)
+    has_softcap = softcap is not None or (taught is not None and taught.softcap is not None)
     return (
         hidden.is_cuda
         and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and caps == (None, None)
+        and not has_softcap
         and importlib.util.find_spec("triton") is not None
     )
 
@@ -190,7 +198,7 @@ def _kernel_loss(
     taught: Taught | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what `_chunk_loss` does, by the kernel."""
+    """Compute `_chunk_loss` by the kernel, which leaves the gradient in the place of the logits."""
     from corecontext.train.loss_kernel import chunk_loss
 
     logits = F.linear(hidden, matrix)

@@ -36,7 +36,15 @@ from corecontext.train.checkpoint import (
     publish,
     step_of,
 )
-from corecontext.train.folder import MODEL, check_folder, claim, held, held_heads, make, release
+from corecontext.train.folder import (
+    MODEL,
+    check_folder,
+    claim,
+    locked,
+    make,
+    release,
+    saved_heads,
+)
 from corecontext.train.student import export, make_model, make_tokenizer, prepare_config
 from corecontext.train.train_config import TrainConfig
 
@@ -107,7 +115,7 @@ def train(config: TrainConfig) -> Result:
         eval_rows = _read_eval_rows(config, tokenizer)
     make(folder)
     job = _Job(hf_config, tokenizer, arguments, rows, eval_rows)
-    alone = held(folder) if job.is_first_rank else contextlib.nullcontext()
+    alone = locked(folder) if job.is_first_rank else contextlib.nullcontext()
     try:
         with alone, _deterministic(config.deterministic), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
@@ -136,8 +144,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
 
     folder = Path(given.output)
     # The folder keeps the given settings and the sizes found, so that a continued run has both.
-    saved = held_heads(folder)
-    config = with_heads(given, job.hf_config, job.arguments, job.rows, saved)
+    config = with_heads(given, job.hf_config, job.arguments, job.rows, saved_heads(folder))
     facts = {"processes": job.arguments.world_size, "rows": job.rows.mark()}
     if given.raw_heads != 0:
         facts["heads"] = {
@@ -150,6 +157,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
             config.context_length,
         )
     trainer = _make_trainer(config, job)
+    # The first rank claims the folder before the others look for a checkpoint in it.
     with job.arguments.main_process_first(desc="run folder"):
         if job.is_first_rank:
             if config.push_to is not None:
@@ -159,6 +167,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     resume = latest(folder)
     if resume is not None and isinstance(job.rows, StreamedRows) and (resume / STREAM).is_file():
         job.rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
+    # Train; a run without a checkpoint leaves its folder as it was.
     try:
         with Fused(trainer.model, "compile" if config.fuse else None):
             trainer.train(resume_from_checkpoint=resume and str(resume))
@@ -169,6 +178,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     if trainer.save_error is not None:
         _retry_writing(trainer.save_checkpoint, folder)
 
+    # All ranks evaluate; the first one writes the finished model.
     metrics = trainer.evaluate() if job.eval_rows is not None else {}
     history = trainer.state.log_history
     if job.is_first_rank:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import json
@@ -63,6 +62,8 @@ _LEAST = {
     "context_length": 2,
 }
 """Lower bounds of whole numbers."""
+_OPTIONAL = ("long_tokens", "raw_heads")
+"""Whole numbers that may be None."""
 _NUMBERS = (
     "learning_rate",
     "min_learning_rate",
@@ -216,7 +217,7 @@ class TrainConfig:
         self._check_data()
         self._check_processes()
         self._check_teacher()
-        self._check_search()
+        self._check_heads_and_fetch()
         if not isinstance(self.shape, dict):
             raise TypeError(
                 f'shape must be a JSON object, as {{"hidden_size": 64}}, got {self.shape!r}.'
@@ -233,9 +234,12 @@ class TrainConfig:
             )
 
     def _check_numbers(self) -> None:
+        """Raise unless each number is of its kind and within its bounds."""
         for name, least in _LEAST.items():
-            if getattr(self, name) is not None or name not in ("long_tokens", "raw_heads"):
-                check_int(name, getattr(self, name), least)
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            check_int(name, value, least)
         for name in _NUMBERS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -257,6 +261,7 @@ class TrainConfig:
             )
 
     def _check_data(self) -> None:
+        """Raise where documents cannot be repeated by their length."""
         if not 0 < self.long_share < 1:
             raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
         if self.long_tokens is not None and self.streaming:
@@ -266,6 +271,7 @@ class TrainConfig:
             )
 
     def _check_processes(self) -> None:
+        """Raise where the method or another way to shard excludes the one asked for."""
         if self.context_parallel > 1 and self.method != "cca":
             raise ValueError(
                 f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': "
@@ -280,28 +286,30 @@ class TrainConfig:
 
     def _check_teacher(self) -> None:
         """Raise where there can be no teacher."""
-        refuse = functools.partial(self._refuse, "distil")
         if self.strategy == "scratch":
-            refuse("strategy 'scratch', whose random weights are no teacher")
+            self._check_off("distil", "strategy 'scratch', whose random weights are no teacher")
         if self.method == "full":
-            refuse("method 'full', which is the teacher's own attention")
+            self._check_off("distil", "method 'full', which is the teacher's own attention")
         if self.context_parallel > 1:
-            refuse(f"context_parallel {self.context_parallel}: the teacher needs the whole row")
+            reason = f"context_parallel {self.context_parallel}: the teacher needs the whole row"
+            self._check_off("distil", reason)
 
-    def _check_search(self) -> None:
-        """Raise where heads that keep every token cannot be looked for, or have been already."""
+    def _check_heads_and_fetch(self) -> None:
+        """Raise where heads that keep every token cannot be looked for, or have been already, and
+        where no group can be fetched."""
         if self.method != "cca":
-            self._refuse("raw_heads", f"method {self.method!r}, which has no core tokens")
-            self._refuse("fetch_groups", f"method {self.method!r}, which has no core tokens")
+            reason = f"method {self.method!r}, which has no core tokens"
+            self._check_off("raw_heads", reason)
+            self._check_off("fetch_groups", reason)
         if self.context_parallel > 1 and self.learned:
             reason = f"context_parallel {self.context_parallel} and learned core tokens"
-            self._refuse("fetch_groups", reason)
+            self._check_off("fetch_groups", reason)
         if self.layer_group_sizes:
             reason = "layer_group_sizes, which say which heads keep every token"
-            self._refuse("raw_heads", reason)
+            self._check_off("raw_heads", reason)
 
-    def _refuse(self, name: str, reason: str) -> None:
-        """Raise unless a setting is 0."""
+    def _check_off(self, name: str, reason: str) -> None:
+        """Raise unless a setting is 0, which turns it off."""
         value = getattr(self, name)
         if value != 0:
             option = name.replace("_", "-")

@@ -141,7 +141,7 @@ class CCATrainer(Trainer):
         it here."""
         if self.distil:
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            # Trainer scales the loss alike, because it averages over the processes.
+            # Trainer multiplies the loss by the processes, over which gradients are averaged.
             scale = self.accelerator.num_processes
             self._cross_entropies.append(scale * outputs["cross_entropy"])
         else:
@@ -190,7 +190,8 @@ class CCATrainer(Trainer):
         )
 
     def _take_part(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the rows, and set the model's layout for it."""
+        """Return this rank's part of the rows [1, T], and tell the model's attention which part it
+        is: transformers passes no such argument on to it."""
         from corecontext.distributed.context_parallel import Shard
         from corecontext.distributed.layout import Layout
         from corecontext.integrations.transformers import handle_of
