@@ -176,8 +176,11 @@ def _digest(*values: Any) -> str:
 
 
 def _with_user_errors(make: Callable[[], Any]) -> Any:
-    """Return `make()`; `datasets` wraps errors of a generator, of which the user reads the
-    innermost UserError."""
+    """Return `make()`, and raise the UserError inside an error of `datasets`.
+
+    `datasets` wraps an error of a generator in errors of its own; the cause is in their chain. A
+    disk without room for the tokens is a UserError too.
+    """
     try:
         return make()
     except Exception as error:

@@ -31,8 +31,12 @@ class PackedRows(torch.utils.data.Dataset):
     document."""
 
     def __init__(self, documents: Any, row_length: int, order: np.ndarray | None = None) -> None:
-        """documents: with columns input_ids, length and origin, as `read_corpus` makes. order:
-        their numbers, repeats allowed; default as they are.
+        """Lay documents end to end.
+
+        Args:
+            documents: With columns input_ids, length and origin, as `read_corpus` makes.
+            row_length: Tokens of a row, L.
+            order: Numbers of documents, repeats allowed; None takes all in their order.
 
         Raises:
             UserError: there are fewer tokens than a row has.

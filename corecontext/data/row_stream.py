@@ -139,9 +139,11 @@ class StreamedRows(torch.utils.data.Dataset):
         block_size: int = 1000,
         ahead: int = 64,
     ) -> None:
-        """encode: From texts to token ids, as `corpus.encoder` makes it.
+        """Begin at the first row.
 
         Args:
+            encode: From texts to token ids, as `corpus.encoder` makes it.
+            row_length: Tokens of a row, L.
             count: Rows of the whole run; after the last document comes the first one again, in
                 another order.
             block_size: Documents shuffled together. Files and shards come in random order, too.
@@ -203,6 +205,7 @@ class StreamedRows(torch.utils.data.Dataset):
     # Row after row
 
     def _restart(self, state: dict[str, Any]) -> None:
+        """Read on from a state of `_record_state`."""
         self._row = state["row"]
         self._pass = state["pass"]
         self._shard = state["shard"]
@@ -227,7 +230,7 @@ class StreamedRows(torch.utils.data.Dataset):
                 self._record_state()
                 self._block_documents = self._next_block()
             else:
-                self._tokenise_some()
+                self._tokenise_next()
         pieces = []
         missing = self.row_length
         while missing:
@@ -248,7 +251,7 @@ class StreamedRows(torch.utils.data.Dataset):
         self._row += 1
         return pieces
 
-    def _tokenise_some(self) -> None:
+    def _tokenise_next(self) -> None:
         """Move the next documents of the block to the tokens."""
         batch = self._block_documents[:_AT_ONCE]
         self._block_documents = self._block_documents[_AT_ONCE:]
@@ -290,6 +293,7 @@ class StreamedRows(torch.utils.data.Dataset):
         return []
 
     def _current_shard(self) -> FileShard | HubShard:
+        """Return the shard in reading; each pass has an order of its own."""
         order = np.random.default_rng((self.seed, self._pass)).permutation(len(self.shards))
         return self.shards[order[self._shard]]
 
