@@ -25,8 +25,12 @@ from corecontext.loading import load_config, one_line
 from corecontext.model_sizes import ModelSizes
 
 PAPER = "Or train by the paper's rule, which needs none: --raw-heads 0."
-ROWS, DOCUMENTS, MOST_TOKENS = 64, 4, 8192
-"""Rows to look through, documents to take from them, and tokens of each at most."""
+ROWS = 64
+"""Rows to look through, at most."""
+DOCUMENTS = 4
+"""Documents to search on: the longest of these rows."""
+MOST_TOKENS = 8192
+"""Tokens of each document, at most."""
 
 
 def with_heads(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -76,8 +75,9 @@ class Losses:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.known: dict[str, float] = {}
-        with contextlib.suppress(OSError, ValueError):
-            self.known = json.loads((path or Path(os.devnull)).read_text(encoding="utf-8"))
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.known = json.loads(path.read_text(encoding="utf-8"))
 
     def get(self, name: str, measure: Callable[[], float]) -> float:
         """Return a loss, measured now unless it is known."""
@@ -227,9 +227,10 @@ def find_units(
         trials += num_trials(shape.layers, 1)
     longest = max(row.shape[1] for row in rows)
     title = f"{len(rows)} rows of up to {longest} tokens"
-    kept = Losses(
-        None if folder is None else folder / f"{identify(model, rows, equal, starts)}.json"
-    )
+    path = None
+    if folder is not None:
+        path = folder / f"{identify(model, rows, equal, starts)}.json"
+    kept = Losses(path)
     with one_line(), progress(title, trials + 3) as advance:
         # Refuse a count that does not fit before the long part.
         any_units = [Unit(0, i) if heads else Unit(i) for i in range(count)]
@@ -255,7 +256,7 @@ def find_units(
             loss_before = measure(equal)
             advance(2)
             seconds = (time.monotonic() - start) / 2 * (trials + 1)
-            _say_what_runs(title, trials, before, seconds)
+            _print_duration(title, trials, before, seconds)
             layers = [Unit(layer) for layer in range(shape.layers)]
             search = search_units(layers, 1 if heads else count, loss, advance)
             if heads:
@@ -272,14 +273,15 @@ def find_units(
     return Findings(search, chosen, loss_full, loss_before, loss_after)
 
 
-def _say_what_runs(title: str, trials: int, before: int, seconds: float) -> None:
-    """Print the number of trials, and about how long they take."""
-    much = f"about {timedelta(seconds=round(seconds))}"
+def _print_duration(title: str, trials: int, before: int, seconds: float) -> None:
+    """Print the number of trials and the time that they take, in seconds; after an interruption the
+    number of passes done `before`, because the time of these is not known."""
+    duration = f"about {timedelta(seconds=round(seconds))}"
     if before:
-        much = f"{before} passes are known from a search that was interrupted"
+        duration = f"{before} passes are known from a search that was interrupted"
     print(
-        f"{trials} trials, each a pass over {title}: {much}. Fewer or shorter rows, or a smaller "
-        "count, take less; after an interruption the same search goes on where it was.",
+        f"{trials} trials, each a pass over {title}: {duration}. Fewer or shorter rows, or a "
+        "smaller count, take less; after an interruption the same search goes on where it was.",
         file=sys.stderr,
     )
 
