@@ -147,12 +147,14 @@ def generate(
     check_least(1, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     if (prompt is None) == (prompt_file is None):
         raise UserError("prompt must be given by --prompt-file or by --prompt, one of them.")
-    numbers: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "chunk_size": chunk_size,
-    }
-    continuation = Continuation(temperature=temperature, top_k=top_k, top_p=top_p, **numbers)
+    continuation = Continuation(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        chunk_size=chunk_size,
+    )
     check_output(output, force)
     if prompt_file is not None:
         prompt = read_text(prompt_file)

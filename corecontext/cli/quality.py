@@ -31,6 +31,7 @@ _SIZES = (
     *("group_size", "window_size", "sinks", "patterns", "full_heads", "untested"),
     *("core_mass", "fetch_groups", "fetch_index", "prefill"),
 )
+"""Options of an evaluation that go to `loading.load`."""
 
 
 @with_options(EvaluationOptions)
@@ -88,14 +89,22 @@ def _evaluate(
 
     given = vars(options)
     settings = Settings(
-        tuple(options.length or ()),
-        tuple(options.documents or (20,)),
-        tuple(options.subtask or ()),
-        *(given[name] for name in Settings._fields[3:]),
+        lengths=tuple(options.length or ()),
+        documents=tuple(options.documents or Settings().documents),
+        subtasks=tuple(options.subtask or ()),
+        limit=options.limit,
+        positions=options.positions,
+        shots=options.shots,
+        seed=options.seed,
+        max_new_tokens=options.max_new_tokens,
     )
     model_options = ModelOptions(
-        {name: given[name] for name in _SIZES},
-        **{name: given[name] for name in ModelOptions._fields if name in given},
+        sizes={name: given[name] for name in _SIZES},
+        num_groups=options.num_groups,
+        chunk_size=options.chunk_size,
+        chat_template=options.chat_template,
+        dtype=options.dtype,
+        device=options.device,
     )
     records = run(model, methods, tasks, data, settings, model_options, options.results)
     rows = summarise(records)
