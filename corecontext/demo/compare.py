@@ -43,8 +43,10 @@ SPARE_TOKENS = 256
 CPU_TOKENS = 2560
 """Tokens of the document that another model than the bundled one reads on a CPU by default: within
 minutes, each method for itself."""
-FACTS, NEEDLES = 6, 3
-"""Questions by default; a chat model reads a prompt for each."""
+FACTS = 6
+"""Questions by default, of a model without a chat template."""
+NEEDLES = 3
+"""Questions by default of a chat model, which reads a prompt for each."""
 CHAT_TOKENS = 128
 """Room for the template and the question of a chat."""
 MOST_QUESTIONS = 300
@@ -133,7 +135,12 @@ def _methods(settings: DemoSettings, task: Task | ChatTask) -> dict[str, dict[st
 
 
 def plan(settings: DemoSettings) -> Task | ChatTask:
-    """Check the settings before any model runs, and make the task."""
+    """Make the task, and check the settings before any model runs.
+
+    Raises:
+        UserError: a setting is bad, or the document does not fit.
+    """
+    # Checks that need no model come first.
     with one_line():
         CCAConfig(settings.group_size, settings.window_size, sink_size=settings.sinks)
     count = settings.num_questions
@@ -143,6 +150,7 @@ def plan(settings: DemoSettings) -> Task | ChatTask:
         raise UserError(f"questions must be at least 1, got {count}.")
     if count > MOST_QUESTIONS:
         raise UserError(f"questions must be at most {MOST_QUESTIONS}, got {count}.")
+    # The length of the document.
     text_config = load_config(settings.model).get_text_config(decoder=True)
     limit = text_config.max_position_embeddings - SPARE_TOKENS
     max_tokens = settings.max_tokens
@@ -155,6 +163,7 @@ def plan(settings: DemoSettings) -> Task | ChatTask:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
     if max_tokens > limit:
         raise UserError(f"max-tokens must be at most {limit} for this model, got {max_tokens}.")
+    # The questions, in the form that the model was trained on.
     document = read_text(settings.document)
     task: Task | ChatTask
     if tokenizer.chat_template:
@@ -178,13 +187,14 @@ def formula_bytes(record: Record) -> int:
     """Return the cache size of a record's method by the formula."""
     import torch
 
-    p = record.params
-    g = p.get("group_size", 1)
-    sinks = num_sinks(p.get("sinks", 0), g)
-    entries = cost.cache_entries(p["length"], g, p.get("window_size", 1), sinks=sinks)
-    itemsize = getattr(torch, p["dtype"]).itemsize
-    config = CCAConfig(g, core_mass=p.get("core_mass", False))
-    return entries * p["layers"] * p["kv_heads"] * cost.entry_bytes(config, p["head_dim"], itemsize)
+    params = record.params
+    g = params.get("group_size", 1)
+    sinks = num_sinks(params.get("sinks", 0), g)
+    entries = cost.cache_entries(params["length"], g, params.get("window_size", 1), sinks=sinks)
+    itemsize = getattr(torch, params["dtype"]).itemsize
+    config = CCAConfig(g, core_mass=params.get("core_mass", False))
+    heads = params["layers"] * params["kv_heads"]
+    return entries * heads * cost.entry_bytes(config, params["head_dim"], itemsize)
 
 
 def _run_in_subprocess(

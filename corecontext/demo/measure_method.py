@@ -121,9 +121,15 @@ def _answer(loaded: Loaded, cache: Any, question: Question) -> str:
         out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         tokens = out.logits[:, -1:].argmax(-1)
         answer.append(int(tokens))
-        if answer[-1] == tokenizer.eos_token_id or {".", "\n"} & set(tokenizer.decode(answer[-1:])):
+        if _ends(tokenizer, answer[-1]):
             break
     return tokenizer.decode(answer, skip_special_tokens=True).strip()
+
+
+def _ends(tokenizer: Any, token: int) -> bool:
+    """Whether a token ends an answer: the text, or the answer's sentence or line."""
+    text = tokenizer.decode([token])
+    return token == tokenizer.eos_token_id or "." in text or "\n" in text
 
 
 def main() -> int:
