@@ -31,8 +31,8 @@ class ModelOptions(NamedTuple):
     """How to load and run the model under every method."""
 
     sizes: Mapping[str, Any] = {}
-    """Fields of `methods.AttentionSizes` for `load`; of several methods, each takes those it
-    supports."""
+    """Fields of `methods.AttentionSizes` for `load`. Of several methods each takes those that it
+    supports; a single one refuses others."""
     num_groups: int | None = None
     """Constant number of core tokens, for methods with core tokens."""
     chunk_size: int | None = None
@@ -41,6 +41,15 @@ class ModelOptions(NamedTuple):
     """Whether questions go into the model's chat template; None where its tokenizer has one."""
     dtype: str = "auto"
     device: str = "auto"
+
+
+def _sizes_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those sizes that a method supports."""
+    return {
+        name: value
+        for name, value in sizes.items()
+        if name not in _METHODS_WITH or method in _METHODS_WITH[name]
+    }
 
 
 def data_paths(
@@ -128,11 +137,9 @@ def evaluate(
     # One model at a time; of several methods, each gets the settings that it has.
     records = []
     for method in methods:
-        sizes = {
-            name: value
-            for name, value in options.sizes.items()
-            if len(methods) == 1 or method in _METHODS_WITH.get(name, methods)
-        }
+        sizes = options.sizes
+        if len(methods) > 1:
+            sizes = _sizes_of(method, sizes)
         loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
             raise UserError(WHOLE)

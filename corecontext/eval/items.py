@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from corecontext.eval.subject import ModelSubject
 from corecontext.perplexity import Perplexity
@@ -55,6 +55,7 @@ class Generated:
     """A question answered in free text."""
 
     key: str
+    """Names the item among those of its task."""
     params: Mapping[str, Any]
     make: Callable[[], Question] = field(repr=False)
     """Builds the prompt on demand: all prompts together may be large."""
@@ -63,7 +64,7 @@ class Generated:
     stop: tuple[str, ...] = ()
     chat: bool = True
     """Whether the prompt is a question, for a chat template, or a text to continue."""
-    name = "quality.score"
+    name: ClassVar[str] = "quality.score"
 
     def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and score the answer."""
@@ -86,9 +87,11 @@ class Chosen:
     params: Mapping[str, Any]
     make: Callable[[], str] = field(repr=False)
     options: tuple[str, ...]
+    """The answers, as they would follow the prompt."""
     right: int
-    chat = True
-    name = "quality.accuracy"
+    """Number of the right option."""
+    chat: ClassVar[bool] = True
+    name: ClassVar[str] = "quality.accuracy"
 
     def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and compare the choice."""
@@ -113,8 +116,9 @@ class Window:
     params: Mapping[str, Any]
     ids: list[int] = field(repr=False)
     num_bytes: int
-    chat = False
-    name = "quality.perplexity"
+    """UTF-8 bytes of the window's text."""
+    chat: ClassVar[bool] = False
+    name: ClassVar[str] = "quality.perplexity"
 
     def run(self, subject: ModelSubject) -> Outcome:
         """Return the perplexity, and sums by bucket of positions to combine with other windows."""

@@ -67,8 +67,11 @@ def gold_places(count: int, positions: int) -> list[int]:
     return sorted({round(i * (count - 1) / (positions - 1)) for i in range(positions)})
 
 
-def _question(pool: dict[str, Any], row: dict[str, Any], *of_place: int) -> Question:
-    return Question(prompt_of(row, passages(pool, row, *of_place)), row["answers"])
+def _question(
+    pool: dict[str, Any], row: dict[str, Any], count: int, gold_at: int, seed: int
+) -> Question:
+    """Make the question of a row with its passages; arguments as of `passages`."""
+    return Question(prompt_of(row, passages(pool, row, count, gold_at, seed)), row["answers"])
 
 
 def passages(

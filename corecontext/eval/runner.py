@@ -102,6 +102,7 @@ def run_task(
     common = {**identity, "task": task, "data": data_hashes(task, data), "seed": settings.seed}
     if settings.max_new_tokens is not None:
         common["max_new_tokens"] = settings.max_new_tokens
+    # Each item's parameters by its mark, in the order of the items.
     params = {}
     for item in items:
         item_params = {**common, **item.params, "item": item.key}

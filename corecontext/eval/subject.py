@@ -104,8 +104,8 @@ class ModelSubject:
         if all(len(end) == 1 for end in ends):
             output = prefill(model, self._tensor(prompt), chunk_size=self.chunk_size)
             return int(output.logits[0].float()[[end[0] for end in ends]].argmax())
-        # An attention of its own reads the prompt into a cache; the tokens of an option, whose
-        # logits are kept, are not a part of it.
+        # A prompt is read by `prefill`'s attention only into a cache. The tokens of an option,
+        # whose logits are kept, are not a part of the prompt.
         config = self.loaded.config
         use_cache = config is not None and config.prefill in ("cca", "full")
         scores = []
