@@ -105,21 +105,20 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
     q, k, _, _, learned = inputs
     layout = shard.layout
     if spec.fetch_groups:
-        unsupported = {
-            f"fetch_share {spec.fetch_share}, whose queries may be on several processes. Use "
-            "fetch_share=1": spec.fetch_share > 1,
-            "learned core tokens, or another pooling than 'cca'. Use fetch_groups=0": (
-                bool(learned) or rules.is_own_rule(spec.pooling, learned)
-            ),
-            "a keeper: a cache has all raw tokens for it. Read the prompt on one process": (
-                shard.keeper is not None
-            ),
-        }
-        for reason, applies in unsupported.items():
-            if applies:
-                raise NotImplementedError(
-                    f"fetch_groups must be 0 in context parallelism with {reason}."
-                )
+        reason = None
+        if spec.fetch_share > 1:
+            reason = (
+                f"fetch_share {spec.fetch_share}, whose queries may be on several processes. Use "
+                "fetch_share=1"
+            )
+        elif learned or rules.is_own_rule(spec.pooling, learned):
+            reason = "learned core tokens, or another pooling than 'cca'. Use fetch_groups=0"
+        elif shard.keeper is not None:
+            reason = "a keeper: a cache has all raw tokens for it. Read the prompt on one process"
+        if reason is not None:
+            raise NotImplementedError(
+                f"fetch_groups must be 0 in context parallelism with {reason}."
+            )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)
     count = sum(layout.lengths[i] for i in layout.chunks())
@@ -153,7 +152,9 @@ def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tens
         spans = [slice(place, place + length) for place, length in zip(places, lengths)]
         out = run(document, [torch.cat([x[:, :, span] for span in spans], 2) for x in tokens])
         pieces += zip(places, out.split(lengths, 2))
-    if not pieces:  # this process has no token, and no document that several have
+    if not pieces:
+        # This process has no token, and no document that several have: its empty result depends on
+        # all inputs, so that each gets a gradient.
         q, k, v = tokens
         return q + (k.sum() + v.sum())
     return torch.cat([out for _, out in sorted(pieces, key=lambda piece: piece[0])], 2)

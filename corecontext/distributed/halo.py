@@ -49,10 +49,11 @@ class Halo(NamedTuple):
         self, tokens: Mapping[int, tuple[Tensor, ...]]
     ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
         """Return keys and values [B, Hkv, halo, D] before each chunk, and the queries that end a
-        group there [B, H, m, D].
+        group there [B, H, m, D]. A collective call.
 
-        tokens: queries [B, H, T, D], keys and values [B, Hkv, T, D] of each of this process's
-        chunks.
+        Args:
+            tokens: Queries [B, H, T, D], keys and values [B, Hkv, T, D] of each of this process's
+                chunks.
         """
         starts = self.layout.starts
         pieces = {i: [(k[:, :, :0], v[:, :, :0], q[:, :, :0])] for i, (q, k, v) in tokens.items()}
@@ -63,11 +64,12 @@ class Halo(NamedTuple):
     def give_back(
         self, grads: Mapping[int, tuple[Tensor, Tensor, Tensor]]
     ) -> dict[int, tuple[Tensor, ...]]:
-        """Return the gradients of each chunk's queries, keys and values, with those added that the
-        halos of later chunks send.
+        """Return the gradients of each chunk's queries [B, H, T, D], keys and values [B, Hkv, T,
+        D], with those added that the halos of later chunks send. A collective call.
 
-        grads: gradients of queries [B, H, halo + T, D], keys and values [B, Hkv, halo + T, D] of
-        near parts.
+        Args:
+            grads: Gradients of queries [B, H, halo + T, D], keys and values [B, Hkv, halo + T, D]
+                of near parts.
         """
         totals = {i: tuple(x[:, :, self.size(i) :] for x in near) for i, near in grads.items()}
         for message, (grad_k, grad_v, grad_q) in self._deliver(grads, self.start, back=True):
@@ -126,11 +128,14 @@ class Halo(NamedTuple):
         return [kv_shape, kv_shape, (batch, heads, num_ends, dim)]
 
     def _pack(self, message: Message, tensors: tuple[Tensor, ...], start: int) -> Tensor:
+        """Copy a message's keys, values and group-end queries into one flat buffer, from queries,
+        keys and values that begin at token `start`."""
         q, k, v = (x[:, :, message.low - start : message.high - start] for x in tensors)
         q_ends = q[:, :, self.ends(message.low, message.high)]
         return torch.cat([x.flatten() for x in (k, v, q_ends)])
 
     def _unpack(self, message: Message, buffer: Tensor) -> list[Tensor]:
+        """Return the views of `_pack`'s tensors in its buffer."""
         shapes = self._shapes(message)
         pieces = buffer.split([math.prod(shape) for shape in shapes])
         return [x.view(shape) for x, shape in zip(pieces, shapes)]
