@@ -123,23 +123,23 @@ def sink_attention(
         positions = positions - pads[:, None]
     sinks = _with_far_keys(sinks)
     outs = []
-    for a in range(0, num_queries, ROWS):
-        b = min(a + ROWS, num_queries)
+    for low in range(0, num_queries, ROWS):
+        high = min(low + ROWS, num_queries)
         # The window: keys that a query of this block sees.
-        begin = max(0, num_keys - num_queries + a - window_size + 1)
-        end = num_keys - num_queries + b
+        begin = max(0, num_keys - num_queries + low - window_size + 1)
+        end = num_keys - num_queries + high
         key_slots = torch.arange(begin, end, device=q.device) + total - num_keys
-        distance = slots[a:b, None] - key_slots
+        distance = slots[low:high, None] - key_slots
         mask = ((distance >= 0) & (distance < window_size))[None]
         if pads is not None:  # a padded query sees itself, so that its softmax is over something
-            mask = (mask & (positions[:, a:b, None] >= distance)) | (distance == 0)
-        block = (q[:, :, a:b], k[:, :, begin:end], v[:, :, begin:end])
+            mask = (mask & (positions[:, low:high, None] >= distance)) | (distance == 0)
+        block = (q[:, :, low:high], k[:, :, begin:end], v[:, :, begin:end])
         # Sinks once they have left the window.
-        if num_sinks and first + b > window_size:
+        if num_sinks and first + high > window_size:
             sink_slots = torch.arange(num_sinks, device=q.device)
-            far = positions[:, a:b, None] - sink_slots >= window_size
+            far = positions[:, low:high, None] - sink_slots >= window_size
             mask = torch.cat((mask, far), -1)
-            block = _with_sinks(*block, sinks, window_size, positions[:, a:b])
+            block = _with_sinks(*block, sinks, window_size, positions[:, low:high])
         out = masked_attention(*block, mask[:, None], scoring)
         # `_with_sinks` may have widened the heads; what it added to the values is zero.
         outs.append(out[..., : q.shape[3]])

@@ -46,9 +46,12 @@ def search_patterns(
     chosen: dict[int, tuple[Pattern, ...]] = {}
 
     class Search(Method):
+        """Full attention that compares every candidate with itself on the way."""
+
         name = "minference"
 
         def attend(self, call: Call) -> Tensor:
+            """Return full attention, and choose each head's pattern in this layer."""
             q, k, v, scoring = call[:4]
             exact = dense_attention(q, k, v, scoring)
             errors = []
