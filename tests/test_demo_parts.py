@@ -208,6 +208,33 @@ def test_an_adapter_is_added_to_the_weights(model, tmp_path):
         hf_adapter.add_adapter(loaded, tmp_path / "none")
 
 
+def test_an_adapter_of_another_formula_is_refused(tmp_path):
+    """It would be added at a wrong scale, or in part."""
+    plain = {"r": 3, "lora_alpha": 6.0, "use_dora": False, "rank_pattern": {}}
+    layer = "base_model.model.lm_head"
+    matrices = {f"{layer}.lora_{x}.weight": torch.ones(3, 3) for x in "AB"}
+    model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(3, 3, bias=False)})
+    weight = model["lm_head"].weight
+    before = weight.detach().clone()
+
+    def add(settings, tensors):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        hf_adapter.add_adapter(model, tmp_path)
+
+    for changes in ({"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"lm_head": 4}}):
+        with pytest.raises(UserError, match=f"must be plain LoRA, got {next(iter(changes))}"):
+            add({**plain, **changes}, matrices)
+    vector = {f"{layer}.lora_magnitude_vector": torch.ones(3)}
+    with pytest.raises(UserError, match="got base_model.model.lm_head.lora_magnitude_vector"):
+        add(plain, {**matrices, **vector})
+    with pytest.raises(UserError, match="cannot be read: missing or unknown key 'r'"):
+        add({"lora_alpha": 6.0}, matrices)
+    assert torch.equal(weight, before)
+    add(plain, matrices)
+    torch.testing.assert_close(weight, before + 6)
+
+
 def test_a_task_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("Some words. " * 200)
     settings = DemoSettings(8, 64, model=model, document=str(tmp_path / "text.txt"))

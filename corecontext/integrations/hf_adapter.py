@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from corecontext.files import UserError
+from corecontext.files import UserError, one_line
 
 BUNDLED = {"smollm2": "smollm2_fetch"}
 """Adapters in the package, below corecontext/assets/, by model."""
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+OTHER_FORMULAS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+"""Settings of PEFT under which a layer's change is not (lora_alpha / r) B A."""
 
 
 def add_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Add an adapter to a model's weights, in place: W + scale B A for each of its layers.
+    """Add an adapter to a model's weights, in place: W + (lora_alpha / r) B A for each layer.
 
     Args:
         model: The model that the adapter was trained on, as it is.
@@ -24,23 +27,14 @@ def add_adapter(model: nn.Module, folder: str | Path) -> None:
             for the one in this package, trained under fetch.
 
     Raises:
-        UserError: the adapter is missing, or is not for this model.
+        UserError: the adapter is missing or damaged, is of another kind, or is not for this model.
     """
-    from safetensors.torch import load_file
-
     if str(folder) in BUNDLED:
         folder = ASSETS / BUNDLED[str(folder)]
     folder = Path(folder)
-    try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        matrices = load_file(folder / "adapter_model.safetensors")
-    except OSError:
-        raise UserError(
-            f"adapter '{folder}' must be a folder with adapter_config.json and "
-            "adapter_model.safetensors, got none."
-        ) from None
+    with one_line(f"adapter '{folder}' cannot be read"):
+        scale, matrices = _read_adapter(folder)
     weights = dict(model.named_parameters())
-    scale = settings["lora_alpha"] / settings["r"]
     downs = [name for name in matrices if ".lora_A." in name]
     with torch.no_grad():
         for name in downs:
@@ -55,6 +49,28 @@ def add_adapter(model: nn.Module, folder: str | Path) -> None:
                 )
             change = scale * up.to(weight.device) @ down.to(weight.device)
             weight.copy_(weight.float() + change)
+
+
+def _read_adapter(folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """Return the scale of an adapter's changes, and its matrices by name."""
+    from safetensors.torch import load_file
+
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        matrices = load_file(folder / "adapter_model.safetensors")
+    except OSError:
+        raise UserError(
+            f"adapter '{folder}' must be a folder with adapter_config.json and "
+            "adapter_model.safetensors, got none."
+        ) from None
+    others = [name for name in OTHER_FORMULAS if settings.get(name)]
+    others += [name for name in matrices if not re.search(r"\.lora_[AB]\.", name)]
+    if others:
+        raise UserError(
+            f"adapter '{folder}' must be plain LoRA, got {', '.join(others[:3])}. Merge it into "
+            "its model with PEFT (merge_and_unload), save that model, and load it."
+        )
+    return settings["lora_alpha"] / settings["r"], matrices
 
 
 def find_adapter(model: str) -> str | None:
