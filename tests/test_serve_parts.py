@@ -35,6 +35,7 @@ from corecontext.serve.logprobs_writer import LogprobsWriter  # noqa: E402
 from corecontext.serve.metrics import Metrics, labels_of, sizes_of  # noqa: E402
 from corecontext.serve.reply import Choice, Events, Reply, unless_gone  # noqa: E402
 from corecontext.serve.request import Request, Slot, TokenLogprobs  # noqa: E402
+from corecontext.serve.scheduler import UNLIMITED  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.text import TextStream  # noqa: E402
 from corecontext.serve.token_text import TokenText  # noqa: E402
@@ -705,6 +706,9 @@ def test_paths_and_methods_that_are_not_there():
         "code": None,
     }
     assert server.app.user_middleware[0].kwargs["max_bytes"] == 2**20 + 32 * 64
+    unlimited = mock.MagicMock(max_length=UNLIMITED, policy=None)
+    app = create_app(unlimited, Letters(), Serving(name="m"))
+    assert app.user_middleware[0].kwargs["max_bytes"] == 2**20 + 2**27
     card = server.ask("/v1/models", "GET").json()
     assert card["object"] == "list" and card["data"] == [server.ask("/v1/models/m", "GET").json()]
     del card["data"][0]["created"]

@@ -49,10 +49,11 @@ ERRORS = {
     503: "The server shuts down, or ran out of memory.",
 }
 """Statuses of refused requests, for the schema."""
-
-
 DEFAULT_MAX_TOKENS = 1024
 """Longest chat answer where the client sets no limit, as far as the model's length allows."""
+MOST_BODY_TOKENS = 2**22
+"""Tokens of the longest body, also where the model has no limit of its own."""
+Body = protocol.CompletionRequest | protocol.ChatRequest
 
 
 def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAPI:
@@ -91,7 +92,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAP
         api_key=serving.api_key,
         worker=service.worker,
         metrics=service.metrics,
-        max_bytes=2**20 + 32 * scheduler.max_length,
+        max_bytes=2**20 + 32 * min(scheduler.max_length, MOST_BODY_TOKENS),
         local=serving.api_key is None and is_loopback(serving.host),
     )
     _add_openai_routes(app, service)
@@ -227,7 +228,7 @@ class Service:
     async def answer(
         self,
         request: HttpRequest,
-        body: protocol.CompletionRequest | protocol.ChatRequest,
+        body: Body,
         prompts: Sequence[str | list[int]],
         limit: int | None,
     ) -> Response:
@@ -275,7 +276,7 @@ class Service:
 
     def _submit(
         self,
-        body: protocol.CompletionRequest | protocol.ChatRequest,
+        body: Body,
         ids: list[int],
         limit: int | None,
         arrived: float,
@@ -298,7 +299,7 @@ class Service:
         self,
         index: int,
         answer: Answer,
-        body: protocol.CompletionRequest | protocol.ChatRequest,
+        body: Body,
         prompt: str | list[int],
     ) -> Choice:
         """Return the choice that an answer becomes."""
@@ -321,7 +322,7 @@ class Service:
 
     def _request(
         self,
-        body: protocol.CompletionRequest | protocol.ChatRequest,
+        body: Body,
         ids: list[int],
         limit: int | None,
         arrived: float,
