@@ -73,13 +73,15 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     from corecontext.serve.scheduler import UNLIMITED, Scheduler
     from corecontext.serve.tensor_parallel import Follower, join
 
+    # Refuse wrong settings before any process starts and any weight is loaded; transformers would
+    # refuse the number of ranks in other words.
     policy = None
     with one_line():
         if serving.policy not in ("elastic", "fixed"):
             policy = load_policy(serving.policy)
-        # Checked before any process starts, and before transformers refuses in other words.
         if serving.tensor_parallel > 1:
             RowShape.of(load_config(serving.source), torch.float32, serving.tensor_parallel)
+
     ranks = join(serving)
     if serving.random_weights:
         loaded = _random(serving)
@@ -97,6 +99,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     assert config is not None, (
         "a server's model has CCA enabled, whose place its own caches take under method 'full'"
     )
+
+    # The elastic policy and the defaults depend on the model and its device.
     if serving.policy == "elastic":
         rows = table_rows(config.group_size, config.window_size, config.fetch_groups)
         policy = TablePolicy(rows, first_token_limit=serving.first_token_limit)
@@ -163,7 +167,7 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
     free = free_bytes(device)
     if free is not None:
         return int(GPU_SHARE * free)
-    return int(CPU_SHARE * _available_host_bytes(2**32))
+    return max(1, int(CPU_SHARE * _available_host_bytes(2**32)))
 
 
 def _host_bytes(serving: Serving) -> int:
@@ -202,8 +206,7 @@ def run(serving: Serving) -> int:
     import uvicorn
 
     from corecontext.serve.connection import BACKLOG, Connection
-    from corecontext.serve.guard import is_loopback
-    from corecontext.serve.logs import log_event, start_logging
+    from corecontext.serve.logs import start_logging
 
     class Server(uvicorn.Server):
         """Serve on after a signal until all running requests have ended."""
@@ -228,8 +231,29 @@ def run(serving: Serving) -> int:
     start_logging()
     with _one_line_of_listening(serving):
         listener.listen(BACKLOG)  # before the log names the port: early clients queue
-    host, port = listener.getsockname()[:2]
-    scheduler = app.state.worker.scheduler
+    _log_listening(serving, app.state.worker.scheduler, *listener.getsockname()[:2])
+    options = uvicorn.Config(
+        app,
+        http=Connection,
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=30,
+    )
+    Server(options).run([listener])
+    worker = app.state.worker
+    # planted: serve: the interpreter ends under the model's thread
+    if worker.alive:
+        # It is still in PyTorch, which aborts the process where the interpreter ends around it.
+        os._exit(int(worker.failed))
+    return int(worker.failed)
+
+
+def _log_listening(serving: Serving, scheduler: Any, host: str, port: int) -> None:
+    """Log the address and the settings of a server, and warn where any machine may use it."""
+    from corecontext.serve.guard import is_loopback
+    from corecontext.serve.logs import log_event
+
     config = scheduler.admission.config
     fixed = (config.group_size, config.window_size, config.fetch_groups)
     log_event(
@@ -247,21 +271,6 @@ def run(serving: Serving) -> int:
         log_event(
             "open to the network without an API key: set CORECONTEXT_API_KEY", level="warning"
         )
-    options = uvicorn.Config(
-        app,
-        http=Connection,
-        backlog=BACKLOG,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=30,
-    )
-    Server(options).run([listener])
-    worker = app.state.worker
-    # planted: serve: the interpreter ends under the model's thread
-    if worker.alive:
-        # It is still in PyTorch, which aborts the process where the interpreter ends around it.
-        os._exit(int(worker.failed))
-    return int(worker.failed)
 
 
 def _bind(serving: Serving) -> socket.socket:
