@@ -52,9 +52,9 @@ class Admission:
     max_length: int
     """Most tokens of prompt and answer."""
     memory: CacheMemory
-    """Must be able to hold a request."""
+    """Refuses requests that its budget could never hold."""
     config: CCAConfig
-    """The model's own settings. Its handle has those of another request while a prompt is read."""
+    """The model's own settings; its handle's change while a prompt is read under others."""
     full: bool
     """Whether full attention is served."""
     policy: Policy | None
@@ -86,10 +86,19 @@ class Admission:
             )
 
     def settings_for(self, request: Request, load: Load | None) -> CCAConfig | None:
-        """Choose a request's settings, None for full attention; without a load, which the policy
-        needs, by the model's own."""
+        """Choose the settings of a request.
+
+        Args:
+            load: For the policy; None ignores the policy.
+
+        Returns:
+            CCA's settings; None under full attention.
+
+        Raises:
+            ValueError: a size of the request, or of the policy, breaks a rule.
+        """
         if self.full:
-            if {request.group_size, request.window_size, request.fetch_groups} != {None}:
+            if request.chooses_sizes:
                 raise ValueError(
                     "group_size, window_size and fetch_groups must be left out, got a server of "
                     "full attention."

@@ -14,7 +14,7 @@ from corecontext.serve.guard import BODY_S
 HEADERS_S = 20.0
 """Time for the headers of a request."""
 LATER_S = 5.0
-"""Time that a late body has longer than in `Guard`, which answers it."""
+"""Time beyond that of a body, in which `Guard` answers a late one."""
 
 
 def descriptor_limit() -> int:
@@ -30,15 +30,17 @@ def descriptor_limit() -> int:
 MOST_CONNECTIONS = descriptor_limit() * 3 // 4
 """The descriptors beyond are for the model, the log and connections that are refused."""
 BACKLOG = max(1, min(2048, descriptor_limit() // 16))
-"""Connections that asyncio accepts at once. It takes as many again before it hears of the first."""
+"""Connections that asyncio accepts in one go. It accepts a second batch before it calls
+`connection_made` for the first."""
 
 
 class Connection(H11Protocol):
-    """A connection that is closed where a request does not arrive in time, or where too many are
-    open."""
+    """A connection that is closed if a request does not arrive in time, or too many are open."""
 
-    _phase: Any = None  # of the request that arrives
+    _phase: Any = None
+    """State of the client in h11, such as `h11.SEND_BODY`, that the deadline belongs to."""
     _deadline: asyncio.TimerHandle | None = None
+    """Closes the connection."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -49,22 +51,23 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._wait_for(None, 0.0)
+        self._set_deadline(None, 0.0)
 
     def handle_events(self) -> None:
         super().handle_events()
         self._watch()
 
     def _watch(self) -> None:
-        """Set the deadline of the phase that the request is in."""
-        # After a response, too, whose client may still send the body.
+        """Set the deadline of the request's phase, once for each; a client may still send the body
+        of a request that was answered."""
         seconds = {h11.IDLE: HEADERS_S, h11.SEND_BODY: BODY_S + LATER_S}
         phase = self.conn.their_state
         # planted: serve: each byte of the headers moves their deadline
         if phase is not self._phase:
-            self._wait_for(phase, seconds.get(phase, 0.0))
+            self._set_deadline(phase, seconds.get(phase, 0.0))
 
-    def _wait_for(self, phase: Any, seconds: float) -> None:
+    def _set_deadline(self, phase: Any, seconds: float) -> None:
+        """Replace the deadline; 0 seconds set none."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._phase = phase

@@ -1,4 +1,4 @@
-"""Say why a request gets no answer: a code, which fixes the HTTP status, and a message."""
+"""Define the errors of requests: a code, which fixes the HTTP status, and a message."""
 
 from __future__ import annotations
 
@@ -71,23 +71,25 @@ def internal_error() -> RequestError:
     return RequestError(Code.INTERNAL, "the request failed inside the server, which has noted why.")
 
 
-def invalid_body(first: Mapping[str, Any]) -> InvalidRequest:
-    """Return the error of a body, by the name of its field, from pydantic's first one."""
-    path = [ascii(str(name))[1:-1][:100] for name in first["loc"] if name != "body"]
+def invalid_body(detail: Mapping[str, Any]) -> InvalidRequest:
+    """Translate one of pydantic's error details of a body; the message names the field."""
+    # Names of unknown fields are the client's: shown escaped and shortened.
+    path = [ascii(str(name))[1:-1][:100] for name in detail["loc"] if name != "body"]
     field = ".".join(path)[:100]
-    if first["type"] == "json_invalid":
+    kind = detail["type"]
+    if kind == "json_invalid":
         path = []
-        message = f"the body must be JSON: {first['ctx']['error']}."
-    elif first["type"] == "extra_forbidden":
+        message = f"the body must be JSON: {detail['ctx']['error']}."
+    elif kind == "extra_forbidden":
         message = f"field '{field}' is not supported. Leave it out."
-    elif first["type"] == "missing" and path:
+    elif kind == "missing" and path:
         message = f"field '{field}' must be given."
-    elif first["type"] == "missing":
+    elif kind == "missing":
         message = "the body must be JSON, got none."
-    elif first["type"] == "value_error":
-        message = f"{field} {first['ctx']['error']}."
-    elif first["type"] == "rule":
-        message = f"{field} {first['msg']}."
+    elif kind == "value_error":
+        message = f"{field} {detail['ctx']['error']}."
+    elif kind == "rule":
+        message = f"{field} {detail['msg']}."
     else:
-        message = f"{field or 'the body'} is not valid: {first['msg']}."
+        message = f"{field or 'the body'} is not valid: {detail['msg']}."
     return InvalidRequest(Code.INVALID, message, path[0] if path else None)

@@ -83,6 +83,8 @@ class Guard:
         if refusal is not None:
             await refusal(scope, receive, counted)
             return
+
+        # The body is checked as the application reads it.
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BODY_S
         size = 0
@@ -111,6 +113,7 @@ class Guard:
             if not late and size <= self.max_bytes:
                 await counted(message)
 
+        # The application has seen a client that left; a refused body is answered here.
         await self.app(scope, limited, unless_refused)
         if size > self.max_bytes:
             await self._too_large()(scope, receive, counted)
@@ -118,7 +121,7 @@ class Guard:
             await self._late()(scope, receive, counted)
 
     def _refuse_anywhere(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
-        """Return the answer to a request that no path takes, or None."""
+        """Return the refusal of a request to any path by its headers, or None."""
         # planted: serve: two lengths of one body
         if b"content-length" in headers and b"transfer-encoding" in headers:
             # A proxy may believe the other one, and take the rest of the body for a request.
@@ -135,7 +138,7 @@ class Guard:
         return None
 
     def _refuse(self, headers: dict[bytes, bytes], method: str) -> JSONResponse | None:
-        """Return the answer to a request that its headers refuse, or None."""
+        """Return the refusal of a request under /v1 by its headers, or None."""
         if self._key is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # planted: serve: a key that only begins right

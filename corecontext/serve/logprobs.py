@@ -1,4 +1,4 @@
-"""Note the log-probabilities of tokens for the requests that want them."""
+"""Record the log-probabilities of tokens for the requests that want them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[Token
 
 
 def add_logprobs(slots: Sequence[Slot], logits: Tensor, tokens: Sequence[int]) -> None:
-    """Note the log-probabilities of the next tokens of those requests that want them."""
+    """Record the log-probabilities of the next tokens, of the requests that want them.
+
+    Args:
+        logits: [N, vocabulary], a row for each of N slots.
+        tokens: N token numbers, or `INVALID`.
+    """
     # A row whose logits are no numbers ends its own request only.
     rows = [
         row
@@ -53,8 +58,11 @@ def add_logprobs(slots: Sequence[Slot], logits: Tensor, tokens: Sequence[int]) -
 
 
 def add_prompt_logprobs(slot: Slot, logits: Tensor, start: int) -> None:
-    """Note the log-probabilities of a prompt's tokens from `start + 1` on; logits [N, vocabulary]
-    are those at `start` and behind it."""
+    """Record the log-probabilities of a prompt's tokens from `start + 1` on.
+
+    Args:
+        logits: [N, vocabulary], at the N tokens from `start` on; those at a token are of the next.
+    """
     if start == 0:
         slot.logprobs.append(TokenLogprobs(slot.request.prompt[0]))
     # planted: serve: log-probabilities of the tokens before

@@ -14,9 +14,9 @@ class LogprobsWriter:
     """Write the log-probabilities of one choice, as far as its text has come.
 
     Args:
-        texts: Of its tokens.
-        chat: Whether it answers a chat.
-        start: Characters before its first token.
+        texts: Gives the text of each token.
+        chat: Whether the choice answers a chat.
+        start: Characters of the text before the first token.
     """
 
     def __init__(self, texts: TokenText, chat: bool, start: int) -> None:
@@ -27,8 +27,15 @@ class LogprobsWriter:
         self._pending: deque[TokenLogprobs] = deque()
 
     def write(self, records: list[TokenLogprobs], end: float) -> dict[str, Any] | None:
-        """Return the log-probabilities of the tokens that begin before character `end` and were not
-        yet written, or None where there are none; the others wait. Takes the records."""
+        """Write the tokens that begin before a character of the text; later ones wait.
+
+        Args:
+            records: The next tokens; the list is emptied.
+            end: Characters of the text so far.
+
+        Returns:
+            The protocol's `logprobs`; None if no token is written.
+        """
         self._pending += records
         records.clear()
         written = []

@@ -41,17 +41,26 @@ class CacheMemory:
         return text
 
     def counted(self) -> tuple[CacheBytes, CacheBytes]:
-        """Count the bytes on the device and in host memory: those used, and those allocated, as
-        `used` and `allocated` count them, without beginnings."""
-        used, allocated = [0, 0], [0, 0]
+        """Count the bytes on the device and in host memory, without beginnings, as `used` and
+        `allocated` count those of the budget.
+
+        Returns:
+            Bytes used, and bytes allocated.
+        """
+        used_device = used_host = allocated_device = allocated_host = 0
         for pool in list(self.pools):
+            row = self.shape.bytes_of(pool.config, pool.max_length)
+            # A prompt that is read has a promised row, and a cache of a row's size to be read into.
+            used_rows = len(pool.slots) + 2 * pool.promised
+            allocated_rows = pool.rows + pool.promised
             # Raw tokens by which full attention reads a prompt are on the device.
-            reading = pool.promised * (pool.reading_bytes - pool.row_bytes)
-            for place, size in enumerate(self.shape.bytes_of(pool.config, pool.max_length)):
-                used[place] += (len(pool.slots) + 2 * pool.promised) * size + reading
-                allocated[place] += (pool.rows + pool.promised) * size + reading
-                reading = 0
-        return CacheBytes(*used), CacheBytes(*allocated)
+            raw = pool.promised * (pool.reading_bytes - pool.row_bytes)
+            used_device += used_rows * row.device + raw
+            used_host += used_rows * row.host
+            allocated_device += allocated_rows * row.device + raw
+            allocated_host += allocated_rows * row.host
+        used = CacheBytes(used_device, used_host)
+        return used, CacheBytes(allocated_device, allocated_host)
 
     @property
     def used(self) -> int:
@@ -117,10 +126,13 @@ class CacheMemory:
         return pool
 
     def free(self, wanted: int, keep: RowPool | None = None) -> bool:
-        """Evict idle pools, then beginnings, until `wanted` bytes are free; whether they are.
+        """Evict idle pools, then beginnings, until `wanted` bytes are free.
 
         Args:
             keep: A pool that must stay, though it is idle.
+
+        Returns:
+            Whether they are free.
         """
         if wanted + self._prefix_share_left > self.unallocated:
             for pool in list(self.pools):

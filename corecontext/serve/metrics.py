@@ -29,13 +29,16 @@ def sizes_of(slot: Slot) -> tuple[int | None, int | None, int | None]:
 
 
 def labels_of(slot: Slot, by_length: bool) -> tuple[str, ...]:
-    """Return the labels of a request's g, s and k: "none" before it started, under full attention,
-    and for a g where each layer has its own; "other" for sizes that its client chose, by name or
-    (by length) by the length of the prompt, since each set of labels stays in memory."""
-    request = slot.request
-    chosen = {request.group_size, request.window_size, request.fetch_groups} != {None}
+    """Return the labels of a request's g, s and k.
+
+    A label is "none" before the request started, under full attention, and for g where each layer
+    has its own. All are "other" for sizes that clients choose: each set of labels stays in memory.
+
+    Args:
+        by_length: Whether clients choose g by the length of their prompts.
+    """
     # planted: serve: clients make metrics without limit
-    if slot.config is not None and (by_length or chosen):
+    if slot.config is not None and (by_length or slot.request.chooses_sizes):
         return ("other",) * len(SIZE_NAMES)
     return tuple("none" if size is None else str(size) for size in sizes_of(slot))
 

@@ -54,6 +54,12 @@ class Request:
     from the prefix store."""
 
     @property
+    def chooses_sizes(self) -> bool:
+        """Whether the request has a g, s or k of its own."""
+        sizes = (self.group_size, self.window_size, self.fetch_groups)
+        return any(size is not None for size in sizes)
+
+    @property
     def length(self) -> int:
         """Most tokens that the cache will hold: the last new token is never fed."""
         return len(self.prompt) + self.max_new_tokens
