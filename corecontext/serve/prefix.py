@@ -52,13 +52,19 @@ class Node:
         self.layers = [
             (layer.config, parts_of(layer)[0].spec.rotary, layer.learned) for layer in layers
         ]
-        self.given = [(cache.core_width, cache.dtype) for cache in caches]
+        """Settings, rotation and learned parameters of each layer."""
+        self.formats = [(cache.core_width, cache.dtype) for cache in caches]
+        """Core tokens of a group and dtype before rounding, of each cache in the layers."""
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
+        """For each cache, buffers of the raw entries at the chunk's end, and of the core tokens that
+        the chunk added."""
         # planted: serve: a shared beginning without its raw tokens
         self.fetched = [
             cache.store.copy_since(before, self.length) for cache in caches if cache.store
         ]
+        """The chunk's raw tokens and index in each cache with fetch."""
         self.nbytes = shape.row_bytes(config, self.length, before)
+        """Bytes of the budget that the node takes beside its ancestors."""
 
 
 @dataclass(eq=False)
@@ -131,16 +137,20 @@ class PrefixStore:
         path = [node]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
+        path.reverse()
+
+        # Empty layers as those that were read, then the last chunk's raw entries with all core
+        # tokens, in the order of the text.
         cache.layers = []
         for config, rotary, learned in node.layers:
             layer = CCALayer(config, rotary, learned=learned)
             layer.is_initialized = True
             cache.layers.append(layer)
         caches = [compact for layer in cache.layers for compact in parts_of(layer.compact)]
-        for index, (compact, (width, dtype)) in enumerate(zip(caches, node.given, strict=True)):
-            cores = [chunk.cores[index] for chunk in reversed(path)]
+        for index, (compact, (width, dtype)) in enumerate(zip(caches, node.formats, strict=True)):
+            cores = [chunk.cores[index] for chunk in path]
             buffers = [torch.cat(pieces, 2) for pieces in zip(node.raw[index], *cores)]
-            fetched = [chunk.fetched[index] for chunk in reversed(path) if chunk.fetched]
+            fetched = [chunk.fetched[index] for chunk in path if chunk.fetched]
             compact.fill(
                 buffers,
                 node.length,

@@ -22,7 +22,7 @@ MAX_STOPS = 16
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
 MAX_LOGPROBS = 20
-_shown = reprlib.Repr()
+_shown = reprlib.Repr()  # short, however large the value is
 _shown.maxlevel = 2
 
 
@@ -65,6 +65,7 @@ Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
 # A list's first invalid element ends its check: an error for each takes seconds to build.
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+# Fields with one value, the one that has no effect.
 Off = (
     Annotated[
         bool,
@@ -89,13 +90,12 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, body: Any) -> Any:
-        """Keep the first unknown field alone, so that one error is built and not one for each."""
+        """Drop unknown fields but the first, so that one error is built and not one for each."""
         if not isinstance(body, dict):
             return body
         unknown = [name for name in body if name not in cls.model_fields]
-        return {name: body[name] for name in body if name in cls.model_fields} | {
-            name: body[name] for name in unknown[:1]
-        }
+        dropped = set(unknown[1:])
+        return {name: value for name, value in body.items() if name not in dropped}
 
 
 class StreamOptions(Fields):
@@ -264,7 +264,9 @@ class ChatRequest(GenerateRequest):
     @property
     def top(self) -> int | None:
         """Likeliest tokens beside each; None wants no log-probabilities."""
-        return self.top_logprobs or 0 if self.logprobs else None
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
 
 class ErrorBody(BaseModel):

@@ -37,6 +37,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     begins = slot.cache is None
     if begins:
         _begin(model, slot, memory)
+
     prefixes = memory.prefixes
     prompt = slot.request.prompt
     scored = slot.request.prompt_logprobs
@@ -45,17 +46,21 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     if scored:
         size = min(size, SCORED_CHUNK)
     end = min(len(prompt), start + size)
+    # Other requests have other settings, so the model has this one's for the chunk only.
     with configured(handle_of(model), slot.config):
         out = read_chunk(model, slot.ids, None, [0], slot.cache, start, end, all_logits=scored)
     slot.read = end
     if scored:
         add_prompt_logprobs(slot, out.logits[0], start)
     if begins and slot.config is not None:
-        # Else it would grow by a quarter, beyond the row that is counted for it.
+        # The first append has made the buffers. They would grow by a quarter at a time, beyond the
+        # row that is counted for them.
         for layer in slot.cache.layers:
             for entries in parts_of(layer.compact):
                 # planted: serve: the cache of a prompt grows beyond its row
                 entries.reserve(len(prompt))
+
+    # Keep the state for prompts that begin alike; they are found by whole chunks.
     if end - start == prefixes.chunk_size and _shares(slot):
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)
@@ -66,7 +71,8 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
 
 
 def _shares(slot: Slot) -> bool:
-    """Whether a prompt's beginning can be another's: its state has no raw tokens to attend to."""
+    """Whether other prompts may continue from this one's beginning. Full attention cannot: a node
+    keeps no raw tokens for it to attend to."""
     # planted: prefill: a prompt goes on from a beginning without raw tokens
     return slot.config is not None and slot.config.prefill != "full"
 

@@ -192,7 +192,7 @@ class RowPool:
             entries = self.shape.entries(cache.config, int(cache.seen))
             for buffer, read in zip(buffers, cache.buffers):
                 buffer[row, :, :entries] = read[0, :, :entries]
-                # Of a request before; a masked NaN would still be one.
+                # An earlier request may have left NaN, which a mask does not remove (0 x NaN).
                 # planted: serve: a longer request stays behind a shorter one
                 buffer[row, :, entries:] = 0
         for store, cache in zip(self._stores, self._parts(layers)):
@@ -281,8 +281,10 @@ class PooledLayer:
     pools."""
 
     layers: Sequence[Layer]
+    """The same layer of the model in each pool."""
     counts: list[int]
-    """Rows of each layer."""
+    """Rows of each pool in the step."""
+    # As the attention function asks of any layer:
     is_empty: ClassVar = False
     padding_known: ClassVar = True
     config: ClassVar = None

@@ -84,11 +84,11 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
-        sizes = ("cache_bytes", "host_bytes", "max_rows", "rows_per_pool", "chunk_size")
-        least = dict.fromkeys(sizes, 1)
-        for name, minimum in {**least, "max_length": 1, "queue_limit": 0}.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}.")
+        positive = ("cache_bytes", "host_bytes", "max_rows", "rows_per_pool", "chunk_size")
+        for name in (*positive, "max_length", "queue_limit"):
+            least = 0 if name == "queue_limit" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.max_length = min(self.max_length, position_limit(self.model.config) or UNLIMITED)
 
         # All ranks must have one budget, or they would make different choices.
@@ -121,8 +121,9 @@ class Scheduler:
         self._lock = threading.Lock()  # of the queue
         self._closed = False  # written under the lock: afterwards no request enters the queue
         self._numbers = itertools.count(1)
-        self._first_come = False  # which prompt is read in the next turn
-        self._newest_first_token: tuple[float, float | None] = (0.0, None)  # when, after which wait
+        self._first_come = False  # whether the last turn read the first prompt to arrive
+        self._newest_first_token: tuple[float, float | None] = (0.0, None)
+        """Time of the newest first token, and the seconds that its request waited for it."""
 
     # Requests
     # ----------------------------------------------------------------------------------------------
@@ -185,11 +186,11 @@ class Scheduler:
 
     def load(self, prompt_length: int = 0) -> Load:
         """Return the load besides the request that asks, which is still in the queue."""
-        when, seconds = self._newest_first_token
-        if time.monotonic() - when >= RECENT_S:
-            seconds = None
+        made_at, wait = self._newest_first_token
+        if time.monotonic() - made_at >= RECENT_S:
+            wait = None
         queue_length = max(0, len(self.waiting) - 1)
-        return Load(queue_length, self.memory.used, self.memory.budget, seconds, prompt_length)
+        return Load(queue_length, self.memory.used, self.memory.budget, wait, prompt_length)
 
     # A turn
     # ----------------------------------------------------------------------------------------------
@@ -201,6 +202,9 @@ class Scheduler:
         events = [] if self.ranks is None else self.ranks.events
         if not self.num_active and not events:
             return False
+
+        # The other ranks repeat the turn. A prompt that was read may have ended its request, or
+        # brought a first token, which the step needs: hence the second broadcast.
         self._broadcast()
         has_read = self._read()
         if has_read:

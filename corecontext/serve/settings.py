@@ -182,23 +182,14 @@ class Serving:
             if not 0 < value < float("inf"):
                 option = name.removesuffix("_s").replace("_", "-")
                 raise UserError(f"{option} must be more than 0 seconds, got {value}.")
-        least = dict.fromkeys(
-            (
-                "cache_mib",
-                "host_cache_mib",
-                "max_running",
-                "rows_per_pool",
-                "chunk_size",
-                "max_length",
-            ),
-            1,
-        )
-        for name, limit in {**least, "queue_limit": 0}.items():
+        positive = ("cache_mib", "host_cache_mib", "max_running", "rows_per_pool", "chunk_size")
+        for name in (*positive, "max_length", "queue_limit"):
             value = getattr(self, name)
-            if value is not None and value < limit:
-                raise UserError(f"{name.replace('_', '-')} must be at least {limit}, got {value}.")
-        alone = self.device != "auto" or self.random_weights
-        if self.tensor_parallel < 1 or (self.tensor_parallel > 1 and alone):
+            least = 0 if name == "queue_limit" else 1
+            if value is not None and value < least:
+                raise UserError(f"{name.replace('_', '-')} must be at least {least}, got {value}.")
+        is_one_process = self.device != "auto" or self.random_weights
+        if self.tensor_parallel < 1 or (self.tensor_parallel > 1 and is_one_process):
             raise UserError(
                 "tensor-parallel must be at least 1, and 1 with --device or --random-weights, got "
                 f"{self.tensor_parallel}."

@@ -96,11 +96,11 @@ class DecodeBatch:
         """
         shares = tuple((pool, self._rounded(pool)) for pool in pools)
         step = self._step_for(shares)
-        fed: list[tuple[int, int]] = []  # (token, position) of each row
+        inputs: list[tuple[int, int]] = []  # (token, position) of each row
         for pool, count in shares:
-            fed += [(slot.last_token, slot.length - 1) for slot in pool.slots]
-            fed += [(0, 0)] * (count - len(pool.slots))
-        tokens, positions = torch.tensor(fed).T
+            inputs += [(slot.last_token, slot.length - 1) for slot in pool.slots]
+            inputs += [(0, 0)] * (count - len(pool.slots))
+        tokens, positions = torch.tensor(inputs).T
         step.tokens.copy_(tokens[:, None])
         step.positions.copy_(positions[:, None])
         logits = step.run()
@@ -113,10 +113,14 @@ class DecodeBatch:
         return torch.cat([rows[: len(pool.slots)] for pool, rows in zip(pools, by_pool)])
 
     def _rounded(self, pool: RowPool) -> int:
+        """Return the rows of a pool in a step: those in use, in a captured step a power of four."""
         used = len(pool.slots)
         if not pool.fixed:
             return used
-        return min(pool.rows, 4 ** (((used - 1).bit_length() + 1) // 2))
+        rows = 1
+        while rows < used:
+            rows *= 4
+        return min(pool.rows, rows)
 
     def _step_for(self, shares: Shares) -> Step:
         """Return the step of these rows, used before or new."""
@@ -136,7 +140,7 @@ class DecodeBatch:
         return step
 
     def forget(self, pool: RowPool) -> None:
-        """Drop the captured steps of a pool that is given up."""
+        """Drop the captured steps of a pool that is released."""
         for key in list(self._steps):
             if any(address == id(pool) for address, _ in key):
                 del self._steps[key]

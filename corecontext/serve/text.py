@@ -10,8 +10,12 @@ HELD_TOKENS = 8
 
 
 def token_numbers(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Return the token numbers of a prompt, or of a chat's: a chat template writes special tokens
-    itself, so the tokenizer must not add them (a second beginning of text) again."""
+    """Return the token numbers of a prompt's text.
+
+    Args:
+        chat: Whether the text is a chat's. A chat template writes special tokens itself, so the
+            tokenizer must not add them (a beginning of text) again.
+    """
     templated = chat and bool(getattr(tokenizer, "chat_template", None))
     return tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"]
 
@@ -20,10 +24,10 @@ class TextStream:
     """Convert tokens to pieces of text.
 
     Args:
-        tokenizer: Decodes.
+        tokenizer: A Hugging Face tokenizer.
         stops: Texts that end the answer; neither they nor the text behind them is part of it.
-        prompt: Tokens that the answer continues; of a first word some tokenizers drop the space
-            before it.
+        prompt: Tokens that the answer continues: some tokenizers drop the space before the first
+            word that they decode.
     """
 
     def __init__(
@@ -58,8 +62,9 @@ class TextStream:
         """Return the text that was held back, when no more tokens come."""
         if self.stopped:
             return ""
-        rest = self._release(self._decode(len(self._ids))[len(self._decode(self._done)) :])
-        rest += self._held
+        before = self._decode(self._done)
+        now = self._decode(len(self._ids))
+        rest = self._release(now[len(before) :]) + self._held
         self._held = ""
         return rest
 
