@@ -79,8 +79,12 @@ class CroppedState(LayerState):
         return base, intact_from
 
     def _note_lost(self, start: int, stored: list[Tensor]) -> None:
-        """Copy what the append of these encoded tokens [B, Hkv, n, D] will push out of the ring,
-        unless they are more than UNDO_LIMIT."""
+        """Copy the entries that an append will push out of the ring, for `crop`.
+
+        Args:
+            start: Tokens a row before the append, padding included.
+            stored: The encoded tokens, [B, Hkv, n, D] each; more than UNDO_LIMIT copy nothing.
+        """
         self._undo = None
         ring = self.ring_size
         new = stored[0].shape[2]

@@ -21,7 +21,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     in captured graphs, and each access goes over the bus.
 
     Raises:
-        MemoryError: the memory is not there.
+        MemoryError: less host memory is available, or it cannot be pinned.
     """
     size = math.prod(shape) * dtype.itemsize
     available = available_bytes()
@@ -67,9 +67,9 @@ class _Pinned:
 def _pages(size: int) -> Tensor:
     """Return memory of exactly this size, where PyTorch's pinned memory has powers of two.
 
-    Its pages are large, where the system has such, and all threads touch them first: pinning brings
-    in page by page. A forked process does not get them: writing to a page that two processes share
-    would move it away from the device.
+    The pages are large where the system has large pages. They are written here, by all threads,
+    because pinning would bring them in one by one. A forked process does not inherit them: a write
+    to a page that two processes share would move it away from the device.
     """
     if not hasattr(mmap, "MADV_DONTFORK"):  # Windows
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_()
@@ -81,14 +81,14 @@ def _pages(size: int) -> Tensor:
 
 
 _unused: list[tuple[Tensor, torch.device]] = []
-"""Pinned memory to be given back."""
+"""Pinned memory that no tensor uses, still to be unpinned."""
 
 
 def _unpin(pages: Tensor, device: torch.device) -> None:
-    """Give pinned memory back, after the kernels that use it.
+    """Unpin and release memory, after the kernels that use it.
 
-    Garbage may be collected while a graph is captured, which waiting for the device would break:
-    then the next call gives it back.
+    Garbage may be collected while a graph is captured. Waiting for the device would break the
+    capture, so the memory is left to the next call then.
     """
     _unused.append((pages, device))
     while _unused and not torch.cuda.is_current_stream_capturing():

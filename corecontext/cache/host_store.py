@@ -100,7 +100,7 @@ class HostStore(RawStore):
 
 
 def _copy_rows(target: Tensor, source: Tensor, rows: Sequence[int]) -> None:
-    """Copy rows one by one: no copy of the whole comes up on the device."""
+    """Copy rows one by one: indexing by a tensor would make the whole copy on the device first."""
     for i, row in enumerate(rows):
         target[i].copy_(source[row])
 
@@ -108,7 +108,7 @@ def _copy_rows(target: Tensor, source: Tensor, rows: Sequence[int]) -> None:
 def _move_rows(x: Tensor, rows: Sequence[int]) -> None:
     """Reorder rows in place, row i from rows[i]."""
     moved = [i for i, row in enumerate(rows) if row != i]
-    # Those that others take over after they have been written.
+    # Rows that are overwritten before another row has copied them.
     saved = {row: x[row].clone() for row in {rows[i] for i in moved} & set(moved)}
     for i in moved:
         x[i].copy_(saved.get(rows[i], x[rows[i]]))

@@ -47,6 +47,8 @@ class RawStore:
     def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
         self.spec = spec
         self.format = format
+
+        # The index of one group gives the shapes and dtypes of all.
         key = self._decoded(like)[0]
         one_group = key[:1, 0, :1].expand(1, spec.group_size, -1)[None]
         index = build(one_group, spec.fetch_index)
@@ -56,14 +58,15 @@ class RawStore:
         """Whether the index is the raw keys themselves."""
         if not self._is_raw:
             self._shapes = [x.shape[2:] for x in index.tensors]
-        kinds = [x.dtype for x in index.tensors[: len(self._shapes)]]
+        dtypes = [x.dtype for x in index.tensors[: len(self._shapes)]]
+
         self.raw = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in like]
         """Keys and values [B, Hkv, S, D], in 8 bits with scales [B, Hkv, S, 1]: the token at
         position p of its row's sequence in slot p."""
         groups = self.num_groups(length)
         self.index_buffers = [
             key.new_zeros(*key.shape[:2], groups, math.prod(shape), dtype=dtype)
-            for shape, dtype in zip(self._shapes, kinds)
+            for shape, dtype in zip(self._shapes, dtypes)
         ]
         """[B, Hkv, M, numbers of a group] each."""
         self.centre: Tensor | None = None
@@ -74,12 +77,13 @@ class RawStore:
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
             # Held here: a captured step reads them where they are.
             _, _, bits = parse_index(spec.fetch_index)
-            kinds = (key.dtype, torch.float32)
-            matrices = [rotation(key.shape[3], x, key.device) for x in kinds]
+            dtypes = [key.dtype, torch.float32]
+            matrices = [rotation(key.shape[3], dtype, key.device) for dtype in dtypes]
             self._rotations = tuple(columns_of_codes(x, bits) for x in matrices)
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
-        """Whether it could be empty for such tokens, in place."""
+        """Whether an empty store for such tokens would have the same buffers, so that this one,
+        cleared, can serve as it."""
         mine = [(x[:, :, :1].shape, x.dtype, x.device) for x in self.raw]
         wanted = [(x.shape, x.dtype, x.device) for x in like]
         return self.spec.group_size == group_size and mine == wanted
@@ -197,7 +201,8 @@ class RawStore:
         return copies + [x[:, :, indexed].clone() for x in self.index_buffers]
 
     def forget(self, lengths: Tensor) -> None:
-        """Take notice that the rows have only so many tokens, [B], after a crop."""
+        """Drop what belongs to tokens that a crop has taken back; `lengths` [B] are left. Nothing
+        here: later tokens write over them."""
 
     def clear(self) -> None:
         """Forget all tokens, in place."""

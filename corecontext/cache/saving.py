@@ -17,7 +17,10 @@ class SavedState(CroppedState):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is needed to continue elsewhere; tensors are those in use, not copies."""
-        keys, values, *scales = [x[:, :, : self.used] for x in self.buffers] or [None, None]
+        keys = values = None
+        scales: list[Tensor] = []
+        if self.buffers:
+            keys, values, *scales = [x[:, :, : self.used] for x in self.buffers]
         return {
             "config": self.config.to_dict(),
             "rollback": self.rollback,
@@ -35,7 +38,11 @@ class SavedState(CroppedState):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state made under the same configuration and rollback; copies its tensors."""
+        """Copy a state made under the same configuration and rollback.
+
+        Raises:
+            ValueError: its configuration or rollback differs.
+        """
         same_config = CCAConfig.from_dict(state["config"]) == self.config
         if not same_config or state["rollback"] != self.rollback:
             raise ValueError(
@@ -88,7 +95,7 @@ class SavedState(CroppedState):
         pad: Tensor | None = None,
         store: Sequence[Tensor] = (),
     ) -> None:
-        """Copy `length` tokens a row, padding included, from buffers laid out as our own.
+        """Copy `length` tokens a row, padding included, from buffers laid out as this layer's.
 
         Args:
             dtype: Of keys and values before they were rounded; None is that of the buffers.

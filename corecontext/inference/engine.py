@@ -263,12 +263,13 @@ class Engine:
         self._check_host_memory(key)  # another request may have come since
         session = self._idle.pop(key, None)
         if session is None:
+            # Free idle sessions before the new one is allocated, not after: all that hold host
+            # memory, if it needs some, and the oldest.
             if self._host_bytes(key):
                 # planted: inference: idle caches keep their host memory
                 self._idle = OrderedDict(
                     (k, x) for k, x in self._idle.items() if not x.allocated_host_bytes
                 )
-            # Free an idle session before the new one is allocated, not after.
             if self.keep:
                 self._evict(self.keep - 1)
             session = Session(

@@ -22,10 +22,11 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 FUSE = (None, "compile")
 MOST_STEPS = 64
-"""Kinds of steps (batch, length, g, s) that stay compiled at once; later ones run uncompiled."""
+"""Most variants of the step (by batch, length, g, s) that stay compiled; later ones run
+uncompiled."""
 MOST_PARTS = 32
-"""Kinds of norms (of a layer, of a head; learning or not, ...), which torch counts as one
-function."""
+"""Most variants of an MLP, norm or rotation that stay compiled. torch counts all norms of a model
+(of layers, of heads, with and without gradients) as one function."""
 _REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
 _ROTATE = "apply_rotary_pos_emb"  # transformers' name of the rotation in each model's file
 
@@ -37,11 +38,11 @@ class _Rotation:
     original: Callable[..., Any]
     compiled: Callable[..., Any]
     users: int = 0
-    """With blocks that use the compiled function now."""
+    """Open with blocks whose models use the compiled function."""
 
 
 _rotating: dict[ModuleType, _Rotation] = {}
-_limits: list[int] = []  # torch's limit of kinds of one function, as each with block found it
+_limits: list[int] = []  # torch's recompile_limit before each open with block
 _lock = threading.Lock()
 
 

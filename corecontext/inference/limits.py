@@ -33,11 +33,11 @@ def position_limit(config: Any) -> int | None:
     """
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
+    if limit is None:
+        return None
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope  # models with several kinds of layers nest them
     factor = rope.get("factor") or 1.0
-    if limit is None:
-        return None
     return max(limit, int(factor * (rope.get("original_max_position_embeddings") or limit)))
 
 
@@ -75,13 +75,16 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
-    """Estimate the bytes that a token adds to the cache on the device over all layers, without the
-    window: also as a raw token, where full attention reads the prompt."""
+    """Estimate the bytes on the device that each token of a long prompt adds to the cache over all
+    layers: core tokens, the store of fetch, and raw tokens where full attention reads the prompt.
+
+    The window and the first tokens are left out: they do not grow.
+    """
     sizes = ModelSizes.of(config)
     cca = _settings(config)
     width = sizes.query_heads // sizes.kv_heads if cca.core_heads == "query" else 1
     token = width * entry_bytes(cca, sizes.head_dim, dtype.itemsize) / cca.group_size
-    # Of a long text, so that slots count little.
+    # A long text, over which the slots of fetch, whose number is fixed, add next to nothing.
     length = 2**24
     token += store_bytes(cca, length, sizes.head_dim, dtype.itemsize).device / length
     if cca.prefill == "full" and not cca.fetch_groups:
@@ -99,7 +102,7 @@ def host_bytes_of(config: Any, dtype: torch.dtype, cca: CCAConfig, length: int) 
     """Count the bytes in host memory of a row of `length` tokens over all layers, under CCA's
     settings."""
     sizes = ModelSizes.of(config)
-    # Raw tokens: as many whatever a layer's or head's g.
+    # Every layer and head keeps all raw tokens, whatever its g.
     host = store_bytes(cca, length, sizes.head_dim, dtype.itemsize).host
     return sizes.layers * sizes.kv_heads * host
 
@@ -157,7 +160,7 @@ def does_not_fit(
 
     Args:
         batch, length: Rows of the prompt, and tokens a row.
-        chunk, done: Tokens a row in one chunk, and prefilled when memory ran out.
+        chunk, done: Tokens a row in one chunk, and tokens a row that had been read.
         free: Bytes that were free when the prefill began.
         chunk_bytes: Activations of one chunk of all rows, bytes.
         token_bytes: Bytes that the cache takes per token a row (all rows together).

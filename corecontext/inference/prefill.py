@@ -122,11 +122,7 @@ def prefill(
             "new one."
         )
     if chunk_size is None:
-        settings = getattr(model.config, "cca", None) or {}
-        if settings.get("num_groups") is not None:
-            chunk_size = length
-        else:
-            chunk_size = choose_chunk_size(model.config, model.dtype, input_ids.device, batch)
+        chunk_size = _default_chunk_size(model, input_ids)
     elif chunk_size < 1:
         raise ValueError(
             f"chunk_size must be at least 1, got {chunk_size}. Leave it out to have it chosen."
@@ -154,6 +150,15 @@ def prefill(
     return Prefilled(out.logits[:, -1], cache, positions)
 
 
+def _default_chunk_size(model: Any, input_ids: Tensor) -> int:
+    """Choose the tokens a row in one chunk of a prompt [B, L]."""
+    batch, length = input_ids.shape
+    settings = getattr(model.config, "cca", None) or {}
+    if settings.get("num_groups") is not None:
+        return length  # g follows from the length of the first append
+    return choose_chunk_size(model.config, model.dtype, input_ids.device, batch)
+
+
 @torch.no_grad()
 def read_chunk(
     model: Any,
@@ -166,8 +171,19 @@ def read_chunk(
     *,
     all_logits: bool = False,
 ) -> Any:
-    """Run the model on tokens `start` to `end` of a prompt, with its head on the last token of the
-    last chunk, or on all tokens."""
+    """Run the model on the tokens start .. end - 1 of a prompt.
+
+    Args:
+        input_ids: [B, L], the whole prompt.
+        attention_mask: [B, L], or None without padding.
+        pads: Left padding of each row, tokens.
+        cache: Holds the tokens before `start`; None makes a growing one.
+        all_logits: Whether to make logits of all tokens of the chunk.
+
+    Returns:
+        The model's output. Its logits are [B, end - start, vocabulary] with `all_logits`, else
+        [B, 1, vocabulary] after the last chunk; chunks before run without the output head.
+    """
     positions = torch.arange(start, end, device=input_ids.device)[None]
     if any(pads):
         # planted: inference: positions count padding
@@ -231,8 +247,8 @@ class _Meter:
 
 
 def _measured_cache_bytes_per_token(cache: Any, tokens: int) -> float:
-    """Measure the bytes that one more token a row adds to the cache: without raw tokens, which do
-    not grow; 0 before the first chunk."""
+    """Measure the bytes that one more token a row adds to the cache, without the ring and the first
+    tokens, which do not grow; 0 before the first chunk."""
     if cache is None or not tokens:
         return 0.0
     raw_bytes = sum(

@@ -106,7 +106,7 @@ def _check(
     max_length: int | None,
     process: int | None,
 ) -> None:
-    """Refuse, before any exchange, what every rank can see for itself."""
+    """Raise, before any exchange, for arguments and settings that are wrong on every rank."""
     if handle is None:
         raise ValueError(
             "model must have CCA enabled, got one without. Call corecontext.enable(model)."
@@ -129,21 +129,32 @@ def _check(
         raise ValueError(f"process must be one of 0 to {wire.size - 1} or None, got {process}.")
     if wire.size == 1:
         return
+    _check_supported(handle)
+
+
+def _check_supported(handle: Handle) -> None:
+    """Raise NotImplementedError for settings under which several processes cannot read a prompt."""
     config = handle.config
     way_out = "cannot be spread over processes. Use prefill on one process."
-    unsupported = {
-        "a model with sliding-window layers cannot be spread: these layers would see parts of the "
-        "prompt only. Use prefill on one process.": handle.hybrid,
-        f"a prompt of prefill {config.prefill!r} {way_out}": config.prefill in ("cca", "full"),
-        f"a prompt with fetch_groups={config.fetch_groups} cannot be spread: its cache has all raw "
-        "tokens. Use prefill on one process, or fetch_groups=0.": (config.fetch_groups > 0),
-        f"backend 'reference' {way_out}": config.backend == "reference",
-        f"a cache in {config.cache_dtype} cannot be filled by several processes: they attend to "
-        "tokens before these are rounded. Use cache_dtype='auto'.": config.cache_dtype != "auto",
-    }
-    for message, applies in unsupported.items():
-        if applies:
-            raise NotImplementedError(message)
+    if handle.hybrid:
+        raise NotImplementedError(
+            "a model with sliding-window layers cannot be spread: these layers would see parts of "
+            "the prompt only. Use prefill on one process."
+        )
+    if config.prefill in ("cca", "full"):
+        raise NotImplementedError(f"a prompt of prefill {config.prefill!r} {way_out}")
+    if config.fetch_groups:
+        raise NotImplementedError(
+            f"a prompt with fetch_groups={config.fetch_groups} cannot be spread: its cache has all "
+            "raw tokens. Use prefill on one process, or fetch_groups=0."
+        )
+    if config.backend == "reference":
+        raise NotImplementedError(f"backend 'reference' {way_out}")
+    if config.cache_dtype != "auto":
+        raise NotImplementedError(
+            f"a cache in {config.cache_dtype} cannot be filled by several processes: they attend "
+            "to tokens before these are rounded. Use cache_dtype='auto'."
+        )
 
 
 def _check_same(input_ids: Tensor, wire: Wire) -> None:

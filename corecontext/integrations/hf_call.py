@@ -137,23 +137,27 @@ def append(
 ) -> Tensor:
     """Append to a cache and attend; a draft is appended by itself, to be taken back.
 
-    A filled cache takes back short appends only, so a long beginning before the draft, and the
-    token that the draft follows, are appended first.
+    Args:
+        compact: A compact layer, or an object with its `attend`.
+        tensors: q [B, H, n, D], k and v [B, Hkv, n, D].
+        attention_mask: As for `CompactLayer.attend`.
+        draft: How many of the last tokens may be taken back.
+        scale, softcap: As in `cca_attention`.
+
+    Returns:
+        [B, H, n, D].
     """
     options = {"scale": scale, "softcap": softcap}
     options_of_draft = options
     new = tensors[0].shape[2]
-    length = max(new - draft - 1, int(compact.is_empty))
-    is_long = compact.is_empty or new > UNDO_LIMIT
-    splits = 0 < draft < new and length > 0 and is_long and not torch.is_grad_enabled()
-    if splits:
-        splits = compact.max_length is None and compact.config.num_groups is None
-    if 0 < draft < new and compact.config is not None and compact.config.prefill != "auto":
-        # planted: prefill: a draft is read as a prompt
-        options_of_draft = {**options, "is_prompt": False}
-        length = new - draft
-        splits = length > 1 or compact.is_empty
-    if not splits:
+    # Tokens that are appended before the others; 0 appends all at once.
+    length = 0
+    if 0 < draft < new:
+        length = _length_before_draft(compact, new, draft)
+        if compact.config is not None and compact.config.prefill != "auto":
+            # planted: prefill: a draft is read as a prompt
+            options_of_draft = {**options, "is_prompt": False}
+    if not length:
         return compact.attend(*tensors, attention_mask=attention_mask, **options_of_draft)
 
     mask_before = None
@@ -164,3 +168,19 @@ def append(
     before = compact.attend(*beginning, attention_mask=mask_before, **options)
     after = compact.attend(*rest, attention_mask=attention_mask, **options_of_draft)
     return torch.cat((before, after), 2)
+
+
+def _length_before_draft(compact: Any, new: int, draft: int) -> int:
+    """Return how many of the new tokens are appended before a draft; 0 appends all at once."""
+    config = compact.config
+    if config is not None and config.prefill != "auto":
+        # Only the tokens before the draft are read as a prompt; one token more is a step.
+        length = new - draft
+        return length if length > 1 or compact.is_empty else 0
+    # A filled cache takes back short appends only, so a long beginning is appended first. The token
+    # that the draft follows stays with the draft, except as the first of an empty cache.
+    is_long = compact.is_empty or new > UNDO_LIMIT
+    can_split = not torch.is_grad_enabled() and compact.max_length is None
+    if not is_long or not can_split or config.num_groups is not None:
+        return 0
+    return max(new - draft - 1, int(compact.is_empty))

@@ -30,11 +30,17 @@ except ImportError as error:
     ) from None
 
 PLAIN = CCAConfig.paper()
-IN_A_PLAIN_CACHE = (
-    *("core_heads", "core_bias", "learned", "layer_group_sizes", "head_group_sizes"),
-    *("cache_dtype", "core_mass", "fetch_groups"),
+FIXED_FIELDS = (
+    "core_heads",
+    "core_bias",
+    "learned",
+    "layer_group_sizes",
+    "head_group_sizes",
+    "cache_dtype",
+    "core_mass",
+    "fetch_groups",
 )
-"""Fields that have no other value than `PLAIN`'s where core tokens are entries like any other."""
+"""Fields that must be `PLAIN`'s: a plain cache attends to core tokens as to any other entry."""
 
 
 class Sizes(NamedTuple):
@@ -69,7 +75,7 @@ class CCAPress(BasePress):
     the window takes what is left."""
 
     def __post_init__(self) -> None:
-        for name in IN_A_PLAIN_CACHE:
+        for name in FIXED_FIELDS:
             value = getattr(self.config, name)
             plain = getattr(PLAIN, name)
             if value != plain:
@@ -142,7 +148,7 @@ class CCAPress(BasePress):
 
 @functools.lru_cache(maxsize=64)
 def _sizes(config: CCAConfig, ratio: float | None, length: int) -> Sizes:
-    """Choose the entries of a prompt."""
+    """Choose the entries of a prompt; cached, since every layer asks and the search takes time."""
     if ratio is None:
         g = config.group_size
         if config.num_groups is not None:

@@ -1,4 +1,4 @@
-"""Check that a model of an untested architecture computes under CCA what it should, on itself."""
+"""Check CCA on a model of an untested architecture against the model's own full attention."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class Node:
         self.formats = [(cache.core_width, cache.dtype) for cache in caches]
         """Core tokens of a group and dtype before rounding, of each cache in the layers."""
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
-        """For each cache, buffers of the raw entries at the chunk's end, and of the core tokens that
-        the chunk added."""
+        """For each cache, buffers of the raw entries at the chunk's end, and of the core tokens
+        that the chunk added."""
         # planted: serve: a shared beginning without its raw tokens
         self.fetched = [
             cache.store.copy_since(before, self.length) for cache in caches if cache.store
