@@ -34,6 +34,10 @@ class Indexed(NamedTuple):
             dim = int(rank)
         return index_bytes(name, self.group_size, dim, 2) / self.group_size
 
+    def values_of(self, count: int) -> dict[str, dict[int, float]]:
+        """Return the values with so many raw tokens fetched, as a line has them."""
+        return self.lines[count].values if count in self.lines else {}
+
 
 def index_markdown(records: Sequence[Record]) -> str:
     """Return the table of indices on the model as it is, by their bytes and gain: recall of the
@@ -43,7 +47,7 @@ def index_markdown(records: Sequence[Record]) -> str:
         p = line.params
         if p["method"] != "fetch" or not p["core_mass"] or p["window_size"] != 512:
             continue
-        key = (p["index"], p["group_size"])
+        key = (_name(p["index"], p["group_size"]), p["group_size"])
         row = rows.setdefault(key, Indexed(*key, {}))
         of_tokens = row.lines.setdefault(p["fetch_groups"] * p["group_size"], line)
         # The store changes no choice.
@@ -61,12 +65,26 @@ def index_markdown(records: Sequence[Record]) -> str:
             columns.append(
                 Column(f"{title}, {count:,} tokens", partial(_shown, name=name, count=count))
             )
+    # Gains of fewer windows compare with each other alone.
+    names = {(name, count) for row in shown for count in FETCHED for name in row.values_of(count)}
+    for name, count in sorted(names):
+        if name.startswith("gain:"):
+            title = f"gain kept, {count:,} tokens, {name.removeprefix('gain:')} windows"
+            columns.append(Column(title, partial(_shown, name=name, count=count)))
     return "\n".join(markdown(columns, shown)) + "\n"
+
+
+def _name(index: str, group_size: int) -> str:
+    """Return the name of an index, the shorter of two."""
+    kind, *numbers = index.split(":")
+    if kind == "parts" and len(numbers) == 2 and 2 * int(numbers[0]) == group_size:
+        return f"pairs:{numbers[1]}"
+    return index
 
 
 def _value(row: Indexed, name: str, count: int) -> float | None:
     """Return a value in percent, the mean over seeds."""
-    values = row.lines[count].values.get(name) if count in row.lines else None
+    values = row.values_of(count).get(name)
     return 100 * fmean(values.values()) if values else None
 
 

@@ -18,6 +18,8 @@ APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""
 OTHER_WORDING = "8fbfb92"
 """Commit whose needles were worded otherwise: its shares of right answers are in no table."""
+OF_WINDOWS = {"real.perplexity": "far", "real.gain_kept": "gain"}
+"""Records whose values depend on the number of windows, and their names in tables."""
 SHORT = ("full", "cca", "duo_attention", "fetch", "fetch_equal_bytes")
 """Methods of the short table."""
 NAMES = {
@@ -39,7 +41,9 @@ class Line(NamedTuple):
 
     params: dict[str, Any]
     values: dict[str, dict[int, float]]
-    """By "far", "gain", a record's name, or a task and the tokens of its prompts; then by seed."""
+    """By "far", "gain", a record's name, or a task and the tokens of its prompts; then by seed.
+    Names of perplexities and gains of fewer windows than the others' end in ":" and their
+    number."""
     cache: dict[str, Any]
     """device_bytes and host_bytes after a window."""
 
@@ -153,7 +157,8 @@ def is_other_training(params: dict[str, Any]) -> bool:
 def lines_of(
     records: Sequence[Record], *, trained: bool, extended: bool = False, tries: bool = False
 ) -> list[Line]:
-    """Collect the newest values of each method and size, in the order of METHODS.
+    """Collect the newest values of each method and size, in the order of METHODS; those of fewer
+    windows under a name of their own.
 
     Args:
         extended: Trained on windows beyond the model's own.
@@ -162,10 +167,14 @@ def lines_of(
     lines: dict[str, Line] = {}
     of_protocol = [r.params["trained_tokens"] for r in records if not r.params.get("rope_theta")]
     most = max(of_protocol, default=0)
+    records = [
+        record
+        for record in records
+        if bool(record.params["trained_tokens"]) == trained
+        and (record.params.get("rope_theta") is not None) == extended
+    ]
+    most_windows = max((record.params.get("windows", 0) for record in records), default=0)
     for record in records:
-        is_extended = record.params.get("rope_theta") is not None
-        if bool(record.params["trained_tokens"]) != trained or is_extended != extended:
-            continue
         is_try = is_other_training(record.params) or record.params["trained_tokens"] < most
         if trained and not extended and is_try != tries:
             continue
@@ -180,11 +189,14 @@ def lines_of(
             name = f"{record.params['task']} {record.params['length']}"
         elif record.params["task"] == "position":
             name = record.params["position"]
-        elif name == "real.perplexity":
-            name = "far"
-            line.cache.update({size: record.params[size] for size in MEASURED})
-        elif name == "real.gain_kept":
-            name = "gain"
+        elif name in OF_WINDOWS:
+            windows = record.params.get("windows", most_windows)
+            is_far = name == "real.perplexity"
+            name = OF_WINDOWS[name]
+            if windows < most_windows:
+                name += f":{windows}"
+            elif is_far:
+                line.cache.update({size: record.params[size] for size in MEASURED})
         line.values.setdefault(name, {})[record.params["seed"]] = record.value
     measured = [line for line in lines.values() if {"far", "real.recall"} & set(line.values)]
     return sorted(measured, key=lambda line: list(METHODS).index(line.params["method"]))

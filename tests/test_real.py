@@ -574,7 +574,9 @@ def test_indices_are_shown_by_their_bytes(tmp_path):
     shared = {"model": "m", "trained_tokens": 0, "seed": 0, "windows": 2, "needles": 0, "lists": 0}
     heads = Heads(Shape(30, 3))
     records = [far("full", 4.0, length=8192), far("streaming_llm", 9.0, length=8192)]
-    for index, count, value in (("bits:2", 32, 5.0), ("pairs:2", 32, 4.5), ("pairs:2", 64, 4.2)):
+    # Names of the same index; "parts:8:2" was measured before.
+    measured = (("bits:2", 32, 5.0), ("parts:8:2", 32, 4.9), ("pairs:2", 32, 4.5))
+    for index, count, value in (*measured, ("pairs:2", 64, 4.2)):
         sizes = Sizes(core_mass=True, fetch_index=index, fetch_groups=count)
         params = {**shared, **describe(METHODS["fetch"](sizes, heads), heads), "method": "fetch"}
         params |= {"task": "far", "length": 8192, "device_bytes": 3 << 20, "host_bytes": 0}
@@ -589,6 +591,15 @@ def test_indices_are_shown_by_their_bytes(tmp_path):
         f"| `pairs:2` | 16 | 8.1 |  | {gain[0]} |  | {gain[1]} |",
         f"| `bits:2` | 16 | 18.0 |  | {gain[2]} |  |  |",
     ]
+    # One window instead of two replaces no value.
+    once = {"windows": 1}
+    fewer = [far("full", 3.0, length=8192, **once), far("streaming_llm", 8.0, length=8192, **once)]
+    fewer.append(make_record("real.perplexity", 5.0, {**params, **once}))
+    fewer += gain_records(fewer, 16)[0]
+    heading, _, *rows = index_markdown(records[2:] + gains + fewer).splitlines()
+    assert heading.endswith("| gain kept, 1,024 tokens, 1 windows |")
+    ends = ["  |", f" {100 * math.log(8 / 5) / math.log(8 / 3):.1f} % |", "  |"]
+    assert rows == [row + end for row, end in zip(table, ends)]
     # A short table has answers only, and of fetch the stores on the host where there are any.
     records = records[2:5] + gains
     for store in ("device", "host"):
