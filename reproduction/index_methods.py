@@ -91,25 +91,35 @@ def projected(projections: Projections) -> Iterator[None]:
 
     def build(keys: Tensor, name: str, centre: Tensor | None) -> fetch_index.Index:
         assert centre is not None, "an index in low bits has a centre"
-        weights = projections.key.to(keys.device, torch.float32)
-        rows = len(keys) // len(weights)
-        weights = weights.repeat(rows, 1, 1)
-        keys = keys.float() @ weights[:, None]
-        centre = (centre.float()[:, None] @ weights)[:, 0]
-        return fetch_index.build(keys, name, centre)
+        to_keys, to_queries = weights_of(keys)
+        keys = keys.float() @ to_keys[:, None]
+        centre = (centre.float()[:, None] @ to_keys)[:, 0]
+        index = fetch_index.build(keys, name, centre)
+        # Blocks of queries take some KV heads of an index: each with its own projection.
+        return index._replace(centre=torch.cat((centre, to_queries.flatten(1)), 1))
 
-    def project(q: Tensor) -> Tensor:
-        weights = projections.query.to(q.device, torch.float32)
-        return (q.float() @ weights.repeat(len(q) // len(weights), 1, 1)[:, None]).to(q.dtype)
+    def weights_of(keys: Tensor) -> tuple[Tensor, Tensor]:
+        rows = len(keys) // len(projections.key)
+        key, query = (
+            x.to(keys.device, torch.float32) for x in (projections.key, projections.query)
+        )
+        return key.repeat(rows, 1, 1), query.repeat(rows, 1, 1)
+
+    def parted(index: fetch_index.Index, q: Tensor) -> tuple[fetch_index.Index, Tensor]:
+        """Return an index with its centre alone, and the projected queries."""
+        rank = projections.key.shape[2]
+        centre, to_queries = index.centre.split([rank, rank * q.shape[3]], 1)
+        weights = to_queries.unflatten(1, (q.shape[3], rank))
+        return index._replace(centre=centre), (q.float() @ weights[:, None]).to(q.dtype)
 
     def scores(index: fetch_index.Index, q: Tensor, *rest: object) -> Tensor:
-        return fetch_index.scores(index, project(q), *rest)
+        return fetch_index.scores(*parted(index, q), *rest)
 
     def keys_of(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor, Tensor]:
         g, first = spec.group_size, spec.sinks
         groups = tokens.k[:, first : first + cores.k.shape[2] * g].unflatten(1, (-1, g))
         centre = fetch_index.centre_of(tokens.k, spec)
-        return fetch_index.as_products(build(groups, spec.fetch_index, centre), project(q))
+        return fetch_index.as_products(*parted(build(groups, spec.fetch_index, centre), q))
 
     places = ((query_blocks, "build", build), (query_blocks, "scores", scores))
     places += ((fetch_backend, "_index", keys_of),)

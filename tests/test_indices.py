@@ -6,12 +6,16 @@ import pytest
 import torch
 from test_real import COUNTS, SIZES, data, model  # noqa: F401
 
+from corecontext import cca_attention
 from corecontext.config import CCAConfig
+from corecontext.ops.fetch import query_blocks
 from corecontext.ops.spec import Spec
 from corecontext.record import read_records
 from reproduction.command import main
+from reproduction.index_methods import projected
 from reproduction.index_training import (
     LayerIndex,
+    Projections,
     Sample,
     groups_of,
     log_shares,
@@ -117,6 +121,28 @@ def test_principal_directions_keep_the_scores():
         variances = [x.square().mean(1) for x in (projected_q, projected_k)]
         torch.testing.assert_close(*variances, atol=1e-4, rtol=1e-3)
         assert (variances[0].diff(dim=1) < 0).all()
+
+
+def test_each_kv_head_chooses_by_its_own_projection(monkeypatch):
+    """In blocks of one KV head as in one block of all; by identities as without projections."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 6, 160, 8, generator=generator)
+    k, v = torch.randn(2, 1, 3, 160, 8, generator=generator)
+    options = {"group_size": 4, "window_size": 8, "fetch_groups": 2, "fetch_index": "pairs:4"}
+    options |= {"fetch_share": 1, "backend": "packed", "core_position": "token"}
+    pair = torch.randn(2, 3, 8, 4, generator=generator)
+    identity = torch.eye(8).expand(3, 8, 8)
+    same, narrow = Projections(identity, identity), Projections(*pair)
+    whole = cca_attention(q, k, v, **options)
+    with projected(narrow):
+        expected = cca_attention(q, k, v, **options)
+    assert not torch.allclose(expected, whole)
+    for number in (1 << 22, 1):
+        monkeypatch.setitem(query_blocks._ELEMENTS, "cpu", number)
+        with projected(narrow):
+            torch.testing.assert_close(cca_attention(q, k, v, **options), expected)
+        with projected(same):
+            torch.testing.assert_close(cca_attention(q, k, v, **options), whole)
 
 
 def test_groups_of_another_size_in_the_bytes_of_cca():
