@@ -414,6 +414,8 @@ def test_mmlu_prompt(data):
     assert items[0].make().count("Answer: ") == 1  # examples are lost from the end
     with pytest.raises(UserError, match="examples must be at least 6"):
         mmlu.items(data, Settings(shots=6), subject)
+    with pytest.raises(UserError, match="subtask must be one of high_school_math, law, got 'lwa'"):
+        mmlu.items(data, Settings(shots=2, subtasks=("law", "lwa")), subject)
 
 
 def test_an_mmlu_prompt_and_its_letter_fit_the_limit(data):

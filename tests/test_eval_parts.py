@@ -648,8 +648,10 @@ def test_longbench_buckets_and_lengths(tmp_path):
     keys = ["qasper/31500/0", "qasper/31500/1", "lcc/31500/0", "lcc/31500/1"]
     assert [item.key for item in items] == keys
     assert [item.max_new_tokens for item in items] == [128, 128, 64, 64]
-    subject.limit = 600
+    subject.limit = 700
     assert {x.params["length"] for x in longbench.items(tmp_path, Settings(), subject)} == {100}
+    short = Settings(max_new_tokens=12)
+    assert {x.params["length"] for x in longbench.items(tmp_path, short, subject)} == {600}
     subject.limit = 499
     assert {x.params["length"] for x in longbench.items(tmp_path, Settings(), subject)} == {1}
     settings = Settings(lengths=(7, 6, 5, 1), subtasks=("qasper",), max_new_tokens=9, limit=1)
@@ -661,6 +663,18 @@ def test_longbench_buckets_and_lengths(tmp_path):
         longbench.items(tmp_path, Settings(subtasks=("qaspr",)), subject)
     with pytest.raises(UserError, match="hotpotqa"):
         longbench.items(tmp_path, Settings(subtasks=("hotpotqa",)), subject)
+
+
+def test_a_cut_prompt_of_longbench_has_room_for_the_longest_answer(tmp_path):
+    """By default too; such a prompt would be left out."""
+    config = {"dataset2prompt": {"lcc": "{context}"}, "dataset2maxlen": {"lcc": 512}}
+    (tmp_path / "longbench_config.json").write_text(json.dumps(config))
+    row = {"input": "", "context": "word " * 3000, "answers": ["x"], "length": 3000}
+    (tmp_path / "lcc.jsonl").write_text(json.dumps(row))
+    subject = Words()
+    subject.limit = 2048
+    (item,) = longbench.items(tmp_path, Settings(), subject)
+    assert 1000 < len(subject.encode(item.make().prompt)) <= 2048 - item.max_new_tokens
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,10 @@ CONTINUED = (*FIRST_LINE, *CATEGORIES["code"])
 """Tasks whose prompts are continued without a chat template, as in the benchmark: their examples,
 or their code, end where the answer begins."""
 BUCKETS = ((4000, "0-4k"), (8000, "4-8k"), (float("inf"), "8k+"))
-SPARE = 500
-"""Tokens left free below the model's limit where no length is given."""
+LONGEST_ANSWER = 512
+"""Most new tokens of any task in the benchmark's file."""
+TEMPLATE = 88
+"""Room for a chat template."""
 
 
 class _Task(NamedTuple):
@@ -71,7 +73,7 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
             raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {name!r}.")
     lengths = settings.lengths
     if not lengths:
-        lengths = (max(1, subject.limit - SPARE) if subject.limit else 31500,)
+        lengths = (_default_length(subject.limit, settings),)
     questions: list[Item] = []
     for name in settings.subtasks or SUBTASKS:
         try:
@@ -98,6 +100,14 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
     if not questions:
         raise UserError(f"data '{folder}' must hold files such as {SUBTASKS[0]}_e.jsonl, got none.")
     return questions
+
+
+def _default_length(limit: int | None, settings: Settings) -> int:
+    """Return the length of prompts where none is given, the same for all tasks: as long as the
+    model's limit allows beside the longest answer, or the benchmark's own."""
+    if limit is None:
+        return 31500
+    return max(1, limit - (settings.max_new_tokens or LONGEST_ANSWER) - TEMPLATE)
 
 
 def _read_task(name: str, path: Path, config: Any, limit: int | None) -> _Task:

@@ -29,7 +29,12 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
         examples[row["subject"]].append(row)
     counts: Counter[str] = Counter()
     questions: list[Item] = []
-    for number, row in enumerate(read_lines(find_file(folder, FILES[1:]), _KEYS)):
+    rows = list(read_lines(find_file(folder, FILES[1:]), _KEYS))
+    subjects = {row["subject"] for row in rows}
+    for name in settings.subtasks:
+        if name not in subjects:
+            raise UserError(f"subtask must be one of {', '.join(sorted(subjects))}, got {name!r}.")
+    for number, row in enumerate(rows):
         field = row["subject"]
         if settings.subtasks and field not in settings.subtasks:
             continue
