@@ -258,6 +258,12 @@ def test_heads_that_see_all_tokens_are_given_or_the_checkpoints_own(text, saved,
             find_heads(wrong, config)
 
 
+def test_heads_of_a_checkpoint_may_be_the_same_in_every_layer():
+    config = tiny_model().config
+    config.cca = {"layer_group_sizes": None, "head_group_sizes": [8, 1]}
+    assert find_heads(None, config) == ((1,),) * config.num_hidden_layers
+
+
 # Patterns
 
 

@@ -36,8 +36,11 @@ def find_heads(text: str | None, hf_config: Any) -> tuple[tuple[int, ...], ...]:
     heads = range(ModelSizes.of(hf_config).kv_heads)
     rule = "full_heads must be LAYER:HEAD,LAYER:HEAD,..., such as 12:0,12:3"
     if text is None:
-        saved = (getattr(hf_config, "cca", None) or {}).get("layer_group_sizes") or ()
-        sizes = [(size,) * len(heads) if isinstance(size, int) else size for size in saved]
+        saved = getattr(hf_config, "cca", None) or {}
+        of_layers = saved.get("layer_group_sizes") or ()
+        if saved.get("head_group_sizes"):
+            of_layers = (saved["head_group_sizes"],) * layers
+        sizes = [(size,) * len(heads) if isinstance(size, int) else size for size in of_layers]
         chosen = [(i, head) for i in range(len(sizes)) for head in heads if sizes[i][head] == 1]
         if not chosen:
             raise ValueError(
