@@ -327,6 +327,13 @@ def test_records_go_to_the_file_or_alone_to_standard_output(here, capsys):
     assert read_records("r.jsonl") == [record]
     assert sorted(path.name for path in here.iterdir()) == ["r.jsonl", "text.txt"]
 
+    def show() -> None:
+        raise BrokenPipeError  # as where `head` reads the table
+
+    with pytest.raises(BrokenPipeError):
+        options.publish("r.jsonl", show, lambda: [record])
+    assert read_records("r.jsonl") == [record, record]
+
 
 def test_every_file_of_records_is_looked_at(here):
     good = make_record("quality.score", 1.0, {}).to_json()

@@ -296,7 +296,8 @@ def check_appended(*paths: str | None) -> None:
 def publish(
     path: str | None, show: Callable[[], None], records: Callable[[], Iterable[Any]]
 ) -> None:
-    """Print a table, then append the records to the file of --json, where one is given.
+    """Print a table, and append the records to the file of --json, where one is given, even where
+    the table's reader has ended.
 
     With "-" the records alone go to standard output, and the table to standard error.
     """
@@ -308,9 +309,11 @@ def publish(
         for record in records():
             print(record.to_json())
         return
-    show()
-    if path is not None:
-        append_records(path, records())
+    try:
+        show()
+    finally:
+        if path is not None:
+            append_records(path, records())
 
 
 def check_drawn(path: str | None, force: bool) -> None:
