@@ -335,6 +335,8 @@ def test_records_have_each_methods_values_and_share_of_right_answers(result):
         ("cache_bytes", 6.0, 4.0, "1.5x less"),
         ("peak_bytes", 2.0, 3.0, "1.5x more"),
         ("peak_bytes", 2.0, 2.0, "1.0x less"),
+        ("peak_bytes", 2.0, 0.0, ""),
+        ("peak_bytes", 0.0, 2.0, ""),
     ],
 )
 def test_a_ratio_says_how_much_less_cca_takes(name, full, cca, shown):

@@ -107,9 +107,12 @@ def _rows(records: Sequence[Record]) -> list[tuple[str, str, str, int]]:
 
 
 def _ratio(name: str, full: float, cca: float) -> str:
-    """Format how much less CCA takes; for perplexity how much more."""
+    """Format how much less CCA takes, for perplexity how much more; "" where one took nothing that
+    can be measured, as the memory of a short prefill."""
     if name == "perplexity":
         return f"{100 * (cca / full - 1):+.1f} %"
+    if not full or not cca:
+        return ""
     less, more = ("faster", "slower") if name.endswith(("_s", "_ms")) else ("less", "more")
     if full >= cca:
         return f"{full / cca:.1f}x {less}"
