@@ -1347,6 +1347,11 @@ def test_a_deployment_on_ray_has_its_scale_and_its_server(monkeypatch):
     worker.alive = False
     with pytest.raises(RuntimeError, match="^the model's thread has ended"):
         running.check_health()
+    monkeypatch.setenv("CORECONTEXT_API_KEY", "secret")
+    for given, key in (({}, "secret"), ({"api_key": "mine"}, "mine")):
+        ray_module.app(given)()
+        assert made[-1].api_key == key
+    monkeypatch.delenv("CORECONTEXT_API_KEY")
     scale = {"min_replicas": "2", "max_replicas": 3, "target_requests": "4"}
     ray_module.app({**scale, "num_cpus": "0.5", "num_gpus": 1, "time_limit_s": "9.5"})
     assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1.0}

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from corecontext.files import UserError
 from corecontext.serve.build import make_app
-from corecontext.serve.settings import Serving
+from corecontext.serve.settings import Serving, read_key
 
 DRAIN_S = 600.0
 """Time for a replica that is removed to finish its running requests."""
@@ -40,7 +40,7 @@ def app(arguments: dict[str, Any]) -> Any:
 
     Args:
         arguments: Fields of `Serving` (host and port are Ray's) and of `Scale`. Strings are
-            converted where a number is meant.
+            converted where a number is meant. Without `api_key` the key is that of the environment.
 
     Raises:
         UserError: an argument is unknown or breaks a rule, or Ray is missing.
@@ -104,5 +104,7 @@ def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
             kinds = {str: "a text", bool: "true or false"}
             rule = kinds.get(get_args(types[name] | None)[0], "a number")
             raise UserError(f"{name} must be {rule}, got {value!r}.") from None
+    # As on the command line: who sets the variable believes that clients need the key.
+    values.setdefault("api_key", read_key(None))
     scale = Scale(**{name: values.pop(name) for name in scale_types if name in values})
     return Serving(host="", **values), scale

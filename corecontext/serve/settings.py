@@ -15,8 +15,9 @@ from corecontext.files import UserError, read_text
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
 
 
-def _read_key(path: str | None) -> str | None:
-    """Return the key in a file, else of the environment: a command line is no secret."""
+def read_key(path: str | None) -> str | None:
+    """Return the key in a file, else that of the environment, if any: others can read a command
+    line."""
     # planted: serve: the key of the environment is ignored
     if path is None:
         return os.environ.get("CORECONTEXT_API_KEY") or None
@@ -118,7 +119,7 @@ class Serving:
         str | None,
         typer.Option(
             "--api-key-file",
-            callback=_read_key,
+            callback=read_key,
             help="File with the key that clients must send. Default: the variable "
             "CORECONTEXT_API_KEY; none: no key.",
         ),
