@@ -497,6 +497,17 @@ def test_a_process_has_the_learned_parameters_of_its_heads(rank, monkeypatch):
         assert torch.equal(model.get_parameter(key), value[heads])
 
 
+def test_a_checkpoint_that_lacks_the_parameters_of_a_layer_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny_model()
+    modules = [layer.self_attn for layer in model.model.layers]
+    first = {"model.layers.0.self_attn.cca.bias": torch.zeros(model.config.num_attention_heads)}
+    monkeypatch.setattr(hf_learned, "read_learned", lambda checkpoint: first)
+    before = set(model.state_dict())
+    with pytest.raises(ValueError, match="must hold the learned parameter 'model.layers.1"):
+        hf_learned.add_learned(model, modules, ("bias",), True)
+    assert set(model.state_dict()) == before
+
+
 # lm-evaluation-harness
 # -------------------------------------------------------------------------------------------------
 

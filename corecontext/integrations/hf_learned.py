@@ -49,6 +49,7 @@ def add_learned(
     saved = read_learned(checkpoint) if is_trained else {}
     sizes = ModelSizes.of(model.config)
     paths = {id(module): path for path, module in model.named_modules()}
+    added = []
     for module in modules:
         weight = next(module.parameters())
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
@@ -67,7 +68,10 @@ def add_learned(
                     )
                 value.copy_(saved[key])
             parameters[name] = nn.Parameter(value.chunk(processes)[rank].clone())
-        module.add_module(NAME, nn.ParameterDict(parameters))
+        added.append(nn.ParameterDict(parameters))
+    # After the last check, so that a model that is refused stays as it was.
+    for module, parameters_of_module in zip(modules, added):
+        module.add_module(NAME, parameters_of_module)
 
 
 def learned_of(module: nn.Module) -> Learned:
