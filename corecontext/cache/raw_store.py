@@ -321,7 +321,7 @@ class RawStore:
             self.centre = None
         self._build_index(slice(None), 0, self.num_groups(self.length))
 
-    def put_step(self, position: Tensor, stored: list[Tensor], *, closes: bool = True) -> None:
+    def put_step(self, position: Tensor, stored: list[Tensor], *, closes: bool) -> None:
         """Store a token [B, Hkv, 1, D] of each row at its position [B], in tensor arithmetic, and
         the index of the groups that it closes; `closes` is whether there may be any."""
         slot = position.clamp(min=0)[:, None]

@@ -132,8 +132,8 @@ def append(
     tensors: tuple[Tensor, ...],
     attention_mask: Tensor | None,
     draft: int,
-    scale: float | None = None,
-    softcap: float | None = None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     """Append to a cache and attend; a draft is appended by itself, to be taken back.
 
