@@ -26,8 +26,8 @@ class NewTokens(NamedTuple):
     stored: list[Tensor]
     """Keys and values as the buffers hold them."""
     raw: list[Tensor]
-    """Keys and values as a store of raw tokens holds them: of fetch as the buffers do, of a prompt
-    before they are rounded."""
+    """Keys and values for the store of raw tokens: encoded as in the buffers for fetch, not rounded
+    for a prompt that full attention reads."""
 
     def of(self, rows: slice, first: int, last: int) -> NewTokens:
         """Return the tokens first .. last - 1 of these rows."""
@@ -45,8 +45,11 @@ def new_tokens(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> NewTokens:
 
 
 def reading_of(entries: Entries, is_prompt: bool) -> str:
-    """Return the attention of an append, one of `config.PREFILLS`: full attention reads a prompt as
-    long as there are raw tokens."""
+    """Return the attention of an append, one of `config.PREFILLS`.
+
+    A prompt is read as `CCAConfig.prefill` says, by full attention only while its raw tokens are
+    kept; other tokens attend as in decoding, "auto".
+    """
     if not is_prompt:
         return "auto"
     prefill = entries.config.prefill

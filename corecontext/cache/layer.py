@@ -47,9 +47,9 @@ class CompactLayer(SavedState):
     _step: Callable[..., Tensor] | None = None
     """The backend's fused decoding step, if it has one for the layer."""
     _refusal: Callable[..., str | None]
-    """Says why the step with fetch cannot take the store."""
+    """Returns the reason for which the step with fetch cannot read a store, or None."""
     _tables: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines that it rotates a group's keys with."""
+    """Cosines and sines by which the step rotates a group's keys."""
 
     # Appending
     # ---------

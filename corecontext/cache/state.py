@@ -198,7 +198,7 @@ class LayerState(Entries):
         self._note_padding(length)
 
     def _count_step(self) -> None:
-        """Count a token into a fixed cache on the host, which asks the device nothing.
+        """Count the token of a step in a fixed cache on the host, without a device sync.
 
         A step that is compiled or captured now runs later: it is not counted.
 
@@ -236,7 +236,8 @@ class LayerState(Entries):
             raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {batch}.")
 
     def _note_padding(self, length: int) -> None:
-        """Find whether every row has a token; on the host, to save decoding steps a sync."""
+        """Set `padding_known` for rows of `length` tokens, on the host: decoding steps then need no
+        device sync."""
         # planted: 4: a row of nothing but padding passes for known
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
@@ -284,7 +285,7 @@ class LayerState(Entries):
         self._clear()
 
     def _clear(self) -> None:
-        """Reset what the host knows of the tokens."""
+        """Reset the counts and flags that the host keeps of the tokens."""
         self.is_empty = True
         # planted: 4: padding unknown before a reset stays so
         self.padding_known = True

@@ -201,7 +201,7 @@ class Engine:
         window_size = generation.window_size
         fetch_groups = generation.fetch_groups
         if self.handle is None:
-            if {group_size, window_size, fetch_groups} != {None}:
+            if any(size is not None for size in (group_size, window_size, fetch_groups)):
                 raise ValueError(
                     "group_size, window_size and fetch_groups must be used with CCA enabled, got "
                     "a model without. Call corecontext.enable(model)."

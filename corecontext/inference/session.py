@@ -74,11 +74,11 @@ class Session:
     """Runs a step where buffers are fixed: the model, or a compiled forward."""
 
     def __post_init__(self) -> None:
-        self._compact = self.handle is not None and not self.handle.hybrid
+        self._all_compact = self.handle is not None and not self.handle.hybrid
         config = self.key.config
         from_host = config is not None and config.fetches_from_host
         # Raw tokens in host memory are allocated at once: their end comes before the first token.
-        self.fixed = (self.static or from_host) and self._compact
+        self.fixed = (self.static or from_host) and self._all_compact
         device = self.model.device
         self.capture = self.capture and self.fixed and device.type == "cuda"
         self.cache = self._new_cache()
@@ -104,10 +104,14 @@ class Session:
         )
 
     @property
+    def _compact_layers(self) -> list[Any]:
+        """The compact caches of all layers that have one."""
+        return [layer.compact for layer in self.cache.layers if isinstance(layer, CCALayer)]
+
+    @property
     def allocated_host_bytes(self) -> int:
         """Bytes that the cache holds in host memory."""
-        layers = (x.compact for x in self.cache.layers if isinstance(x, CCALayer))
-        return sum(layer.allocated_host_bytes for layer in layers)
+        return sum(layer.allocated_host_bytes for layer in self._compact_layers)
 
     def configured(self) -> contextlib.AbstractContextManager[None]:
         """Set the model to this session's settings, and back."""
@@ -116,8 +120,8 @@ class Session:
     @property
     def _asks_device(self) -> bool:
         """Whether a step asks the device for numbers."""
-        layers = (x.compact for x in self.cache.layers if isinstance(x, CCALayer))
-        return any(cache.asks_device for layer in layers for cache in parts_of(layer))
+        caches = (cache for layer in self._compact_layers for cache in parts_of(layer))
+        return any(cache.asks_device for cache in caches)
 
     def reset(self) -> None:
         """Empty the cache for the next request; fixed buffers stay in place for captured steps."""
@@ -133,7 +137,7 @@ class Session:
         tokens."""
         self.positions.copy_(positions[:, None])
         self.length = length
-        if max(pads) and not self._compact:
+        if max(pads) and not self._all_compact:
             slots = torch.arange(self.key.max_length, device=positions.device)
             self.mask = (slots >= torch.tensor(pads, device=positions.device)[:, None]).long()
 
@@ -147,9 +151,8 @@ class Session:
         self.key = key
         # planted: inference: steps captured before a shrink are replayed
         self._captured.clear()
-        for layer in self.cache.layers:
-            if isinstance(layer, CCALayer):
-                layer.compact.shrink_window(key.config.window_size)
+        for layer in self._compact_layers:
+            layer.shrink_window(key.config.window_size)
 
     def step(self, kind: str) -> None:
         """Feed `tokens`, put the next tokens in their place; the host reads nothing.

@@ -131,7 +131,7 @@ class Stream(Iterator[list["int | None"]]):
         self.session: Session | None = None
         self.running = [True] * self.key.batch
         self.made = 0
-        """Steps whose tokens were started."""
+        """Tokens a row that were chosen, or are being chosen on the device."""
         self._tails: list[list[int]] = [[] for _ in self.running]
         # Every token but special ones decodes to at least a byte, so this many of the newest
         # tokens hold any stop string.

@@ -63,9 +63,11 @@ def _check_rotation(model: PreTrainedModel, handle: Any, token: Tensor) -> None:
     keys: list[Tensor] = []
     rotations: list[Any] = []
 
-    def observe(index: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+    def observe(
+        index: int, q: Tensor, k: Tensor, v: Tensor, scale: Any, softcap: Any, rotary: Any, *_: Any
+    ) -> None:
         keys.append(k.double())
-        rotations.append(rest[2])
+        rotations.append(rotary)
 
     handle.observer = observe
     for position in (0, POSITION):

@@ -75,7 +75,7 @@ class Handle(AttentionHandle):
         self._shard: Shard | None = None
         self._saved_settings = getattr(model.config, NAME, None)
 
-        # Whatever can be refused is, before the model changes.
+        # All that may raise comes before the model changes.
         self.layers = self._layer_configs(config)
         """The settings of each module in `full`, for the heads of this process."""
         self._rotary = None

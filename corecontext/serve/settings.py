@@ -198,7 +198,8 @@ class Serving:
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        if self.method == "full" and set(self.sizes.values()) != {None}:
+        has_sizes = any(value is not None for value in self.sizes.values())
+        if self.method == "full" and has_sizes:
             raise UserError(
                 "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index, "
                 "store and fetch-slots must be left out with --method full."
