@@ -310,6 +310,22 @@ def test_a_refusal_is_one_plain_line_that_names_the_field(server, body, message,
     assert error["code"] is None and not server.requests
 
 
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_a_body_of_another_content_type_is_told_the_header(server, headers):
+    """curl's -d sends this one, a page of a stranger in a browser none."""
+
+    async def send():
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            content = json.dumps(COMPLETION)
+            return await client.post("/v1/completions", content=content, headers=headers)
+
+    response = asyncio.run(send())
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and not server.requests
+    assert message.endswith("Send it with the header 'Content-Type: application/json'.")
+
+
 def test_each_reason_has_its_status_type_and_code():
     invalid = "invalid_request_error"
     assert {code.name: (code.status, code.kind, code.protocol_code) for code in Code} == {

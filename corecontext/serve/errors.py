@@ -88,8 +88,13 @@ def invalid_body(detail: Mapping[str, Any]) -> InvalidRequest:
         message = "the body must be JSON, got none."
     elif kind == "value_error":
         message = f"{field} {detail['ctx']['error']}."
+    elif not path:  # such as no object, or JSON under another content type
+        message = (
+            "the body must be a JSON object. Send it with the header 'Content-Type: "
+            "application/json'."
+        )
     elif kind == "rule":
         message = f"{field} {detail['msg']}."
     else:
-        message = f"{field or 'the body'} is not valid: {detail['msg']}."
+        message = f"{field} is not valid: {detail['msg']}."
     return InvalidRequest(Code.INVALID, message, path[0] if path else None)
