@@ -127,6 +127,7 @@ def _map(
     layer: int, heads: Sequence[int], inputs: Inputs, spec: Spec, queries: Sequence[int]
 ) -> LayerMap:
     """Return the map of heads with one group size."""
+    # Pool as the model does, and keep the weights.
     q, k, v = (x[0].float() for x in inputs[:3])
     kv_heads, length = k.shape[:2]
     g = spec.group_size
@@ -148,6 +149,7 @@ def _map(
         if spec.core_heads == "kv":
             used = weights.mean(1, keepdim=True).expand_as(weights).flatten(0, 1)
         core_k = rules.pool(groups, spec, learned).k
+    # Keys, biases and masses by query head: a query adds the latter two to its scores.
     cores_of_kv = core_k
     core_k = core_k.expand(-1, len(q) // kv_heads, -1, -1).flatten(0, 1)  # [H, M, D]
     raw_k = k.repeat_interleave(len(q) // kv_heads, 0)
@@ -166,6 +168,7 @@ def _map(
         (bias + mass).unflatten(0, by_kv_head),
     ).repeat_interleave(by_kv_head[1], 0)  # [H, Q, M]
 
+    # Attend with one query at a time, over core tokens and all raw tokens up to itself.
     starts = [local_start(t, g, spec.window_size) for t in queries]
     reach = max((t + 1 - start for t, start in zip(queries, starts)), default=1)
     core = torch.zeros(len(q), len(queries), num_groups)

@@ -19,6 +19,7 @@ from corecontext.files import UserError
 from corecontext.loading import Loaded
 
 MOST_BYTES = 64 << 20
+"""Largest page that a browser shows in reasonable time."""
 WEIGHTS = ("pooling", "core", "raw", "first", "fetched")
 """Fields of a `LayerMap` that the page holds."""
 
@@ -127,11 +128,11 @@ def _layer_data(layer: LayerMap, is_part: bool) -> dict[str, Any]:
     Args:
         is_part: Whether the map has only those heads of its layer that share a group size.
     """
-    name = f"layer {layer.layer}"
+    title = f"layer {layer.layer}"
     if is_part:
-        name += f", heads with g = {layer.group_size}"
+        title += f", heads with g = {layer.group_size}"
     return {
-        "name": name,
+        "name": title,
         "group_size": layer.group_size,
         "heads": layer.core.shape[0],
         "numbers": layer.heads,
