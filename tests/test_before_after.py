@@ -15,6 +15,8 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
 import corecontext
+from corecontext.data.needles import make_needles
+from corecontext.files import UserError
 from corecontext.train import TrainConfig, before_after, card
 from corecontext.train.before_after import BOOK, Comparison, Line, _windows, compare
 from corecontext.train.run import train
@@ -87,6 +89,17 @@ def test_lack_of_memory_leaves_the_comparison_out(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(before_after, "_Measurement", fail)
     assert compare(TrainConfig(model="m"), tmp_path, None, None, Arguments) is None
     assert "no memory for a comparison" in caplog.text
+
+
+def test_a_tokenizer_without_places_leaves_needles_out():
+    """A finished training must not end with an error of its card."""
+
+    tokenizer = transformers.ByT5Tokenizer()
+    config = TrainConfig(model="m", context_length=2048)
+    measurement = before_after._Measurement(config, tokenizer, None, None)
+    assert measurement.needles == [] and len(measurement.windows[0]) == 2048
+    with pytest.raises(UserError, match="tokenizer must give the places of its tokens"):
+        make_needles("a text", tokenizer, 100, 1, seed=0)
 
 
 def test_windows_are_rows_of_one_document():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -43,10 +44,10 @@ def make_needles(text: str, tokenizer: Any, length: int, count: int, seed: int) 
     Each has another piece of the text and another number of seven digits.
 
     Raises:
-        UserError: the text is too short, or the length has no room for a question.
+        UserError: the text is too short, the length has no room for a question, or the tokenizer
+            gives no places.
     """
-    options = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
-    offsets = tokenizer(text, **options)["offset_mapping"]
+    offsets = _encode(tokenizer, text)["offset_mapping"]
     if len(offsets) < length:
         raise UserError(
             f"the text around needles must have at least {length} tokens, got {len(offsets)}."
@@ -82,11 +83,29 @@ def _needle(tokenizer: Any, text: str, number: str, depth: float) -> Needle:
 def find_tokens(
     tokenizer: Any, text: str, places: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[slice]]:
-    """Return the tokens of a text, and which of them hold the characters of some places in it."""
-    options = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
-    encoded = tokenizer(text, **options)
+    """Return the tokens of a text, and which of them hold the characters of places [start, end) in
+    it.
+
+    Raises:
+        UserError: the tokenizer gives no places.
+    """
+    encoded = _encode(tokenizer, text)
     offsets = encoded["offset_mapping"]
     ends = [end for _, end in offsets]
     starts = [start for start, _ in offsets]
     spans = [slice(bisect_right(ends, start), bisect_left(starts, end)) for start, end in places]
     return encoded["input_ids"], spans
+
+
+def _encode(tokenizer: Any, text: str) -> Any:
+    """Return the tokens of a text with the place of each in it."""
+    options = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
+    encoded = {}
+    with contextlib.suppress(ValueError, NotImplementedError):
+        encoded = tokenizer(text, **options)
+    if "offset_mapping" not in encoded:  # a tokenizer in plain Python ignores or refuses it
+        raise UserError(
+            "tokenizer must give the places of its tokens, got one that does not. Use a model with "
+            "a tokenizer.json."
+        )
+    return encoded
