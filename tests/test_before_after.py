@@ -79,6 +79,18 @@ def test_a_comparison_is_left_out_where_it_says_nothing(tmp_path):
     assert "Before and after" not in card._compared(None)
 
 
+def test_a_model_that_cannot_be_measured_leaves_the_comparison_out(tmp_path, monkeypatch, caplog):
+    class Arguments:
+        world_size = 1
+
+    def fail(*args):
+        raise UserError("logits must be finite")
+
+    monkeypatch.setattr(before_after, "_Measurement", fail)
+    assert compare(TrainConfig(model="m"), tmp_path, None, None, Arguments) is None
+    assert "no comparison with the original model: logits must be finite" in caplog.text
+
+
 def test_lack_of_memory_leaves_the_comparison_out(tmp_path, monkeypatch, caplog):
     class Arguments:
         world_size = 1

@@ -99,14 +99,18 @@ def compare(
         arguments: Of the trainer: device, bf16, processes.
 
     Returns:
-        None for random weights, short rows and several processes, and where memory has no room for
-        another model beside the trainer's.
+        None for random weights, short rows and several processes, where memory has no room for
+        another model beside the trainer's, and where a model cannot be measured: a finished
+        training must not fail for its card.
     """
     is_alone = arguments.world_size == 1
     if config.strategy == "scratch" or config.context_length < LEAST_TOKENS or not is_alone:
         return None
     try:
         return _compare(config, folder, _Measurement(config, tokenizer, rows, arguments))
+    except UserError as error:
+        _log.warning("the card has no comparison with the original model: %s", error)
+        return None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
