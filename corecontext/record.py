@@ -328,8 +328,10 @@ def _git_version(root: Path) -> tuple[str | None, bool | None]:
 
 
 def command_line() -> str:
-    """Return the command that started this process, without the machine's paths."""
-    program, *rest = sys.argv or [""]
+    """Return the command that started this process, without the machine's paths: of an absolute
+    path its last part stays."""
+    program, *arguments = sys.argv or [""]
+    rest = [_without_folders(argument) for argument in arguments]
     path = Path(program)
     folders = path.with_suffix("").parts
     tops = [i for i, folder in enumerate(folders) if folder in TOP_FOLDERS]
@@ -337,3 +339,11 @@ def command_line() -> str:
         module = ".".join(folders[tops[-1] :]).removesuffix(".__main__")
         return shlex.join(["python", "-m", module, *rest])
     return shlex.join([path.name, *rest])
+
+
+def _without_folders(argument: str) -> str:
+    """Return an argument, or the last part of an absolute path in it: PATH or --option=PATH."""
+    option, equals, value = argument.rpartition("=")
+    if not value.startswith(("/", "~")):
+        return argument
+    return f"{option}{equals}{Path(value).name}"

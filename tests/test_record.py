@@ -268,6 +268,10 @@ def test_provenance(monkeypatch):
     assert (commit is None) == (dirty is None) and (commit is None or len(commit) == 40)
     monkeypatch.setattr(sys, "argv", ["/some/where/bin/corecontext", "demo", "--json", "a b"])
     assert command_line() == "corecontext demo --json 'a b'"
+    monkeypatch.setattr(
+        sys, "argv", ["c", "--json", "/root/out/m.jsonl", "--plot=~/p.png", "--data", "a=/d/e/"]
+    )
+    assert command_line() == "c --json m.jsonl --plot=p.png --data a=e"
     monkeypatch.setattr(sys, "argv", ["/some/where/benchmarks/figures.py", "--readme"])
     assert command_line() == "python -m benchmarks.figures --readme"
     monkeypatch.setattr(
