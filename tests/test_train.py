@@ -552,7 +552,10 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
     given = {}
     monkeypatch.setattr(
         "transformers.TrainingArguments",
-        lambda **options: (given.update(options), SimpleNamespace(device=torch.device("cpu")))[1],
+        lambda **options: (
+            given.update(options),
+            SimpleNamespace(device=torch.device("cpu"), n_gpu=0),
+        )[1],
     )
     arguments.arguments_of(config)
     assert (
@@ -569,7 +572,12 @@ def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
         "transformers.TrainingArguments",
         lambda **options: (
             given.update(options),
-            SimpleNamespace(device=torch.device("cuda"), bf16=options["bf16"], fsdp_plugin_args={}),
+            SimpleNamespace(
+                device=torch.device("cuda"),
+                n_gpu=1,
+                bf16=options["bf16"],
+                fsdp_plugin_args={},
+            ),
         )[1],
     )
     made = arguments.arguments_of(setting.replace(fsdp=True, accumulation=8, precision="auto"))
