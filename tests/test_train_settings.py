@@ -186,9 +186,9 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
 @pytest.mark.parametrize(
     "method, option, is_used",
     [
-        ("full", ("--group-size", "8"), False),
-        ("full", ("--window-size", "64"), False),
-        ("streaming_llm", ("--window-size", "64"), True),
+        ("full", ("--core-bias", "1"), False),
+        ("full", ("--sinks", "8"), False),
+        ("window", ("--group-size", "8", "--window-size", "64"), True),
         ("streaming_llm", ("--sinks", "8"), False),
         ("longlora", ("--group-size", "512"), False),
         ("window", ("--no-core-mass",), False),

@@ -107,14 +107,15 @@ def _check_used(given: dict[str, Any], method: str) -> None:
     """Raise a UserError for an option of CCA that another method would ignore.
 
     TrainConfig cannot tell an option from its default, so it refuses only those whose default
-    means that they are off.
+    means that they are off. Sizes g and s may be given for any method, as in `corecontext eval`;
+    but g of a rival that has one is not the run's.
     """
     if method == "cca":
         return
     names = {setting.name for setting in fields(CCAConfig)}
-    names -= {"fetch_groups", "learned", "layer_group_sizes"}
-    if method in RIVALS and "window_size" in RIVALS[method].takes:
-        names.remove("window_size")
+    names -= {"fetch_groups", "learned", "layer_group_sizes", "group_size", "window_size"}
+    if method in RIVALS and "group_size" in RIVALS[method].takes:
+        names.add("group_size")
     for name, value in given.items():
         if name in names:
             raise UserError(
