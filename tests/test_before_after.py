@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
 import corecontext
+from corecontext import terminal
 from corecontext.data.needles import make_needles
 from corecontext.files import UserError
 from corecontext.train import TrainConfig, before_after, card
@@ -24,8 +25,10 @@ from corecontext.train.run import train
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_a_card_compares_the_model_with_the_one_it_was(tmp_path, monkeypatch):
+def test_a_card_compares_the_model_with_the_one_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(before_after, "NEEDLES", 1)
+    monkeypatch.setattr(before_after, "LEAST_ROWS", 2)
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
     model = save_tiny_model(tmp_path / "Tiny")
     config = TrainConfig(
         model=model,
@@ -62,6 +65,30 @@ def test_a_card_compares_the_model_with_the_one_it_was(tmp_path, monkeypatch):
     values = [float(row[1]) for row in rows]
     assert values[0] == pytest.approx(float(far), abs=1e-3)
     assert values[2] < values[1]
+
+    # Each row of training and each text of the comparison shows, also where there is no terminal.
+    lines = capsys.readouterr().err.splitlines()
+    title = "training, 2 steps, each of 1 x 1024 tokens"
+    assert title in lines
+    assert any(line.startswith(f"{title}: 50 %") for line in lines)
+    assert any(line.startswith("comparison, this model, trained, 2 texts: 50 %") for line in lines)
+
+
+def test_a_short_run_is_compared_on_a_window_alone(tmp_path):
+    class Arguments:
+        world_size = 1
+
+    model = save_tiny_model(tmp_path / "Tiny")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    positions = torch.arange(1024)
+    rows = [{"input_ids": positions % 90, "position_ids": positions}] * 2
+    config = TrainConfig(model=model, context_length=1024, accumulation=2)
+    short = config.replace(steps=before_after.LEAST_ROWS // 2 - 1)
+    measured = before_after._Measurement(short, tokenizer, rows, Arguments)
+    assert (len(measured.windows), len(measured.needles)) == (1, 0)
+    long = config.replace(steps=before_after.LEAST_ROWS // 2)
+    measured = before_after._Measurement(long, tokenizer, rows, Arguments)
+    assert (len(measured.windows), len(measured.needles)) == (2, before_after.NEEDLES)
 
 
 def test_a_comparison_is_left_out_where_it_says_nothing(tmp_path):

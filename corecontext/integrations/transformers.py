@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 NOT_ADAPTED = (
     "this model was not trained with CCA: it understands far text worse until it is adapted by "
-    "`corecontext train`.{} warn=False silences this."
+    "`corecontext train`.{} In Python warn=False silences this."
 )
 """SmolLM2-135M, g = 16, s = 512, far perplexity: 7.5 under full attention, 18.7 without sinks, 11.3
 with 16."""

@@ -17,6 +17,7 @@ from corecontext.heads.search import far_loss
 from corecontext.inference.engine import Engine
 from corecontext.integrations.hf_weights import load_weights
 from corecontext.loading import load_config
+from corecontext.terminal import progress
 from corecontext.train.student import prepare_config, replace_attention
 from corecontext.train.train_config import TrainConfig
 
@@ -28,6 +29,9 @@ LEAST_TOKENS = 1024
 WINDOWS = 4
 """Rows of a comparison, at most."""
 NEEDLES = 10
+LEAST_ROWS = 42
+"""Shorter runs are compared on one window, without needles: the rows of three models, each on
+WINDOWS and NEEDLES, would be more than those of the run."""
 
 
 class Line(NamedTuple):
@@ -62,6 +66,9 @@ class _Measurement:
         length = min(config.context_length, len(ids))
         self.windows: list[Tensor] = _windows(rows) or [ids[:length]]
         self.needles: list[Needle] = []
+        if config.steps * config.rows_per_step(1) < LEAST_ROWS:
+            del self.windows[1:]
+            return
         with suppress(UserError):  # no room for a question
             length -= ANSWER_TOKENS
             self.needles = make_needles(book, tokenizer, length, NEEDLES, config.seed)
@@ -74,16 +81,21 @@ class _Measurement:
         model.to(device).eval()
         if not full:
             replace_attention(model, self.config)
-        rows = [window[None].to(device) for window in self.windows]
-        perplexity = math.exp(far_loss(model, rows))
         engine = Engine(model)
+        losses = []
         answered = 0
-        for needle in self.needles:
-            ids = torch.tensor([needle.ids], device=device)
-            options = {"max_new_tokens": ANSWER_TOKENS, "tokenizer": self.tokenizer}
-            answer = self.tokenizer.decode(engine.generate(ids, **options)[0])
-            answered += needle.is_found(answer)
-        return Line(title, perplexity, answered)
+        count = len(self.windows) + len(self.needles)
+        with progress(f"comparison, {title}, {count} texts", count) as advance:
+            for window in self.windows:  # all of one length
+                losses.append(far_loss(model, [window[None].to(device)]))
+                advance(1)
+            for needle in self.needles:
+                ids = torch.tensor([needle.ids], device=device)
+                options = {"max_new_tokens": ANSWER_TOKENS, "tokenizer": self.tokenizer}
+                answer = self.tokenizer.decode(engine.generate(ids, **options)[0])
+                answered += needle.is_found(answer)
+                advance(1)
+        return Line(title, math.exp(sum(losses) / len(losses)), answered)
 
 
 def compare(

@@ -24,6 +24,7 @@ from corecontext.data.row_stream import StreamedRows, open_shards
 from corecontext.distributed.announcement import Announcement
 from corecontext.files import UserError
 from corecontext.heads.choose import with_heads
+from corecontext.terminal import progress
 from corecontext.train import card, hub
 from corecontext.train.arguments import arguments_of
 from corecontext.train.before_after import compare
@@ -169,7 +170,8 @@ def _run(given: TrainConfig, job: _Job) -> Result:
         job.rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
     # Train; a run without a checkpoint leaves its folder as it was.
     try:
-        with Fused(trainer.model, "compile" if config.fuse else None):
+        fused = Fused(trainer.model, "compile" if config.fuse else None)
+        with fused, _progress_of_rows(trainer, config, step_of(resume) if resume else 0):
             trainer.train(resume_from_checkpoint=resume and str(resume))
     except Exception:
         if job.is_first_rank:
@@ -220,6 +222,21 @@ def _make_trainer(config: TrainConfig, job: _Job) -> Any:
         keep=config.keep,
         distil=config.distil,
     )
+
+
+@contextlib.contextmanager
+def _progress_of_rows(trainer: Any, config: TrainConfig, steps_done: int) -> Iterator[None]:
+    """Write the size of the run and its progress by row inside the block, where Trainer shows no
+    bar: a step on a CPU may take minutes."""
+    steps = config.steps - steps_done
+    if not trainer.args.disable_tqdm or not trainer.args.should_log or steps <= 0:
+        yield
+        return
+    rows = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    title = f"training, {steps} steps, each of {rows} x {config.context_length} tokens"
+    print(title, file=sys.stderr, flush=True)
+    with progress(title, steps * rows) as trainer.on_rows:
+        yield
 
 
 def _export(config: TrainConfig, job: _Job, history: list, metrics: dict[str, float]) -> None:

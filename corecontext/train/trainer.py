@@ -23,7 +23,7 @@ from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 from corecontext.data.packing import IGNORED, collate, run_order
 from corecontext.data.row_stream import StreamedRows
 from corecontext.files import UserError
-from corecontext.terminal import progress
+from corecontext.terminal import Advance, progress
 from corecontext.train.checkpoint import (
     STAGING,
     STREAM,
@@ -70,6 +70,8 @@ class CCATrainer(Trainer):
         self.keep = keep
         self.context_parallel = context_parallel
         self.distil = distil
+        self.on_rows: Advance = lambda rows: None
+        """Called with the number of rows after each forward and backward pass."""
         self._cross_entropies: list[Tensor] = []
         """Cross-entropy of each backward pass since the last log entry."""
         self.save_error: Exception | None = None
@@ -132,8 +134,10 @@ class CCATrainer(Trainer):
         self._rows += inputs.pop("row", [])
         if self.wire is not None:
             inputs = self._take_part(model, inputs)
+        rows = inputs["input_ids"].shape[0]
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._check_finite("loss", loss)
+        self.on_rows(rows)
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
