@@ -74,6 +74,7 @@ def filled(length: int, rows: int = 1, **options) -> CCALayer:
     """Return a layer of one head that holds so many tokens."""
     layer = CCALayer(POOLED_AS_THEY_ARE, None, **options)
     q, k, v = (torch.randn(rows, 1, length, 8) for _ in range(3))
+    layer.is_attended = True
     layer.update(k, v)
     layer.compact.attend(q, k, v)
     return layer

@@ -574,13 +574,14 @@ def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
             given.update(options),
             SimpleNamespace(
                 device=torch.device("cuda"),
-                n_gpu=1,
+                n_gpu=8,
                 bf16=options["bf16"],
                 fsdp_plugin_args={},
             ),
         )[1],
     )
     made = arguments.arguments_of(setting.replace(fsdp=True, accumulation=8, precision="auto"))
+    assert made._n_gpu == 1  # Trainer splits no batch over this process's other GPUs
     assert given["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
     policy = made.fsdp_plugin_args["mixed_precision_policy"]
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)

@@ -72,6 +72,16 @@ def test_only_the_given_model_changes_and_disable_restores():
         handle.disable()
 
 
+def test_full_attention_refuses_a_cache_of_cca():
+    """It would see the newest token alone."""
+    model = tiny_model()
+    with corecontext.enabled(model, CONFIG), torch.no_grad():
+        cache = model(tokens(1, 30), use_cache=True).past_key_values
+        cache = model(tokens(1, 1), past_key_values=cache).past_key_values
+    with pytest.raises(ValueError, match="past_key_values must be a cache of the model's"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
 @pytest.mark.parametrize(
     "options",
     [

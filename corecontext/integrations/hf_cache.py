@@ -28,6 +28,8 @@ class CCALayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+    is_attended = False
+    """Whether the call in progress has CCA's attention, which appends the tokens."""
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None, **options: Any) -> None:
         super().__init__()
@@ -42,7 +44,17 @@ class CCALayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Return the new tokens, for the attention function to append."""
+        """Return the new tokens, for the attention function to append.
+
+        Raises:
+            ValueError: the attention is not CCA's, as after `handle.disable()`.
+        """
+        if not self.is_attended:
+            raise ValueError(
+                "past_key_values must be a cache of the model's attention, got one that was made "
+                "under CCA, which is not enabled. Start a new cache."
+            )
+        self.is_attended = False
         self.is_initialized = True
         return key_states, value_states
 

@@ -183,7 +183,9 @@ class CCAHook(LayerHook):
         compact = None
         if cache is not None and handle.shard is None:
             options = {"rollback": handle.rollback, "learned": learned}
-            compact = compact_layer(cache, module.layer_idx, config, rotary, **options).compact
+            layer = compact_layer(cache, module.layer_idx, config, rotary, **options)
+            layer.is_attended = True
+            compact = layer.compact
         observer = None
         if handle.observer is not None:
             observer = functools.partial(handle.observer, self.index)
