@@ -346,6 +346,7 @@ def test_a_number_that_is_not_finite_is_said_with_the_rows_of_this_step(tmp_path
     trainer.state = SimpleNamespace(global_step=6)
     trainer.train_dataset = SimpleNamespace(describe=lambda row: f"place {row}")
     trainer.wire, trainer._rows = None, []
+    trainer.on_rows = mock.Mock()
 
     def step(*rows, loss=1.0):
         for first in range(0, len(rows), 2):

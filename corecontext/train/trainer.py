@@ -131,13 +131,13 @@ class CCATrainer(Trainer):
     ) -> Tensor:
         """Run Trainer's step on this rank's part of the rows; check its loss before the optimizer
         step."""
-        self._rows += inputs.pop("row", [])
+        rows = inputs.pop("row", [])
+        self._rows += rows
         if self.wire is not None:
             inputs = self._take_part(model, inputs)
-        rows = inputs["input_ids"].shape[0]
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._check_finite("loss", loss)
-        self.on_rows(rows)
+        self.on_rows(len(rows))
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
