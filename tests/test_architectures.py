@@ -130,7 +130,7 @@ def test_a_model_that_was_never_adapted_says_so_once():
     with pytest.warns(UserWarning, match="not trained with CCA.*train.*sink_size=16") as caught:
         corecontext.enable(model, CONFIG).disable()
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
-    with pytest.warns(UserWarning, match="`corecontext train`. warn=False") as caught:
+    with pytest.warns(UserWarning, match="`corecontext train`. In Python warn=False") as caught:
         corecontext.enable(model, CONFIG.replace(sink_size=4)).disable()
     assert len(caught) == 1 and "sink" not in str(caught[0].message)
     with warnings.catch_warnings():
