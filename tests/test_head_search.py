@@ -18,6 +18,7 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.cache import CompactLayer
 from corecontext.cli import main
+from corecontext.files import UserError
 from corecontext.heads import search
 from corecontext.heads.budget import (
     COARSE,
@@ -291,6 +292,13 @@ def test_heads_are_found_by_the_answers_to_needles(tmp_path, capsys):
     assert "Perplexity of numbers in answers, where one keeps" in capsys.readouterr().out
     records = read_records(tmp_path / "layers.jsonl")
     assert {record.params["by"] for record in records} == {"needles"}
+
+
+def test_rows_longer_than_the_models_positions_name_the_option(tmp_path):
+    loaded = load(save_tiny_model(tmp_path / "tiny"), window_size=32, device="cpu")
+    limit = loaded.max_length
+    with pytest.raises(UserError, match=f"got {limit + 1}. Use --length {limit}, or less"):
+        find_layers(loaded, "text", limit + 1, 2, None)
 
 
 def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, capsys):

@@ -42,7 +42,8 @@ def find_layers(
     assert loaded.config is not None
     if loaded.max_length is not None and length > loaded.max_length:
         raise UserError(
-            f"length must be at most the model's {loaded.max_length} tokens, got {length}."
+            f"length must be at most the model's {loaded.max_length} tokens, got {length}. Use "
+            f"--length {loaded.max_length}, or less for a shorter text."
         )
     ids = loaded.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     least = least_length(loaded.config)
