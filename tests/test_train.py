@@ -253,13 +253,13 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
 def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text((ROOT / "LICENSE").read_text()[:2000])
-    config = setting.replace(output=str(tmp_path / "run"), data=(str(path),), steps=2)
+    config = setting.replace(output=str(tmp_path / "run"), data=(str(path),), steps=3, save_every=1)
 
     def begin_another():
         with pytest.raises(UserError, match="output '.*run' is in use by another process"):
             train(config)
 
-    stop_at(1, config, begin_another)
+    stop_at(2, config, begin_another)
     saved = tmp_path / "run/train_config.json"
     settings = saved.read_text()
     saved.write_text(settings.replace('"processes": 1', '"processes": 8'))

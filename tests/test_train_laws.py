@@ -153,11 +153,12 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(
     heads = config.replace(strategy="scratch", shape={"num_key_value_heads": 3})
     with pytest.raises(UserError, match="num_attention_heads must be a multiple of num_key_value"):
         train(heads)
-    with monkeypatch.context() as patch:
-        patch.setattr(CCATrainer, "training_step", mock.Mock(side_effect=ZeroDivisionError))
-        with pytest.raises(ZeroDivisionError):
-            train(config)
-    assert not (tmp_path / "run").exists()
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        with monkeypatch.context() as patch:
+            patch.setattr(CCATrainer, "training_step", mock.Mock(side_effect=error))
+            with pytest.raises(error):
+                train(config)
+        assert not (tmp_path / "run").exists()
     with monkeypatch.context() as patch:
         patch.setattr(run, "with_heads", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):

@@ -173,7 +173,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
         fused = Fused(trainer.model, "compile" if config.fuse else None)
         with fused, _progress_of_rows(trainer, config, step_of(resume) if resume else 0):
             trainer.train(resume_from_checkpoint=resume and str(resume))
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         if job.is_first_rank:
             release(folder)
         raise
