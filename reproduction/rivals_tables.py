@@ -119,11 +119,12 @@ def answered(values: Values) -> list[Task]:
 
 
 def _newest(records: Sequence[Record], trained: bool) -> Values:
-    """Return the newest record of each value, in the order of the first."""
+    """Return the newest record of each value, in the order of the first; of the first record's
+    device, as bytes and seconds on others do not compare."""
     values: Values = {}
     for record in records:
         p = record.params
-        if bool(p["trained_tokens"]) == trained:
+        if bool(p["trained_tokens"]) == trained and record.device == records[0].device:
             task = Task(p["task"], p["length"])
             values[p["method"], p["trained_by"], p["compression"], record.name, task] = record
     return values

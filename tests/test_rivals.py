@@ -3,6 +3,8 @@ equal bytes, records and the table. Presses are in test_kvpress.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_eval import write_lines
@@ -229,6 +231,7 @@ def test_the_table_has_a_line_for_each_method():
         row("snapkv", 4, "real.accuracy", 0.1, "needles", 7900),
         row("snapkv", 4, "real.accuracy", 0.3, "needles", 7900),
         row("snapkv", 16, "real.accuracy", 0.05, "needles", 7900),
+        replace(row("snapkv", 16, "real.accuracy", 0.9, "needles", 7900), device="another"),
         row("snapkv", 8, "real.accuracy", 0.5, "niah_single_1", 4096),
         row("snapkv", 8, "real.answer_nll", 2.345, "passages", 20),
         row("snapkv", 8, "real.first_token_s", 0.0314, "needles", 7900),
