@@ -25,6 +25,12 @@ MODELS = {
     "fetch": "fetch, raw tokens on the device",
     "fetch_host": "fetch, raw tokens in host memory",
 }
+MODEL_COLUMNS = (
+    Column("", lambda place: MODELS[place[0]], left=True),
+    Column("tokens", lambda place: f"{place[1]:,}"),
+    Column("slots", lambda place: "" if place[2] is None else str(place[2])),
+)
+"""Columns of a whole model's method, length and slots."""
 shown_passes = optional(shown_ms)
 shown_steps = optional(shown_us)
 shown_memory = optional(shown_bytes)
@@ -111,14 +117,6 @@ def _rate_table(records: Sequence[Record]) -> list[str]:
         Column("tokens per second", lambda place: f"{best[place][0]:,.0f}"),
     ]
     return markdown(columns, sorted(_of_models(best), key=_in_order))
-
-
-MODEL_COLUMNS = (
-    Column("", lambda place: MODELS[place[0]], left=True),
-    Column("tokens", lambda place: f"{place[1]:,}"),
-    Column("slots", lambda place: "" if place[2] is None else str(place[2])),
-)
-"""Columns of a whole model's method, length and slots."""
 
 
 def _of_models(places: Iterable[tuple[Any, ...]]) -> set[tuple[Any, ...]]:

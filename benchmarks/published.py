@@ -1,4 +1,4 @@
-"""Run the commands that made the published records of speed, one after another.
+"""Run the commands of the published records of speed on one GPU, one after another.
 
 Each command runs in a process of its own, and its records are appended when it has ended. A run
 that is stopped is continued by the next one: commands with records at this commit are left out.

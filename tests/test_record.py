@@ -269,7 +269,7 @@ def test_provenance(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/bin/corecontext", "demo", "--json", "a b"])
     assert command_line() == "corecontext demo --json 'a b'"
     monkeypatch.setattr(
-        sys, "argv", ["c", "--json", "/root/out/m.jsonl", "--plot=~/p.png", "--data", "a=/d/e/"]
+        sys, "argv", ["c", "--json", "/a/b/m.jsonl", "--plot=~/p.png", "--data", "a=/d/e/"]
     )
     assert command_line() == "c --json m.jsonl --plot=p.png --data a=e"
     monkeypatch.setattr(sys, "argv", ["/some/where/benchmarks/figures.py", "--readme"])
