@@ -39,8 +39,13 @@ PUBLISHED = (
     ),
     Published(
         "fetch",
+        "operator --kv-heads 8 --length 8192 --method sdpa_cudnn --method cca --method fetch "
+        f"--pass forward {_STEPS}",
+    ),
+    Published(
+        "fetch",
         "operator --kv-heads 8 --length 8192 --length 32768 --length 131072 --memory-length 131072 "
-        f"{_FETCH} {_MEAN} --pass forward --pass forward_backward {_STEPS}",
+        f"{_FETCH} {_MEAN} --pass forward --pass forward_backward",
     ),
     Published(
         "fetch",
@@ -53,7 +58,8 @@ PUBLISHED = (
         "--method fetch --method fetch_host --repeats 2",
     ),
     Published("fetch", f"model --shape llama3.1-8b --length 131072 --what itl {_HOST}"),
-    Published("fetch", f"model --shape llama3.1-8b --throughput {_HOST} --method full_rows"),
+    Published("fetch", f"model --shape llama3.1-8b --throughput {_HOST} --batch 64 --batch 112"),
+    Published("fetch", "model --shape llama3.1-8b --throughput --method full_rows"),
     Published("vllm", "vllm"),
     Published("operator", "operator"),
     Published("operator", "operator --kv-heads 8 --length 131072 --length 1048576 --forward-only"),
