@@ -39,8 +39,8 @@ PUBLISHED = (
     ),
     Published(
         "fetch",
-        "operator --kv-heads 8 --length 8192 --method sdpa_cudnn --method cca --method fetch "
-        f"--pass forward {_STEPS}",
+        "operator --kv-heads 8 --kv-heads 32 --length 8192 --method sdpa_cudnn --method cca "
+        f"--method fetch --pass forward {_STEPS}",
     ),
     Published(
         "fetch",
@@ -50,12 +50,17 @@ PUBLISHED = (
     Published(
         "fetch",
         f"operator --kv-heads 32 --length 131072 --memory-length 131072 {_FETCH} "
-        f"--pass forward --pass forward_backward {_STEPS}",
+        "--pass forward --pass forward_backward",
     ),
     Published(
         "fetch",
-        "model --shape llama3.1-8b --length 131072 --method full_rows --method cca "
-        "--method fetch --method fetch_host --repeats 2",
+        "model --shape llama3.1-8b --length 131072 --what ftl --method cca --method fetch "
+        "--method fetch_host --repeats 2",
+    ),
+    Published(
+        "fetch",
+        "model --shape llama3.1-8b --length 131072 --what itl --method full_rows --method cca "
+        "--method fetch --method fetch_host",
     ),
     Published("fetch", f"model --shape llama3.1-8b --length 131072 --what itl {_HOST}"),
     Published("fetch", f"model --shape llama3.1-8b --throughput {_HOST} --batch 64 --batch 112"),
