@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,22 +50,40 @@ CCA_SETTINGS = (
 """Fields of `AttentionSizes` that CCA alone has, by the names of `CCAConfig`."""
 
 
-def check_sizes(method: str, sizes: AttentionSizes) -> None:
-    """Raise a UserError where a setting breaks a rule, or the method does not exist or have it."""
-    from corecontext.baselines.rivals import NAMES, takers
+def takes(method: str) -> tuple[str, ...]:
+    """Return the fields of `AttentionSizes` that a method has.
+
+    Raises:
+        UserError: there is no such method.
+    """
+    from corecontext.baselines.rivals import NAMES, RIVALS
 
     if method not in (*METHODS, *NAMES):
         raise UserError(f"method must be {listed((*METHODS, *NAMES))}, got {method!r}.")
-    if method == "full" and sizes.sinks is not None:
-        raise UserError("sinks must be given for a method that has them, got method 'full'.")
-    for name in ("patterns", "full_heads"):
-        if getattr(sizes, name) is not None and method not in takers(name):
-            option, names = name.replace("_", "-"), ", ".join(takers(name))
-            raise UserError(f"{option} must be given for {names}, got method {method!r}.")
-    for name in CCA_SETTINGS:
-        if method != "cca" and getattr(sizes, name) is not None:
+    if method == "full":
+        return ()
+    if method == "cca":
+        return ("group_size", "window_size", "sinks", *CCA_SETTINGS)
+    return RIVALS[method].takes
+
+
+def settings_for(method: str, methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings given to a comparison of methods that one of them is loaded with: without
+    those that only others have. A setting that none has stays, for `check_sizes` to refuse."""
+    others = {name for other in methods for name in takes(other)} - set(takes(method))
+    return {name: value for name, value in given.items() if name not in others}
+
+
+def check_sizes(method: str, sizes: AttentionSizes) -> None:
+    """Raise a UserError where a setting breaks a rule, or the method does not exist or have it."""
+    names = takes(method)
+    for name, value in vars(sizes).items():
+        if value is not None and name not in names:
             option = name.replace("_", "-")
-            raise UserError(f"{option} must be given for method cca, got method {method!r}.")
+            raise UserError(
+                f"{option} must be left out with method {method!r}, which would ignore it, got "
+                f"{value}."
+            )
     cca_config(None, sizes if method == "cca" else replace(sizes, sinks=None))
 
 

@@ -86,17 +86,8 @@ def test_help_loads_nothing_heavy():
 
 
 def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
-    common = [
-        "generate",
-        "--model",
-        model,
-        "--window-size",
-        "64",
-        "--group-size",
-        "8",
-        "--max-new-tokens",
-        "12",
-    ]
+    unsized = ["generate", "--model", model, "--max-new-tokens", "12"]
+    common = [*unsized, "--window-size", "64", "--group-size", "8"]
     assert main([*common, "--prompt-file", "good.txt"]) == 0
     shown, err = capfd.readouterr()
     assert err == "" and len(shown) > 1
@@ -108,7 +99,7 @@ def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
     )
     assert main([*common, "--prompt-file", "good.txt", "--output", "out.txt", "--force"]) == 0
     assert (here / "out.txt").stat().st_mode & 0o777 == 0o666 & ~_umask()
-    assert main([*common, "--prompt-file", "good.txt", "--method", "full"]) == 0
+    assert main([*unsized, "--prompt-file", "good.txt", "--method", "full"]) == 0
     sampled = []
     for seed in ("1", "1", "2"):
         capfd.readouterr()
@@ -190,16 +181,18 @@ def test_generate_shows_how_much_of_the_prompt_is_read(model, here, capfd, monke
 
 
 def test_generate_takes_a_prompt_and_samples_among_the_likeliest(model, here, capfd):
-    common = ["generate", "--model", model, "--max-new-tokens", "12", "--window-size", "64"]
+    unsized = ["generate", "--model", model, "--max-new-tokens", "12"]
+    common = [*unsized, "--window-size", "64"]
+    sampled = ("--prompt", TEXT, "--temperature", "1.5")
     shown = []
     for options in (
-        ("--prompt-file", "good.txt"),
-        ("--prompt", TEXT),
-        ("--prompt", TEXT, "--temperature", "1.5", "--top-k", "1"),
-        ("--prompt", TEXT, "--temperature", "1.5", "--top-p", "1e-6"),
-        ("--prompt", TEXT, "--temperature", "1.5", "--top-p", "1e-6", "--method", "full"),
+        (*common, "--prompt-file", "good.txt"),
+        (*common, "--prompt", TEXT),
+        (*common, *sampled, "--top-k", "1"),
+        (*common, *sampled, "--top-p", "1e-6"),
+        (*unsized, *sampled, "--top-p", "1e-6", "--method", "full"),
     ):
-        assert main([*common, *options]) == 0
+        assert main(options) == 0
         out, err = capfd.readouterr()
         shown.append(out)
         assert err == ""
@@ -308,7 +301,8 @@ def test_chunks_and_hidden_states_give_the_same_likelihoods(model):
     from corecontext.loading import load
 
     for method in ("full", "cca"):
-        loaded = load(model, method=method, group_size=8, window_size=32, device="cpu")
+        sizes = {"group_size": 8, "window_size": 32} if method == "cca" else {}
+        loaded = load(model, method=method, device="cpu", **sizes)
         ids = torch.randint(256, (1, 200), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             logits = loaded.model(ids, use_cache=False).logits[0, :-1]

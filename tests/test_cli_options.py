@@ -137,7 +137,7 @@ def test_generate(monkeypatch, calls, here, capsys):
     assert capsys.readouterr() == ("", "idle at 9\n")
 
 
-def test_perplexity(monkeypatch, calls, here):
+def test_perplexity(monkeypatch, calls, here, capsys):
     config = CCAConfig(3, 50, sink_size=0)
     monkeypatch.setattr("corecontext.loading.load", calls.keep("load", loaded(config)))
     measured = calls.keep("measure", "measured")
@@ -156,18 +156,23 @@ def test_perplexity(monkeypatch, calls, here):
         ("records", ({"full": "measured"}, "f/m"), {}),
     ]
     calls.clear()
-    assert main(line, *SIZES, *READ, "--compare", "--method", "window") == 0
+    assert main(line, *SIZES, *READ, "--compare") == 0
     pairs = zip(calls[:10:2], calls[1:10:2])
     found = {measure[1][2]: load[2] for load, measure in pairs}
-    of_cca = ("core_mass", "cache_dtype", "full_heads", *READ_VALUES)
-    plain = {**SIZE_VALUES, **dict.fromkeys(of_cca)}
-    cca = {**SIZE_VALUES, **READ_VALUES, "method": "cca"}
-    cca |= {"cache_dtype": "int8", "full_heads": None}
+    # No method of the comparison has full_heads: `load` refuses it.
+    plain = {name: SIZE_VALUES[name] for name in ("dtype", "device", "untested")}
+    plain |= {"full_heads": "0:1"}
+    cca = {**SIZE_VALUES, **READ_VALUES, **plain, "method": "cca", "cache_dtype": "int8"}
     assert found == {
-        "full": {**plain, "method": "full", "sinks": None},
+        "full": {**plain, "method": "full"},
         "cca": cca,
-        "window": {**plain, "method": "window", "sinks": None, "window_size": 50},
-        "streaming_llm": {**plain, "method": "streaming_llm", "window_size": 50},
+        "window": {**plain, "method": "window", "window_size": 50},
+        "streaming_llm": {
+            **plain,
+            "method": "streaming_llm",
+            "window_size": 50,
+            "sinks": SIZE_VALUES["sinks"],
+        },
         "cca sinks=16": {**cca, "sinks": 16},
     }
     calls.clear()
@@ -175,6 +180,13 @@ def test_perplexity(monkeypatch, calls, here):
     monkeypatch.setattr("corecontext.loading.load", calls.keep("load", with_sinks))
     assert main(line, "--compare") == 0
     assert [call[0] for call in calls].count("load") == 4
+    calls.clear()
+    assert main(line, "--compare", "--method", "window") == 2
+    refusal = (
+        "method must be left out with --compare, which measures full, cca, window and streamin"
+    )
+    assert refusal in capsys.readouterr().err
+    assert not calls
 
 
 def test_info(monkeypatch, calls):

@@ -209,8 +209,7 @@ def test_every_option_of_an_evaluation_reaches_its_place(monkeypatch, tmp_path):
     identity = {"group_size": 4, "window_size": 5}
     monkeypatch.setattr(evaluation, "describe", lambda *given: {**identity, "given": given[1:]})
     ours = {"core_mass": False, "fetch_groups": 2, "fetch_index": "mean", "prefill": "full"}
-    sizes = {"group_size": 3, "window_size": 5, "sinks": 2, "patterns": "p", "full_heads": "0:1"}
-    sizes |= ours
+    sizes = {"group_size": 3, "window_size": 5, "sinks": 2, "patterns": "p", **ours}
     options = ModelOptions(sizes, 8, None, False, "float16", "meta")
     folder = str(tmp_path)
     settings = Settings(subtasks=("mmlu:law", "vt"))
@@ -218,7 +217,8 @@ def test_every_option_of_an_evaluation_reaches_its_place(monkeypatch, tmp_path):
         "m", ["window", "cca"], ["mmlu", "ruler"], [folder], settings, options, "r.jsonl"
     )
     assert found == ["mmlu", "ruler"] * 2
-    common = {"dtype": "float16", "device": "meta", "group_size": 3, "window_size": 5}
+    # No method has patterns: `load` refuses them.
+    common = {"dtype": "float16", "device": "meta", "window_size": 5, "patterns": "p"}
     place = {"results": "r.jsonl", "device": "there"}
     of_window = {**identity, "given": ("m", "window")}
     of_cca = {"window_size": 5, "given": ("m", "cca"), "num_groups": 8}
@@ -228,7 +228,7 @@ def test_every_option_of_an_evaluation_reaches_its_place(monkeypatch, tmp_path):
         {"num_groups": None, **subject_options},
         ("mmlu", folder, ("law", "vt"), ("subject", of_window), place),
         ("ruler", folder, ("vt",), ("subject", of_window), place),
-        ("m", {"method": "cca", "sinks": 2, **ours, **common}),
+        ("m", {"method": "cca", "group_size": 3, "sinks": 2, **ours, **common}),
         {"num_groups": 8, **subject_options},
         ("mmlu", folder, ("law", "vt"), ("subject", of_cca), place),
         ("ruler", folder, ("vt",), ("subject", of_cca), place),

@@ -213,13 +213,12 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = save_tiny_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("The words of a text, repeated. " * 10)
-    sizes = ["--group-size", "4", "--window-size", "16", "--device", "cpu"]
-    argv = ["perplexity", "text.txt", "--model", model, *sizes, "--json", "r.jsonl"]
-    for fetch in ([], ["--fetch-groups", "4"], ["--fetch-groups", "500"], ["--method", "full"]):
-        assert (
-            main([*argv, *fetch, *["--fetch-index", "mean"] * (fetch[:1] == ["--fetch-groups"])])
-            == 0
-        )
+    common = ["perplexity", "text.txt", "--model", model, "--device", "cpu", "--json", "r.jsonl"]
+    argv = [*common, "--group-size", "4", "--window-size", "16"]
+    assert main(argv) == 0
+    for count in ("4", "500"):
+        assert main([*argv, "--fetch-groups", count, "--fetch-index", "mean"]) == 0
+    assert main([*common, "--method", "full"]) == 0
     values = [
         x
         for x in read_records("r.jsonl")
@@ -230,5 +229,5 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     assert values[0].value != values[1].value
     assert values[2].value == pytest.approx(values[3].value, rel=1e-5)
     assert main([*argv, "--fetch-index", "bits:3"]) == 2
-    assert main([*argv, "--method", "full", "--fetch-groups", "3"]) == 2
+    assert main([*common, "--method", "full", "--fetch-groups", "3"]) == 2
     assert load(model, fetch_groups=2, device="cpu", warn=False).config.fetch_groups == 2

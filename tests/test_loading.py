@@ -222,12 +222,23 @@ def test_sizes_name_what_differs_from_the_default(model):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"method": "full", "sinks": 0}, "sinks must be given for a method that has them"),
-        ({"patterns": "p"}, "patterns must be given for minference, got method 'cca'."),
-        ({"method": "window", "full_heads": "0:1"}, "full-heads must be given for duo_attention"),
-        ({"method": "full", "cache_dtype": "int8"}, "cache-dtype must be given for method cca"),
-        ({"method": "mean", "cache_dtype": "int8"}, "got method 'mean'."),
-        ({"method": "window", "core_mass": False}, "core-mass must be given for method cca"),
+        *(
+            (
+                {"method": method, **sizes},
+                f"{option} must be left out with method {method!r}, which would ignore it, got",
+            )
+            for method, option, sizes in (
+                ("full", "group-size", {"group_size": 4}),
+                ("full", "window-size", {"window_size": 4}),
+                ("full", "sinks", {"sinks": 0}),
+                ("full", "cache-dtype", {"cache_dtype": "int8"}),
+                ("cca", "patterns", {"patterns": "p"}),
+                ("window", "group-size", {"group_size": 4, "window_size": 8}),
+                ("window", "full-heads", {"full_heads": "0:1"}),
+                ("window", "core-mass", {"core_mass": False}),
+                ("mean", "cache-dtype", {"group_size": 4, "cache_dtype": "int8"}),
+            )
+        ),
         ({"cache_dtype": "int4"}, "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"),
         ({"method": "window", "window_size": 0}, "window_size must be at least 1"),
         ({"group_size": 0}, "group_size must be at least 1, got 0."),
@@ -375,6 +386,6 @@ def test_settings_that_do_not_fit_the_model_are_written_nowhere(
         assert message in capsys.readouterr().err
     assert not new.exists()
     assert main(["convert", folder, str(new), "--method", "full", "--group-size", "4"]) == 2
-    assert "given for method cca, got method full" in capsys.readouterr().err
+    assert "group-size must be left out with method 'full'" in capsys.readouterr().err
     assert main(["convert", folder, str(new), "--method", "full"]) == 0
     assert "cca" not in json.loads((new / "config.json").read_text())

@@ -896,7 +896,7 @@ def test_a_policy_whose_module_raises_is_one_line(tmp_path, monkeypatch):
         (["--policy", "wild"], "policy must be 'elastic'"),
         (
             ["--method", "full", "--group-size", "4"],
-            "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index, store",
+            "group-size must be left out with method 'full'",
         ),
         (["--model", "nowhere/at/all"], "model 'nowhere/at/all' does not exist"),
         (["--api-key-file", "nowhere"], "file 'nowhere' does not exist"),

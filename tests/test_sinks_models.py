@@ -142,7 +142,8 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = save_tiny_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("The first tokens of a text are where attention rests. " * 8)
-    sizes = ["--model", model, "--group-size", "8", "--window-size", "16", "--device", "cpu"]
+    common = ["--model", model, "--device", "cpu"]
+    sizes = [*common, "--group-size", "8", "--window-size", "16"]
     assert (
         main(["perplexity", "text.txt", *sizes, "--compare", "--sinks", "12", "--json", "r.jsonl"])
         == 0
@@ -171,17 +172,15 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     )
     assert load("with", device="cpu").config == CCAConfig(8, 16, sink_size=12)
     texts = []
-    for more in (["--sinks", "500"], ["--method", "full"], []):
+    argv = ["generate", "--prompt-file", "text.txt", "--max-new-tokens", "6"]
+    for options in ([*sizes, "--sinks", "500"], [*common, "--method", "full"], sizes):
         capfd.readouterr()
-        assert (
-            main(["generate", *sizes, "--prompt-file", "text.txt", "--max-new-tokens", "6", *more])
-            == 0
-        )
+        assert main([*argv, *options]) == 0
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1]
     for wrong, message in (
         (["--sinks", "-2"], "sink_size must be at least 0, got -2"),
-        (["--method", "full", "--sinks", "2"], "sinks must be given for a method that has them"),
+        (["--method", "full", "--sinks", "2"], "sinks must be left out with method 'full'"),
     ):
-        assert main(["generate", *sizes, "--prompt-file", "text.txt", *wrong]) == 2
+        assert main([*argv, *common, *wrong]) == 2
         assert message in capfd.readouterr().err

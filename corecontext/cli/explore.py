@@ -219,34 +219,42 @@ def perplexity(
 ) -> None:
     """Measure the perplexity of a whole text in one causal pass, by position."""
     check_least(1, chunk_size=chunk_size)
+    methods = [options.method]
+    if compare:
+        methods = ["full", "cca", "window", "streaming_llm"]
+        if options.method != "cca":
+            raise UserError(
+                "method must be left out with --compare, which measures full, cca, window and "
+                f"streaming_llm, got {options.method!r}."
+            )
     check_appended(json)
     from corecontext.files import read_text
 
     text = read_text(file)
     from corecontext.loading import load
-    from corecontext.methods import CCA_SETTINGS
+    from corecontext.methods import settings_for
     from corecontext.perplexity import Perplexity, measure, print_table, to_records
 
     results: dict[str, Perplexity] = {}
 
-    def run(name: str, **changes: Any) -> CCAConfig | None:
-        loaded = load(model, **{**vars(options), **changes})
+    given = vars(options)
+
+    def run(name: str, method: str, **changes: Any) -> CCAConfig | None:
+        settings = {**given, **changes, "method": method}
+        loaded = load(model, **settings_for(method, methods, settings))
         results[name] = measure(loaded, text, name, chunk_size)
         return loaded.config
 
     if compare:
-        plain: dict[str, Any] = dict.fromkeys(("full_heads", *CCA_SETTINGS))
-        run("full", **plain, method="full", sinks=None)
-        config = run("cca", method="cca", full_heads=None)
+        run("full", "full")
+        config = run("cca", "cca")
         assert config is not None
-        plain["window_size"] = config.window_size
-        run("window", **plain, method="window", sinks=None)
-        run("streaming_llm", **plain, method="streaming_llm")
+        run("window", "window", window_size=config.window_size)
+        run("streaming_llm", "streaming_llm", window_size=config.window_size)
         if not config.sink_size:
-            name = f"cca sinks={DEFAULT_SINK_SIZE}"
-            run(name, method="cca", full_heads=None, sinks=DEFAULT_SINK_SIZE)
+            run(f"cca sinks={DEFAULT_SINK_SIZE}", "cca", sinks=DEFAULT_SINK_SIZE)
     else:
-        run(options.method)
+        run(options.method, options.method)
     publish(json, lambda: print_table(results), lambda: to_records(results, model))
 
 

@@ -34,22 +34,18 @@ def convert(
     """Copy a checkpoint so that it loads with CCA at g and s, or (--method full) as the ordinary
     model again."""
     from corecontext.loading import check_architecture, load_config
-    from corecontext.methods import METHODS, AttentionSizes, cca_config
+    from corecontext.methods import METHODS, AttentionSizes, cca_config, check_sizes
 
     if method not in METHODS:
         raise UserError(f"method must be {' or '.join(METHODS)}, got {method!r}.")
-    if method == "full" and {group_size, window_size, sinks, core_mass} != {None}:
-        raise UserError(
-            "group-size, window-size, sinks and core-mass must be given for method cca, got method "
-            "full, which removes CCA's settings."
-        )
+    sizes = AttentionSizes(group_size, window_size, sinks, core_mass=core_mass)
+    check_sizes(method, sizes)
     hf_config = load_config(model)
     check_architecture(hf_config, untested)
     from corecontext.train.conversion import convert as run
 
     config = None
     if method == "cca":
-        sizes = AttentionSizes(group_size, window_size, sinks, core_mass=core_mass)
         config = cca_config(hf_config, sizes)
     run(model, output, config)
     print(f"wrote {output}")

@@ -6,33 +6,22 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corecontext.baselines.rivals import takers
 from corecontext.eval import ruler
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.loading import WHOLE, load
+from corecontext.methods import settings_for
 from corecontext.record import Record
-
-_METHODS_WITH = {
-    "sinks": ("cca", *takers("sinks")),
-    "patterns": takers("patterns"),
-    "full_heads": takers("full_heads"),
-    "core_mass": ("cca",),
-    "fetch_groups": ("cca",),
-    "fetch_index": ("cca",),
-    "prefill": ("cca",),
-}
-"""Methods that support a size; all support the others."""
 
 
 class ModelOptions(NamedTuple):
     """How to load and run the model under every method."""
 
     sizes: Mapping[str, Any] = {}
-    """Fields of `methods.AttentionSizes` for `load`. Of several methods each takes those that it
-    supports; a single one refuses others."""
+    """Fields of `methods.AttentionSizes` for `load`. Each method takes those that it has; a field
+    that no method has is refused."""
     num_groups: int | None = None
     """Constant number of core tokens, for methods with core tokens."""
     chunk_size: int | None = None
@@ -41,15 +30,6 @@ class ModelOptions(NamedTuple):
     """Whether questions go into the model's chat template; None where its tokenizer has one."""
     dtype: str = "auto"
     device: str = "auto"
-
-
-def _sizes_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those sizes that a method supports."""
-    return {
-        name: value
-        for name, value in sizes.items()
-        if name not in _METHODS_WITH or method in _METHODS_WITH[name]
-    }
 
 
 def data_paths(
@@ -137,9 +117,7 @@ def evaluate(
     # One model at a time; of several methods, each gets the settings that it has.
     records = []
     for method in methods:
-        sizes = options.sizes
-        if len(methods) > 1:
-            sizes = _sizes_of(method, sizes)
+        sizes = settings_for(method, methods, options.sizes)
         loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
             raise UserError(WHOLE)

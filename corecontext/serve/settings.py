@@ -11,6 +11,7 @@ import typer
 
 from corecontext.config import PREFILLS, listed
 from corecontext.files import UserError, read_text
+from corecontext.methods import AttentionSizes, check_sizes
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
 
@@ -198,12 +199,7 @@ class Serving:
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        has_sizes = any(value is not None for value in self.sizes.values())
-        if self.method == "full" and has_sizes:
-            raise UserError(
-                "group-size, window-size, sinks, core-mass, prefill, fetch-groups, fetch-index, "
-                "store and fetch-slots must be left out with --method full."
-            )
+        check_sizes(self.method, AttentionSizes(**self.sizes))
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def _check_used(given: dict[str, Any], method: str) -> None:
     """Raise a UserError for an option of CCA that another method would ignore.
 
     TrainConfig cannot tell an option from its default, so it refuses only those whose default
-    means that they are off. Sizes g and s may be given for any method, as in `corecontext eval`;
-    but g of a rival that has one is not the run's.
+    means that they are off. Sizes g and s may be given for any method; but g of a rival that has
+    one is not the run's.
     """
     if method == "cca":
         return
