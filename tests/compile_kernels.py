@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"  # read once, by the import of triton
 
@@ -274,7 +273,7 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
-    """Those of a decoding step with fetch, of segments in 2 bits: with and without overlaps."""
+    """Those of a decoding step with fetch, of segments in 2 bits: with a branch and without."""
     spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="segments:8:2")
     floats = ("scores", "score_lse", "lse", "acc", "mass", "centre", "cos", "sin", "wide_rotation")
     types = {f"{name}_ptr": "fp32" for name in (*floats, "unit")}
@@ -285,11 +284,11 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     flags = {**place, **pooling, "HAS_BIAS": False, "HAS_MASS": True}
     is_nvidia = chip is not CHIPS["gfx942"][1]
     sizes = fetch_decode_plan.StepSizes(dtype, 8, HEADS, dim, 9216, 8192, 64, is_nvidia, True)
-    for overlaps in (False, True):
-        with mock.patch.object(fetch_decode_plan, "_OVERLAPS", overlaps):
-            plan = fetch_decode_plan.plan_of(chip, sizes, spec, 0.0)
+    for core_bias in (0.0, 1.0):  # attention is a branch, or waits for the choice
+        plan = fetch_decode_plan.plan_of(chip, sizes, spec, core_bias)
         for phase, _, options in plan.launches:
             constants = {"PHASE": phase, **flags, **plan.constants, **options}
+            constants["HAS_BIAS"] = core_bias != 0
             yield Kernel(fetch_decode_kernel.fetch_step_kernel, constants, types)
     numbers = ("table", "owner", "order", "slot", "missing")
     types |= {f"{name}_ptr": "i32" for name in numbers}

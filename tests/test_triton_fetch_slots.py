@@ -79,7 +79,7 @@ def test_none_takes_no_slot():
 )
 def test_every_step_reads_its_slots(dtype, overlaps, monkeypatch):
     """In a cache with as many slots as a step fetches."""
-    monkeypatch.setattr(fetch_decode_plan, "_OVERLAPS", overlaps)
+    monkeypatch.setattr(fetch_decode_plan, "can_take_out", lambda *given: overlaps)
     settings = {"core_mass": True, "sink_size": 4, "store": "host", "fetch_slots": 2}
     config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, **settings)
     rotary = Rotary.from_theta(100.0, 16)

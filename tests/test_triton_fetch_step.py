@@ -107,8 +107,8 @@ def test_every_step_of_every_row(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["kv", "half, without bias", "more than there are", "segments"])
-def test_every_step_that_attends_before_it_chooses(case, monkeypatch):
-    monkeypatch.setattr(fetch_decode_plan, "_OVERLAPS", True)
+def test_every_step_that_chooses_before_it_attends(case, monkeypatch):
+    monkeypatch.setattr(fetch_decode_plan, "can_take_out", lambda *given: False)
     test_every_step_of_every_row(case, monkeypatch)
 
 
@@ -215,7 +215,7 @@ def test_compiles_as_one_graph(changes):
     ],
 )
 def test_a_captured_step_replays(index, store, num_slots, overlaps, monkeypatch):
-    monkeypatch.setattr(fetch_decode_plan, "_OVERLAPS", overlaps)
+    monkeypatch.setattr(fetch_decode_plan, "can_take_out", lambda *given: overlaps)
     prefill, length = 300, 420
     settings = {"store": store, "fetch_slots": num_slots, "fetch_index": index, "core_mass": True}
     config = CCAConfig.paper(16, 64, fetch_groups=4, **settings)

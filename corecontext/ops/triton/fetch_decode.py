@@ -1,6 +1,8 @@
-"""One decoding step with fetch in four Triton launches: score the index, choose, attend in parts
-while the new token is stored, merge the parts. Or, with `fetch_decode_plan._OVERLAPS`, in six, of
-which attention to compact entries waits for no choice.
+"""One decoding step with fetch in Triton launches: score the index, choose, attend in parts, merge
+them. In a captured step attention to compact entries is a branch beside rotating the queries,
+scoring and choosing; it takes the core tokens of all groups, and those of the groups chosen are
+taken out again. Where they cannot be (`fetch_decode_plan.can_take_out`), attention waits for the
+choice, in four launches.
 
 Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw

@@ -30,14 +30,9 @@ _CHOICE_WARPS = 16
 _MERGE_WARPS = 4
 _SCORING_ALONE = 7  # programs on a multiprocessor
 _ATTEND_REGISTERS = 168  # of a thread of four warps, so that three programs run at once
-_OVERLAPS = False
-"""Whether attention to compact entries is a branch of a captured step, beside scoring and choosing.
-Such steps were right on an H200 before their kernels shared code with those of four launches. None
-was timed."""
-# Of a branch: programs on a multiprocessor, where those that score and attend fit beside each other
-# by their registers, and where they fetch.
+# With a branch: programs on a multiprocessor that score beside those that attend, and that fetch.
 _ROTATE_WARPS = 8
-_SCORING = 4
+_SCORING = 6
 _ATTENDING = 1
 _FETCHING = 4
 
@@ -85,6 +80,12 @@ class StepPlan(NamedTuple):
     """The kernel's last constants by name, in its order."""
 
 
+def can_take_out(spec: Spec, core_bias: float) -> bool:
+    """Whether core tokens can be taken out of a sum again: not if they may weigh far more than
+    their raw tokens."""
+    return not core_bias and spec.core_heads != "query"
+
+
 def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepPlan:
     """Return the launches of a step."""
     shape = (sizes.dtype, sizes.rows, sizes.heads, sizes.dim, sizes.capacity, spec.group_size)
@@ -95,8 +96,7 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         attending["maxnreg"] = _ATTEND_REGISTERS
     index = index_constants(spec, sizes.dim)
     scoring = scoring_constants(chip, sizes, index)
-    # Core tokens that may weigh far more than their raw tokens cannot be taken out again.
-    overlaps = _OVERLAPS and not core_bias and spec.core_heads != "query"
+    overlaps = can_take_out(spec, core_bias)
     per_chip = _SCORING if overlaps else _SCORING_ALONE
     fitting = per_chip * chip.multiprocessors // sizes.rows
     num_scoring = scoring_splits(fitting, sizes.num_groups, scoring["SCORE_N"])
