@@ -116,7 +116,8 @@ def bench_published(
 
     if limit_minutes is not None and not limit_minutes > 0:
         raise UserError(f"limit-minutes must be above 0, got {limit_minutes}.")
-    rows = pending(Path(results), only)
+    with one_line():
+        rows = pending(Path(results), only)
     if list_only:
         for row in rows:
             console().print(recorded_command(row), soft_wrap=True)

@@ -867,6 +867,12 @@ def test_records_of_other_code_do_not_count(commands, tmp_path, monkeypatch):
         assert published.pending(tmp_path) == list(commands)
 
 
+def test_a_foreign_file_among_records_gives_one_line(commands, tmp_path, capsys):
+    (tmp_path / "sweep.jsonl").write_text('{"form": "off"}\n')
+    assert main(["published", "--results", str(tmp_path)]) == 2
+    assert "sweep.jsonl:1 must be a record" in " ".join(capsys.readouterr().err.split())
+
+
 def test_published_commands_can_be_parsed():
     for row in published.PUBLISHED:
         name, *options = row.command.split()
