@@ -88,9 +88,8 @@ def reproduce_checkpoint(
     for g, s in GRID if "perplexity" in tasks else ():
         console().print(f"cca, g = {g}, s = {s}: perplexity")
         sized = options._replace(sizes={"group_size": g, "window_size": s, **rule})
-        grid += summarise(
-            evaluate(model, ["cca"], ["perplexity"], [data], settings, sized, results)
-        )
+        of_grid = of_task(settings, "perplexity")
+        grid += summarise(evaluate(model, ["cca"], ["perplexity"], [data], of_grid, sized, results))
     records = to_records([*rows, *grid], items[0].device)
     if json_path is not None:
         append_records(json_path, records)

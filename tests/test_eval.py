@@ -21,7 +21,7 @@ from corecontext import CCAConfig
 from corecontext.baselines import make_rival
 from corecontext.cli import main
 from corecontext.data.readers import find_file, model_hash, read_lines
-from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner
+from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner, windows
 from corecontext.eval.evaluate import ModelOptions, data_paths, evaluate, of_task
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
@@ -724,6 +724,10 @@ def test_subject_agrees_with_the_model(model):
         (["--task", "glue"], "task must be one of perplexity, multidoc_qa"),
         (["--task", "mmlu", "--limit", "0"], "limit must be at least 1, got 0."),
         (["--task", "ruler", "--subtask", "niah"], "subtask must be one of niah_single_1"),
+        (
+            ["--task", "ruler", "--subtask", "rulr:vt"],
+            "subtask must be SUBTASK or TASK:SUBTASK, with a task of ruler, got 'rulr:vt'.",
+        ),
         (["--task", "ruler", "--length", "0"], "length must be at least 1"),
         (
             ["--task", "perplexity", "--length", "100000"],
@@ -762,6 +766,12 @@ def test_mistakes_in_files(data, tmp_path):
     (tmp_path / "cut.jsonl.xz").write_bytes(b"no xz")
     with pytest.raises(UserError, match="line 1"):
         list(read_lines(tmp_path / "cut.jsonl.xz"))
+    plain = tmp_path / "plain.txt"
+    plain.write_text("one two three")
+    wrong = Settings(subtasks=("law",))
+    for items, folder in ((multidoc_qa.items, data), (windows.items, plain)):
+        with pytest.raises(UserError, match="subtask must be left out .* 'law'. Use TASK:law for"):
+            items(folder, wrong, Stub(True))
     own = f"ruler={tmp_path}"
     with pytest.raises(UserError, match="data must be given for mmlu"):
         data_paths([own], ["ruler", "mmlu"])
@@ -871,6 +881,8 @@ def test_ruler_runs_whole_or_by_subtask(data, tmp_path):
         UserError, match=r"haystack_essays.* that of all 13 .*such as niah_single_1"
     ):
         ruler.items(tmp_path, settings, Stub(True))
+    with pytest.raises(UserError, match=r"must hold squad_xquad_en\.jsonl or squad\.jsonl"):
+        ruler.items(tmp_path, settings._replace(subtasks=("qa_1",)), Stub(True))
     assert ruler.available(data) == list(ruler.SUBTASKS)
     named = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
     assert ruler.available(tmp_path) == list(named)

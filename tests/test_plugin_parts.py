@@ -568,6 +568,8 @@ def test_tasks_of_the_harness_read_the_files(tmp_path, monkeypatch):
     texts = tasks.perplexity(**data, subtasks=["b"], limit=2)["test"]
     assert texts == {"text": ["t1", "t3"]}
     assert len(tasks.perplexity(**data)["test"]["text"]) == 6
+    with pytest.raises(UserError, match="subtask must be one of a, b, got 'c'"):
+        tasks.perplexity(**data, subtasks=["b", "c"])
     found = tasks.mmlu_questions(**data, shots=1, limit=2)["test"]
     assert found["right"] == [2, 2] and found["prompt"][0].count("Answer:") == 2
     found = tasks.multidoc_questions(**data, documents=[4, 2], positions=2)["test"]

@@ -112,6 +112,13 @@ def evaluate(
     """
     methods = list(dict.fromkeys(methods))
     tasks = list(dict.fromkeys(tasks))
+    for name in settings.subtasks:
+        task, separator, _ = name.partition(":")
+        if separator and task not in tasks:
+            raise UserError(
+                f"subtask must be SUBTASK or TASK:SUBTASK, with a task of {', '.join(tasks)}, got "
+                f"{name!r}."
+            )
     without_data = [task for task in tasks if not needs_data(settings, task)]
     paths = data_paths(data, tasks, optional=without_data)
     # One model at a time; of several methods, each gets the settings that it has.

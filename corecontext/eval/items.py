@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from corecontext.eval.subject import ModelSubject
+from corecontext.files import UserError
 from corecontext.perplexity import Perplexity
 
 
@@ -29,6 +30,18 @@ class Settings(NamedTuple):
     seed: int = 42
     max_new_tokens: int | None = None
     """Replaces the task's own limits."""
+
+
+def check_subtasks(given: Sequence[str], known: Collection[str]) -> None:
+    """Raise a UserError for a subtask that is not one of a task's own."""
+    for name in given:
+        if not known:
+            raise UserError(
+                f"subtask must be left out for a task without any, got {name!r}. Use TASK:{name} "
+                "for another task."
+            )
+        if name not in known:
+            raise UserError(f"subtask must be one of {', '.join(known)}, got {name!r}.")
 
 
 class Question(NamedTuple):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from corecontext.data.readers import find_file, read_json, read_lines
-from corecontext.eval.items import Generated, Item, Question, Settings
+from corecontext.eval.items import Generated, Item, Question, Settings, check_subtasks
 from corecontext.eval.scores import (
     Metric,
     classification,
@@ -68,9 +68,7 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
     """Return the questions of the requested tasks, or of all tasks with a file; `limit` is by
     task."""
     config = read_json(find_file(folder, ("longbench_config",), (".json",)))
-    for name in settings.subtasks:
-        if name not in SUBTASKS:
-            raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {name!r}.")
+    check_subtasks(settings.subtasks, SUBTASKS)
     lengths = settings.lengths
     if not lengths:
         lengths = (_default_length(subject.limit, settings),)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.data.readers import find_file, read_lines
-from corecontext.eval.items import Chosen, Item, Settings
+from corecontext.eval.items import Chosen, Item, Settings, check_subtasks
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
@@ -31,9 +31,7 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
     questions: list[Item] = []
     rows = list(read_lines(find_file(folder, FILES[1:]), _KEYS))
     subjects = {row["subject"] for row in rows}
-    for name in settings.subtasks:
-        if name not in subjects:
-            raise UserError(f"subtask must be one of {', '.join(sorted(subjects))}, got {name!r}.")
+    check_subtasks(settings.subtasks, sorted(subjects))
     for number, row in enumerate(rows):
         field = row["subject"]
         if settings.subtasks and field not in settings.subtasks:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.data.readers import find_file, read_lines
-from corecontext.eval.items import Generated, Item, Question, Settings
+from corecontext.eval.items import Generated, Item, Question, Settings, check_subtasks
 from corecontext.eval.scores import contains_answer
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
@@ -29,6 +29,7 @@ _INSTRUCTION = (
 def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return each question with the right passage at each of several places, for each number of
     passages."""
+    check_subtasks(settings.subtasks, ())
     pool_path = find_file(folder, FILES[:1])
     pool = {row["doc_id"]: row for row in read_lines(pool_path, ("doc_id", "title", "text"))}
     keys = ("qid", "question", "answers", "gold_doc")

@@ -4,9 +4,9 @@ Numbers, needles and metrics are RULER's. The wording of the instructions is our
 methods with one another, not with published scores. A length bounds prompt and answer together, in
 the model's own tokens.
 
-Files: ruler_words (adjectives, nouns, verbs), haystack_essays (text), squad_xquad_en or squad
-(context, qas: question, answers) for qa_1, hotpotqa (question, answer, context: titles with
-sentences) for qa_2.
+Files: ruler_words (JSON: adjectives, nouns, verbs), haystack_essays (JSON lines: text),
+squad_xquad_en or squad (JSON lines, one a passage: context, qas: question, answers) for qa_1,
+hotpotqa (JSON or JSON lines: question, answer, context: titles with sentences) for qa_2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from corecontext.data.readers import find_file
 from corecontext.data.retrieval import nearest_boundary
-from corecontext.eval.items import Generated, Item, Question, Settings, TooLong
+from corecontext.eval.items import Generated, Item, Question, Settings, TooLong, check_subtasks
 from corecontext.eval.ruler_data import ESSAYS, HOTPOT, SQUAD, WORDS, Passages, Source
 from corecontext.eval.scores import match_all, match_any
 from corecontext.eval.subject import ModelSubject
@@ -72,9 +72,7 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
 
     The folder may be "" for subtasks WITHOUT_FILES.
     """
-    for task in settings.subtasks:
-        if task not in SUBTASKS:
-            raise UserError(f"subtask must be one of {', '.join(SUBTASKS)}, got {task!r}.")
+    check_subtasks(settings.subtasks, SUBTASKS)
     for task in settings.subtasks or SUBTASKS:
         try:
             check_files(task, folder)
@@ -96,8 +94,10 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
 
 def check_files(task: str, folder: str | Path) -> None:
     """Raise a UserError where a file of the subtask is missing."""
-    if task.startswith("qa"):
-        find_file(folder, SQUAD if task == "qa_1" else HOTPOT, (".json", ".jsonl"))
+    if task == "qa_1":
+        find_file(folder, SQUAD)
+    elif task == "qa_2":
+        find_file(folder, HOTPOT, (".json", ".jsonl"))
     elif task in NEEDLES and NEEDLES[task].haystack == "essay":
         find_file(folder, ESSAYS)
     if task in NEEDLES or task == "cwe":

@@ -7,10 +7,11 @@ far back. Input is a JSON-lines file (text, domain) or a plain text file, or a f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from corecontext.data.readers import find_file, read_documents
-from corecontext.eval.items import Item, Settings, Window
+from corecontext.eval.items import Item, Settings, Window, check_subtasks
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
@@ -35,6 +36,20 @@ def _num_bytes(subject: ModelSubject, ids: list[int], start: int, stop: int) -> 
     return len(text.encode())
 
 
+def documents(path: Path, settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, domain, text) of each document in the domains that are asked for, or in all.
+
+    Raises:
+        UserError: no document is in such a domain, or as `read_documents`.
+    """
+    if settings.subtasks:
+        domains = {domain for _, domain, _ in read_documents(path)}
+        check_subtasks(settings.subtasks, sorted(domains - {""}))
+    for name, domain, text in read_documents(path):
+        if not settings.subtasks or domain in settings.subtasks:
+            yield name, domain, text
+
+
 def items(data: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
     """Return the windows of each length; `limit` is by length, subtasks are domains."""
     path = find_file(data, FILES) if Path(data).is_dir() else Path(data)
@@ -43,9 +58,7 @@ def items(data: str | Path, settings: Settings, subject: ModelSubject) -> list[I
         if length < 2:
             raise UserError(f"length must be at least 2, got {length}.")
     windows: dict[int, list[Item]] = {length: [] for length in lengths}
-    for name, domain, text in read_documents(path):
-        if settings.subtasks and domain not in settings.subtasks:
-            continue
+    for name, domain, text in documents(path, settings):
         if all(len(collected) == settings.limit for collected in windows.values()):
             break
         ids = subject.encode(text)

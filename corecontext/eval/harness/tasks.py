@@ -10,11 +10,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from corecontext.data.readers import find_file, read_documents
+from corecontext.data.readers import find_file
 from corecontext.eval import mmlu, multidoc_qa
 from corecontext.eval.items import Settings
 from corecontext.eval.scores import contains_answer
-from corecontext.eval.windows import FILES
+from corecontext.eval.windows import FILES, documents
 from corecontext.files import UserError
 
 
@@ -37,11 +37,7 @@ def _settings(metadata: dict[str, Any]) -> tuple[str, Settings]:
 def perplexity(**metadata: Any) -> dict[str, Dataset]:
     """Return whole documents of lm_test."""
     folder, settings = _settings(metadata)
-    texts = [
-        text
-        for _, domain, text in read_documents(find_file(folder, FILES))
-        if not settings.subtasks or domain in settings.subtasks
-    ]
+    texts = [text for _, _, text in documents(find_file(folder, FILES), settings)]
     return {"test": Dataset.from_dict({"text": texts[: settings.limit]})}
 
 
