@@ -23,6 +23,11 @@ from corecontext.ops.spec import Spec
 from corecontext.visibility import group_size_for
 
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
+CHARACTERS_OF_TOKEN = 8
+"""More than the mean of most texts: the beginning of a text that is encoded first has so many a
+token."""
+CUT_TOKENS = 32
+"""More than a cut changes in the tokens before it."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -274,20 +279,37 @@ def encode(
         UserError: fewer than `at_least` tokens, or with `room_for` more the text exceeds the
             model's limit.
     """
+    limit = loaded.max_length
+    if limit is not None and begins_too_long(loaded.tokenizer, text, limit):
+        raise _too_long(limit, f"more than {limit}", room_for)
     options = {"return_tensors": "pt", "verbose": False, "add_special_tokens": special_tokens}
     ids = loaded.tokenizer(text, **options)["input_ids"]
     count = ids.shape[1]
-    limit = loaded.max_length
     if count < at_least:
         raise UserError(f"text must have at least {at_least} tokens, got {count}.")
     if limit is not None and count + room_for > limit:
-        more = f" and {room_for} new ones" if room_for else ""
-        fewer = ", ask for fewer new tokens," if room_for else ""
-        raise UserError(
-            f"text must fit the model's {limit} tokens, got {count}{more}. Shorten it{fewer} or "
-            "take a model with a longer limit."
-        )
+        raise _too_long(limit, str(count), room_for)
     return ids.to(loaded.model.device)
+
+
+def begins_too_long(tokenizer: Any, text: str, limit: int) -> bool:
+    """Whether the beginning of a text has more tokens than the limit, so that the rest need not be
+    encoded."""
+    size = CHARACTERS_OF_TOKEN * limit
+    if len(text) <= size:
+        return False
+    ids = tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"]
+    return len(ids) > limit + CUT_TOKENS
+
+
+def _too_long(limit: int, count: str, room_for: int) -> UserError:
+    """Return the error of a text of so many tokens."""
+    more = f" and {room_for} new ones" if room_for else ""
+    fewer = ", ask for fewer new tokens," if room_for else ""
+    return UserError(
+        f"text must fit the model's {limit} tokens, got {count}{more}. Shorten it{fewer} or take a "
+        "model with a longer limit."
+    )
 
 
 def check_dtype(dtype: str) -> None:

@@ -152,6 +152,27 @@ def test_a_text_and_its_answer_fit_the_model_exactly():
         assert options["add_special_tokens"] is False
 
 
+def test_a_text_that_is_far_too_long_is_not_encoded_whole():
+    encoded: list[str] = []
+
+    def tokenizer(text, **options):
+        encoded.append(text)
+        words = torch.zeros(1, len(text.split()), dtype=torch.long)
+        return {"input_ids": words if "return_tensors" in options else words[0].tolist()}
+
+    config = SimpleNamespace(max_position_embeddings=100)
+    config.get_text_config = lambda decoder: config
+    loaded = Loaded(SimpleNamespace(config=config, device="cpu"), tokenizer, None)
+    with pytest.raises(UserError, match="the model's 100 tokens, got more than 100 and 2 new ones"):
+        encode(loaded, "word " * 10000, room_for=2)
+    assert list(map(len, encoded)) == [800]
+    # A text of long words fits. One whose beginning has a few tokens too many is encoded whole, as
+    # the cut may have made them.
+    assert encode(loaded, "a-word-of-20-letters " * 100).shape == (1, 100)
+    with pytest.raises(UserError, match="got 1133. Shorten"):
+        encode(loaded, "word " * 131 + "x" * 200 + " word" * 1001)
+
+
 @pytest.mark.parametrize(
     "settings, most",
     [

@@ -23,6 +23,7 @@ from starlette.requests import Request as HttpRequest
 import corecontext
 from corecontext.data.chat import chat_prompt
 from corecontext.inference.sampling import Sampling
+from corecontext.loading import begins_too_long
 from corecontext.serve import protocol
 from corecontext.serve.errors import Code, InvalidRequest, RequestError, invalid_body
 from corecontext.serve.guard import Guard, error_response, is_loopback
@@ -352,7 +353,7 @@ class Service:
         ids = prompt
         if isinstance(ids, str):
             ids = await asyncio.get_running_loop().run_in_executor(
-                self._tokenizing, token_numbers, self.tokenizer, ids, chat
+                self._tokenizing, self._encode, ids, chat
             )
         if not ids:
             raise InvalidRequest(
@@ -366,6 +367,17 @@ class Service:
                 "prompt",
             )
         return ids
+
+    def _encode(self, text: str, chat: bool) -> list[int]:
+        """Return the token numbers of a text; on the tokenizer's thread."""
+        limit = self.scheduler.max_length
+        if begins_too_long(self.tokenizer, text, limit):
+            raise InvalidRequest(
+                Code.TOO_LONG,
+                f"prompt and answer must fit {limit} tokens, got a prompt of more. Shorten it.",
+                "prompt",
+            )
+        return token_numbers(self.tokenizer, text, chat)
 
     def _ended(self, slot: Slot) -> None:
         """Count and log a request that has ended; on the worker's thread."""
