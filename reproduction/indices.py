@@ -210,8 +210,8 @@ class IndexStudy:
         for start in range(0, len(texts), self.rows):
             batch = texts[start : start + self.rows]
             longest = max(map(len, batch))
-            padded = torch.cat(
-                [tokens_of([*text, *[0] * (longest - len(text))], self.model) for text in batch]
+            padded = tokens_of(
+                [[*text, *[0] * (longest - len(text))] for text in batch], self.model
             )
             hidden = self.model.get_decoder()(padded, use_cache=False).last_hidden_state
             for i, text in enumerate(batch):
@@ -220,7 +220,7 @@ class IndexStudy:
     def _show(self, ids: Any, look: Any) -> None:
         """Read a text by full attention, and show each layer's call."""
         with torch.no_grad(), enabled(self.model, Shown(look)):
-            self.model.get_decoder()(tokens_of(ids, self.model), use_cache=False)
+            self.model.get_decoder()(tokens_of([ids], self.model), use_cache=False)
 
     def _spec(self, config: CCAConfig) -> Spec:
         """Return the settings of the operator, without a rotation of core keys."""

@@ -11,7 +11,7 @@ import gc
 import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +39,7 @@ from corecontext.record import (
     source_version,
 )
 from corecontext.terminal import progress
-from reproduction.real_attention import AttentionRun, tokens_of
+from reproduction.real_attention import NO_CACHE, AttentionRun, batches, tokens_of
 from reproduction.real_gains import MEASURED
 from reproduction.real_hits import hit_rates
 from reproduction.real_material import Material
@@ -51,7 +51,7 @@ from reproduction.real_methods import (
     describe,
     equal_heads,
 )
-from reproduction.real_tasks import LIST_TOKENS, Question
+from reproduction.real_tasks import LIST_TOKENS, Question, share_right
 from reproduction.real_texts import Window
 from reproduction.real_training import Adaptation, Cost, adapt
 
@@ -91,7 +91,7 @@ class Protocol:
     command: str | None = None
     """The command in the records; None is this process's."""
     cache: bool = True
-    """Whether methods run with their caches; without, on whole texts."""
+    """Whether the bytes of caches are measured."""
     dtype: str = "auto"
     device: str = "auto"
 
@@ -179,7 +179,7 @@ class RealModel:
             )
         else:
             windows = self.training_windows[:SEARCH_WINDOWS]
-            rows = [tokens_of(window.ids, model) for window in windows]
+            rows = [tokens_of([window.ids], model) for window in windows]
         with enabled(model, self.sizes.cca()):
             count = equal_heads(self.sizes, shape)
             findings = find_units(model, rows, self.sizes.length, count, **options)
@@ -245,6 +245,10 @@ class RealModel:
         if (target / "config.json").exists():
             return target, []
         material = self.material
+        if self.adaptation.rope_theta is not None:
+            # Nobody teaches it, and a teacher's memory would count as the training's.
+            material.teachers.clear()
+            free_memory()
         arguments = (self.adaptation, self.training_windows, target, material.teachers)
         cost = adapt(material.folder, self._attention(method), *arguments)
         free_memory()
@@ -324,9 +328,9 @@ class RealModel:
     def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
         """Return far perplexity of a model under an attention, and its share of right answers in
         each task."""
-        with AttentionRun(loaded, attention, use_cache=self.protocol.cache) as run:
+        with AttentionRun(loaded, attention) as run:
             nll = self._nll(run)
-            far = {**params, "task": "far", **run.cache}
+            far = {**params, "task": "far", **self._cache_size(run, self.test_windows[-1].ids)}
             value = math.exp(float(far_half(nll).mean()))
             records = [self._record("real.perplexity", value, far)]
             if self.adaptation.rope_theta is not None:
@@ -335,8 +339,9 @@ class RealModel:
                     value = math.exp(float(losses.mean()))
                     records.append(self._record("real.perplexity", value, at))
             for (task, length), questions in self.questions.items():
-                share = sum(question.share_right(run) for question in questions) / len(questions)
-                asked = {**params, "length": length, "task": task, **run.cache}
+                asked = {**params, "length": length, "task": task}
+                asked |= self._cache_size(run, questions[-1].ids)
+                share = share_right(run, questions)
                 records.append(self._record("real.accuracy", share, asked))
         if self.protocol.hit_steps and getattr(attention, "fetch_groups", 0):
             records += self._hit_records(loaded, attention, params)
@@ -356,12 +361,17 @@ class RealModel:
     def _nll(self, run: AttentionRun) -> torch.Tensor:
         """Return the negative log-likelihood of tokens 1, 2, ..., in nats, as the mean over the
         windows [L - 1]."""
+        windows = [window.ids for window in self.test_windows]
         losses = []
-        with progress(f"windows of {self.sizes.length} tokens", len(self.test_windows)) as advance:
-            for window in self.test_windows:
-                losses.append(run.nll(window.ids).double())
-                advance(1)
-        return torch.stack(losses).mean(0)
+        with progress(f"windows of {self.sizes.length} tokens", len(windows)) as advance:
+            for batch in batches(windows, self.sizes.length):
+                losses.append(run.nll(batch).double())
+                advance(len(batch))
+        return torch.cat(losses).mean(0)
+
+    def _cache_size(self, run: AttentionRun, ids: Iterable[int]) -> dict[str, int | None]:
+        """Return the bytes of the cache after a text, None where they are not measured."""
+        return run.cache_size(ids) if self.protocol.cache else NO_CACHE
 
 
 def far_half(nll: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def real(
     ] = False,
     limit_minutes: LimitMinutes = None,
     list_rows: ListRows = False,
-    cache: Annotated[bool, typer.Option(help="Run methods with their caches.")] = True,
+    cache: Annotated[bool, typer.Option(help="Measure the bytes of caches.")] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:

@@ -27,7 +27,7 @@ def hit_rates(
     Args:
         config: Settings with fetch; where raw tokens are kept changes no choice.
     """
-    tokens = tokens_of(ids, loaded.model)
+    tokens = tokens_of([ids], loaded.model)
     # The portable path: steps call the store, which a fused step does not.
     config = config.replace(store="device", backend="packed")
     choices: list[list[Tensor]] = []

@@ -9,43 +9,49 @@ import torch
 from torch import Tensor, nn
 
 from corecontext.integrations.hf_attention import full_layers, inner_model
+from reproduction.real_attention import tokens_of
 from reproduction.real_texts import Window
 
 
-def match_layers(
-    student: Any, teacher: Any, windows: list[Window], steps: int, rows: int, rate: float
-) -> None:
-    """Train the attention layers of a model for some steps; all other weights stay.
+def match_layers(student: Any, teacher: Any, windows: list[Window], adaptation: Any) -> None:
+    """Train the attention layers of a model for `layer_steps` steps; all other weights stay.
 
-    The loss of a layer is the squared error of its output over that of zeros. The rate falls
-    linearly to 0.
+    The loss of a layer is the squared error of its output over that of zeros, as the mean over
+    windows. The rate falls linearly to 0.
 
     Args:
         student: The model, with the attention in place.
         teacher: The model as it was, under full attention, frozen.
         windows: Training text, `rows` windows a step.
+        adaptation: An `Adaptation`.
     """
     layers = full_layers_of(student)
     weights = [weight for layer in layers for weight in layer.parameters()]
-    optimizer = torch.optim.AdamW(weights, rate, weight_decay=0.0)
+    steps, rows, at_once = adaptation.layer_steps, adaptation.rows, adaptation.rows_at_once
+    optimizer = torch.optim.AdamW(weights, adaptation.learning_rate, weight_decay=0.0)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / steps)
-        errors = torch.zeros(len(layers))
-        for row in range(step * rows, (step + 1) * rows):
-            ids = torch.tensor(windows[row % len(windows)].ids[None], dtype=torch.int64)
-            seen = _seen(teacher, ids.to(teacher.device))
+            group["lr"] = adaptation.learning_rate * (1 - step / steps)
+        errors = torch.zeros(len(layers), device=teacher.device)
+        for low in range(step * rows, (step + 1) * rows, at_once):
+            batch = [windows[row % len(windows)].ids for row in range(low, low + at_once)]
+            seen = _seen(teacher, tokens_of(batch, teacher))
             for i, (layer, (options, output)) in enumerate(zip(layers, seen)):
                 with torch.autocast(output.device.type, dtype=torch.bfloat16):
-                    student = layer(**options)[0]
-                error = (
-                    student.float() - output.float()
-                ).square().sum() / output.float().square().sum()
-                (error / rows).backward()
-                errors[i] += error.detach().cpu() / rows
+                    result = layer(**options)[0]
+                error = _relative_errors(result, output).sum() / rows
+                error.backward()
+                errors[i] += error.detach()
         optimizer.step()
         optimizer.zero_grad()
         print(f"layers, step {step}: relative error {float(errors.mean()):.4f}", flush=True)
+
+
+def _relative_errors(result: Tensor, wanted: Tensor) -> Tensor:
+    """Return the squared error of each row over that of zeros [B]; tensors are [B, L, C]."""
+    wanted = wanted.float()
+    error, size = (x.square().flatten(1).sum(1) for x in (result.float() - wanted, wanted))
+    return error / size
 
 
 def full_layers_of(model: Any) -> list[nn.Module]:

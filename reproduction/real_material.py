@@ -33,6 +33,9 @@ class Material:
         self.device = device
         self.teachers: dict[str, RememberedTeacher] = {}
         """The teacher of all methods' trainings, once there is one."""
+        self._windows: dict[tuple[str, int, int | None], tuple[int, list[Window]]] = {}
+        """Windows of a text by its name, their length and how many of a document at most; with the
+        number that was asked for."""
         self._made: dict[Hashable, Any] = {}
 
     @cached_property
@@ -51,16 +54,16 @@ class Material:
         return load(folder, method="full", dtype=self.dtype, device=self.device)
 
     def windows(self, name: str, length: int, count: int, most: int | None = None) -> list[Window]:
-        """Return windows of a text; arguments as of `cut_windows`."""
-
-        def cut() -> list[Window]:
+        """Return windows of a text; arguments as of `cut_windows`. Fewer windows are the first of
+        those that were cut before."""
+        asked, windows = self._windows.get((name, length, most), (0, []))
+        if count > asked:
             path = find_file(self.data, (name,))
             windows = cut_windows(path, self.original.tokenizer, length, count, most)
+            self._windows[name, length, most] = count, windows
             if len(windows) < count:
                 print(f"{name} has {len(windows)} windows of {count}", file=sys.stderr)
-            return windows
-
-        return self._once(("windows", name, length, count, most), cut)
+        return windows[:count]
 
     def needles(self, length: int, count: int, seed: int) -> list[Question]:
         """Return questions for a hidden number; arguments as of `needle_questions`."""

@@ -8,7 +8,10 @@ in one pass; in a list, a record follows the right records before it.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,7 +20,7 @@ from corecontext.data.chat import chat_prompt
 from corecontext.data.needles import find_tokens, make_needles
 from corecontext.data.retrieval import Fact, make_facts, plant
 from corecontext.files import UserError
-from reproduction.real_attention import AttentionRun
+from reproduction.real_attention import AttentionRun, batches
 
 LIST_RECORDS = 40
 """Records of a list."""
@@ -37,10 +40,6 @@ class Question(NamedTuple):
     places: tuple[slice, ...]
     """Tokens of each fact in the answer; one is right where all its tokens are."""
 
-    def share_right(self, run: AttentionRun) -> float:
-        """Return the share of the facts that a model under an attention knows."""
-        return self.share_of(run.is_first_choice(self.ids, self.places[0].start))
-
     def share_of(self, right: Tensor) -> float:
         """Return the share of the facts whose tokens are right, `right` [n] being those from the
         first fact on."""
@@ -48,6 +47,20 @@ class Question(NamedTuple):
         return sum(
             bool(right[place.start - first : place.stop - first].all()) for place in self.places
         ) / len(self.places)
+
+
+def share_right(run: AttentionRun, questions: Sequence[Question]) -> float:
+    """Return the mean share of the facts that a model under an attention knows. Prompts of equal
+    lengths are read together."""
+    alike = defaultdict(list)
+    for question in questions:
+        alike[len(question.ids), question.places[0].start].append(question)
+    shares = []
+    for (length, first), group in alike.items():
+        for batch in batches(group, length):
+            right = run.is_first_choice([question.ids for question in batch], first)
+            shares += [question.share_of(each) for question, each in zip(batch, right)]
+    return fmean(shares)
 
 
 def needle_questions(

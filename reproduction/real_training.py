@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ DISTIL = 0.5
 STRATEGIES = ("full", "partial", "lora")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_SCALE = 2.0
+DEVICE_BYTES = 16 << 30
+"""Bytes on the device for the teacher's views of windows."""
 ADAPTER = "adapter"
 """Folder of LoRA's matrices, in bfloat16, in that of the trained model."""
 
@@ -89,8 +92,8 @@ class Adaptation:
 
 
 class RememberedTeacher:
-    """The model as it was under full attention, whose view of a window is computed once and kept
-    in host memory: methods and seeds are trained on the same windows.
+    """The model as it was under full attention, whose view of a window is computed once and kept:
+    methods and seeds are trained on the same windows.
 
     Args:
         teacher: A `corecontext.train.teacher.Teacher`.
@@ -98,17 +101,26 @@ class RememberedTeacher:
 
     def __init__(self, teacher: Any) -> None:
         self.teacher = teacher
+        self._view: Any = None
         self._hidden: dict[bytes, Tensor] = {}
+        self._room = DEVICE_BYTES
+        """Bytes on the device for further windows; those without room are in host memory."""
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, **unused: Any) -> Any:
-        """Return the teacher's view of windows [B, L], each a document."""
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, *, share: float, **unused: Any
+    ) -> Any:
+        """Return the teacher's view of windows [B, L], each a document, for a loss with this share
+        of the divergence."""
         windows = [row.tobytes() for row in input_ids.cpu().numpy()]
         for i, window in enumerate(windows):
             if window not in self._hidden:
-                view = self.teacher(input_ids[i : i + 1], position_ids[i : i + 1])
-                self._hidden[window] = view.hidden.cpu()
-        hidden = torch.cat([self._hidden[window] for window in windows])
-        return self.teacher.view(hidden.to(input_ids.device))
+                self._view = self.teacher(input_ids[i : i + 1], position_ids[i : i + 1])
+                hidden = self._view.hidden
+                has_room = self._room >= hidden.nbytes
+                self._room -= hidden.nbytes
+                self._hidden[window] = hidden if has_room else hidden.cpu()
+        hidden = torch.cat([self._hidden[window].to(input_ids.device) for window in windows])
+        return replace(self._view, hidden=hidden, share=share)
 
 
 class Cost(NamedTuple):
@@ -129,8 +141,8 @@ def adapt(
 ) -> Cost:
     """Train all weights of a model under an attention, and write the result to a folder.
 
-    Half of the loss is cross-entropy, half the divergence from the model as it was, under full
-    attention; with a new rotary base all is cross-entropy. The folder gets its name once it is
+    A share of the loss is the divergence from the model as it was, under full attention, the rest
+    cross-entropy; with a new rotary base all is cross-entropy. The folder gets its name once it is
     complete.
 
     Args:
@@ -195,7 +207,7 @@ def adapt(
                 teachers[name] = RememberedTeacher(
                     load_teacher(taught, bfloat16=arguments.bf16, device=arguments.device)
                 )
-            teacher = teachers[name]
+            teacher = partial(teachers[name], share=distil)
         compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
         trainer = CCATrainer(
             model=model,
@@ -206,9 +218,7 @@ def adapt(
         )
         started = time.perf_counter()
         if adaptation.layer_steps:
-            layer_settings = (adaptation.layer_steps, adaptation.rows, adaptation.learning_rate)
-            teacher_model = teachers[name].teacher.model
-            match_layers(trainer.model, teacher_model, windows, *layer_settings)
+            match_layers(trainer.model, teachers[name].teacher.model, windows, adaptation)
         if adaptation.layer_steps < adaptation.steps:
             with Fused(model, "compile" if adaptation.fuse else None):
                 trainer.train()
