@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from corecontext.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
 from reproduction.real_gains import ENDS
-from reproduction.real_tables import NAMES, OTHER_WORDING, is_other_training
+from reproduction.real_tables import NAMES, OTHER_WORDING, is_other_training, protocol_tokens
 from reproduction.rivals_tables import TITLES
 
 FETCH, RIVAL = "#c65d12", "#6b5b95"
@@ -48,9 +48,11 @@ def draw_frontier(records: Sequence[Record], rivals: Sequence[Record], path: str
     label, of several compressions a line.
 
     Args:
-        records: Of `real`.
+        records: Of `real`; short trainings are left out.
         rivals: Of `rivals`, whose contexts are compressed before the question.
     """
+    lengths = (0, protocol_tokens(records))
+    records = [record for record in records if record.params["trained_tokens"] in lengths]
     figure, panels = pyplot().subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
     needles = [*_needles(records), *_rival_needles(rivals)]
     for panel, title, points in (

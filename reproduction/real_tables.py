@@ -105,6 +105,7 @@ def extended_markdown(records: Sequence[Record]) -> str:
     lines = lines_of(records, trained=True, extended=True)
     columns = [
         Column("attention", _title, left=True),
+        Column("tokens, millions", _millions),
         Column("training, s", lambda line: _mean(line, "real.training_s", "{:.0f}")),
         Column("training, GiB", lambda line: _mean(line, "real.training_bytes", "{:.1f}", 2**-30)),
         Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
@@ -120,11 +121,16 @@ def tries_markdown(records: Sequence[Record]) -> str:
     columns = [
         Column("attention", _title, left=True),
         Column("training", _training, left=True),
-        Column("tokens, millions", lambda line: f"{line.params['trained_tokens'] / 1e6:.1f}"),
+        Column("tokens, millions", _millions),
         Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
         Column("gain kept", _gain),
     ]
     return _table(columns, lines_of(records, trained=True, tries=True))
+
+
+def _millions(line: Line) -> str:
+    """Return the tokens of a training."""
+    return f"{line.params['trained_tokens'] / 1e6:.1f}"
 
 
 def _training(line: Line) -> str:
@@ -154,6 +160,12 @@ def is_other_training(params: dict[str, Any]) -> bool:
     return rate != Adaptation.learning_rate or any(name in params for name in TRAINING)
 
 
+def protocol_tokens(records: Sequence[Record]) -> int:
+    """Return the tokens of the protocol's training: the most of any, but longer windows'."""
+    of_protocol = [r.params["trained_tokens"] for r in records if not r.params.get("rope_theta")]
+    return max(of_protocol, default=0)
+
+
 def lines_of(
     records: Sequence[Record], *, trained: bool, extended: bool = False, tries: bool = False
 ) -> list[Line]:
@@ -165,8 +177,7 @@ def lines_of(
         tries: Other or shorter trainings than the protocol's.
     """
     lines: dict[str, Line] = {}
-    of_protocol = [r.params["trained_tokens"] for r in records if not r.params.get("rope_theta")]
-    most = max(of_protocol, default=0)
+    most = protocol_tokens(records)
     records = [
         record
         for record in records
@@ -181,7 +192,7 @@ def lines_of(
         if record.name == "real.accuracy" and (record.commit or "").startswith(OTHER_WORDING):
             continue
         params = {name: value for name, value in record.params.items() if name not in APART}
-        if tries:
+        if tries or extended:
             params["trained_tokens"] = record.params["trained_tokens"]
         line = lines.setdefault(repr(sorted(params.items())), Line(params, {}, {}))
         name = record.name

@@ -592,7 +592,10 @@ def test_windows_beyond_the_models_with_a_new_rotary_base(data, model, tmp_path,
     far = (50 * sum(parts[4:7]) + 49 * parts[7]) / 199
     assert math.log(values[None]) == pytest.approx(far, abs=0.02)
     (line,) = extended_markdown(records).splitlines()[2:]
-    assert line.startswith("| full attention |") and f"| {values['8/8']:.2f} |" in line
+    assert line.startswith("| full attention | 0.0 |") and f"| {values['8/8']:.2f} |" in line
+    longer = [make_record(r.name, r.value, {**r.params, "trained_tokens": 10**6}) for r in records]
+    lines = extended_markdown([*records, *longer]).splitlines()[2:]
+    assert lines == [line, line.replace("| 0.0 |", "| 1.0 |", 1)]
     assert real_markdown(records, trained=True).count("\n") == 2
 
 
@@ -653,6 +656,7 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
         shown("fetch", 0.7, "far", index="mean"),
         shown("fetch_equal_bytes", 0.8, "far", index="bits:2", trained_tokens=8),
         shown("fetch_equal_bytes", 0.1, "far", index="tried", trained_tokens=8, distil=1.0),
+        shown("fetch_equal_bytes", 0.1, "far", index="short", trained_tokens=2),
     ]
     rivals = [shown("kvzip", 0.2), shown("kvzip", 0.4, compression=4), shown("cca", 0.9)]
     rivals.append(shown("snapkv", 0.4, length=4000))
@@ -667,4 +671,4 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
         "KVzip",
     ):
         assert text.count(f"<!-- {label} -->") == 1, label
-    assert not any(hidden in text for hidden in ("SnapKV", "mean", "tried"))
+    assert not any(hidden in text for hidden in ("SnapKV", "mean", "tried", "by short"))
