@@ -206,7 +206,8 @@ def _throughput(run: _Run) -> Tasks:
 
 def _measure(run: _Run, job: Job) -> None:
     """Measure first token, memory and next tokens of one method at one length."""
-    bench, method = run.bench, job.method
+    bench = run.bench
+    method = job.method
     settings: dict[str, Any] = {}
     if method in CCA_METHODS:
         settings = {"fuse": job.fuse, "chunk_size": bench.chunk_size}
@@ -243,7 +244,8 @@ def _estimate_s(run: _Run, job: Job) -> float:
 
 def _prompt_and_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
     """Time prompts, as often as there is time for, then further tokens of the last one."""
-    bench, method = run.bench, job.method
+    bench = run.bench
+    method = job.method
     # Load code and compile kernels.
     warm = _start(run, job, make_prompt(run.model, 1, min(job.length, 2048)), 2)
     warm.first()

@@ -134,7 +134,8 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
 
 
 def _add(comparison: Comparison, record: Record) -> None:
-    params, name = record.params, record.name
+    params = record.params
+    name = record.name
     if params["method"] == "floor":
         comparison.floors[name, params["of"]] = record.value
         return

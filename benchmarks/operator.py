@@ -148,7 +148,8 @@ def run_operator_bench(
 
 def _measure_time(case: _Case, methods: Sequence[str]) -> None:
     """Time every pass of every method, the methods taking turns."""
-    run, length = case.run, case.length
+    run = case.run
+    length = case.length
     assert length is not None
     inputs = make_inputs(length, run.bench.sizes(case.kv_heads))
     grad = None
@@ -260,7 +261,8 @@ def _measure_memory(case: _Case, methods: Sequence[str]) -> None:
     Not of FlexAttention, which is compiled for each length, nor of the backward alone, which needs
     no more than with the forward.
     """
-    run, bench = case.run, case.run.bench
+    run = case.run
+    bench = case.run.bench
     limit = bench.baseline_limit_s
     if run.cuda:  # a slow call for its memory alone is not worth the device's time
         limit = min(limit, ONCE_S)
@@ -321,7 +323,8 @@ def peak_bytes(
 
 def _measure_decoding(case: _Case, methods: Sequence[str], batch: int) -> None:
     """Time one step at one context length and batch."""
-    run, bench = case.run, case.run.bench
+    run = case.run
+    bench = case.run.bench
     assert case.length is not None
     sizes = bench.sizes(case.kv_heads)._replace(batch=batch)
     task = DecodeTask(case.length, sizes, bench.group_size, bench.window_size)

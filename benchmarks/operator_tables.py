@@ -42,7 +42,8 @@ def print_operator(records: Sequence[Record]) -> None:
         f"{records[0].device}\n{params['query_heads']} query heads of {params['head_dim']}, "
         f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}"
     )
-    timed, decoded = time_rows(records), decode_rows(records)
+    timed = time_rows(records)
+    decoded = decode_rows(records)
     print_table(time_columns(timed), timed, "time")
     memory = memory_rows(records)
     print_table(memory_columns(memory), memory, "peak memory above the inputs")

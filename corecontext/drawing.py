@@ -8,7 +8,10 @@ from typing import Any
 from corecontext.files import UserError, atomic_path
 
 SUFFIXES = (".png", ".svg", ".pdf")
-FULL, CCA, FLOOR, FLEX = "#9a9a9a", "#1f6fb4", "#d08a2e", "#5a9a5a"
+FULL = "#9a9a9a"
+CCA = "#1f6fb4"
+FLOOR = "#d08a2e"
+FLEX = "#5a9a5a"
 
 
 def check_plot(path: str) -> None:

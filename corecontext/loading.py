@@ -72,7 +72,8 @@ class Loaded:
         if not idle:
             return ""
         name = self.method.replace("cca", "CCA")
-        seen, options = f"window (s = {s})", "--window-size"
+        seen = f"window (s = {s})"
+        options = "--window-size"
         if fetched:
             seen += f" and the groups that it fetches (k = {fetched})"
             options += " or --fetch-groups"

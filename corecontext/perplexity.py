@@ -55,7 +55,9 @@ class Perplexity:
     def buckets(self, first: int = 512) -> Iterator[tuple[int, int, Tensor]]:
         """Yield buckets of positions as (first, end, losses in float64); each bucket after the
         second is twice as long as the one before."""
-        start, end, length = 0, first, len(self.nll) + 1
+        start = 0
+        end = first
+        length = len(self.nll) + 1
         while start < length:
             # Token 0 has no prediction.
             # planted: perplexity: buckets shifted by one token

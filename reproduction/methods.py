@@ -95,7 +95,8 @@ def _cca(size: Size) -> CCAConfig:
 
 def _paper(size: Size) -> Iterator[Method]:
     """Yield the paper's methods and training strategies."""
-    s, cca = size.window, _cca(size)
+    s = size.window
+    cca = _cca(size)
     wide = WindowOnly(window_size=_entries(size, size.group))
     yield Method("full", None, "full attention")
     yield Method("window", WindowOnly(window_size=s), "window alone")
@@ -112,7 +113,8 @@ def _paper(size: Size) -> Iterator[Method]:
 
 def _variants(size: Size) -> Iterator[Method]:
     """Yield other rules of CCA."""
-    g, cca = size.group, _cca(size)
+    g = size.group
+    cca = _cca(size)
     coarse = COARSE * g
     # The window gets the fewer core tokens, less the larger open end of a group.
     window = size.window + _entries(size, g) - _entries(size, coarse)
@@ -171,7 +173,8 @@ def _duo(size: Size) -> Iterator[Method]:
 
 def _trained_otherwise(size: Size) -> Iterator[Method]:
     """Yield sinks, learned parameters, distillation, and longer or gentler training."""
-    g, cca = size.group, _cca(size)
+    g = size.group
+    cca = _cca(size)
     # g raw tokens in place of one core token cost g - 1 entries, which the window gives up.
     sinks = cca.replace(sink_size=g, window_size=size.window - (g - 1))
     long = "full attention, four times the steps"
@@ -197,7 +200,8 @@ def _not_adapted(size: Size) -> Iterator[Method]:
     patterns = ((pattern,) * size.heads,) * size.layers
     block = max(1, s // 8)
     minference = MInference(patterns, block_size=block, probe=block)
-    streaming_llm, lm_infinite = StreamingLLM(4, s), LMInfinite(min(16, s), s)
+    streaming_llm = StreamingLLM(4, s)
+    lm_infinite = LMInfinite(min(16, s), s)
     yield Method("full_zero", None, "full attention, not adapted", "")
     yield Method("streaming_llm_zero", streaming_llm, "StreamingLLM, not adapted", "")
     yield Method("lm_infinite_zero", lm_infinite, "LM-Infinite, not adapted", "")

@@ -69,7 +69,8 @@ def _of_seed(size: Size, seed: int, finalists: tuple[str, ...]) -> Iterator[Stag
     """Yield the stages of one seed: base model, adaptations, sizes, and other trainings."""
     number = size.seeds.index(seed)
     first, second = size.seeds[0], later_seed(size)
-    base, layers = base_of(size, seed), layers_of(size, seed)
+    base = base_of(size, seed)
+    layers = layers_of(size, seed)
     base_seed = size.bases[number]
     is_new = base_seed not in size.bases[:number]
     if is_new:

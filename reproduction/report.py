@@ -92,7 +92,8 @@ class _Report(NamedTuple):
 
     def write(self) -> None:
         """Add all sections."""
-        section, figure = self.page.section, self.figure
+        section = self.page.section
+        figure = self.figure
         text = f"<p>{about(self.size)}</p>"
         section("what", "What this is", text, targets(self.page, self.size))
         title = "Methods, adapted from one model with equal batches, steps and rate"
@@ -232,7 +233,8 @@ class _Report(NamedTuple):
 
     def sizes(self) -> str:
         """Return quality and cost by g and by s."""
-        page, size = self.page, self.size
+        page = self.page
+        size = self.size
 
         def stage(row: tuple[str, int]) -> str:
             return f"{row[0]}{row[1]}-{later_seed(size)}"
@@ -267,7 +269,8 @@ class _Report(NamedTuple):
 
     def scratch(self) -> str:
         """Return quality of models trained from random weights, and the rates tried."""
-        page, size = self.page, self.size
+        page = self.page
+        size = self.size
 
         def value(name: str, row: tuple[str, int], **params: Any) -> str:
             return page.cell(page.find(name, stage=from_scratch(*row), **params))

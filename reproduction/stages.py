@@ -80,7 +80,8 @@ def scratch(work: Workspace, stage: Stage) -> Iterator[Record]:
     A model of full attention is the base of every adaptation; its weights before the longest
     context are kept, too.
     """
-    method, size = work.method(stage), work.size
+    method = work.method(stage)
+    size = work.size
     trials = [
         record
         for name in stage.needs
@@ -154,7 +155,8 @@ def adapt(work: Workspace, stage: Stage) -> Iterator[Record]:
 
     Stages of a size, and "short" from the weights before the longest context, take fewer steps.
     """
-    method, size = work.method(stage), work.size
+    method = work.method(stage)
+    size = work.size
     brief = bool(stage.sizes) or stage.kind == "short"
     weights = SHORT_WEIGHTS if stage.kind == "short" else WEIGHTS
     model = work.load(base_of(size, stage.seed), weights)
@@ -203,7 +205,8 @@ def cloze(work: Workspace, stage: Stage) -> Iterator[Record]:
     for name, num_groups in (("full", 0), ("cca", 16), ("cca", 64)):
         model = work.load(f"{name}-{stage.seed}").eval()
         method = work.methods[name]
-        config, groups = method.config, {}
+        config = method.config
+        groups = {}
         if num_groups:
             config = config.replace(num_groups=num_groups)
             g = group_size_for(size.length - 1, size.window, num_groups)

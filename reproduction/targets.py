@@ -65,7 +65,8 @@ class _Judge:
 
     def verdicts(self) -> Iterator[Verdict]:
         """Yield all targets."""
-        page, size = self.page, self.size
+        page = self.page
+        size = self.size
         where: dict[str, Any] = {"distance": "all", "length": size.length}
         full = page.find_all("quality.accuracy", "full", size.seeds, **where)
         text = "full attention answers at least 90 % at the trained length"

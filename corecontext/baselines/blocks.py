@@ -55,7 +55,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Sco
     Args:
         mask: True where a query sees a key, [1 or B, 1 or H, T, S].
     """
-    heads, repeats = q.shape[1], q.shape[1] // k.shape[1]
+    heads = q.shape[1]
+    repeats = q.shape[1] // k.shape[1]
     if scoring.softcap is not None:
         args = (q, expand_heads(k, heads), expand_heads(v, heads), mask, scoring)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

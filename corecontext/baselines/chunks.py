@@ -62,7 +62,9 @@ class _Triangle(NamedTuple):
         return x
 
 
-_ALL, _NOT_FIRST, _NOT_LAST = slice(None), slice(1, None), slice(None, -1)
+_ALL = slice(None)
+_NOT_FIRST = slice(1, None)
+_NOT_LAST = slice(None, -1)
 _OWN = _Triangle((_ALL,), (_ALL,), is_backwards=False)
 _BEFORE = _Triangle(
     (_ALL, _NOT_FIRST, _ALL, _NOT_LAST), (_ALL, _NOT_LAST, _ALL, _NOT_FIRST), is_backwards=True

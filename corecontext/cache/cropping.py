@@ -64,7 +64,9 @@ class CroppedState(LayerState):
         intact_from = max(intact_from, furthest - self.ring_size)
 
         # The oldest token that a row's next query sees; rows of first tokens need none of the ring.
-        n, g, s = self.num_sinks, self.group_size, self.spec.window_size
+        n = self.num_sinks
+        g = self.group_size
+        s = self.spec.window_size
         needed = [
             pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n
         ]

@@ -117,7 +117,9 @@ def run_demo(settings: DemoSettings) -> DemoResult:
 
 def _methods(settings: DemoSettings, task: Task | ChatTask) -> dict[str, dict[str, Any]]:
     """Return the options of each method to load, full attention first."""
-    g, s, sinks = settings.group_size, settings.window_size, settings.sinks
+    g = settings.group_size
+    s = settings.window_size
+    sinks = settings.sinks
     common = {"dtype": settings.dtype, "device": settings.device}
     cca = {"method": "cca", "group_size": g, "window_size": s, "sinks": sinks, **common}
     methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}, "cca": cca}

@@ -114,7 +114,8 @@ def _decode_times(model: Any, cache: Any, token: Tensor, device: str) -> list[fl
 
 def _answer(loaded: Loaded, cache: Any, question: Question) -> str:
     """Continue the document by a question, and generate greedily to the end of the answer."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model = loaded.model
+    tokenizer = loaded.tokenizer
     tokens = torch.tensor([question.token_ids], device=model.device)
     answer: list[int] = []
     for _ in range(question.max_new_tokens):

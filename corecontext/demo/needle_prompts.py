@@ -53,7 +53,11 @@ def run_chat(loaded: Loaded, task: ChatTask, advance: Callable[[float], Any]) ->
     quantity."""
     model = loaded.model
     device = str(model.device)
-    first_s, next_ms, losses, peaks, answers = [], [], [], [], []
+    first_s = []
+    next_ms = []
+    losses = []
+    peaks = []
+    answers = []
     sizes: dict[str, int] = {}
     with torch.inference_mode():
         # Loading code and starting threads are no cost of the method: warm up.
@@ -91,7 +95,8 @@ def run_chat(loaded: Loaded, task: ChatTask, advance: Callable[[float], Any]) ->
 def _answer(loaded: Loaded, cache: Any, token: Tensor) -> tuple[str, list[float]]:
     """Continue an answer greedily to the end of its line or message; also the milliseconds of each
     token after the first."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model = loaded.model
+    tokenizer = loaded.tokenizer
     device = str(model.device)
     answer = [int(token)]
     times = []

@@ -225,9 +225,13 @@ def _needles(kind: Needles, index: int, source: Source, rng: random.Random, unit
     if len(keys) > 1:
         names = ", ".join(keys[:-1]) + f" and {keys[-1]}"
     if kind.values > 1 or kind.asked > 1:
-        thing, ask, verb = f"special magic {kind.value}s", "are all the", "are"
+        thing = f"special magic {kind.value}s"
+        ask = "are all the"
+        verb = "are"
     else:
-        thing, ask, verb = f"special magic {kind.value}", "is the", "is"
+        thing = f"special magic {kind.value}"
+        ask = "is the"
+        verb = "is"
     prompt = (
         f"Somewhere in the text below, special magic {kind.value}s are given. Keep them in mind: a "
         f"question about them follows the text.\n{text}\nQuestion: what {ask} {thing} for {names} "

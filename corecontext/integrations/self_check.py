@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-GROUP_SIZE, WINDOW_SIZE, LENGTH = 4, 8, 40
+GROUP_SIZE = 4
+WINDOW_SIZE = 8
+LENGTH = 40
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest error of the logits by dtype, relative to their norm."""
 LIMIT_OF_16_BITS = 0.05

@@ -129,8 +129,10 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
         q, k, v, bias, out, lse, *rest = ctx.saved_tensors
-        ragged, rest = Ragged(*rest[:3]), rest[3:]
-        cores, choices = tuple(rest[: ctx.num_cores]), rest[ctx.num_cores :]
+        ragged = Ragged(*rest[:3])
+        rest = rest[3:]
+        cores = tuple(rest[: ctx.num_cores])
+        choices = rest[ctx.num_cores :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         # A backward called inside autocast would lose float32 sums.

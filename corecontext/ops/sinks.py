@@ -118,7 +118,9 @@ def _split(tokens: Tokens, n: int) -> tuple[Tensor, Tensor, Tokens]:
     q, k, v, q_start, k_start, sink_k, sink_v = tokens
     if sink_k is None:
         sink_k, sink_v = k[:, :n], v[:, :n]
-        k, v, k_start = k[:, n:], v[:, n:], n
+        k = k[:, n:]
+        v = v[:, n:]
+        k_start = n
     # planted: sinks: the start of a chunk forgotten
     among = max(0, min(n - q_start, q.shape[2]))  # queries that are first tokens themselves
     return sink_k, sink_v, Tokens(q[:, :, among:], k, v, q_start + among - n, k_start - n)

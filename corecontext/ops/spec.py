@@ -97,7 +97,9 @@ class Spec:
     def is_full(self, seq_len: int) -> bool:
         """Whether a sequence of this length has full attention without a core token's bias: no core
         token is seen, groups are single tokens, or all that are seen are fetched."""
-        g, window, sinks = self.group_size, self.window_size, self.sinks
+        g = self.group_size
+        window = self.window_size
+        sinks = self.sinks
         return is_full_attention(seq_len, g, window, sinks) or self.fetches_all(seq_len)
 
     def fetches_all(self, seq_len: int) -> bool:

@@ -141,7 +141,8 @@ def _compare(config: TrainConfig, folder: Path, measurement: _Measurement) -> Co
         lines.append(measurement.line(f"{name}, this model's attention", config.model, changed))
     trained = str(folder)
     lines.append(measurement.line("this model, trained", trained, load_config(trained)))
-    windows, needles = measurement.windows, measurement.needles
+    windows = measurement.windows
+    needles = measurement.needles
     needle_tokens = max((len(needle.ids) for needle in needles), default=0)
     return Comparison(lines, len(windows), len(windows[0]), len(needles), needle_tokens)
 

@@ -330,7 +330,8 @@ class TrainConfig:
 
     def _is_full(self, group_size: int) -> bool:
         """Whether heads with this g see no core token in a row."""
-        length, s = self.context_length, self.window_size
+        length = self.context_length
+        s = self.window_size
         sinks = num_sinks(self.sink_size, group_size)
         # planted: training: a run that fetches all groups is not idle
         most_groups = num_visible_cores(length - 1 - sinks, group_size, s)

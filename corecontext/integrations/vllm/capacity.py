@@ -56,7 +56,9 @@ def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> t
     pooled = pooled_settings(config)
     numbers = range(cost.num_layers)
     raw = RawHeads.of([config.of_layer(number) for number in numbers], cost.kv_heads)
-    layers, groups, raw_pages = cost.num_layers, 1, 0
+    layers = cost.num_layers
+    groups = 1
+    raw_pages = 0
     if raw.most(numbers):
         heads = raw.per_cache(PAGE_SIZE, pooled.group_size)
         caches = [sum(map(raw.pools, numbers)), -(-raw.most(numbers) // heads)]

@@ -261,7 +261,9 @@ class _Block:
     def _local(self) -> tuple[Tensor, Tensor, Tensor, list[slice]]:
         """Keys and values [n, 1, S, D] of first tokens and windows, their mask [1, 1, T, S], and
         the tokens that they are."""
-        g, window, sinks = self.spec.group_size, self.spec.window_size, self.spec.sinks
+        g = self.spec.group_size
+        window = self.spec.window_size
+        sinks = self.spec.sinks
         low = local_start(self.start, g, window)
         spans = [slice(low, self.end)]
         if low > sinks > 0:

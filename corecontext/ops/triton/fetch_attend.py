@@ -89,7 +89,9 @@ class Call(NamedTuple):
 
     def marks(self) -> Marks:
         """Mark the core tokens that no query of a share sees."""
-        tokens, cores, spec = self.tokens, self.cores, self.spec
+        tokens = self.tokens
+        cores = self.cores
+        spec = self.spec
         first = min(spec.sinks, tokens.k.shape[1])
         entries = first + cores.k.shape[2]
         return mark(self.fetched.chosen, self.fetched.share, entries, first)

@@ -110,7 +110,8 @@ def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor,
     kind, _, bits = parse_index(spec.fetch_index)
     if kind == "core":
         return q, cores.k[:, 0, :, None]
-    g, first = spec.group_size, spec.sinks
+    g = spec.group_size
+    first = spec.sinks
     centre = fetch_index.centre_of(tokens.k, spec)
     has_kernel = q.shape[3] <= index_keys.MAX_DIM
     if kind == "segments" and not fetch_segments.takes(g):

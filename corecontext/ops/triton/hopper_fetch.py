@@ -279,7 +279,9 @@ def fetch_fwd_hopper(
 
 def takes(call: Call) -> bool:
     """Whether this kernel can take a call that `hopper_forward` takes, and has no idle rows."""
-    tokens, spec, share = call.tokens, call.spec, call.fetched.share
+    tokens = call.tokens
+    spec = call.spec
+    share = call.fetched.share
     return (
         64 < tokens.q.shape[3] <= 128
         and share in (8, 16, 32, 64)

@@ -270,7 +270,8 @@ def attend_pages(
     blocks = num_blocks(tokens, sequences, block_q)
     parts = _num_parts(blocks * kv_heads, batch, spec, tiles, q)
     shape = (tokens * kv_heads, parts, heads)
-    acc, lse = out, batch.starts
+    acc = out
+    lse = batch.starts
     if parts > 1:
         acc = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)

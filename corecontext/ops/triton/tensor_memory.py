@@ -56,14 +56,19 @@ def aligned(x: Tensor) -> Tensor:
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """x [N, heads, T, D], aligned, for copies of `rows` rows of one head; rows and columns outside
     read as zeros."""
-    shape, strides = list(x.shape), list(x.stride())
+    shape = list(x.shape)
+    strides = list(x.stride())
     block = (1, 1, rows, columns or max(16, power_of_2(shape[3])))
     if 1 in shape:  # any stride will do there, but one that is aligned
         strides = [step if size > 1 else block[3] for size, step in zip(shape[:3], strides)] + [1]
     # Its checks take longer than all else here; `aligned` has made them.
     made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape = x, shape, strides, list(block)
-    made.layout, made.padding = _layout(block, x.dtype), "zero"
+    made.base = x
+    made.shape = shape
+    made.strides = strides
+    made.block_shape = list(block)
+    made.layout = _layout(block, x.dtype)
+    made.padding = "zero"
     return made
 
 
