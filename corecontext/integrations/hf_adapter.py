@@ -63,12 +63,12 @@ def _read_adapter(folder: Path) -> tuple[float, dict[str, Tensor]]:
             f"adapter '{folder}' must be a folder with adapter_config.json and "
             "adapter_model.safetensors, got none."
         ) from None
-    others = [name for name in OTHER_FORMULAS if settings.get(name)]
-    others += [name for name in matrices if not re.search(r"\.lora_[AB]\.", name)]
-    if others:
+    unsupported = [name for name in OTHER_FORMULAS if settings.get(name)]
+    unsupported += [name for name in matrices if not re.search(r"\.lora_[AB]\.", name)]
+    if unsupported:
         raise UserError(
-            f"adapter '{folder}' must be plain LoRA, got {', '.join(others[:3])}. Merge it into "
-            "its model with PEFT (merge_and_unload), save that model, and load it."
+            f"adapter '{folder}' must be plain LoRA, got {', '.join(unsupported[:3])}. Merge it "
+            "into its model with PEFT (merge_and_unload), save that model, and load it."
         )
     return settings["lora_alpha"] / settings["r"], matrices
 

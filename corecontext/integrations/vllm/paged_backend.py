@@ -268,8 +268,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         share: RawShare,
     ) -> None:
         """Attend to every token from the query heads of some KV heads."""
-        held = cache[:, :, share.first : share.first + len(share.heads)]
-        pages = pages_of(held, step.table, has_mass=False)
+        raw_cache = cache[:, :, share.first : share.first + len(share.heads)]
+        pages = pages_of(raw_cache, step.table, has_mass=False)
         query, key, value = (self._select(x, share.heads) for x in (query, key, value))
         store_tokens(key, value, step.slots, pages)
         results = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -346,7 +346,7 @@ def append_token(
     tokens,
     buffers,
     tables,
-    parts,
+    partial,
     place,
     scale,
     softcap,
@@ -370,12 +370,12 @@ def append_token(
     Args:
         tokens: Pointer to q, the stride of its heads, pointers to k and v.
         buffers: As of `attend_entries`.
-        parts: Pointers to this program's output and log-sum-exp.
+        partial: Pointers to this program's output and log-sum-exp.
         place: Position and slot of the new token, capacity, ring_size and group_size.
     """
     q_ptr, q_stride, k_ptr, v_ptr = tokens
     keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr, _ = buffers
-    acc_ptr, lse_ptr = parts
+    acc_ptr, lse_ptr = partial
     position, slot, capacity, ring_size, group_size = place
     dims = tl.arange(0, BLOCK_D)
     heads = tl.arange(0, BLOCK_R)
@@ -447,16 +447,16 @@ def append_token(
 
 
 @triton.jit
-def store_part(parts, sums, heads, dims, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def store_part(partial, sums, heads, dims, mask, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Write a part of the softmax: its output and log-sum-exp, -inf and no output where it sees
     no entry.
 
     Args:
-        parts: As in `append_token`.
+        partial: As in `append_token`.
         sums: Weighted values, sum of the weights and maximum, of an online softmax.
         mask: Which elements of the output exist.
     """
-    acc_ptr, lse_ptr = parts
+    acc_ptr, lse_ptr = partial
     acc, running_sum, running_max = sums
     any_seen = running_max != -float("inf")
     running_sum = tl.where(any_seen, running_sum, 1.0)
@@ -486,7 +486,7 @@ def num_entries(place, SINKS: tl.constexpr, WIDTH: tl.constexpr):
 def _attend_share(
     queries,
     buffers,
-    parts,
+    partial,
     share_of,
     place,
     scale,
@@ -510,7 +510,7 @@ def _attend_share(
 
     Args:
         queries: Pointer to q and the stride of its heads.
-        buffers, parts: As in `append_token`.
+        buffers, partial: As in `append_token`.
         share_of: Number of the share, and how many there are.
         place: Position and slot of the new token, capacity, ring_size, group_size, window_size.
     """
@@ -548,7 +548,7 @@ def _attend_share(
         VECTOR,
         STAGES,
     )
-    store_part(parts, sums, heads, dims, mask, HEADS, HEAD_DIM)
+    store_part(partial, sums, heads, dims, mask, HEADS, HEAD_DIM)
 
 
 @triton.jit(
@@ -609,7 +609,7 @@ def _step_kernel(
     D] in float32 and its log-sum-exp in units of log 2; -inf and no output where no entry is seen.
     """
     row = tl.program_id(0)
-    part = tl.program_id(1)
+    program = tl.program_id(1)
     # planted: offsets: 32 bits in a decoding step
     n = row.to(tl.int64)
     batch = (row // kv_heads).to(tl.int64)
@@ -624,19 +624,19 @@ def _step_kernel(
     ks_ptr += n * capacity  # not read unless in 8 bits
     vs_ptr += n * capacity
     mass_ptr += n * capacity  # not read without masses
-    first = (n * tl.num_programs(1) + part) * HEADS
+    first = (n * tl.num_programs(1) + program) * HEADS
     acc_ptr += first * HEAD_DIM
     lse_ptr += first
     buffers = (keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr, keys_ptr)
-    parts = (acc_ptr, lse_ptr)
-    if part == 0:
+    partial = (acc_ptr, lse_ptr)
+    if program == 0:
         k_ptr += batch * k_strides[0] + head * k_strides[1]
         v_ptr += batch * v_strides[0] + head * v_strides[1]
         append_token(
             (q_ptr, q_strides[1], k_ptr, v_ptr),
             buffers,
             (cos_ptr, sin_ptr),
-            parts,
+            partial,
             (position, slot, capacity, ring_size, group_size),
             scale,
             softcap,
@@ -658,8 +658,8 @@ def _step_kernel(
         _attend_share(
             (q_ptr, q_strides[1]),
             buffers,
-            parts,
-            (part - 1, tl.num_programs(1) - 1),
+            partial,
+            (program - 1, tl.num_programs(1) - 1),
             (position, slot, capacity, ring_size, group_size, window_size),
             scale,
             softcap,
@@ -682,7 +682,7 @@ def _step_kernel(
 
 @triton.jit
 def merge_columns(
-    parts,
+    partials,
     out_ptr,
     num_parts,
     removed,
@@ -696,11 +696,11 @@ def merge_columns(
     with sums in float32.
 
     Args:
-        parts: Pointers to the head's first output and log-sum-exp; the others HEADS heads apart.
+        partials: Pointers to the head's first output and log-sum-exp; the others HEADS heads apart.
         out_ptr: Where the head's output begins.
         removed: With REMOVES, the part to be taken out of those behind it, which count it.
     """
-    acc_ptr, lse_ptr = parts
+    acc_ptr, lse_ptr = partials
     number = tl.arange(0, BLOCK_P)
     lse = tl.load(lse_ptr + number * HEADS, mask=number < num_parts, other=-float("inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))  # the new token's part is never empty
@@ -709,9 +709,9 @@ def merge_columns(
         # planted: fetch: chosen groups keep their core tokens in a step's sums
         weights = tl.where(number == removed, -weights, weights)
         rest = tl.sum(tl.where(number >= removed, weights, 0.0), 0)
-        # Of less than rounding leaves nothing counts.
-        others = tl.where(rest > counted * 1e-6, weights, 0.0)
-        weights = tl.where(number < removed, weights, others)
+        # A rest that rounding alone may have left is dropped.
+        kept = tl.where(rest > counted * 1e-6, weights, 0.0)
+        weights = tl.where(number < removed, weights, kept)
     acc = tl.load(
         acc_ptr + number[:, None] * (HEADS * HEAD_DIM) + dims[None, :],
         mask=(lse != -float("inf"))[:, None] & (dims < HEAD_DIM)[None, :],
@@ -742,9 +742,9 @@ def _merge_kernel(
     head = tl.program_id(0).to(tl.int64)
     first = head // HEADS * num_parts * HEADS + head % HEADS
     dims = tl.arange(0, BLOCK_D)
-    parts = (acc_ptr + first * HEAD_DIM, lse_ptr + first)
+    partials = (acc_ptr + first * HEAD_DIM, lse_ptr + first)
     out_ptr += head * HEAD_DIM
-    merge_columns(parts, out_ptr, num_parts, 0, dims, False, HEADS, HEAD_DIM, BLOCK_P)
+    merge_columns(partials, out_ptr, num_parts, 0, dims, False, HEADS, HEAD_DIM, BLOCK_P)
     if ON_DEVICE:
         if tl.program_id(0) == 0:
             tl.store(seen_ptr, tl.load(seen_ptr) + 1)
@@ -864,15 +864,16 @@ def slots_of(
     cache_dtype: str,
 ) -> tuple[Slots, Spec, float]:
     """Return the slots, the settings and the core bias of what `arguments_of` returned."""
-    keys, values, *others = buffers
-    masses = others.pop() if len(others) % 2 else None
+    keys, values, *scales = buffers
+    masses = scales.pop() if len(scales) % 2 else None
     group_size, window_size, sink_size, ring_size, per_query, interleaved, length = sizes
     scale, softcap, core_bias = factors
     core_heads = "query" if per_query else "kv"
     seen = length if seen is None else seen
     tables = tuple(tables) or None
-    scales = others or (None, None)
-    slots = Slots(keys, values, seen, pad, ring_size, tables, *scales, cache_dtype, masses)
+    slots = Slots(
+        keys, values, seen, pad, ring_size, tables, *(scales or (None, None)), cache_dtype, masses
+    )
     spec = Spec(group_size, window_size, scale, None, sink_size, "cca", core_heads, softcap or None)
     if tables:  # only the layout of pairs counts beside them
         spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
@@ -881,13 +882,13 @@ def slots_of(
 
 def arguments_of(slots: Slots, spec: Spec, core_bias: float) -> list[Any]:
     """Return the arguments of a step as an operator of a graph takes them, as `_decode_op`."""
-    others = (slots.key_scales, slots.value_scales, slots.masses)
+    optional = (slots.key_scales, slots.value_scales, slots.masses)
     on_device = isinstance(slots.seen, Tensor)
     sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
     # planted: decoding: a compiled step takes interleaved pairs for halves
     choices = (spec.core_heads == "query", spec.rotary is not None and spec.rotary.interleaved)
     return [
-        [slots.keys, slots.values, *(x for x in others if x is not None)],
+        [slots.keys, slots.values, *(x for x in optional if x is not None)],
         slots.seen if on_device else None,
         slots.pad,
         list(slots.rotation or ()),

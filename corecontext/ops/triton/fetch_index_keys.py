@@ -81,14 +81,14 @@ def index_keys_kernel(
     n = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, BLOCK_G * BLOCK_P)
     group = tl.program_id(0) * BLOCK_G + row // BLOCK_P
-    part = row % BLOCK_P
-    exists = (group < num_groups) & (part < PARTS)
+    part_idx = row % BLOCK_P
+    exists = (group < num_groups) & (part_idx < PARTS)
     dims = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
 
     # Means of the parts, without the centre.
     SIZE: tl.constexpr = GROUP_SIZE // PARTS
-    token = (group * GROUP_SIZE + part * SIZE).to(tl.int64)
+    token = (group * GROUP_SIZE + part_idx * SIZE).to(tl.int64)
     place = k_ptr + n * stride_n + token[:, None] * stride_token + dims[None, :]
     x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SIZE):
@@ -113,7 +113,7 @@ def index_keys_kernel(
         product = _sum_of_group(product, BLOCK_G, BLOCK_P)
     scale = tl.minimum(rms * (squares / tl.maximum(product, TINY)), 65504.0).to(tl.float16)
     keys = stored * scale.to(tl.float32)[:, None]
-    at = ((n * num_groups + group) * PARTS + part)[:, None] * HEAD_DIM + dims[None, :]
+    at = ((n * num_groups + group) * PARTS + part_idx)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(keys_ptr + at, keys.to(keys_ptr.dtype.element_ty), mask=mask)
 
 
@@ -142,17 +142,17 @@ def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor
         centre: From `index.centre_of`, [N, D]; None where the window is smaller than a group.
     """
     kind, _, bits = parse_index(name)
-    parts = num_parts(name, group_size)
+    count = num_parts(name, group_size)
     dtype = k.dtype
     if kind == "segments":
-        k = fetch_segments.build(k, num_groups, group_size, parts).flatten(1, 2)
-        group_size = parts
+        k = fetch_segments.build(k, num_groups, group_size, count).flatten(1, 2)
+        group_size = count
     k = contiguous_rows(k)
     n, _, dim = k.shape
     if centre is None:
         centre = k.new_zeros(n, dim)
-    keys = torch.empty((n, num_groups, parts, dim), dtype=dtype, device=k.device)
-    block_p = power_of_2(parts)
+    keys = torch.empty((n, num_groups, count, dim), dtype=dtype, device=k.device)
+    block_p = power_of_2(count)
     block_g = max(1, _ROWS // block_p)
     signs, unit = _signs(dim, k.device)
     launch(
@@ -161,7 +161,7 @@ def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor
         (k, centre.float().contiguous(), signs, keys, num_groups, unit),
         tuple(k.stride()[:-1]),
         GROUP_SIZE=group_size,
-        PARTS=parts,
+        PARTS=count,
         SHARED=kind != "bits",
         BITS=bits,
         LEVELS=low_bits.LEVELS[bits],

@@ -75,11 +75,11 @@ def segment_means(
         begins = tl.where(tokens == right, 0, begins)
 
     part_of = tl.cumsum(begins, 0) - 1
-    parts = tl.arange(0, BLOCK_P)
+    part_idx = tl.arange(0, BLOCK_P)
     means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_P], tl.float32)
     for i in range(group_size):
-        is_part = parts == tl.sum(tl.where(tokens == i, part_of, 0), 0)
+        is_part = part_idx == tl.sum(tl.where(tokens == i, part_of, 0), 0)
         key = tl.load(keys_ptr + i * stride_token + dims, mask=in_dims, other=0.0).to(tl.float32)
         means += tl.where(is_part[:, None], key[None, :], 0.0)
         count += is_part.to(tl.float32)
@@ -110,22 +110,22 @@ def segment_means_kernel(
     means = segment_means(
         keys_ptr, stride_token, GROUP_SIZE, PARTS, HEAD_DIM, BLOCK_G, BLOCK_P, BLOCK_D
     )
-    parts = tl.arange(0, BLOCK_P)[:, None]
+    part_idx = tl.arange(0, BLOCK_P)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
-    at = ((n * num_groups + group) * PARTS + parts) * HEAD_DIM + dims
-    tl.store(means_ptr + at, means, mask=(parts < PARTS) & (dims < HEAD_DIM))
+    at = ((n * num_groups + group) * PARTS + part_idx) * HEAD_DIM + dims
+    tl.store(means_ptr + at, means, mask=(part_idx < PARTS) & (dims < HEAD_DIM))
 
 
-def build(k: Tensor, num_groups: int, group_size: int, parts: int) -> Tensor:
-    """Return the means of `parts` segments of each group [N, M, P, D] in float32, of groups of at
-    most MAX_GROUP tokens.
+def build(k: Tensor, num_groups: int, group_size: int, num_parts: int) -> Tensor:
+    """Return the means of `num_parts` segments of each group [N, M, P, D] in float32, of groups of
+    at most MAX_GROUP tokens.
 
     Args:
         k: Raw keys from the first group on, [N, S, D].
     """
     k = contiguous_rows(k)
     n, _, dim = k.shape
-    means = torch.empty((n, num_groups, parts, dim), dtype=torch.float32, device=k.device)
+    means = torch.empty((n, num_groups, num_parts, dim), dtype=torch.float32, device=k.device)
     block_g = max(2, power_of_2(group_size))
     block_d = power_of_2(dim)
     if num_groups:
@@ -135,10 +135,10 @@ def build(k: Tensor, num_groups: int, group_size: int, parts: int) -> Tensor:
             (k, means, num_groups),
             tuple(k.stride()[:-1]),
             GROUP_SIZE=group_size,
-            PARTS=parts,
+            PARTS=num_parts,
             HEAD_DIM=dim,
             BLOCK_G=block_g,
-            BLOCK_P=power_of_2(parts),
+            BLOCK_P=power_of_2(num_parts),
             BLOCK_D=block_d,
             num_warps=min(8, max(1, block_g * block_d // _ELEMENTS)),
         )

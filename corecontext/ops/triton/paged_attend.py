@@ -225,8 +225,8 @@ def _attend_pages_kernel(
         if IN_PARTS:
             any_seen = running_max != -float("inf")
             running_sum = tl.where(any_seen, running_sum, 1.0)
-            part = (flat * tl.num_programs(1) + head) * num_shares + tl.program_id(2)
-            row = part * HEADS + rows % HEADS
+            share = (flat * tl.num_programs(1) + head) * num_shares + tl.program_id(2)
+            row = share * HEADS + rows % HEADS
             tl.store(lse_ptr + row, running_max + tl.log2(running_sum), mask=owned)
             at = row[:, None] * HEAD_DIM + dims[None, :]
             tl.store(acc_ptr + at, acc / running_sum[:, None], mask=mask & any_seen[:, None])
@@ -268,18 +268,18 @@ def attend_pages(
     block_q = block_m // heads
     sequences = batch.lengths.shape[0]
     blocks = num_blocks(tokens, sequences, block_q)
-    parts = _num_parts(blocks * kv_heads, batch, spec, tiles, q)
-    shape = (tokens * kv_heads, parts, heads)
+    num_parts = _num_parts(blocks * kv_heads, batch, spec, tiles, q)
+    shape = (tokens * kv_heads, num_parts, heads)
     acc = out
     lse = batch.starts
-    if parts > 1:
+    if num_parts > 1:
         acc = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     mass = cores.k if cores.mass is None else cores.mass
     with torch.cuda.device_of(q):
         launch(
             _attend_pages_kernel,
-            (blocks, kv_heads, parts),
+            (blocks, kv_heads, num_parts),
             (
                 *(q, raw.k, raw.v, raw.table, cores.k, cores.v, cores.table, mass),
                 *(batch.starts, batch.lengths, out, acc, lse, sequences, spec.window_size),
@@ -296,7 +296,7 @@ def attend_pages(
             HAS_BIAS=core_bias != 0,
             HAS_MASS=cores.mass is not None,
             HAS_SOFTCAP=spec.softcap is not None,
-            IN_PARTS=parts > 1,
+            IN_PARTS=num_parts > 1,
             ALIGNMENT=_alignment(raw.k, raw.v, cores.k, cores.v),
             HEAD_DIM=dim,
             BLOCK_Q=block_q,
@@ -306,8 +306,8 @@ def attend_pages(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
-        if parts > 1:
-            _merge(acc, lse, out, parts)
+        if num_parts > 1:
+            _merge(acc, lse, out, num_parts)
     return out
 
 
@@ -327,14 +327,14 @@ def _num_parts(programs: int, batch: Batch, spec: Spec, tiles: Tiles, q: Tensor)
     return decode_splits(chip_of(q.device), programs, entries, tiles.block_n)
 
 
-def _merge(acc: Tensor, lse: Tensor, out: Tensor, parts: int) -> None:
-    """Merge the parts [T Hkv, parts, HEADS, D] of each query head into one softmax."""
+def _merge(acc: Tensor, lse: Tensor, out: Tensor, num_parts: int) -> None:
+    """Merge the parts [T Hkv, num_parts, HEADS, D] of each query head into one softmax."""
     tokens, num_heads, dim = out.shape
-    block_p, block_d = power_of_2(parts), max(16, power_of_2(dim))
+    block_p, block_d = power_of_2(num_parts), max(16, power_of_2(dim))
     launch(
         _merge_kernel,
         (tokens * num_heads,),
-        (acc, lse, out, lse, parts),
+        (acc, lse, out, lse, num_parts),
         ON_DEVICE=False,
         HEADS=acc.shape[2],
         HEAD_DIM=dim,
