@@ -28,7 +28,7 @@ from corecontext.files import UserError  # noqa: E402
 from corecontext.inference.policy import SIZE_NAMES  # noqa: E402
 from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling  # noqa: E402
 from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
-from corecontext.serve import http as server_module  # noqa: E402
+from corecontext.serve import service as service_module  # noqa: E402
 from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.http import create_app  # noqa: E402
 from corecontext.serve.logprobs_writer import LogprobsWriter  # noqa: E402
@@ -815,7 +815,7 @@ def test_a_request_that_ends_is_logged_without_its_text(caplog):
     with (
         mock.patch.object(logger, "propagate", True),
         caplog.at_level(logging.INFO, logger.name),
-        mock.patch.object(server_module.time, "monotonic", lambda: 103.00004),
+        mock.patch.object(service_module.time, "monotonic", lambda: 103.00004),
     ):
         for slot in (whole, lost):
             server.service._ended(slot)
