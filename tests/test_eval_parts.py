@@ -237,6 +237,9 @@ def test_every_option_of_an_evaluation_reaches_its_place(monkeypatch, tmp_path):
     evaluate("m", ["window"], ["mmlu"], [folder], settings, options)
     assert seen[1] == {"num_groups": 8, **subject_options}  # which the subject refuses
     seen.clear()
+    evaluate("m", ["window", "streaming_llm"], ["mmlu"], [folder], settings, options)
+    assert seen[1] == {"num_groups": 8, **subject_options}  # no method has core tokens
+    seen.clear()
     options = options._replace(num_groups=None, chunk_size=6)
     evaluate("m", ["window"], ["mmlu"], [folder], settings, options)
     assert seen[0] == ("m", {"method": "window", **common, **sizes})  # one method: load refuses

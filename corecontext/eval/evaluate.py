@@ -128,9 +128,9 @@ def evaluate(
         loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
             raise UserError(WHOLE)
-        num_groups = options.num_groups
-        if loaded.config is None and len(methods) > 1:
-            num_groups = None
+        # A number of groups stands in for their size, so the same methods have it.
+        as_size = {"group_size": options.num_groups}
+        num_groups = settings_for(method, methods, as_size).get("group_size")
         subject = ModelSubject(
             loaded,
             num_groups=num_groups,
