@@ -32,6 +32,11 @@ from corecontext.record import Record, device_name, make_record
 
 BACKENDS = {"cca": "CUSTOM", "full": "FLASH_ATTN"}
 """Method -> vLLM's name of its attention."""
+REQUESTS = {"cca": 64, "full": 24}
+"""Method -> requests sent all at once; of full attention, about as many as an H200 can hold."""
+WEIGHTS = ("bfloat16", "fp8")
+MOST_REQUESTS = 128
+"""Requests in a step at most."""
 PAGE_SIZE = 16
 
 
@@ -49,6 +54,8 @@ class VllmBench:
     """Nearest tokens kept as they are, s."""
     lengths: tuple[int, ...] = option((1024, 32768, 131072), name="length")
     """Tokens of a prompt alone on the machine, whose first and next token are measured."""
+    weights: str = "bfloat16"
+    """bfloat16, or fp8: vLLM's online quantization, whose matrix products are in fp8 too."""
     steps: int = 48
     """Next tokens of such a prompt."""
     trials: int = 1
@@ -57,8 +64,8 @@ class VllmBench:
     """Tokens of each prompt that is sent with others."""
     new_tokens: int = 1024
     """Tokens of each answer to them."""
-    requests: int = 24
-    """Requests sent all at once; 0 measures none."""
+    requests: int | None = None
+    """Requests sent all at once; 0 measures none. Default: 64 for cca, 24 for full."""
     most_batched: int = 8192
     """Tokens that a step brings at most."""
     compiled: bool = False
@@ -71,6 +78,7 @@ class VllmBench:
     def __post_init__(self) -> None:
         check_choices("method", self.methods, tuple(BACKENDS))
         check_choices("shape", (self.shape,), tuple(SERVED_SHAPES))
+        check_choices("weights", (self.weights,), WEIGHTS)
         check_positive(
             length=self.lengths,
             steps=self.steps,
@@ -79,7 +87,7 @@ class VllmBench:
             new_tokens=self.new_tokens,
             most_batched=self.most_batched,
         )
-        if self.requests < 0:
+        if self.requests is not None and self.requests < 0:
             raise ValueError(f"requests must be at least 0, got {self.requests}.")
         if not 0 < self.memory_share < 1:
             raise ValueError(f"memory_share must be between 0 and 1, got {self.memory_share}.")
@@ -107,6 +115,7 @@ class VllmBench:
             "model": self.shape,
             "random_weights": True,
             "dtype": "bfloat16",
+            "weights": self.weights,
             "model_runner": "V1",
             "compiled": self.compiled,
             "most_batched": self.most_batched,
@@ -143,7 +152,7 @@ def run_vllm_bench(
     trial.warm_up()
     for length in bench.lengths:
         trial.alone(length)
-    if bench.requests:
+    if trial.requests:
         trial.together()
     return trial.records
 
@@ -184,7 +193,9 @@ def make_engine(bench: VllmBench, method: str, folder: str) -> Any:
 
     register()  # as the entry point of an installed package does
     Path(folder, "config.json").write_text(json.dumps(model_config(bench, method)))
-    compilation: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, 129, 16)]}
+    most_requests = min(MOST_REQUESTS, bench.most_batched)
+    # vLLM's own sizes up to there; larger ones would not be replayed.
+    compilation: dict[str, Any] = {"max_cudagraph_capture_size": most_requests}
     if not bench.compiled:
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     llm = LLM(
@@ -192,11 +203,12 @@ def make_engine(bench: VllmBench, method: str, folder: str) -> Any:
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
+        quantization="fp8" if bench.weights == "fp8" else None,
         attention_backend=BACKENDS[method],
         block_size=PAGE_SIZE,
         max_model_len=bench.longest,
         max_num_batched_tokens=bench.most_batched,
-        max_num_seqs=min(128, bench.most_batched),
+        max_num_seqs=most_requests,
         enable_prefix_caching=False,
         gpu_memory_utilization=bench.memory_share,
         compilation_config=compilation,
@@ -222,6 +234,7 @@ class _Trial:
         self.device = device
         self.on_records = on_records
         self.records: list[Record] = []
+        self.requests = REQUESTS[method] if bench.requests is None else bench.requests
         self.random = random.Random(bench.seed)
 
     def keep(self, name: str, value: float | list[float], **more: Any) -> None:
@@ -248,7 +261,7 @@ class _Trial:
     def warm_up(self) -> None:
         """Run prompts of one chunk, of several, and beside others, so that kernels are compiled."""
         most = self.bench.longest - 4
-        for length in (min(300, most), min(self.bench.lengths)):
+        for length in (min(10, most), min(300, most), min(self.bench.lengths)):
             timed(self.engine, [self.prompt(length)], 4)
         long = min(2 * self.bench.most_batched + 100, most)
         timed(self.engine, [self.prompt(long), *(self.prompt(min(40, most)) for _ in range(7))], 4)
@@ -270,11 +283,11 @@ class _Trial:
         load = {
             "prompt_length": bench.prompt_length,
             "new_tokens": bench.new_tokens,
-            "requests": bench.requests,
+            "requests": self.requests,
         }
-        prompts = [self.prompt(bench.prompt_length) for _ in range(bench.requests)]
+        prompts = [self.prompt(bench.prompt_length) for _ in range(self.requests)]
         times = timed(self.engine, prompts, bench.new_tokens)
-        self.keep("requests_per_s", bench.requests / max(t[-1] for t in times), **load)
+        self.keep("requests_per_s", self.requests / max(t[-1] for t in times), **load)
         self.keep("first_token_s", statistics.median(t[0] for t in times), **load)
 
 

@@ -72,10 +72,18 @@ def _load(record: Record) -> str:
     """Describe the requests of a record; their number may differ between the methods."""
     params = record.params
     if record.name == "vllm.cache_tokens":
-        return f"requests of {params['length']:,} tokens"
-    if "length" in params:
-        return f"{shown_tokens(params['length'])} alone"
-    return f"{shown_tokens(params['prompt_length'])} + {params['new_tokens']:,} at once"
+        load = f"requests of {params['length']:,} tokens"
+    elif "length" in params:
+        load = f"{shown_tokens(params['length'])} alone"
+    else:
+        load = f"{shown_tokens(params['prompt_length'])} + {params['new_tokens']:,} at once"
+    return load + _weights(record, ", {} weights")
+
+
+def _weights(record: Record, text: str) -> str:
+    """Name a record's weights by a text, empty for bfloat16; older records do not name them."""
+    weights = record.params.get("weights", "bfloat16")
+    return "" if weights == "bfloat16" else text.format(weights)
 
 
 def vllm_markdown(records: Sequence[Record]) -> str:
@@ -83,7 +91,7 @@ def vllm_markdown(records: Sequence[Record]) -> str:
     lines = markdown(COLUMNS, rows_of(records))
     newest = max(records, key=lambda record: record.date)
     sent = {
-        record.params["method"]: record.params["requests"]
+        record.params["method"] + _weights(record, " with {} weights"): record.params["requests"]
         for record in sorted(records, key=lambda record: record.date)
         if "requests" in record.params
     }

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import vllm as bench_vllm
 from benchmarks.command import main
-from benchmarks.vllm import VllmBench, model_config, timed
+from benchmarks.vllm import VllmBench, make_engine, model_config, timed
 from benchmarks.vllm_report import vllm_markdown
 from corecontext import CCAConfig
 from corecontext.integrations.vllm.page_layout import PageLayout
@@ -91,6 +91,31 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
     assert "30 + 4 at once" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("method, sent", [("cca", 64), ("full", 24)])
+def test_each_method_has_a_load_of_its_own(engine, method, sent, tmp_path):
+    path = tmp_path / "vllm.jsonl"
+    line = f"vllm --method {method} --length 5 --steps 1 --prompt-length 6 --new-tokens 2"
+    assert main([*line.split(), "--json", str(path)]) == 0
+    assert read_records(path)[-1].params["requests"] == sent
+
+
+@pytest.mark.parametrize("weights, quantization", [("bfloat16", None), ("fp8", "fp8")])
+def test_weights_are_quantized_by_vllm(monkeypatch, tmp_path, weights, quantization):
+    given = {}
+
+    def start(folder, **options):
+        given.update(options)
+        return SimpleNamespace(llm_engine=None)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start, __version__="0"))
+    bench = VllmBench(weights=weights)
+    with pytest.warns(UserWarning, match="vLLM 0"):
+        make_engine(bench, "full", str(tmp_path))
+    assert given["quantization"] == quantization
+    assert given["dtype"] == "bfloat16"
+    assert bench.params("full")["weights"] == weights
+
+
 def test_the_model_has_positions_for_the_longest_request():
     bench = VllmBench(lengths=(200_000,), steps=10, group_size=8)
     shape = model_config(bench, "cca")
@@ -139,14 +164,18 @@ def test_the_table_has_the_newest_of_both_methods():
         record("vllm.next_token_ms", 9.0, "cca", "1", **alone),
         record("vllm.next_token_ms", 6.0, "full", "1", **alone),
         record("vllm.cache_tokens", 7e6, "cca", "1", length=33792),
+        record("vllm.requests_per_s", 2.0, "cca", "4", **together, requests=64, weights="fp8"),
+        record("vllm.requests_per_s", 0.5, "full", "3", **together, weights="bfloat16"),
     ]
-    assert vllm_markdown(records).splitlines()[2:] == [
+    *rows, _, note = vllm_markdown(records).splitlines()[2:]
+    assert rows == [
         "| next token | 32K alone | 6 ms | 3 ms | 2.00x |",
         "| requests per second | 32K + 1,024 at once | 0.5 | 1.5 | 3.00x |",
+        "| requests per second | 32K + 1,024 at once, fp8 weights |  | 2 |  |",
         "| tokens in the cache | requests of 33,792 tokens |  | 7,000,000 |  |",
-        "",
-        "a GPU, vLLM unknown; requests at once: 40 for cca, 24 for full.",
     ]
+    counts = "40 for cca, 64 for cca with fp8 weights, 24 for full"
+    assert note == f"a GPU, vLLM unknown; requests at once: {counts}."
 
 
 @pytest.mark.parametrize(
@@ -154,6 +183,7 @@ def test_the_table_has_the_newest_of_both_methods():
     [
         ("--method sdpa", "method must be one of 'cca', 'full'"),
         ("--length 0", "length must be at least 1"),
+        ("--weights int4", "weights must be one of 'bfloat16', 'fp8'"),
         ("--requests -1", "requests must be at least 0"),
         ("--memory-share 1.5", "memory_share must be between 0 and 1"),
         ("--plot x.svg", "plot must be left out"),
