@@ -32,7 +32,7 @@ from corecontext.record import Record, device_name, make_record
 
 BACKENDS = {"cca": "CUSTOM", "full": "FLASH_ATTN"}
 """Method -> vLLM's name of its attention."""
-REQUESTS = {"cca": 64, "full": 24}
+REQUESTS = {"cca": 48, "full": 24}
 """Method -> requests sent all at once; of full attention, about as many as an H200 can hold."""
 WEIGHTS = ("bfloat16", "fp8")
 MOST_REQUESTS = 128
@@ -65,7 +65,7 @@ class VllmBench:
     new_tokens: int = 1024
     """Tokens of each answer to them."""
     requests: int | None = None
-    """Requests sent all at once; 0 measures none. Default: 64 for cca, 24 for full."""
+    """Requests sent all at once; 0 measures none. Default: 48 for cca, 24 for full."""
     most_batched: int = 8192
     """Tokens that a step brings at most."""
     compiled: bool = False

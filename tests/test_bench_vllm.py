@@ -91,7 +91,7 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
     assert "30 + 4 at once" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method, sent", [("cca", 64), ("full", 24)])
+@pytest.mark.parametrize("method, sent", [("cca", 48), ("full", 24)])
 def test_each_method_has_a_load_of_its_own(engine, method, sent, tmp_path):
     path = tmp_path / "vllm.jsonl"
     line = f"vllm --method {method} --length 5 --steps 1 --prompt-length 6 --new-tokens 2"
