@@ -200,11 +200,12 @@ def test_the_compiler_is_told_an_alignment_that_every_entry_has():
     assert paged_attend._alignment(x, x[:, :, 1:, 3:]) == 2
 
 
-@pytest.mark.parametrize("sinks, window, mass", [(0, 6, False), (7, 1, True)])
-def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass):
+@pytest.mark.parametrize("sinks, window, mass, long", [(0, 6, False, 4), (7, 1, True, 8)])
+def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass, long):
     """Beside decoding tokens and short chunks, at lengths before and behind the first core token
     and the first tokens."""
-    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 4)
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", long)
+    monkeypatch.setattr(paged_chunk, "MOST_DECODED", 1)
     config = CCAConfig(group_size=4, window_size=window, sink_size=sinks, core_mass=mass)
     steps = [{0: 5, 1: 1}, {1: 1, 2: 15, 3: 9, 0: 4}, {0: 2, 2: 1, 1: 3, 3: 5}, {0: 6, 2: 1, 1: 5}]
     check(config, halves(), steps, kv_heads=2, bias=0.5 * mass)
@@ -231,6 +232,16 @@ def test_a_batch_is_split_at_its_long_chunks(monkeypatch):
     assert [part.past for part in parts if part.batch is None] == [10, 10]
     assert parts[0].batch.most_new == 2 and parts[3].batch.starts.tolist() == [0, 3, 3, 3]
     assert parts[3].batch.lengths.tolist() == [13, 10, 10]
+
+
+def test_decoding_sequences_beside_a_short_chunk_keep_their_tiles(monkeypatch):
+    """Otherwise each of them would take the tile of the chunk's many rows."""
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 40)
+    starts = [0, 1, 5, 6, 26, 76, 82]
+    batch = Batch(torch.tensor(starts), torch.tensor([90] * 6), 50, 90)
+    parts = parts_of(starts, batch.lengths.tolist(), batch)
+    assert [part.batch and part.batch.most_new for part in parts] == [4, 20, None, 6]
+    assert [part.sequences.stop for part in parts] == [3, 4, 5, 6]
 
 
 def test_padding_of_a_captured_batch_changes_nothing():

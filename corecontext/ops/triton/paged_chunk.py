@@ -2,7 +2,8 @@
 kernels for contiguous keys read them, in a fraction of the time that reading by block table takes.
 
 The host must know the lengths of such sequences. The rest of a batch stays with `attend_pages`, in
-parts of neighbouring sequences, so that decoding tokens beside a chunk get tiles of their size.
+parts of neighbouring sequences, so that decoding tokens beside a chunk, long or short, get tiles of
+their size.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from corecontext.visibility import local_start, num_visible_cores
 LONG_CHUNK = 2048
 """New tokens of a sequence from which on its entries are gathered. For fewer, the host launches
 longer than the device runs: 1.5 ms a layer for 1,024 tokens on an H200."""
+MOST_DECODED = 4
+"""New tokens of a decoding sequence at most, drafts included. More need a tile of other rows."""
 
 
 class Part(NamedTuple):
-    """Hold neighbouring sequences of a batch: a long chunk by itself, or those between such."""
+    """Hold neighbouring sequences of a batch: a long chunk by itself, decoding ones, or short
+    chunks."""
 
     sequences: slice
     """Rows of the block tables."""
@@ -40,24 +44,31 @@ class Part(NamedTuple):
 
 
 def parts_of(starts: list[int], lengths: list[int], batch: Batch) -> list[Part]:
-    """Split a batch into long chunks and the sequences between them.
+    """Split a batch into long chunks, runs of decoding sequences, and runs of short chunks.
 
     Args:
         starts, lengths: Those of the batch, on the host; lengths are read of long chunks only.
     """
     counts = [end - start for start, end in itertools.pairwise(starts)]
+
+    def kind(row: int) -> tuple[bool, bool]:
+        return counts[row] > MOST_DECODED, counts[row] >= LONG_CHUNK
+
     parts = []
-    first = 0
-    for i in [i for i, count in enumerate(counts) if count >= LONG_CHUNK] + [len(counts)]:
-        tokens = slice(starts[first], starts[i])
+    for (_, is_long), run in itertools.groupby(range(len(counts)), kind):
+        rows = list(run)
+        if is_long:
+            for i in rows:
+                tokens = slice(starts[i], starts[i + 1])
+                parts.append(Part(slice(i, i + 1), tokens, None, lengths[i] - counts[i]))
+            continue
+        first, end = rows[0], rows[-1] + 1
+        tokens = slice(starts[first], starts[end])
         if tokens.start < tokens.stop:
-            rebased = batch.starts[first : i + 1] - tokens.start
-            rows = Batch(rebased, batch.lengths[first:i], max(counts[first:i]), batch.longest)
-            parts.append(Part(slice(first, i), tokens, rows, 0))
-        if i < len(counts):
-            tokens = slice(starts[i], starts[i + 1])
-            parts.append(Part(slice(i, i + 1), tokens, None, lengths[i] - counts[i]))
-        first = i + 1
+            rebased = batch.starts[first : end + 1] - tokens.start
+            most_new = max(counts[first:end])
+            own = Batch(rebased, batch.lengths[first:end], most_new, batch.longest)
+            parts.append(Part(slice(first, end), tokens, own, 0))
     return parts
 
 
