@@ -77,6 +77,14 @@ def test_unaligned_tensors_always_go_through_triton(kernel):
     assert len(kernel.own) == 5
 
 
+def test_tensors_that_begin_anywhere_are_launched_leanly(kernel):
+    """Where Triton compiles nothing for their alignment: rows of block tables."""
+    kernel.params = [SimpleNamespace(num=0, do_not_specialize_on_alignment=True)]
+    for offset in (1, 0, 2):
+        run(kernel, torch.zeros(64)[offset:])
+    assert len(kernel.own) == 1 and len(kernel.lean) == 2
+
+
 def test_each_device_has_a_kernel_of_its_own(kernel, monkeypatch):
     x = torch.zeros(64)
     for device in (0, 1, 0, 1):

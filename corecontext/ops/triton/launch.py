@@ -33,7 +33,8 @@ def launch(
         grid: Programs along one or two dimensions.
         arguments: Tensors, descriptors, floats, and integers that the kernel has in
             `do_not_specialize`. Descriptors of other tiles need another constant that tells them
-            apart.
+            apart. Tensors that begin anywhere belong in `do_not_specialize_on_alignment`: others
+            are launched by Triton where they are not aligned.
         specialized: The arguments after them, for whose values Triton may compile a kernel of its
             own: integers and, as tuples, strides.
         maxnreg: Most registers of a thread, on NVIDIA's chips.
@@ -49,9 +50,11 @@ def launch(
         return
     pointers = 0
     dtypes = []
-    for x in arguments:
+    any_alignment = _any_alignment(kernel)
+    for i, x in enumerate(arguments):
         if isinstance(x, Tensor):
-            pointers |= x.data_ptr()
+            if i not in any_alignment:
+                pointers |= x.data_ptr()
             dtypes.append(x.dtype)
     if pointers % 16 or triton.knobs.runtime.interpret:
         # Triton compiles a kernel for each choice of unaligned tensors.
@@ -66,6 +69,13 @@ def launch(
         _COMPILED[key] = kernel[grid](*arguments, *specialized, **constants, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments, *specialized, *constants.values())
+
+
+@functools.cache
+def _any_alignment(kernel: Any) -> frozenset[int]:
+    """Return the numbers of the arguments for whose alignment Triton compiles nothing."""
+    params = getattr(kernel, "params", ())  # the interpreter's kernels have none
+    return frozenset(x.num for x in params if x.do_not_specialize_on_alignment)
 
 
 @torch.compiler.disable

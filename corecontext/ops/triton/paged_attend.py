@@ -95,7 +95,11 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
     return acc, running_sum, running_max
 
 
-@triton.jit(do_not_specialize=["num_sequences", "window_size"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "window_size"],
+    # Sequences from any row on: their rows are not aligned.
+    do_not_specialize_on_alignment=["table_ptr", "core_table_ptr", "starts_ptr", "lengths_ptr"],
+)
 def _attend_pages_kernel(
     q_ptr,
     keys_ptr,
