@@ -47,6 +47,7 @@ from corecontext.measure import PeakMemory, synchronize
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
+WARM_LENGTH = 8192  # of a prompt whose queries have more groups to choose from than they fetch
 WARM_STEPS = 8  # kernels are compiled, and the step is captured, in the first ones
 ENOUGH_S = 30.0  # no more samples of a prompt once they took this long together
 MEMORY_SHARE = 0.95  # of the free memory that the caches of a batch may take
@@ -247,7 +248,7 @@ def _prompt_and_steps(run: _Run, job: Job, params: dict[str, Any]) -> None:
     bench = run.bench
     method = job.method
     # Load code and compile kernels.
-    warm = _start(run, job, make_prompt(run.model, 1, min(job.length, 2048)), 2)
+    warm = _start(run, job, make_prompt(run.model, 1, min(job.length, WARM_LENGTH)), 2)
     warm.first()
     warm.step()
     warm.close()

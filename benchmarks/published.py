@@ -55,7 +55,7 @@ PUBLISHED = (
     Published(
         "fetch",
         "model --shape llama3.1-8b --length 131072 --what ftl --method cca --method fetch "
-        "--method fetch_host --repeats 2",
+        "--method fetch_host",
     ),
     Published(
         "fetch",

@@ -28,6 +28,7 @@ from corecontext.cost import ModelCost, cache_bytes
 from corecontext.heads.budget import Shape
 from corecontext.inference import limits
 from corecontext.record import Record, append_records, read_records
+from corecontext.visibility import num_visible_cores
 
 TINY = ModelBench(
     "tiny",
@@ -490,6 +491,13 @@ def test_what_suits_a_device():
         for c in model_defaults("cuda", "llama2-7b", sweep=True).sweep_configs()
     ]
     assert len(pairs) == 10 and (16, 1024) in pairs and (2, 1024) in pairs and (16, 4096) in pairs
+
+
+def test_a_warm_up_chooses_groups():
+    """Else the kernels that choose are loaded while the first prompt is timed."""
+    bench = model_defaults("cuda", "llama3.1-8b")
+    seen = num_visible_cores(model.WARM_LENGTH - 1, bench.group_size, bench.window_size)
+    assert all(x["fetch_groups"] < seen for x in model_methods.FETCHING.values())
 
 
 @pytest.mark.parametrize("shape", [name for name in shapes.SHAPES if name != "tiny"])
