@@ -174,7 +174,7 @@ def _is_shown(params: dict[str, Any]) -> bool:
         return params["index"] == "bounds"
     if method == "fetch_equal_bytes":
         return params["fetch_groups"] * params["group_size"] == FETCHED
-    return params["device_bytes"] is not None
+    return params.get("device_bytes") is not None
 
 
 def _point(params: dict[str, Any], percent: float) -> Point:

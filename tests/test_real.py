@@ -658,6 +658,8 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
         shown("fetch_equal_bytes", 0.1, "far", index="tried", trained_tokens=8, distil=1.0),
         shown("fetch_equal_bytes", 0.1, "far", index="short", trained_tokens=2),
     ]
+    cost = {"method": "full", "trained_tokens": 8, "task": "training", "length": 8192}
+    records.append(make_record("real.training_s", 60.0, cost))
     rivals = [shown("kvzip", 0.2), shown("kvzip", 0.4, compression=4), shown("cca", 0.9)]
     rivals.append(shown("snapkv", 0.4, length=4000))
     figure = tmp_path / "real.svg"
