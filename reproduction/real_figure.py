@@ -3,7 +3,8 @@ compressed contexts of others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from corecontext.drawing import CCA, FULL, pyplot, save
@@ -113,8 +114,8 @@ def _draw(panel: Any, points: Sequence[Point]) -> None:
 
 
 def _gains(records: Sequence[Record]) -> Iterator[Point]:
-    """Yield the newest gain of each method, the ends by definition."""
-    newest: dict[tuple[str, bool], Point] = {}
+    """Yield the gain of each method, the mean of its seeds; the ends by definition."""
+    newest: dict[tuple[str, bool, int], Point] = {}
     for record in records:
         p = record.params
         if not _is_shown(p) or p["task"] != "far":
@@ -125,13 +126,14 @@ def _gains(records: Sequence[Record]) -> Iterator[Point]:
         if percent is None or (record.name == "real.gain_kept") == (p["method"] in ENDS):
             continue
         point = _point(p, percent)
-        newest[point.label, point.trained] = point
-    yield from newest.values()
+        newest[point.label, point.trained, p["seed"]] = point
+    yield from _means_of_seeds(newest)
 
 
 def _needles(records: Sequence[Record]) -> Iterator[Point]:
-    """Yield the newest share of needles of each method whose context is read with the question."""
-    newest: dict[tuple[str, bool], Point] = {}
+    """Yield the share of needles of each method whose context is read with the question, the mean
+    of its seeds."""
+    newest: dict[tuple[str, bool, int], Point] = {}
     for record in records:
         p = record.params
         if record.name != "real.accuracy" or not _is_shown(p):
@@ -139,8 +141,15 @@ def _needles(records: Sequence[Record]) -> Iterator[Point]:
         if (record.commit or "").startswith(OTHER_WORDING) or p["length"] != NEEDLE_TOKENS:
             continue
         point = _point(p, 100 * record.value)
-        newest[point.label, point.trained] = point
-    yield from newest.values()
+        newest[point.label, point.trained, p["seed"]] = point
+    yield from _means_of_seeds(newest)
+
+
+def _means_of_seeds(newest: Mapping[tuple[str, bool, int], Point]) -> Iterator[Point]:
+    """Yield the mean of the seeds of each label, trained or not."""
+    for name in dict.fromkeys(key[:2] for key in newest):
+        points = [point for key, point in newest.items() if key[:2] == name]
+        yield points[-1]._replace(percent=fmean(point.percent for point in points))
 
 
 def _rival_needles(records: Sequence[Record]) -> Iterator[Point]:

@@ -30,7 +30,7 @@ from corecontext.loading import load, load_config
 from corecontext.perplexity import hidden_nll
 from corecontext.record import append_records, make_record, read_records
 from corecontext.train.loss import Taught
-from reproduction import real_attention, real_plan, real_tasks
+from reproduction import real_attention, real_figure, real_plan, real_tasks
 from reproduction.command import main
 from reproduction.index_tables import index_markdown
 from reproduction.real import Protocol, RealModel, far_half
@@ -640,11 +640,23 @@ def test_indices_are_shown_by_their_bytes(tmp_path):
         assert ("on the host" in shown) == (store == "host")
 
 
+def test_a_point_of_the_figure_is_the_mean_of_its_seeds(monkeypatch, tmp_path):
+    """The newest record of each seed counts."""
+    drawn = []
+    monkeypatch.setattr(real_figure, "_draw", lambda panel, points: drawn.extend(points))
+    params = {"method": "full", "trained_tokens": 0, "task": "needles", "length": 7900}
+    params |= {"core_mass": None, "device_bytes": 2 << 20}
+    values = ((0, 0.1), (1, 0.5), (0, 0.7))
+    records = [make_record("real.accuracy", v, {**params, "seed": seed}) for seed, v in values]
+    draw_frontier(records, [], str(tmp_path / "real.svg"))
+    assert [(point.label, round(point.percent)) for point in drawn] == [("full attention", 60)]
+
+
 def test_the_figure_shows_a_point_for_each_method(tmp_path):
     def shown(method, value, task="needles", **changes):
         params = {"method": method, "trained_tokens": 0, "task": task, "length": 7900}
         params |= {"core_mass": True, "fetch_groups": 64, "group_size": 16, "index": "bounds"}
-        params |= {"device_bytes": 2 << 20, "kept_bytes": 2 << 20, "compression": 8}
+        params |= {"device_bytes": 2 << 20, "kept_bytes": 2 << 20, "compression": 8, "seed": 0}
         name = "real.gain_kept" if task == "far" else "real.accuracy"
         return make_record(name, value, params | changes)
 
