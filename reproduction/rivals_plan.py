@@ -164,7 +164,7 @@ ROWS = (
     Row(("cca_raw_heads",), TIME, first_tokens=7, **WITH_HEADS),
     Row(PRESSED, TIME, first_tokens=7),
     # 3. Fetch on the adapted model.
-    *_rows("fetch", FETCH_FITS, trained=real_plan.DEFAULT_RECIPE),
+    *_rows("fetch", FETCH_FITS, trained=real_plan.FETCH_PAIRS),
     # 4. Presses on the model as it is, and on that trained under full attention.
     *(Row(PRESSED, counts) for counts in ALL),
     *(Row(PRESSED, counts, trained=real_plan.FULL) for counts in ALL),

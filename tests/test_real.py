@@ -30,6 +30,7 @@ from corecontext.loading import load, load_config
 from corecontext.perplexity import hidden_nll
 from corecontext.record import append_records, make_record, read_records
 from corecontext.train.loss import Taught
+from corecontext.train.train_config import load_recipe
 from reproduction import real_attention, real_figure, real_plan, real_tasks
 from reproduction.command import main
 from reproduction.index_tables import index_markdown
@@ -547,6 +548,12 @@ def test_a_published_row_keeps_its_model(data, model, tmp_path, monkeypatch, cap
     assert far[0].value != far[1].value
     assert published(data, model, tmp_path, "--list") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 rows are missing")
+
+
+def test_the_plan_has_the_default_recipe():
+    bits = real_plan.BITS
+    recipe = load_recipe("fetch").cca()
+    assert bits.fetch_equal_bytes(bits.fetch_group_size) == real_plan.RECIPE.fetch() == recipe
 
 
 def test_the_plan_has_each_row_once():

@@ -23,6 +23,7 @@ import corecontext
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.heads import choose
+from corecontext.inference import Engine
 from corecontext.integrations.transformers import handle_of
 from corecontext.train import TrainConfig
 from corecontext.train.run import train
@@ -278,13 +279,13 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
             transformers.AutoConfig.from_pretrained(tmp_path / name / "model").cca
         )
 
-    assert run("best") == (64, 0, 0.5)
+    assert run("best") == (32, 0, 0.5)
     assert (
-        "by default: raw tokens of 64 groups for each query, the model as it was teaches, rate "
+        "by default: raw tokens of 32 groups for each query, the model as it was teaches, rate "
         "0.0001. " in capsys.readouterr().out
     )
     assert saved_by("best") == corecontext.CCAConfig(
-        4, 32, fetch_groups=64, fetch_index="pairs:2", store="host"
+        4, 32, fetch_groups=32, fetch_index="bits:2", store="host"
     )
     # With masses, the model's one head reads random text no better raw.
     assert run("raw", "--no-core-mass") == (0, None, 0.5)
@@ -295,9 +296,7 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     assert run("paper") == (0, 0, 0.0) and "by default" not in capsys.readouterr().out
     assert saved_by("paper") == corecontext.CCAConfig.paper(4, 32)
     assert run("none", "--fetch-groups", "0", "--distil", "0") == (0, 0, 0.0)
-    config = TrainConfig(model=one_head.model)
-    assert best_settings(config, ())["window_size"] == 240
-    assert "window_size" not in best_settings(config, ("fetch_groups",))
+    assert saved_by("none") == corecontext.CCAConfig(4, 32)
     assert "by default: rate 0.0001. " in capsys.readouterr().out
     assert (
         run("window", "--method", "window") == (0, 0, 0.0)
@@ -305,7 +304,7 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     )
     assert run("scratch", "--strategy", "scratch") == (0, None, 0.0)
     assert saved_by("scratch") == saved.replace(layer_group_sizes=(16, (1, 16)), core_mass=True)
-    assert run("query", "--core-heads", "query") == (64, 0, 0.5)
+    assert run("query", "--core-heads", "query") == (32, 0, 0.5)
     few = ("--fetch-groups", "3")
     assert run("lora", "--strategy", "lora", "--distil", "0.25", *few) == (3, 0, 0.25)
     config = json.loads(Path(one_head.model, "config.json").read_text())
@@ -313,11 +312,29 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     shutil.copytree(one_head.model, short)
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
     assert run("long", "--model", str(short)) == (
-        64,
+        32,
         0,
         0.0,
     )  # it cannot teach what it was not built for
-    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (64, 0, 0.5)
+    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (32, 0, 0.5)
+
+
+def test_a_model_of_the_default_recipe_generates_what_it_predicts(sharp, tmp_path, caplog):
+    """At the recipe's own g, s and k, its rows as short as they can be."""
+    (tmp_path / "long.txt").write_text("All good things come to those who wait. " * 40)
+    command = ["train", "--model", sharp.model, "--data", str(tmp_path / "long.txt")]
+    command += ["--steps", "1", "--accumulation", "1", "--context-length", "1300"]
+    command += ["--cache-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "run")]
+    assert main(command) == 0 and "is full attention" not in caplog.text
+    model = corecontext.from_pretrained(tmp_path / "run/model")
+    recipe = corecontext.CCAConfig(32, 160, fetch_groups=32, fetch_index="bits:2", store="host")
+    assert handle_of(model).config == recipe
+    ids = torch.randint(0, 256, (1, 1400), generator=torch.Generator().manual_seed(0))
+    (answer,) = Engine(model, chunk_size=600).generate(ids, max_new_tokens=40)
+    read = torch.cat([ids, torch.tensor([answer])], dim=1)
+    with torch.no_grad():
+        predicted = model(read, use_cache=False).logits[0, 1399:-1].argmax(-1)
+    assert predicted.tolist() == answer
 
 
 def test_the_default_schedule_is_for_trained_weights_and_the_models_length(tmp_path):

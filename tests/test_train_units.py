@@ -200,7 +200,13 @@ def test_a_tokenizer_has_no_more_entries_than_the_model(tiny):
         make_tokenizer(config, SimpleNamespace(vocab_size=255))
 
 
-FETCH = {"fetch_groups": 64, "fetch_index": "pairs:2", "store": "host", "window_size": 240}
+FETCH = {
+    "fetch_groups": 32,
+    "fetch_index": "bits:2",
+    "store": "host",
+    "group_size": 32,
+    "window_size": 160,
+}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,10 @@ FETCH = {"fetch_groups": 64, "fetch_index": "pairs:2", "store": "host", "window_
     [
         ({}, (), {*FETCH, "distil"}),
         ({}, ("distil",), {*FETCH}),
-        ({"fetch_groups": 3}, ("fetch_groups",), {"fetch_index", "store", "distil"}),
+        ({"fetch_groups": 3}, ("fetch_groups",), {*FETCH, "distil"} - {"fetch_groups"}),
+        ({"fetch_groups": 0}, ("fetch_groups",), {"distil"}),
+        ({"group_size": 8}, ("group_size",), {*FETCH, "distil"} - {"group_size"}),
+        ({"window_size": 64}, ("window_size",), {*FETCH, "distil"} - {"window_size"}),
         ({"context_parallel": 2}, (), {"raw_heads"}),
         ({"strategy": "scratch"}, (), {"raw_heads"}),
         ({"strategy": "scratch", "core_heads": "query"}, (), set()),

@@ -161,6 +161,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     if best and _is_first_rank():
         titles = {
             "fetch_groups": f"raw tokens of {config.fetch_groups} groups for each query",
+            "group_size": f"groups of {config.group_size} tokens",
             "window_size": f"a window of {config.window_size} tokens",
             "raw_heads": "KV heads that keep every token",
             "distil": "the model as it was teaches",

@@ -119,9 +119,15 @@ def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any
     return {k: v for k, v in saved.to_dict().items() if k in names and v is not None}
 
 
+_OF_FETCH = ("fetch_index", "store", "group_size", "window_size")
+"""Settings of the recipe `fetch` that a run without fetch leaves at their defaults."""
+
+
 def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
     """Return the settings of the recipe `fetch` that the run supports, for options that are not
     given.
+
+    A run without fetch has none of its sizes.
 
     From scratch and in context parallelism, where fetch sends all raw tokens to every process,
     these are `raw_heads` of the recipe `raw`, unless core tokens per query head or given sizes by
@@ -138,8 +144,8 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
         best = dict(RECIPES["raw"])
     if "layer_group_sizes" in given or config.core_heads != "kv":
         best.pop("raw_heads", None)
-    if "fetch_groups" in given:
-        best.pop("window_size", None)  # which leaves room for the recipe's index
+    if "fetch_groups" in given and not config.fetch_groups:
+        best = {name: value for name, value in best.items() if name not in _OF_FETCH}
     hf_config = load_config(config.model)
     limit = position_limit(hf_config)
     best["context_length"] = min(best["context_length"], limit or best["context_length"])

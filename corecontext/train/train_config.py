@@ -39,11 +39,13 @@ SCHEDULE = {
 """Length, rate and rows of an adaptation in minutes (docs/real-model.md)."""
 RECIPES: dict[str, dict[str, Any]] = {
     "fetch": {
-        "fetch_groups": 64,
-        "fetch_index": "pairs:2",
+        "fetch_groups": 32,
+        "fetch_index": "bits:2",
         "store": "host",
-        # The rest of the bytes that CCA with a window of 512 has on the device at 8,192 tokens.
-        "window_size": 240,
+        # With the index, the bytes of groups of 16 and a window of 512 on the device at 8,192
+        # tokens.
+        "group_size": 32,
+        "window_size": 160,
         "distil": 0.5,
         **SCHEDULE,
     },
