@@ -11,7 +11,7 @@ import gc
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,9 +40,9 @@ from corecontext.record import (
 )
 from corecontext.terminal import progress
 from reproduction.real_attention import NO_CACHE, AttentionRun, batches, tokens_of
-from reproduction.real_gains import MEASURED
 from reproduction.real_hits import hit_rates
 from reproduction.real_material import Material
+from reproduction.real_measured import is_measured
 from reproduction.real_methods import (
     METHODS,
     WITH_HEADS,
@@ -378,27 +378,6 @@ def far_half(nll: torch.Tensor) -> torch.Tensor:
     """Return the losses of a window's second half: of tokens L / 2 to L - 1, from those of tokens 1
     to L - 1."""
     return nll[(len(nll) + 1) // 2 - 1 :]
-
-
-def is_measured(params: dict[str, Any], records: Sequence[Record], but: Sequence[str] = ()) -> bool:
-    """Whether there is a far perplexity of these params: a row's records are appended together.
-
-    Args:
-        but: Params that may differ.
-    """
-    wanted = _identity(params, but)
-    return any(
-        record.name == "real.perplexity"
-        and record.params["task"] == "far"
-        and _identity(record.params, but) == wanted
-        for record in records
-    )
-
-
-def _identity(params: Mapping[str, Any], but: Sequence[str]) -> dict[str, Any]:
-    """Return the params that tell measurements apart."""
-    without = (*MEASURED, "task", *but)
-    return {k: v for k, v in params.items() if v is not None and k not in without}
 
 
 def free_memory() -> None:

@@ -149,7 +149,7 @@ def real(
             measure_pending(pending, limit_minutes)
         finally:
             if Path(output).exists():
-                append_gains(output, window_size, strict=False)
+                append_gains(output, window_size)
         return
     for name in method:
         if name not in METHODS:
@@ -203,4 +203,4 @@ def real(
             device=device,
         )
         RealModel(protocol, sizes, adaptation).run(method)
-    append_gains(output, window_size, strict=gains)
+    append_gains(output, window_size)

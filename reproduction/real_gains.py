@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from corecontext.files import UserError
 from corecontext.record import Record, append_records, make_record, read_records
+from reproduction.real_measured import MEASURED
 from reproduction.real_training import Adaptation
 
 SAME = ("model", "trained_tokens", "seed", "length", "windows", "rope_theta")
@@ -16,8 +17,6 @@ TRAINING = ("distil", "layer_steps", "strategy", "lora_rank", "train_text", "hea
 """Params of another training than the protocol's, which the two that bound the gain have."""
 ENDS = {"streaming_llm": "0 %", "full": "100 %"}
 """Methods that bound the gain, by definition."""
-MEASURED = ("device_bytes", "host_bytes")
-"""Params that do not tell measurements apart."""
 
 
 def gain_kept(perplexity: float, window: float, full: float) -> float:
@@ -38,8 +37,8 @@ def latest_far(records: Iterable[Record]) -> list[Record]:
 
 
 def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Record], str]:
-    """Return the gains that the records do not have yet, and a line about rows that are missing for
-    others, "" where none is.
+    """Return the gains that the records do not have yet, and a line about the rows that have none,
+    with the rows that they need; "" where all have one.
 
     Args:
         window_size: The window of the sinks and window that keep 0 %.
@@ -47,6 +46,7 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
     far = latest_far(records)
     measured = [record.params for record in records if record.name == "real.gain_kept"]
     gains = []
+    without = []
     missing = []
     for record in far:
         if record.params["method"] in ENDS:
@@ -61,13 +61,13 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
                 wanted["window_size"] = window_size
             end = _find(far, wanted)
             if end is None:
-                settings = (
-                    f"{name} {value}" for name, value in wanted.items() if value is not None
-                )
-                missing.append(", ".join(settings))
+                missing.append(_named(wanted))
             else:
                 ends.append(end.value)
-        if len(ends) < 2 or ends[0] <= ends[1]:
+        if len(ends) < 2:
+            without.append(_named({name: record.params.get(name) for name in ("method", *SAME)}))
+            continue
+        if ends[0] <= ends[1]:
             continue
         # A gain names the values that it is made of: measured again, they make another.
         window, full = ends
@@ -77,8 +77,13 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
             gains.append(make_record("real.gain_kept", kept, params, device=record.device))
     if not missing:
         return gains, ""
-    rows = "; ".join(dict.fromkeys(missing))
-    return gains, f"records must hold real.perplexity of these rows, got none: {rows}."
+    rows, needed = ("; ".join(dict.fromkeys(names)) for names in (without, missing))
+    return gains, f"no gain without their ends: {rows}. Measure {needed}."
+
+
+def _named(params: Mapping[str, Any]) -> str:
+    """Return the params of a row that it has, by name."""
+    return ", ".join(f"{name} {value}" for name, value in params.items() if value is not None)
 
 
 def _find(far: Sequence[Record], wanted: dict) -> Record | None:
@@ -89,18 +94,16 @@ def _find(far: Sequence[Record], wanted: dict) -> Record | None:
     return None
 
 
-def append_gains(output: str, window_size: int, *, strict: bool) -> None:
-    """Append the share of full attention's gain of each measured method that has none yet.
+def append_gains(output: str, window_size: int) -> None:
+    """Append the share of full attention's gain of each measured method that has none yet, and
+    print which rows can have none.
 
     Args:
         window_size: The window of the sinks and window that keep 0 %.
-        strict: Raise a UserError that names the missing rows; else print it.
     """
     gains, missing = gain_records(read_records(output), window_size)
     append_records(output, gains)
     for record in gains:
         print(f"{record.params['method']}: {record.name} {record.value:.4f}")
-    if missing and strict:
-        raise UserError(missing)
     if missing:
-        print(f"gains are incomplete: {missing}", file=sys.stderr)
+        print(missing, file=sys.stderr)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from benchmarks.tables import Column, markdown, shown_mib
 from corecontext.config import CCAConfig
 from corecontext.record import Record
-from reproduction.real_gains import ENDS, MEASURED, SAME, TRAINING
+from reproduction.real_gains import ENDS, SAME, TRAINING
+from reproduction.real_measured import MEASURED
 from reproduction.real_methods import METHODS, TITLES
 from reproduction.real_training import Adaptation
 

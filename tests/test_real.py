@@ -282,6 +282,17 @@ def test_gains_are_made_once_of_the_latest_rows_and_name_those_missing():
     assert not gains and "window_size 32" in missing
 
 
+def test_gains_are_written_beside_rows_that_have_none(tmp_path, capsys):
+    output = tmp_path / "real.jsonl"
+    records = [far("streaming_llm", 9.0), far("full", 3.0), far("cca", 8.0)]
+    append_records(output, [*records, far("fetch", 8.0, rope_theta=5e5)])
+    assert main(["real", "--gains", "--window-size", "16", "--output", str(output)]) == 0
+    assert [gain.params["method"] for gain in read_records(output)[4:]] == ["cca"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no gain without their ends: method fetch, model m, trained_tokens 0")
+    assert "rope_theta 500000.0. Measure method streaming_llm, model m" in line
+
+
 def test_a_table_has_a_line_for_each_method_and_size():
     shape = Shape(30, 3)
     heads = Heads(shape, (Unit(18, 2),))
@@ -390,10 +401,6 @@ def test_the_command_measures_each_method_once(data, model, tmp_path, capsys):
     assert len(read_records(output)) == len(records)
     assert main([*command, "--method", "nothing"]) == 2
     assert "method must be" in capsys.readouterr().err
-    alone = tmp_path / "alone.jsonl"
-    append_records(alone, by_method["cca"][:1])
-    assert main(["real", "--gains", "--window-size", "16", "--output", str(alone)]) == 2
-    assert "method streaming_llm, model tiny" in capsys.readouterr().err
 
 
 def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_path, capsys):

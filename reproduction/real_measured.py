@@ -1,0 +1,32 @@
+"""Tell which attentions on a pretrained model have been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from corecontext.record import Record
+
+MEASURED = ("device_bytes", "host_bytes")
+"""Params that do not tell measurements apart."""
+
+
+def is_measured(params: dict[str, Any], records: Sequence[Record], but: Sequence[str] = ()) -> bool:
+    """Whether there is a far perplexity of these params: a row's records are appended together.
+
+    Args:
+        but: Params that may differ.
+    """
+    wanted = _identity(params, but)
+    return any(
+        record.name == "real.perplexity"
+        and record.params["task"] == "far"
+        and _identity(record.params, but) == wanted
+        for record in records
+    )
+
+
+def _identity(params: Mapping[str, Any], but: Sequence[str]) -> dict[str, Any]:
+    """Return the params that tell measurements apart."""
+    without = (*MEASURED, "task", *but)
+    return {k: v for k, v in params.items() if v is not None and k not in without}
