@@ -220,8 +220,8 @@ def test_the_help_shows_the_default_recipes_values_and_lists(capsys, monkeypatch
         "8192.",
         "a third more work. Default: True.",
         "Optimizer steps. Default: 120.",
-        "0 is CCA. Default: 64.",
-        "Tokens per core token, g. Default: 16.",
+        "0 is CCA. Default: 32.",
+        "Tokens per core token, g. Default: 32.",
     ):
         assert text in shown, text
     assert "wandb. May be repeated. " in shown and "Default: False" not in shown
