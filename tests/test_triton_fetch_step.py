@@ -60,6 +60,7 @@ def assert_rows(out, expected, dtype, other_choices=0.0):
     assert far.double().mean() <= other_choices, f"off by {rows.max():.2e}"
 
 
+RECIPE = {"fetch_index": "bits:2", "core_mass": True, "store": "host"}
 CASES = {
     # An index is written at the first step, and read from the fifth on.
     "kv": (4, 8, 4, 2, 16, 2, 26, 32, {"core_mass": True, "sink_size": 4}),
@@ -68,6 +69,8 @@ CASES = {
     "query": (5, 11, 7, 1, 18, 2, 43, 46, {"core_heads": "query", "fetch_index": "parts:1:4"}),
     "segments": (6, 12, 2, 1, 16, 2, 40, 43, {"fetch_index": "segments:4:2", "sink_size": 6}),
     "more than there are": (4, 9, 1, 1, 16, 9, 30, 32, {"fetch_index": "bits:1"}),
+    # The groups and index of the default recipe of `corecontext train`.
+    "half, recipe": (32, 64, 3, 1, 64, 2, 256, 262, {**RECIPE, "sink_size": 16}),
     # The centre and all of the index come from steps.
     "short": (4, 8, 1, 1, 16, 1, 2, 26, {"core_position": "token"}),
 }
