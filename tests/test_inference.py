@@ -597,11 +597,13 @@ def test_wrong_requests_are_refused(model, arguments, message):
         ({"attention_mask": [[1] * 8]}, "attention_mask must be a tensor \\[B, L\\], got list"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
         ({"seed": "a"}, "seed must be an integer or one for each row, got 'a'"),
+        ({"seed": None}, "seed must be an integer or one for each row, got None"),
         ({"sampling": {"temperature": 1}}, "sampling must be a Sampling, got {"),
         (
             {"eos_token_id": "</s>"},
             "eos_token_id must be token numbers, got '</s>'. Use stop_strings",
         ),
+        ({"eos_token_id": [3, "</s>"]}, "eos_token_id must be token numbers, got \\[3, '</s>'\\]"),
     ],
     ids=str,
 )
@@ -618,6 +620,29 @@ def test_numbers_that_float32_does_not_have_take_the_likeliest_token(model, samp
     assert Engine(model).generate(ids, max_new_tokens=5, sampling=sampling) == Engine(
         model
     ).generate(ids, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_an_engine_goes_on_after_inference_mode(model, static):
+    ids, mask, _ = ragged()
+    engine = Engine(model, static=static, max_length=80)
+    with torch.inference_mode():
+        first = engine.generate(ids, mask, max_new_tokens=20)
+    assert engine.generate(ids, mask, max_new_tokens=20) == first
+    stream = engine.stream(ids, mask, max_new_tokens=20)
+    with torch.inference_mode():
+        made = [next(stream)]
+    made += list(stream)
+    rows = [[token for token in row if token is not None] for row in zip(*made)]
+    assert rows == first
+
+
+def test_a_tensor_of_tokens_may_end_a_row(model):
+    ids, engine = tokens(1, 40), Engine(model)
+    free = engine.generate(ids, max_new_tokens=6)[0]
+    for last in (torch.tensor(free[2]), torch.tensor([free[2]])):
+        ended = engine.generate(ids, max_new_tokens=6, eos_token_id=last)[0]
+        assert ended == free[: free.index(free[2]) + 1]
 
 
 def test_one_text_may_end_a_row(model):

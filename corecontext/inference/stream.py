@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,8 @@ class Generation:
             raise ValueError(
                 "stop_strings must not be empty strings, got ''. Leave them out for none."
             )
-        if isinstance(self.eos_token_id, str):
+        eos = self.eos_token_id
+        if isinstance(eos, Sequence) and not all(isinstance(token, Integral) for token in eos):
             raise TypeError(
                 f"eos_token_id must be token numbers, got {self.eos_token_id!r}. "
                 "Use stop_strings for texts."
@@ -77,7 +79,7 @@ class Generation:
     def seeds(self, batch: int) -> list[int]:
         """Return one seed for the batch, or a seed for each row."""
         seed = self.seed
-        seeds = [seed] if isinstance(seed, (int, str, float)) else list(seed)
+        seeds = list(seed) if isinstance(seed, Sequence) else [seed]
         if not all(isinstance(value, int) for value in seeds):
             raise TypeError(f"seed must be an integer or one for each row, got {seed!r}.")
         if not isinstance(seed, int) and len(seeds) != batch:
@@ -93,6 +95,8 @@ class Generation:
         eos = self.eos_token_id
         if eos is None:
             eos = model.generation_config.eos_token_id
+        if isinstance(eos, Tensor):
+            eos = eos.tolist()
         if isinstance(eos, int):
             return {eos}
         return set(eos or ())
