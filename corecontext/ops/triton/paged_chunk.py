@@ -67,8 +67,8 @@ def parts_of(starts: list[int], lengths: list[int], batch: Batch) -> list[Part]:
         if tokens.start < tokens.stop:
             rebased = batch.starts[first : end + 1] - tokens.start
             most_new = max(counts[first:end])
-            own = Batch(rebased, batch.lengths[first:end], most_new, batch.longest)
-            parts.append(Part(slice(first, end), tokens, own, 0))
+            part_batch = Batch(rebased, batch.lengths[first:end], most_new, batch.longest)
+            parts.append(Part(slice(first, end), tokens, part_batch, 0))
     return parts
 
 
