@@ -407,11 +407,25 @@ def source(tmp_path) -> Source:
 def test_data_files_are_words_essays_and_passages(source):
     assert source.words == WORDS
     assert source.essay_words == ["a", "b", "c"]
-    squad = [("q1", ["x", "y"], [0]), ("q2", [], [0]), ("q1", ["x", "y"], [1])]
+    squad = [("q1", ["x", "y"], [0]), ("q1", ["x", "y"], [1])]  # "q2" has no answer
     assert source.squad == Passages(["first", "second"], squad)
     passages = ["T\nOne. Two.", "U\nx"]
     assert source.hotpot == Passages(passages, [("q", ["a"], [0]), ("q", ["a"], [1, 0])])
     assert source.passages("qa_1") is source.squad and source.passages("qa_2") is source.hotpot
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"data": []},
+        [{"question": "q", "context": [["T", ["One."]]]}],
+        [{"question": "q", "answer": "a", "context": {"title": ["T"], "sentences": [["One."]]}}],
+    ],
+)
+def test_rows_of_another_form_of_hotpotqa_are_refused(tmp_path, rows):
+    (tmp_path / "hotpotqa.json").write_text(json.dumps(rows))
+    with pytest.raises(UserError, match=r"must have question, answer, and context, a list of"):
+        _ = Source(tmp_path).hotpot
 
 
 def test_the_haystack_is_as_large_as_fits():

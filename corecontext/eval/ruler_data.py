@@ -55,7 +55,7 @@ class Source:
 
     @cached_property
     def squad(self) -> Passages:
-        """SQuAD's passages and questions."""
+        """SQuAD's passages, and the questions that have an answer: SQuAD 2 has others, too."""
         result = Passages([], [])
         for row in read_lines(find_file(self.folder, SQUAD), ("context", "qas")):
             for qa in row["qas"]:
@@ -64,7 +64,8 @@ class Source:
                         f"qas of '{self.folder}' must have question and answers, got {qa!r}"[:300]
                     )
                 answers = [x["text"] if isinstance(x, dict) else x for x in qa["answers"]]
-                result.questions.append((qa["question"], answers, [len(result.texts)]))
+                if answers:
+                    result.questions.append((qa["question"], answers, [len(result.texts)]))
             result.texts.append(row["context"])
         return result
 
@@ -76,9 +77,16 @@ class Source:
         numbers: dict[str, int] = {}
         questions = []
         for row in rows:
-            texts = [f"{title}\n{''.join(lines)}" for title, lines in row["context"]]
+            try:
+                texts = [f"{title}\n{''.join(lines)}" for title, lines in row["context"]]
+                question, answer = row["question"], row["answer"]
+            except (KeyError, TypeError, ValueError):
+                raise UserError(
+                    f"rows of '{path}' must have question, answer, and context, a list of "
+                    f"[title, sentences], got {row!r}"[:300]
+                ) from None
             indices = [numbers.setdefault(text, len(numbers)) for text in texts]
-            questions.append((row["question"], [row["answer"]], indices))
+            questions.append((question, [answer], indices))
         return Passages(list(numbers), questions)
 
     def passages(self, task: str) -> Passages:
