@@ -1402,7 +1402,7 @@ limits = (
     ),
     Fault(
         "vllm: an untested release gets the plug-in",
-        'VERSIONS = ("0.23", "0.24", "0.25")',
+        'VERSIONS = ("0.23", "0.24", "0.25", "0.26")',
         "tests/test_vllm_pages.py::test_an_untested_release_of_vllm_gets_no_plug_in",
     ),
     Fault(

@@ -150,6 +150,7 @@ class Runner:
             runner_only_attn_layers=set(),
             cache_config=config.cache_config,
             kv_cache_config=self.caches,
+            _has_mixed_attention_kv_layout=lambda _: False,  # asked of the runner by vLLM 0.25
         )
         blocks = prepare_kernel_block_sizes(self.caches, [[group] for group in attention_groups])
         caches = GPUModelRunner._reshape_kv_cache_tensors(stub, raw, blocks)

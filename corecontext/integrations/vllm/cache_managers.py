@@ -23,13 +23,15 @@ class WindowManager(SlidingWindowManager):
         certain = max(0, num_computed_tokens - self.kv_cache_spec.drafts)
         return self.kv_cache_spec.layout.first_kept(certain)
 
-    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
-        """Drop the pages that later steps do not read."""
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int, *prompt_tokens: int | None
+    ) -> None:
+        """Drop the pages that later steps do not read; vLLM 0.25 adds the tokens of the prompt."""
         # vLLM drops from the window backwards, up to a page dropped before.
         pages = self.req_to_blocks[request_id]
         first = pages[: self.kv_cache_spec.layout.sink_pages]
         pages[: len(first)] = [self._null_block] * len(first)
-        super().remove_skipped_blocks(request_id, total_computed_tokens)
+        super().remove_skipped_blocks(request_id, total_computed_tokens, *prompt_tokens)
         pages[: len(first)] = first
 
     def get_num_blocks_to_allocate(

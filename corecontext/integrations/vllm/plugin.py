@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 # planted: vllm: an untested release gets the plug-in
-VERSIONS = ("0.23", "0.24")
+VERSIONS = ("0.23", "0.24", "0.25")
 """Releases of vLLM with which the tests pass. In others, methods that the caches replace may have
 other names, and their pages would hold other tokens without an error."""
 
@@ -21,7 +21,7 @@ def register() -> None:
     if ".".join(vllm.__version__.split(".")[:2]) not in VERSIONS:
         warnings.warn(
             f"core context is not available in vLLM {vllm.__version__}, only in "
-            f"{' and '.join(VERSIONS)}. Install one of them to serve models with it.",
+            f"{', '.join(VERSIONS)}. Install one of them to serve models with it.",
             stacklevel=2,
         )
         return
