@@ -50,7 +50,9 @@ def describe(loaded: Loaded, model: str, method: str) -> dict[str, Any]:
     sizes = loaded.sizes()
     if "patterns" in sizes:
         sizes["patterns"] = fingerprint(sizes["patterns"])
-    return {"method": method, "model": Path(model).name, "weights": model_hash(model), **sizes}
+    # Models on the hub may differ in their owner alone.
+    weights = model_hash(model) or model
+    return {"method": method, "model": Path(model).name, "weights": weights, **sizes}
 
 
 def data_hashes(task: str, data: str | Path) -> dict[str, str]:
