@@ -622,21 +622,6 @@ def test_numbers_that_float32_does_not_have_take_the_likeliest_token(model, samp
     ).generate(ids, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_an_engine_goes_on_after_inference_mode(model, static):
-    ids, mask, _ = ragged()
-    engine = Engine(model, static=static, max_length=80)
-    with torch.inference_mode():
-        first = engine.generate(ids, mask, max_new_tokens=20)
-    assert engine.generate(ids, mask, max_new_tokens=20) == first
-    stream = engine.stream(ids, mask, max_new_tokens=20)
-    with torch.inference_mode():
-        made = [next(stream)]
-    made += list(stream)
-    rows = [[token for token in row if token is not None] for row in zip(*made)]
-    assert rows == first
-
-
 def test_a_tensor_of_tokens_may_end_a_row(model):
     ids, engine = tokens(1, 40), Engine(model)
     free = engine.generate(ids, max_new_tokens=6)[0]

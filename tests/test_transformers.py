@@ -304,42 +304,12 @@ def test_turns_on_one_cache_and_branches(model):
     assert cache.get_seq_length() == 37  # branching left the prefilled cache alone
 
 
-@pytest.mark.parametrize("change", ["none", "steps", "reorder", "shrink", "crop", "load"])
-@pytest.mark.parametrize("fetch_groups", [0, 2])
-@pytest.mark.parametrize("new", [1, 12])
-def test_a_cache_goes_on_after_inference_mode(new, fetch_groups, change):
-    model = tiny_model()
-    config = CCAConfig(4, 9, fetch_groups=fetch_groups)
-    corecontext.enable(model, config, warn=False)
-    ids = tokens(2, 60)
-
-    def read(guard):
-        with guard():
-            cache = model(ids[:, :40]).past_key_values
-            step = 1 if change == "steps" else 4
-            for i in range(40, 44, step):
-                model(ids[:, i : i + step], past_key_values=cache)
-            if change == "reorder":
-                cache.reorder_cache(torch.tensor([0, 1]))
-            if change == "crop":
-                cache.crop(-2)
-            for layer in cache.layers:
-                if change == "shrink":
-                    layer.compact.shrink_window(5)
-                if change == "load":
-                    layer.compact.load_state_dict(layer.compact.state_dict())
-        start = 44 - 2 * (change == "crop")
-        with torch.no_grad():
-            if change == "shrink":
-                handle_of(model).configure(window_size=5)
-            outs = [
-                model(ids[:, i : i + new], past_key_values=cache).logits
-                for i in range(start, start + 12, new)
-            ]
-            handle_of(model).configure(window_size=9)
-        return torch.cat(outs, 1)
-
-    torch.testing.assert_close(read(torch.inference_mode), read(torch.no_grad))
+def test_a_copy_of_a_cache_goes_on_in_inference_mode(model):
+    ids = tokens(1, 60)
+    with torch.inference_mode():
+        cache = model(ids[:, :40]).past_key_values
+        copied = model(ids[:, 40:], past_key_values=copy.deepcopy(cache)).logits
+        assert torch.equal(model(ids[:, 40:], past_key_values=cache).logits, copied)
 
 
 def test_user_made_caches(model):

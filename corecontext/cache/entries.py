@@ -28,7 +28,7 @@ from torch import Tensor
 
 from corecontext.cache.eight_bit import decode_all, encode_pair
 from corecontext.cache.raw_store import RawStore
-from corecontext.cache.slots import grown, outside_inference_mode, ring_views
+from corecontext.cache.slots import grown, ring_views
 from corecontext.config import CCAConfig
 from corecontext.ops import rules
 from corecontext.ops.api import backend_module
@@ -241,7 +241,6 @@ class Entries:
         masses = self.masses(rows, count).unflatten(2, (count, -1))
         return add_to_bias(bias, masses.transpose(2, 3).flatten(0, 1), q.shape[1])
 
-    @outside_inference_mode
     def reserve(self, length: int) -> None:
         """Make room for a row of `length` tokens, and a quarter more than now at least."""
         if self.store is not None:

@@ -16,7 +16,7 @@ from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
-from corecontext.cache.slots import outside_inference_mode, read, write
+from corecontext.cache.slots import read, write
 from corecontext.ops import rules
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
@@ -100,7 +100,6 @@ class CompactLayer(SavedState):
             return self._append(q, k, v, attention_mask, is_prompt)
 
     @torch.compiler.disable
-    @outside_inference_mode
     def _append(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, is_prompt: bool
     ) -> Tensor:
@@ -321,7 +320,6 @@ class CompactLayer(SavedState):
     # Changing window and rows
     # ------------------------
 
-    @outside_inference_mode
     def shrink_window(self, window_size: int) -> None:
         """Let all later queries see only the nearest `window_size` tokens uncompressed, and free
         the rest of the ring.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.cropping import CroppedState
-from corecontext.cache.slots import outside_inference_mode
 from corecontext.config import CCAConfig
 
 
@@ -85,7 +84,6 @@ class SavedState(CroppedState):
         raw = [x[:, :, : self.raw_size].clone() for x in self.buffers]
         return raw, [x[:, :, self.size(length) : self.used].clone() for x in self.buffers]
 
-    @outside_inference_mode
     def fill(
         self,
         buffers: list[Tensor],

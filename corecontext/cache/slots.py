@@ -2,26 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import Tensor
-
-
-def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function's tensors ordinary ones: those of inference mode cannot be changed in place
-    after it, and a cache may go on there."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **options)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **options)
-
-    return run
 
 
 def read(buffer: Tensor, slots: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from corecontext.cache.entries import Entries
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
-from corecontext.cache.slots import outside_inference_mode
 from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
@@ -253,7 +252,6 @@ class LayerState(Entries):
         """Repeat each row, as `repeat_interleave`."""
         self._change_rows(lambda x: x.repeat_interleave(times, 0))
 
-    @outside_inference_mode
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch dimension to all tensors."""
         if not self.buffers:

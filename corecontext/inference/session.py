@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from corecontext.cache import parts_of
-from corecontext.cache.slots import outside_inference_mode
 from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
@@ -74,7 +73,6 @@ class Session:
     forward: Any
     """Runs a step where buffers are fixed: the model, or a compiled forward."""
 
-    @outside_inference_mode
     def __post_init__(self) -> None:
         self._all_compact = self.handle is not None and not self.handle.hybrid
         config = self.key.config
