@@ -304,14 +304,6 @@ def test_turns_on_one_cache_and_branches(model):
     assert cache.get_seq_length() == 37  # branching left the prefilled cache alone
 
 
-def test_a_copy_of_a_cache_goes_on_in_inference_mode(model):
-    ids = tokens(1, 60)
-    with torch.inference_mode():
-        cache = model(ids[:, :40]).past_key_values
-        copied = model(ids[:, 40:], past_key_values=copy.deepcopy(cache)).logits
-        assert torch.equal(model(ids[:, 40:], past_key_values=cache).logits, copied)
-
-
 def test_user_made_caches(model):
     ids = tokens(1, PROMPT)
     expected = recompute(model, ids, 10)
