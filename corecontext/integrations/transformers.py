@@ -45,8 +45,8 @@ NOT_ADAPTED = (
     "this model was not trained with CCA: it understands far text worse until it is adapted by "
     "`corecontext train`.{} In Python warn=False silences this."
 )
-"""SmolLM2-135M, g = 16, s = 512, far perplexity: 7.5 under full attention, 18.7 without sinks, 11.3
-with 16."""
+"""SmolLM2-135M, g = 16, s = 512, far perplexity: 7.2 under full attention, 18.0 without sinks, 10.1
+with 16 (docs/real-model.md)."""
 NO_SINKS = " Keep its first tokens, sink_size=16 (--sinks 16): without them it loses most."
 
 
