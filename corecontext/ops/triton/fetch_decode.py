@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Optional
 
 import torch
@@ -30,7 +29,7 @@ from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode import arguments_of, slots_of
-from corecontext.ops.triton.fetch_decode_kernel import ATTEND, FETCH, fetch_step_kernel
+from corecontext.ops.triton.fetch_decode_kernel import ATTEND, FETCH, MERGE, fetch_step_kernel
 from corecontext.ops.triton.fetch_decode_plan import StepSizes, plan_of
 from corecontext.ops.triton.fetch_decode_slots import MOST_SLOTS, find_and_load
 from corecontext.ops.triton.fetch_segments import takes
@@ -38,6 +37,7 @@ from corecontext.ops.triton.launch import contiguous_rows, launch
 from corecontext.ops.triton.tiles import chip_of
 
 _MOST_GROUPS = 32768  # whose scores one program holds
+_PRIORITY = 0
 
 
 def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
@@ -64,16 +64,8 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _branch(device: torch.device) -> Iterator[None]:
-    """Let launches run beside the next ones of the current stream."""
-    stream = _side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    """Return the stream of the launches that attention to compact entries runs beside."""
+    return torch.cuda.Stream(device, priority=_PRIORITY)
 
 
 def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) -> Tensor:
@@ -123,20 +115,25 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
     numbers = chosen
     overlaps = constants["OVERLAPS"]
     branches = overlaps and q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if branches:
+        main, side = torch.cuda.current_stream(), _side_stream(q.device)
+        side.wait_stream(main)
     with torch.cuda.device_of(q):
-        for phase, programs, options in plan.launches:
-            if raw.slots is not None and phase == (FETCH if overlaps else ATTEND).value:
-                numbers = find_and_load(raw, chosen, marks, spec.sinks)
-                fetched = (raw.slots.keys, raw.slots.values)
-                fetched_room = raw.slots.keys.shape[2] * spec.group_size
-                fetched_sinks = 0
-            if branches and phase == FETCH.value:  # the branch ends
-                torch.cuda.current_stream().wait_stream(_side_stream(q.device))
-            beside = branches and phase == ATTEND.value
-            with _branch(q.device) if beside else contextlib.nullcontext():
+        for phase, programs, num_programs, options in plan.launches:
+            beside = False
+            if branches:
+                beside = phase not in (ATTEND.value, MERGE.value)
+                if not beside:  # the launches before this one, on either stream, come first
+                    main.wait_stream(side)
+            with torch.cuda.stream(side) if beside else contextlib.nullcontext():
+                if raw.slots is not None and phase == (FETCH if overlaps else ATTEND).value:
+                    numbers = find_and_load(raw, chosen, marks, spec.sinks)
+                    fetched = (raw.slots.keys, raw.slots.values)
+                    fetched_room = raw.slots.keys.shape[2] * spec.group_size
+                    fetched_sinks = 0
                 launch(
                     fetch_step_kernel,
-                    (rows, programs),
+                    (rows, len(programs)),
                     (
                         *(q, k, v, keys, values, masses, raw.keys, raw.values, *fetched, raw.codes),
                         *(raw.scales, raw.centre, *raw.rotations, length, slots.pad, cos, sin),
@@ -144,6 +141,7 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
                         *(seen, kv_heads, num_groups, spec.group_size, spec.window_size, capacity),
                         *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
                         *(plan.num_scoring, plan.num_fetching, plan.num_parts, plan.groups_each),
+                        *(programs.start, num_programs),
                         *(float(spec.scale), float(core_bias)),
                     ),
                     (q.stride()[:2], k.stride()[:2], v.stride()[:2], num_chosen),

@@ -35,7 +35,7 @@ MERGE = tl.constexpr(5)
     do_not_specialize=[
         *("seen", "kv_heads", "num_groups", "group_size", "window_size", "capacity", "ring_size"),
         *("room", "fetched_room", "num_centred", "num_scoring", "num_fetching", "num_parts"),
-        "groups_each",
+        *("groups_each", "first", "programs"),
     ]
 )
 def fetch_step_kernel(
@@ -82,6 +82,8 @@ def fetch_step_kernel(
     num_fetching,
     num_parts,
     groups_each,
+    first,
+    programs,
     scale,
     bias,
     q_strides,
@@ -131,14 +133,14 @@ def fetch_step_kernel(
     """Append the new tokens and attend with fetch: score the index, choose, attend in parts, merge
     them, each by a launch.
 
-    Grid: (B Hkv, programs). Programs have shares of the index, of the compact entries and of the
-    chosen groups, or merge some columns of a head. One also stores the new token and pools the
-    group that it closes, one writes the index of an earlier group: no program reads what these two
-    write.
+    Grid: (B Hkv, some of the phase's programs). Programs have shares of the index, of the compact
+    entries and of the chosen groups, or merge some columns of a head. One also stores the new token
+    and pools the group that it closes, one writes the index of an earlier group: no program reads
+    what these two write.
 
     With OVERLAPS attention to compact entries waits for no choice: it takes the core tokens of all
-    groups. A launch of its own then attends to fetched tokens, and its last program to the core
-    tokens of the groups chosen, which the merge takes out again. Another one rotates the queries.
+    groups. A launch of its own attends to fetched tokens, and its last program to the core tokens
+    of the groups chosen, which the merge takes out again. Another one rotates the queries.
 
     Args:
         fetched_k_ptr: [B Hkv, fetched_room, HEAD_DIM], the raw keys behind FETCHED_SINKS tokens, or
@@ -151,14 +153,15 @@ def fetch_step_kernel(
         acc_ptr: The parts of the softmax [B Hkv, num_parts, HEADS, HEAD_DIM], that of the new token
             first, then the num_fetching of fetched tokens, and their log-sum-exp [B Hkv, num_parts,
             HEADS].
+        first: Number of the launch's first program among those of its phase.
+        programs: Programs of the phase for each KV head.
     """
     BYTES: tl.constexpr = (HEAD_DIM * BITS + 7) // 8
     ROTATED: tl.constexpr = OVERLAPS and WHOLE
     ATTENDS: tl.constexpr = PHASE == ATTEND
     APPENDS: tl.constexpr = ATTENDS if OVERLAPS else PHASE == CHOOSE
     row = tl.program_id(0)
-    part = tl.program_id(1)
-    programs = tl.num_programs(1)
+    part = tl.program_id(1) + first
     n = row.to(tl.int64)
     batch = (row // kv_heads).to(tl.int64)
     head = (row % kv_heads).to(tl.int64)
@@ -284,9 +287,9 @@ def fetch_step_kernel(
         heads = tl.arange(0, BLOCK_M)
         mask = tile_mask(heads, HEADS, dims, HEAD_DIM)
         q = tl.load(q_ptr + heads[:, None] * q_strides[1] + dims[None, :], mask=mask, other=0.0)
-        first = part + 1
+        place_of_part = part + 1
         if ATTENDS:
-            first += num_fetching
+            place_of_part += num_fetching
             sums = attend_entries(
                 q,
                 buffers,
@@ -349,7 +352,7 @@ def fetch_step_kernel(
                 sums = fetched
             else:
                 sums = joined_sums(sums, fetched)
-        parts = (acc_ptr + first * (HEADS * HEAD_DIM), lse_ptr + first * HEADS)
+        parts = (acc_ptr + place_of_part * (HEADS * HEAD_DIM), lse_ptr + place_of_part * HEADS)
         store_part(parts, sums, heads, dims, mask, HEADS, HEAD_DIM)
         # No program waits for the index of an earlier group.
         if ATTENDS:

@@ -33,8 +33,10 @@ _ATTEND_REGISTERS = 168  # of a thread of four warps, so that three programs run
 # With a branch: programs on a multiprocessor that score beside those that attend, and that fetch.
 _ROTATE_WARPS = 8
 _SCORING = 6
-_ATTENDING = 1
+_ATTENDING = 2
 _FETCHING = 4
+_LEAST_SHARES = 2
+_EARLY = 0.5  # of the programs that attend, those that run beside scoring
 
 
 class StepSizes(NamedTuple):
@@ -59,9 +61,16 @@ class Launch(NamedTuple):
     """Hold one launch of the kernel of a step."""
 
     phase: int
-    programs: int
-    """For each KV head."""
+    programs: range
+    """Its share of the phase's programs of each KV head."""
+    num_programs: int
+    """Programs of the phase for each KV head."""
     options: dict[str, Any]
+
+
+def _whole(phase: int, programs: int, options: dict[str, Any]) -> Launch:
+    """Return the one launch of a phase."""
+    return Launch(phase, range(programs), programs, options)
 
 
 class StepPlan(NamedTuple):
@@ -101,26 +110,39 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     fitting = per_chip * chip.multiprocessors // sizes.rows
     num_scoring = scoring_splits(fitting, sizes.num_groups, scoring["SCORE_N"])
     choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
-    num_shares = of_cache.num_parts - 1
-    num_fetching = 0
-    groups_each = ceil_div(sizes.num_chosen, num_shares)
+    merging = _whole(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS})
+    score = _whole(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS})
+    choosing = {"num_warps": choice_warps}
     if overlaps:
-        num_shares = max(1, min(num_shares, _ATTENDING * chip.multiprocessors // sizes.rows))
+        per_row = _ATTENDING * chip.multiprocessors // sizes.rows
+        num_shares = max(_LEAST_SHARES, min(of_cache.num_parts - 1, per_row))
+        early = round(_EARLY * num_shares)
         fitting = max(1, _FETCHING * chip.multiprocessors // sizes.rows)
         of_a_tile = ceil_div(tile["BLOCK_N"], spec.group_size)
         groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fitting))
         num_fetching = ceil_div(sizes.num_chosen, groups_each) + 1  # and the core tokens
-    launches = [
-        Launch(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS}),
-        Launch(CHOOSE.value, 1 if overlaps else 2, {"num_warps": choice_warps}),
-        Launch(ATTEND.value, num_shares, attending),
-        Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS}),
-    ]
-    if overlaps:  # attention first: it is the branch
-        launches.insert(0, launches.pop(2))
-        launches.insert(3, Launch(FETCH.value, num_fetching, attending))
-        if scoring["WHOLE"]:
-            launches.insert(1, Launch(ROTATE.value, 1, {"num_warps": _ROTATE_WARPS}))
+        launches = [
+            Launch(ATTEND.value, range(early), num_shares, attending),
+            _whole(ROTATE.value, 1, {"num_warps": _ROTATE_WARPS}),
+            score,
+            Launch(ATTEND.value, range(early, num_shares), num_shares, attending),
+            _whole(CHOOSE.value, 1, choosing),
+            _whole(FETCH.value, num_fetching, attending),
+            merging,
+        ]
+        if not scoring["WHOLE"]:
+            del launches[1]
+    else:
+        num_shares = of_cache.num_parts - 1
+        groups_each = ceil_div(sizes.num_chosen, num_shares)
+        num_fetching = 0
+        launches = [
+            score,
+            _whole(CHOOSE.value, 2, choosing),
+            _whole(ATTEND.value, num_shares, attending),
+            merging,
+        ]
+    launches = [launch for launch in launches if launch.programs]
     num_parts = 1 + num_fetching + num_shares
     constants = {
         "OVERLAPS": overlaps,
