@@ -286,8 +286,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes = fetch_decode_plan.StepSizes(dtype, 8, HEADS, dim, 9216, 8192, 64, is_nvidia, True)
     for core_bias in (0.0, 1.0):  # attention is a branch, or waits for the choice
         plan = fetch_decode_plan.plan_of(chip, sizes, spec, core_bias)
-        for launch in plan.launches:
-            constants = {"PHASE": launch.phase, **flags, **plan.constants, **launch.options}
+        for phase, _, options in plan.launches:
+            constants = {"PHASE": phase, **flags, **plan.constants, **options}
             constants["HAS_BIAS"] = core_bias != 0
             yield Kernel(fetch_decode_kernel.fetch_step_kernel, constants, types)
     numbers = ("table", "owner", "order", "slot", "missing")

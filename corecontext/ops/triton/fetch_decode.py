@@ -1,8 +1,8 @@
 """One decoding step with fetch in Triton launches: score the index, choose, attend in parts, merge
 them. In a captured step attention to compact entries is a branch beside rotating the queries,
-scoring and choosing; it takes the core tokens of all groups, and those of the groups chosen are
-taken out again. Where they cannot be (`fetch_decode_plan.can_take_out`), attention waits for the
-choice, in four launches.
+scoring, choosing and attention to fetched tokens, whose programs come first; it takes the core
+tokens of all groups, and those of the groups chosen are taken out again. Where they cannot be
+(`fetch_decode_plan.can_take_out`), attention waits for the choice, in four launches.
 
 Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
@@ -37,7 +37,6 @@ from corecontext.ops.triton.launch import contiguous_rows, launch
 from corecontext.ops.triton.tiles import chip_of
 
 _MOST_GROUPS = 32768  # whose scores one program holds
-_PRIORITY = 0
 
 
 def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
@@ -64,8 +63,8 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of the launches that attention to compact entries runs beside."""
-    return torch.cuda.Stream(device, priority=_PRIORITY)
+    """Return a stream whose programs start before those of attention, which waits for nothing."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) -> Tensor:
@@ -115,11 +114,12 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
     numbers = chosen
     overlaps = constants["OVERLAPS"]
     branches = overlaps and q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if branches:
-        main, side = torch.cuda.current_stream(), _side_stream(q.device)
-        side.wait_stream(main)
     with torch.cuda.device_of(q):
-        for phase, programs, num_programs, options in plan.launches:
+        if branches:
+            main = torch.cuda.current_stream()
+            side = _side_stream(q.device)
+            side.wait_stream(main)
+        for phase, programs, options in plan.launches:
             beside = False
             if branches:
                 beside = phase not in (ATTEND.value, MERGE.value)
@@ -133,7 +133,7 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
                     fetched_sinks = 0
                 launch(
                     fetch_step_kernel,
-                    (rows, len(programs)),
+                    (rows, programs),
                     (
                         *(q, k, v, keys, values, masses, raw.keys, raw.values, *fetched, raw.codes),
                         *(raw.scales, raw.centre, *raw.rotations, length, slots.pad, cos, sin),
@@ -141,7 +141,6 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
                         *(seen, kv_heads, num_groups, spec.group_size, spec.window_size, capacity),
                         *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
                         *(plan.num_scoring, plan.num_fetching, plan.num_parts, plan.groups_each),
-                        *(programs.start, num_programs),
                         *(float(spec.scale), float(core_bias)),
                     ),
                     (q.stride()[:2], k.stride()[:2], v.stride()[:2], num_chosen),

@@ -35,7 +35,7 @@ MERGE = tl.constexpr(5)
     do_not_specialize=[
         *("seen", "kv_heads", "num_groups", "group_size", "window_size", "capacity", "ring_size"),
         *("room", "fetched_room", "num_centred", "num_scoring", "num_fetching", "num_parts"),
-        *("groups_each", "first", "programs"),
+        "groups_each",
     ]
 )
 def fetch_step_kernel(
@@ -82,8 +82,6 @@ def fetch_step_kernel(
     num_fetching,
     num_parts,
     groups_each,
-    first,
-    programs,
     scale,
     bias,
     q_strides,
@@ -133,10 +131,10 @@ def fetch_step_kernel(
     """Append the new tokens and attend with fetch: score the index, choose, attend in parts, merge
     them, each by a launch.
 
-    Grid: (B Hkv, some of the phase's programs). Programs have shares of the index, of the compact
-    entries and of the chosen groups, or merge some columns of a head. One also stores the new token
-    and pools the group that it closes, one writes the index of an earlier group: no program reads
-    what these two write.
+    Grid: (B Hkv, programs). Programs have shares of the index, of the compact entries and of the
+    chosen groups, or merge some columns of a head. One also stores the new token and pools the
+    group that it closes, one writes the index of an earlier group: no program reads what these two
+    write.
 
     With OVERLAPS attention to compact entries waits for no choice: it takes the core tokens of all
     groups. A launch of its own attends to fetched tokens, and its last program to the core tokens
@@ -153,15 +151,14 @@ def fetch_step_kernel(
         acc_ptr: The parts of the softmax [B Hkv, num_parts, HEADS, HEAD_DIM], that of the new token
             first, then the num_fetching of fetched tokens, and their log-sum-exp [B Hkv, num_parts,
             HEADS].
-        first: Number of the launch's first program among those of its phase.
-        programs: Programs of the phase for each KV head.
     """
     BYTES: tl.constexpr = (HEAD_DIM * BITS + 7) // 8
     ROTATED: tl.constexpr = OVERLAPS and WHOLE
     ATTENDS: tl.constexpr = PHASE == ATTEND
     APPENDS: tl.constexpr = ATTENDS if OVERLAPS else PHASE == CHOOSE
     row = tl.program_id(0)
-    part = tl.program_id(1) + first
+    part = tl.program_id(1)
+    programs = tl.num_programs(1)
     n = row.to(tl.int64)
     batch = (row // kv_heads).to(tl.int64)
     head = (row % kv_heads).to(tl.int64)

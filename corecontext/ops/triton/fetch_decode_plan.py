@@ -33,10 +33,9 @@ _ATTEND_REGISTERS = 168  # of a thread of four warps, so that three programs run
 # With a branch: programs on a multiprocessor that score beside those that attend, and that fetch.
 _ROTATE_WARPS = 8
 _SCORING = 6
-_ATTENDING = 2
+_ATTENDING = 1
+_LEAST_ATTENDING = 2  # programs that attend from a KV head
 _FETCHING = 4
-_LEAST_SHARES = 2
-_EARLY = 0.5  # of the programs that attend, those that run beside scoring
 
 
 class StepSizes(NamedTuple):
@@ -61,16 +60,9 @@ class Launch(NamedTuple):
     """Hold one launch of the kernel of a step."""
 
     phase: int
-    programs: range
-    """Its share of the phase's programs of each KV head."""
-    num_programs: int
-    """Programs of the phase for each KV head."""
+    programs: int
+    """For each KV head."""
     options: dict[str, Any]
-
-
-def _whole(phase: int, programs: int, options: dict[str, Any]) -> Launch:
-    """Return the one launch of a phase."""
-    return Launch(phase, range(programs), programs, options)
 
 
 class StepPlan(NamedTuple):
@@ -110,39 +102,29 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     fitting = per_chip * chip.multiprocessors // sizes.rows
     num_scoring = scoring_splits(fitting, sizes.num_groups, scoring["SCORE_N"])
     choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
-    merging = _whole(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS})
-    score = _whole(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS})
-    choosing = {"num_warps": choice_warps}
+    num_shares = of_cache.num_parts - 1
+    num_fetching = 0
+    groups_each = ceil_div(sizes.num_chosen, num_shares)
     if overlaps:
         per_row = _ATTENDING * chip.multiprocessors // sizes.rows
-        num_shares = max(_LEAST_SHARES, min(of_cache.num_parts - 1, per_row))
-        early = round(_EARLY * num_shares)
+        num_shares = max(_LEAST_ATTENDING, min(num_shares, per_row))
         fitting = max(1, _FETCHING * chip.multiprocessors // sizes.rows)
         of_a_tile = ceil_div(tile["BLOCK_N"], spec.group_size)
         groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fitting))
         num_fetching = ceil_div(sizes.num_chosen, groups_each) + 1  # and the core tokens
-        launches = [
-            Launch(ATTEND.value, range(early), num_shares, attending),
-            _whole(ROTATE.value, 1, {"num_warps": _ROTATE_WARPS}),
-            score,
-            Launch(ATTEND.value, range(early, num_shares), num_shares, attending),
-            _whole(CHOOSE.value, 1, choosing),
-            _whole(FETCH.value, num_fetching, attending),
-            merging,
-        ]
-        if not scoring["WHOLE"]:
-            del launches[1]
-    else:
-        num_shares = of_cache.num_parts - 1
-        groups_each = ceil_div(sizes.num_chosen, num_shares)
-        num_fetching = 0
-        launches = [
-            score,
-            _whole(CHOOSE.value, 2, choosing),
-            _whole(ATTEND.value, num_shares, attending),
-            merging,
-        ]
-    launches = [launch for launch in launches if launch.programs]
+    rotate = Launch(ROTATE.value, 1, {"num_warps": _ROTATE_WARPS})
+    score = Launch(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS})
+    choose = Launch(CHOOSE.value, 1 if overlaps else 2, {"num_warps": choice_warps})
+    attend = Launch(ATTEND.value, num_shares, attending)
+    fetch = Launch(FETCH.value, num_fetching, attending)
+    merge = Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS})
+    launches = [score, choose, attend, merge]
+    if overlaps:
+        # Attention begins beside scoring, or beside the choice where slots are loaded after it.
+        launches = [score, attend] if sizes.has_slots else [attend, score]
+        launches = [*launches, choose, fetch, merge]
+        if scoring["WHOLE"]:
+            launches.insert(launches.index(score), rotate)
     num_parts = 1 + num_fetching + num_shares
     constants = {
         "OVERLAPS": overlaps,
@@ -199,7 +181,7 @@ def scoring_constants(chip: Chip, sizes: StepSizes, index: dict[str, Any]) -> di
         "SCORE_M": block_m,
         "SCORE_N": max(1, keys // block_p),
         "SCORE_P": block_p,
-        "SCORE_STAGES": 4,
+        "SCORE_STAGES": 3,
     }
 
 
