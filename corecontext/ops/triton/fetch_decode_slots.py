@@ -10,11 +10,13 @@ from torch import Tensor
 
 from corecontext.ops.spec import RawSlots
 from corecontext.ops.triton.launch import launch, power_of_2
+from corecontext.ops.triton.tiles import chip_of
 
 MOST_SLOTS = 2048
 """Slots of a KV head that one program orders by age."""
 _COMPARED = 32  # slots that it compares with all others at once
 _COPIED = 1024  # numbers that a program copies at once
+_LOADING = 64  # programs on a multiprocessor that load groups, most of which are there already
 
 
 @triton.jit
@@ -125,27 +127,28 @@ def load_slots_kernel(
 ):
     """Copy missing groups from host memory into their slots.
 
-    Grid: (B Hkv, num_chosen).
+    Grid: (B Hkv, programs that share the groups of a row).
 
     Args:
         first: Tokens before the first group.
         GROUP: Numbers of a group's keys.
     """
     n = tl.program_id(0).to(tl.int64)
-    at = n * num_chosen + tl.program_id(1)
-    group = tl.load(missing_ptr + at)
-    if group >= 0:
-        slot = tl.load(slot_ptr + at)
-        # planted: fetch: a missing group is loaded as if there were no first tokens
-        source = (n * room + first) * HEAD_DIM + group.to(tl.int64) * GROUP
-        target = (n * num_slots + slot) * GROUP
-        for start in tl.static_range(0, GROUP, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            mask = place < GROUP
-            k = tl.load(raw_k_ptr + source + place, mask=mask)
-            v = tl.load(raw_v_ptr + source + place, mask=mask)
-            tl.store(keys_ptr + target + place, k, mask=mask)
-            tl.store(values_ptr + target + place, v, mask=mask)
+    for i in range(tl.program_id(1), num_chosen, tl.num_programs(1)):
+        at = n * num_chosen + i
+        group = tl.load(missing_ptr + at)
+        if group >= 0:
+            slot = tl.load(slot_ptr + at)
+            # planted: fetch: a missing group is loaded as if there were no first tokens
+            source = (n * room + first) * HEAD_DIM + group.to(tl.int64) * GROUP
+            target = (n * num_slots + slot) * GROUP
+            for start in tl.static_range(0, GROUP, BLOCK):
+                place = start + tl.arange(0, BLOCK)
+                mask = place < GROUP
+                k = tl.load(raw_k_ptr + source + place, mask=mask)
+                v = tl.load(raw_v_ptr + source + place, mask=mask)
+                tl.store(keys_ptr + target + place, k, mask=mask)
+                tl.store(values_ptr + target + place, v, mask=mask)
 
 
 def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> Tensor:
@@ -173,9 +176,10 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
         COMPARED=_COMPARED,
         num_warps=8 if num_slots > 128 else 4,
     )
+    fitting = _LOADING * chip_of(chosen.device).multiprocessors // rows
     launch(
         load_slots_kernel,
-        (rows, num_chosen),
+        (rows, max(1, min(num_chosen, fitting))),
         (
             *(missing, slot, raw.keys, raw.values, fetched.keys, fetched.values),
             *(num_chosen, raw.keys.shape[2], num_slots, sinks),
