@@ -8,6 +8,7 @@ from budgets import fed, make_inputs
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, new_layer
+from corecontext.cache.raw_store import Newest
 from corecontext.fetch_sizes import index_bytes
 from corecontext.ops.fetch import choice
 
@@ -94,6 +95,24 @@ def test_any_way_of_appending_equals_one_pass(kind, fixed, store):
     settings = {"fetch_groups": 3, "fetch_index": "oracle", **KINDS[kind]}
     settings |= in_store(store, settings["fetch_groups"])
     check_ways(CCAConfig.paper(4, 9, **settings), fixed)
+
+
+def test_a_prompt_reads_only_earlier_tokens_from_host_memory():
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="mean", store="host")
+    layer = CompactLayer(config, ROTARY)
+    q, k, v = inputs()
+    fed(layer, (q, k, v), 0, [20])
+    stored = [x[:, :, 20:30] for x in (k, v)]
+    layer.store.reserve(30)
+    layer.store.put(slice(None), 20, stored)
+    for x in layer.store.raw:
+        x[:, :, 20:] = float("nan")
+    keys, values = layer.store.tokens(slice(None), 30, Newest(20, stored))
+    assert torch.equal(keys, k[:, :, :30].flatten(0, 1))
+    assert torch.equal(values, v[:, :, :30].flatten(0, 1))
+    index = layer.store.index(layer.store.num_groups(30)).tensors[0]
+    expected = k[:, :, :28].unflatten(2, (7, 4)).mean(3).flatten(0, 1)
+    torch.testing.assert_close(index.view_as(expected), expected)
 
 
 @pytest.mark.parametrize(

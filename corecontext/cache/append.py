@@ -9,6 +9,7 @@ from torch import Tensor
 
 from corecontext.cache.entries import Entries
 from corecontext.cache.full import attend_causally
+from corecontext.cache.raw_store import Newest
 from corecontext.ops.api import backend_module
 from corecontext.ops.fetch.fetching import with_fetch
 from corecontext.ops.spec import Groups, Spec, Tokens
@@ -128,7 +129,7 @@ def append_rows(
     if reading is None:
         return None
     if reading == "full":
-        return _attend_fully(entries, new.q, rows, position)
+        return _attend_fully(entries, new, rows, position)
     spec = spec_of(entries.spec, reading, position + count)
     # Nothing is compressed yet: PyTorch's own attention is the fastest.
     # planted: 4: plain attention for a prompt one token too long
@@ -139,7 +140,8 @@ def append_rows(
         # All raw tokens are at hand: host memory need not be read.
         tokens = Tokens(q, new.k.flatten(0, 1), new.v.flatten(0, 1))
     else:
-        tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, spec)
+        newest = Newest(position, new.raw)
+        tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, spec, newest)
     cores = entries.get_cores(rows, total, new.k.dtype)
     backend = with_fetch(backend_module(entries.config.backend, q), spec)
     bias = entries.bias_of_cores(rows, total, q)
@@ -147,11 +149,12 @@ def append_rows(
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 
-def _attend_fully(entries: Entries, q: Tensor, rows: slice, position: int) -> Tensor:
-    """Attend from queries [rows, H, T, D] to all raw tokens up to their own, [rows, H, T, D]."""
+def _attend_fully(entries: Entries, new: NewTokens, rows: slice, position: int) -> Tensor:
+    """Attend from new queries to all raw tokens up to their own, [rows, H, T, D]."""
+    q = new.q
     end = position + q.shape[2]
     heads = entries.keys.shape[1]
-    k, v = entries.store.tokens(rows, end)
+    k, v = entries.store.tokens(rows, end, Newest(position, new.raw))
     if entries.spec.softcap is None:
         k, v = (x.unflatten(0, (-1, heads)) for x in (k, v))
         return attend_causally(q, k, v, entries.spec.scale)
@@ -163,12 +166,18 @@ def _attend_fully(entries: Entries, q: Tensor, rows: slice, position: int) -> Te
     return out.unflatten(0, (-1, heads)).flatten(1, 2)
 
 
-def _seen_tokens(entries: Entries, tokens: Tokens, rows: slice, spec: Spec) -> Tokens:
+def _seen_tokens(
+    entries: Entries, tokens: Tokens, rows: slice, spec: Spec, newest: Newest
+) -> Tokens:
     """Return the tokens of an append with all raw tokens that its queries may see: for fetch those
-    of the whole past, else the first tokens beside them."""
+    of the whole past, else the first tokens beside them.
+
+    Args:
+        newest: The raw tokens of the append.
+    """
     end = tokens.q_start + tokens.q.shape[2]
     if spec.fetch_groups:
-        k, v = entries.store.tokens(rows, end)
+        k, v = entries.store.tokens(rows, end, newest)
         return Tokens(tokens.q, k, v, tokens.q_start)
     n = entries.num_sinks
     if not n:

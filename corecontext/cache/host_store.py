@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from corecontext.cache.host_memory import host_zeros
-from corecontext.cache.raw_store import RawStore, num_bytes
+from corecontext.cache.raw_store import Newest, RawStore, num_bytes
 
 
 class HostStore(RawStore):
@@ -94,9 +95,25 @@ class HostStore(RawStore):
     # Reading
     # -------
 
-    def _slice(self, x: Tensor, rows: slice, start: int, stop: int) -> Tensor:
-        """Copy tokens start .. stop - 1 to the device: kernels may read them several times."""
-        return x[rows, :, start:stop].clone()
+    def _read(
+        self,
+        buffers: Sequence[Tensor],
+        rows: slice,
+        start: int,
+        stop: int,
+        newest: Newest | None,
+    ) -> list[Tensor]:
+        """Copy tokens start .. stop - 1 to the device, where kernels may read them several times.
+        The newest ones are there, so only those before them cross the bus."""
+        if newest is None:
+            return [x[rows, :, start:stop].clone() for x in buffers]
+        position = max(start, min(newest.position, stop))
+        new = slice(position - newest.position, stop - newest.position)
+        return [
+            # planted: fetch: a chunk's own tokens in place of those before it
+            torch.cat([x[rows, :, start:position], own[:, :, new].to(x.dtype)], 2)
+            for x, own in zip(buffers, newest.stored)
+        ]
 
 
 def _copy_rows(target: Tensor, source: Tensor, rows: Sequence[int]) -> None:

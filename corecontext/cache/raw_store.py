@@ -30,6 +30,15 @@ class Format(NamedTuple):
     """Of keys and values before they are rounded."""
 
 
+class Newest(NamedTuple):
+    """Hold the tokens of a `put`, which are on the device."""
+
+    position: int
+    """Of the first of them."""
+    stored: Sequence[Tensor]
+    """[rows, Hkv, n, D], as the cache stores them."""
+
+
 class RawStore:
     """Keys and values by position, and an index by group, on the device.
 
@@ -224,23 +233,39 @@ class RawStore:
     # Reading
     # -------
 
-    def _keys(self, rows: slice, start: int, stop: int) -> Tensor:
+    def tokens(
+        self, rows: slice, length: int, newest: Newest | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values [N, length, D] of the first tokens, N = rows x KV heads.
+
+        Args:
+            newest: The last of them.
+        """
+        stored = self._read(self.raw, rows, 0, length, newest)
+        keys, values = self._decoded(stored)
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+    def _keys(self, rows: slice, start: int, stop: int, newest: Newest | None = None) -> Tensor:
         """Return the keys [N, n, D] of the tokens start .. stop - 1, N = rows x KV heads."""
-        stored = [self._slice(x, rows, start, stop) for x in self.raw[::2]]
+        if newest is not None:
+            newest = newest._replace(stored=newest.stored[::2])
+        stored = self._read(self.raw[::2], rows, start, stop, newest)
         return self._decoded(stored)[0].flatten(0, 1)
 
-    def _slice(self, x: Tensor, rows: slice, start: int, stop: int) -> Tensor:
-        """Return tokens start .. stop - 1 on the device."""
-        return x[rows, :, start:stop]
+    def _read(
+        self,
+        buffers: Sequence[Tensor],
+        rows: slice,
+        start: int,
+        stop: int,
+        newest: Newest | None,
+    ) -> list[Tensor]:
+        """Return tokens start .. stop - 1 of raw buffers on the device."""
+        return [x[rows, :, start:stop] for x in buffers]
 
     def _decoded(self, stored: list[Tensor]) -> list[Tensor]:
         """Return keys, or keys and values, from their stored form."""
         return decode_all(stored, *self.format)
-
-    def tokens(self, rows: slice, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [N, length, D] of the first tokens, N = rows x KV heads."""
-        keys, values = self._decoded([self._slice(x, rows, 0, length) for x in self.raw])
-        return keys.flatten(0, 1), values.flatten(0, 1)
 
     def index(self, count: int) -> Index:
         """Return the index of the first `count` groups of all rows."""
@@ -284,25 +309,26 @@ class RawStore:
     def put(self, rows: slice, position: int, stored: list[Tensor]) -> None:
         """Store tokens [rows, Hkv, n, D] from a position on, and the index of groups they close."""
         end = position + stored[0].shape[2]
+        newest = Newest(position, stored)
         for buffer, x in zip(self.raw, stored):
             buffer[rows, :, position:end] = x
         if self.centre is not None and position < self._centred_length <= end:
-            self._set_centre(rows)
-        self._build_index(rows, self._num_indexed(position), self._num_indexed(end))
+            self._set_centre(rows, newest)
+        self._build_index(rows, self._num_indexed(position), self._num_indexed(end), newest)
 
-    def _set_centre(self, rows: slice) -> None:
+    def _set_centre(self, rows: slice, newest: Newest | None = None) -> None:
         """Compute the centre from the first keys of these rows."""
-        centre = centre_of(self._keys(rows, 0, self._centred_length), self.spec)
+        centre = centre_of(self._keys(rows, 0, self._centred_length, newest), self.spec)
         # planted: fetch: an index without its centre
         self.centre[rows] = centre.unflatten(0, (-1, self.centre.shape[1]))
 
-    def _build_index(self, rows: slice, first: int, end: int) -> None:
+    def _build_index(self, rows: slice, first: int, end: int, newest: Newest | None = None) -> None:
         """Write the index of the groups first .. end - 1."""
         if first == end or not self._shapes:
             return
         sinks = self.spec.sinks
         size = self.spec.group_size
-        keys = self._keys(rows, sinks + first * size, sinks + end * size)
+        keys = self._keys(rows, sinks + first * size, sinks + end * size, newest)
         keys = keys.unflatten(1, (end - first, size))
         index = build(keys, self.spec.fetch_index, self._centre(rows))
         for buffer, x in zip(self.index_buffers, index.tensors):
