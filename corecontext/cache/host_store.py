@@ -109,11 +109,12 @@ class HostStore(RawStore):
             return [x[rows, :, start:stop].clone() for x in buffers]
         position = max(start, min(newest.position, stop))
         new = slice(position - newest.position, stop - newest.position)
-        return [
-            # planted: fetch: a chunk's own tokens in place of those before it
-            torch.cat([x[rows, :, start:position], own[:, :, new].to(x.dtype)], 2)
-            for x, own in zip(buffers, newest.stored)
-        ]
+        read = []
+        for x, own in zip(buffers, newest.stored):
+            # planted: fetch: a chunk reads its own tokens in place of those before it
+            before = x[rows, :, start:position]
+            read.append(torch.cat([before, own[:, :, new].to(x.dtype)], 2))
+        return read
 
 
 def _copy_rows(target: Tensor, source: Tensor, rows: Sequence[int]) -> None:
