@@ -283,7 +283,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     pooling = {"POOLS": True, "HALF": dim // 2, "INTERLEAVED": False}
     flags = {**place, **pooling, "HAS_BIAS": False, "HAS_MASS": True}
     is_nvidia = chip is not CHIPS["gfx942"][1]
-    sizes = fetch_decode_plan.StepSizes(dtype, 8, HEADS, dim, 9216, 8192, 64, is_nvidia, True)
+    sizes = fetch_decode_plan.StepSizes(dtype, 1, 8, HEADS, dim, 9216, 8192, 64, is_nvidia)
     for core_bias in (0.0, 1.0):  # attention is a branch, or waits for the choice
         plan = fetch_decode_plan.plan_of(chip, sizes, spec, core_bias)
         for phase, _, options in plan.launches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -113,6 +115,41 @@ def test_every_step_of_every_row(case, monkeypatch):
 def test_every_step_that_chooses_before_it_attends(case, monkeypatch):
     monkeypatch.setattr(fetch_decode_plan, "can_take_out", lambda *given: False)
     test_every_step_of_every_row(case, monkeypatch)
+
+
+@pytest.mark.parametrize("slots", [None, 3])
+def test_rows_are_captured_in_chains(slots, monkeypatch):
+    """As on a GPU, where the chains are streams beside that of attention."""
+    launched = []
+    launch = fetch_decode._launch
+
+    class Stream:
+        def wait_stream(self, other):
+            launched.append("wait")
+
+    def recorded(step, which):
+        launched.append((which.phase, len(step.slots.keys)))
+        launch(step, which)
+
+    monkeypatch.setattr(fetch_decode, "_is_captured", lambda device: True)
+    monkeypatch.setattr(fetch_decode, "_side_streams", lambda device: [Stream()] * 4)
+    monkeypatch.setattr(fetch_decode, "_launch", recorded)
+    monkeypatch.setattr(fetch_decode_plan, "_CHAIN_ROWS", 4)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    store = {} if slots is None else {"store": "host", "fetch_slots": slots}
+    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=3, core_mass=True, **store)
+    rotary = Rotary.from_theta(100.0, 16)
+    qkv = tensors(5, 4, 2, 34, 16)
+    mask = torch.arange(34) >= torch.tensor([[0], [3], [0], [0], [5]])
+    layer = CompactLayer(config, rotary, max_length=34)
+    out = fed(layer, qkv, 30, mask)
+    assert_rows(out, reference(config, rotary, qkv, mask)[:, :, 30:], torch.float32)
+    score, choose, attend, fetch, merge = 1, 2, 3, 4, 5
+    assert launched[:3] == ["wait", "wait", (attend, 5)]
+    chained = [x for x in launched[3 : launched.index((merge, 5))] if x != "wait"]
+    phases = (score, choose, fetch)
+    assert chained == [(phase, rows) for phase in phases for rows in (4, 1)]
 
 
 def test_programs_share_groups_and_entries(monkeypatch):

@@ -1,8 +1,9 @@
 """One decoding step with fetch in Triton launches: score the index, choose, attend in parts, merge
 them. In a captured step attention to compact entries is a branch beside rotating the queries,
-scoring, choosing and attention to fetched tokens, whose programs come first; it takes the core
-tokens of all groups, and those of the groups chosen are taken out again. Where they cannot be
-(`fetch_decode_plan.can_take_out`), attention waits for the choice, in four launches.
+scoring, choosing and attention to fetched tokens, whose programs come first, some rows of a large
+batch after the others; it takes the core tokens of all groups, and those of the groups chosen are
+taken out again. Where they cannot be (`fetch_decode_plan.can_take_out`), attention waits for the
+choice, in four launches.
 
 Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
@@ -17,9 +18,9 @@ device, so a captured step replays at any length.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from typing import Optional
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -29,8 +30,14 @@ from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode import arguments_of, slots_of
-from corecontext.ops.triton.fetch_decode_kernel import ATTEND, FETCH, MERGE, fetch_step_kernel
-from corecontext.ops.triton.fetch_decode_plan import StepSizes, plan_of
+from corecontext.ops.triton.fetch_decode_kernel import ATTEND, MERGE, fetch_step_kernel
+from corecontext.ops.triton.fetch_decode_plan import (
+    MOST_CHAINS,
+    Launch,
+    StepPlan,
+    StepSizes,
+    plan_of,
+)
 from corecontext.ops.triton.fetch_decode_slots import MOST_SLOTS, find_and_load
 from corecontext.ops.triton.fetch_segments import takes
 from corecontext.ops.triton.launch import contiguous_rows, launch
@@ -61,104 +68,196 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     return None
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream whose programs start before those of attention, which waits for nothing."""
-    return torch.cuda.Stream(device, priority=-1)
+class _Work(NamedTuple):
+    """Hold the tensors that launches leave for the next ones, [B, Hkv, ...] with the shapes of
+    `fetch_step_kernel`."""
+
+    scratch: Tensor
+    unit: Tensor
+    scores: Tensor
+    score_lse: Tensor
+    chosen: Tensor
+    marks: Tensor
+    acc: Tensor
+    lse: Tensor
+    out: Tensor
+
+
+class _Step(NamedTuple):
+    """Hold the arguments of the launches of a step, for all rows of a batch or for some."""
+
+    tokens: Sequence[Tensor]
+    """q, k and v."""
+    slots: Slots
+    work: _Work
+    plan: StepPlan
+    spec: Spec
+    core_bias: float
+
+    def of(self, rows: slice) -> _Step:
+        """Return the step of these rows."""
+        slots = self.slots
+        raw = slots.raw
+        fetched = None
+        if raw.slots is not None:
+            fetched = FetchSlots(*_rows(rows, *raw.slots))
+        masses = slots.masses
+        if masses is not None:
+            masses = masses[rows]
+        keys, values, pad = _rows(rows, slots.keys, slots.values, slots.pad)
+        return self._replace(
+            tokens=_rows(rows, *self.tokens),
+            slots=slots._replace(
+                keys=keys,
+                values=values,
+                pad=pad,
+                masses=masses,
+                raw=RawSlots(*_rows(rows, *raw[:5]), raw.rotations, fetched),
+            ),
+            work=_Work(*_rows(rows, *self.work)),
+        )
+
+
+def _rows(rows: slice, *tensors: Tensor) -> list[Tensor]:
+    return [x[rows] for x in tensors]
 
 
 def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) -> Tensor:
-    """Launch the kernel for each phase of the step."""
+    """Run the launches of a step."""
     raw = slots.raw
     assert raw is not None, "fetch reads raw tokens"
     q, k, v = map(contiguous_rows, tokens)
-    keys, values = slots.keys, slots.values
-    batch, kv_heads, capacity, dim = keys.shape
-    rows = batch * kv_heads
+    batch, kv_heads, capacity, dim = slots.keys.shape
     heads = q.shape[1] // kv_heads
     num_groups = raw.codes.shape[2]
     num_chosen = min(spec.fetch_groups, max(1, num_groups))
-    is_nvidia = nvidia_capability(q.device) is not None
     sizes = StepSizes(
-        *(q.dtype, rows, heads, dim, capacity, num_groups, num_chosen, is_nvidia),
-        has_slots=raw.slots is not None,
+        dtype=q.dtype,
+        batch=batch,
+        kv_heads=kv_heads,
+        heads=heads,
+        dim=dim,
+        capacity=capacity,
+        num_groups=num_groups,
+        num_chosen=num_chosen,
+        is_nvidia=nvidia_capability(q.device) is not None,
     )
     plan = plan_of(chip_of(q.device), sizes, spec, core_bias)
 
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
+        return torch.empty((batch, kv_heads, *shape), dtype=dtype, device=q.device)
 
-    # What phases leave for the next ones.
     constants = plan.constants
     width = constants["WIDTH"]
     block_m = constants["SCORE_M"]
     words = 8 * block_m * constants["BLOCK_C"] if constants["WHOLE"] else 0
-    scoring = (
-        make(rows, plan.num_scoring, words, dtype=torch.int8),
-        make(rows, block_m),
-        make(rows, heads, width),
-        make(rows, plan.num_scoring, heads),
+    work = _Work(
+        scratch=make(plan.num_scoring, words, dtype=torch.int8),
+        unit=make(block_m),
+        scores=make(heads, width),
+        score_lse=make(plan.num_scoring, heads),
+        chosen=make(num_chosen, dtype=torch.int32),
+        marks=make(width, dtype=torch.int8),
+        acc=make(plan.num_parts, heads, dim),
+        lse=make(plan.num_parts, heads),
+        out=torch.empty_like(q, memory_format=torch.contiguous_format),
     )
-    chosen = make(rows, num_chosen, dtype=torch.int32)
-    marks = make(rows, width, dtype=torch.int8)
-    parts = (make(rows, plan.num_parts, heads, dim), make(rows, plan.num_parts, heads))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    step = _Step((q, k, v), slots, work, plan, spec, core_bias)
+    with torch.cuda.device_of(q):
+        if constants["OVERLAPS"] and _is_captured(q.device):
+            _capture(step)
+        else:
+            for which in plan.launches:
+                _launch(step, which)
+    return work.out
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _capture(step: _Step) -> None:
+    """Capture the launches of a step: attention to compact entries beside the others, which run for
+    some rows after the others, so that one waits for memory while the next computes."""
+    plan = step.plan
+    batch = len(step.slots.keys)
+    device = step.slots.keys.device
+    starts = range(0, batch, plan.chain_batch)
+    shares = [step.of(slice(start, start + plan.chain_batch)) for start in starts]
+    main = torch.cuda.current_stream()
+    sides = _side_streams(device)[: len(shares)]
+    for side in sides:
+        side.wait_stream(main)
+    for which in plan.launches:
+        if which.phase == ATTEND.value:
+            _launch(step, which)
+        elif which.phase == MERGE.value:
+            for side in sides:
+                main.wait_stream(side)
+            _launch(step, which)
+        else:
+            for side, share in zip(sides, shares):
+                with torch.cuda.stream(side):
+                    _launch(share, which)
+
+
+@functools.cache
+def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Return streams whose programs start before those of attention, which waits for nothing; the
+    first stream's before those of the next."""
+    return [torch.cuda.Stream(device, priority=i - MOST_CHAINS) for i in range(MOST_CHAINS)]
+
+
+def _launch(step: _Step, which: Launch) -> None:
+    """Run one launch of a step; groups that it reads from slots are loaded before."""
+    (q, k, v), slots, work, plan, spec, core_bias = step
+    raw = slots.raw
+    batch, kv_heads, capacity, _ = slots.keys.shape
+    heads = q.shape[1] // kv_heads
+    num_chosen = work.chosen.shape[2]
     # Kernels do not touch the tensors that stand in for missing ones.
     on_device = isinstance(slots.seen, Tensor)
     length, seen = (slots.seen, 0) if on_device else (slots.pad, slots.seen)
-    cos, sin = slots.rotation or (keys, keys)
-    masses = keys if slots.masses is None else slots.masses
+    cos, sin = slots.rotation or (slots.keys, slots.keys)
+    masses = slots.keys if slots.masses is None else slots.masses
     fetched = (raw.keys, raw.values)
     fetched_room = raw.keys.shape[2]
     fetched_sinks = spec.sinks
-    numbers = chosen
-    overlaps = constants["OVERLAPS"]
-    branches = overlaps and q.is_cuda and torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device_of(q):
-        if branches:
-            main = torch.cuda.current_stream()
-            side = _side_stream(q.device)
-            side.wait_stream(main)
-        for phase, programs, options in plan.launches:
-            beside = False
-            if branches:
-                beside = phase not in (ATTEND.value, MERGE.value)
-                if not beside:  # the launches before this one, on either stream, come first
-                    main.wait_stream(side)
-            with torch.cuda.stream(side) if beside else contextlib.nullcontext():
-                if raw.slots is not None and phase == (FETCH if overlaps else ATTEND).value:
-                    numbers = find_and_load(raw, chosen, marks, spec.sinks)
-                    fetched = (raw.slots.keys, raw.slots.values)
-                    fetched_room = raw.slots.keys.shape[2] * spec.group_size
-                    fetched_sinks = 0
-                launch(
-                    fetch_step_kernel,
-                    (rows, programs),
-                    (
-                        *(q, k, v, keys, values, masses, raw.keys, raw.values, *fetched, raw.codes),
-                        *(raw.scales, raw.centre, *raw.rotations, length, slots.pad, cos, sin),
-                        *(*scoring, chosen, numbers, marks, *parts, out),
-                        *(seen, kv_heads, num_groups, spec.group_size, spec.window_size, capacity),
-                        *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
-                        *(plan.num_scoring, plan.num_fetching, plan.num_parts, plan.groups_each),
-                        *(float(spec.scale), float(core_bias)),
-                    ),
-                    (q.stride()[:2], k.stride()[:2], v.stride()[:2], num_chosen),
-                    PHASE=phase,
-                    ON_DEVICE=on_device,
-                    SINKS=spec.sinks,
-                    FETCHED_SINKS=fetched_sinks,
-                    HEADS=heads,
-                    CORE_WIDTH=heads if spec.core_heads == "query" else 1,
-                    POOLS=capacity > slots.ring_size + spec.sinks,
-                    HALF=0 if slots.rotation is None else cos.shape[1],
-                    INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
-                    HAS_BIAS=core_bias != 0,
-                    HAS_MASS=slots.masses is not None,
-                    **constants,
-                    **options,
-                )
-    return out
+    numbers = work.chosen
+    if raw.slots is not None and which.phase == plan.fetches:
+        chosen, marks = (x.flatten(0, 1) for x in (work.chosen, work.marks))
+        numbers = find_and_load(raw, chosen, marks, spec.sinks)
+        fetched = (raw.slots.keys, raw.slots.values)
+        fetched_room = raw.slots.keys.shape[2] * spec.group_size
+        fetched_sinks = 0
+    launch(
+        fetch_step_kernel,
+        (batch * kv_heads, which.programs),
+        (
+            *(q, k, v, slots.keys, slots.values, masses, raw.keys, raw.values, *fetched),
+            *(raw.codes, raw.scales, raw.centre, *raw.rotations, length, slots.pad, cos, sin),
+            *(work.scratch, work.unit, work.scores, work.score_lse, work.chosen, numbers),
+            *(work.marks, work.acc, work.lse, work.out),
+            *(seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size, capacity),
+            *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
+            *(plan.num_scoring, plan.num_fetching, plan.num_parts, plan.groups_each),
+            *(float(spec.scale), float(core_bias)),
+        ),
+        (q.stride()[:2], k.stride()[:2], v.stride()[:2], num_chosen),
+        PHASE=which.phase,
+        ON_DEVICE=on_device,
+        SINKS=spec.sinks,
+        FETCHED_SINKS=fetched_sinks,
+        HEADS=heads,
+        CORE_WIDTH=heads if spec.core_heads == "query" else 1,
+        POOLS=capacity > slots.ring_size + spec.sinks,
+        HALF=0 if slots.rotation is None else cos.shape[1],
+        INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
+        HAS_BIAS=core_bias != 0,
+        HAS_MASS=slots.masses is not None,
+        **plan.constants,
+        **which.options,
+    )
 
 
 @torch.library.custom_op("corecontext::fetch_step", mutates_args=("buffers", "seen"))

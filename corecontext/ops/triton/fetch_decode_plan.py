@@ -36,14 +36,17 @@ _SCORING = 6
 _ATTENDING = 1
 _LEAST_ATTENDING = 2  # programs that attend from a KV head
 _FETCHING = 4
+MOST_CHAINS = 4
+"""Parts of a batch at most, one scored while another one chooses."""
+_CHAIN_ROWS = 32  # rows of a KV head at least in each
 
 
 class StepSizes(NamedTuple):
     """Hold the sizes that the launches of a step depend on."""
 
     dtype: torch.dtype
-    rows: int
-    """Rows of the batch times KV heads."""
+    batch: int
+    kv_heads: int
     heads: int
     """Query heads that share a KV head."""
     dim: int
@@ -53,7 +56,11 @@ class StepSizes(NamedTuple):
     """Groups that there is room for."""
     num_chosen: int
     is_nvidia: bool
-    has_slots: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch times KV heads."""
+        return self.batch * self.kv_heads
 
 
 class Launch(NamedTuple):
@@ -77,6 +84,10 @@ class StepPlan(NamedTuple):
     """Parts of the softmax of a KV head."""
     groups_each: int
     """Chosen groups that a program attends to."""
+    fetches: int
+    """The phase that reads fetched tokens."""
+    chain_batch: int
+    """Rows of the batch for which a captured step scores, chooses and fetches at once."""
     constants: dict[str, Any]
     """The kernel's last constants by name, in its order."""
 
@@ -98,8 +109,13 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     index = index_constants(spec, sizes.dim)
     scoring = scoring_constants(chip, sizes, index)
     overlaps = can_take_out(spec, core_bias)
-    per_chip = _SCORING if overlaps else _SCORING_ALONE
-    fitting = per_chip * chip.multiprocessors // sizes.rows
+    chain_batch = sizes.batch
+    per_chip = _SCORING_ALONE
+    if overlaps:
+        chain_batch = _chain_batch(sizes.batch, sizes.kv_heads)
+        per_chip = _SCORING
+    chain_rows = chain_batch * sizes.kv_heads
+    fitting = per_chip * chip.multiprocessors // chain_rows
     num_scoring = scoring_splits(fitting, sizes.num_groups, scoring["SCORE_N"])
     choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
     num_shares = of_cache.num_parts - 1
@@ -108,7 +124,7 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     if overlaps:
         per_row = _ATTENDING * chip.multiprocessors // sizes.rows
         num_shares = max(_LEAST_ATTENDING, min(num_shares, per_row))
-        fitting = max(1, _FETCHING * chip.multiprocessors // sizes.rows)
+        fitting = max(1, _FETCHING * chip.multiprocessors // chain_rows)
         of_a_tile = ceil_div(tile["BLOCK_N"], spec.group_size)
         groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fitting))
         num_fetching = ceil_div(sizes.num_chosen, groups_each) + 1  # and the core tokens
@@ -120,11 +136,9 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     merge = Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS})
     launches = [score, choose, attend, merge]
     if overlaps:
-        # Attention begins beside scoring, or beside the choice where slots are loaded after it.
-        launches = [score, attend] if sizes.has_slots else [attend, score]
-        launches = [*launches, choose, fetch, merge]
+        launches = [attend, score, choose, fetch, merge]
         if scoring["WHOLE"]:
-            launches.insert(launches.index(score), rotate)
+            launches.insert(1, rotate)
     num_parts = 1 + num_fetching + num_shares
     constants = {
         "OVERLAPS": overlaps,
@@ -139,7 +153,22 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         "SLICES": _SLICES,
         **tile,
     }
-    return StepPlan(launches, num_scoring, num_fetching, num_parts, groups_each, constants)
+    return StepPlan(
+        launches,
+        num_scoring,
+        num_fetching,
+        num_parts,
+        groups_each,
+        (FETCH if overlaps else ATTEND).value,
+        chain_batch,
+        constants,
+    )
+
+
+def _chain_batch(batch: int, kv_heads: int) -> int:
+    """Return the rows of the batch in a chain, an even number, so that tensors are aligned."""
+    chains = max(1, min(MOST_CHAINS, batch * kv_heads // _CHAIN_ROWS))
+    return min(batch, 2 * ceil_div(batch, 2 * chains))
 
 
 def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
