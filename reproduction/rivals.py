@@ -137,6 +137,11 @@ def answered_tasks(records: Iterable[Record], trained_tokens: int) -> frozenset[
     )
 
 
+def of_first_device(records: Sequence[Record]) -> list[Record]:
+    """Return the records of the first one's device: bytes and seconds on others do not compare."""
+    return [record for record in records if record.device == records[0].device]
+
+
 def _best_first(heads: Heads, given: str | None) -> Heads:
     """Return heads in the order in which they were given or found."""
     if given is None:

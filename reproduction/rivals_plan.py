@@ -12,14 +12,22 @@ from reproduction import real_plan
 from reproduction.published import command_of, options_of
 from reproduction.real_plan import HEADS
 from reproduction.real_tasks import LIST_TOKENS
-from reproduction.rivals import COMPRESSIONS, PRESSED, answered_tasks, cells_of
+from reproduction.rivals import (
+    COMPRESSIONS,
+    PRESSED,
+    answered_tasks,
+    cells_of,
+    of_first_device,
+)
 from reproduction.rivals_tasks import PASSAGES, Cell, Counts, Task
 
 # Estimated seconds on one H200.
 START_SECONDS = 5.0
 """Make questions; a run's first row loads the model besides."""
 QUESTION_SECONDS = 0.3
-"""Read a context, compress it and answer; a press shares the reading with others."""
+"""Read a context, compress it and answer."""
+PRESS_SECONDS = 0.1
+"""The same of a press, which shares the reading with others."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +76,11 @@ class Row:
         return command_of("rivals", model, [*options, *options_of(settings, defaults), *counts])
 
     def missing(self, records: Sequence[Record], model: str) -> list[Cell]:
-        """Return the cells that lack a record of any task; of RULER's tasks, those that full
-        attention's records say it answers."""
+        """Return the cells that lack a record of any task on the device of the table; of RULER's
+        tasks, those that full attention's records say it answers."""
         measured = {
             (record.params["method"], record.params["compression"], _task_of(record))
-            for record in records
+            for record in of_first_device(records)
             if self._is_of(record, model)
         }
         tasks = self._tasks(records)
@@ -91,9 +99,11 @@ class Row:
         counts = self.counts
         questions = counts.needles * len(counts.needle_lengths) + counts.lists + counts.passages
         questions += 2 * counts.ruler
+        is_shared = self.methods[-1] in PRESSED and not self.first_tokens
         if self.first_tokens:
             questions = 1 + self.first_tokens
-        seconds = START_SECONDS + QUESTION_SECONDS * num_cells * questions
+        each = PRESS_SECONDS if is_shared else QUESTION_SECONDS
+        seconds = START_SECONDS + each * num_cells * questions
         if self.trained is None or is_trained:
             return seconds
         return seconds + self.trained.training_seconds()

@@ -11,7 +11,7 @@ from benchmarks.tables import Column, markdown
 from corecontext.eval.ruler import SUBTASKS
 from corecontext.record import Record
 from reproduction.real_methods import TITLES as TRAINED
-from reproduction.rivals import COMPRESSIONS, LEAST, NAMES
+from reproduction.rivals import COMPRESSIONS, LEAST, NAMES, of_first_device
 from reproduction.rivals_tasks import PASSAGES, Task
 
 TITLES = {
@@ -119,12 +119,11 @@ def answered(values: Values) -> list[Task]:
 
 
 def _newest(records: Sequence[Record], trained: bool) -> Values:
-    """Return the newest record of each value, in the order of the first; of the first record's
-    device, as bytes and seconds on others do not compare."""
+    """Return the newest record of each value, in the order of the first."""
     values: Values = {}
-    for record in records:
+    for record in of_first_device(records):
         p = record.params
-        if bool(p["trained_tokens"]) == trained and record.device == records[0].device:
+        if bool(p["trained_tokens"]) == trained:
             task = Task(p["task"], p["length"])
             values[p["method"], p["trained_by"], p["compression"], record.name, task] = record
     return values

@@ -211,11 +211,28 @@ def test_published_cells_without_records_are_measured(loaded, data, tmp_path, mo
     ]
     assert records[3].params["trained_tokens"] == 96 and records[3].value != records[1].value
     assert listed() == [commands[1].replace("--compression 4 ", "")]
+    # The table shows records of one device.
+    shown = [replace(record, device=record.device + "s") for record in records]
+    output.unlink()
+    append_records(output, [shown[0], records[1], *shown[2:]])
+    assert commands[1] in listed()
+    output.unlink()
+    append_records(output, records)
     # A row's command alone gives its record anew.
     alone = records[3].command.replace("FOLDER", data).replace("DIR", str(tmp_path / "saved"))
     assert main([*alone.split()[3:], "--output", str(output), "--device", "cpu"]) == 0
     again = read_records(output)[-1]
     assert (again.params, again.value) == (records[3].params, records[3].value)
+
+
+def test_presses_share_a_reading_of_answers_and_none_of_times():
+    presses, caches = (rivals_plan.Row((name,), Counts()) for name in ("snapkv", "cca"))
+    seconds = [row.seconds(33, is_trained=True) for row in (presses, caches)]
+    assert seconds[0] < 0.5 * seconds[1]
+    seconds = [
+        replace(row, first_tokens=7).seconds(33, is_trained=True) for row in (presses, caches)
+    ]
+    assert seconds[0] == seconds[1]
 
 
 def test_the_table_has_a_line_for_each_method():
