@@ -17,6 +17,7 @@ from benchmarks.vllm import VllmBench
 from corecontext.cli.entry import application, run
 from corecontext.files import UserError
 from corecontext.loading import one_line, pick_device
+from corecontext.record import Record
 from corecontext.terminal import console
 
 
@@ -98,7 +99,17 @@ def bench_vllm(given: dict[str, Any], output: Output) -> None:
         bench = VllmBench(**given)
     if output.plot is not None:
         raise UserError("plot must be left out: this benchmark has no figure.")
-    print_vllm(run_vllm_bench(bench, output.keep))
+    records: list[Record] = []
+
+    def keep(new: list[Record]) -> None:
+        records.extend(new)
+        output.keep(new)
+
+    try:
+        run_vllm_bench(bench, keep)
+    finally:
+        if records:  # of the methods that were measured
+            print_vllm(records)
 
 
 def bench_published(

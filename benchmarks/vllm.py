@@ -130,7 +130,8 @@ def run_vllm_bench(
     """Measure all methods, several of them in a process each.
 
     Raises:
-        UserError: vLLM is not installed.
+        UserError: vLLM is not installed, or ended early with a method; the others are measured all
+            the same.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
@@ -138,7 +139,16 @@ def run_vllm_bench(
             "pip install 'corecontext[vllm]'"
         )
     if len(bench.methods) > 1:
-        return [record for method in bench.methods for record in _apart(bench, method, on_records)]
+        records: list[Record] = []
+
+        def keep(new: list[Record]) -> None:
+            records.extend(new)
+            on_records(new)
+
+        reasons = [_measure_apart(bench, method, keep) for method in bench.methods]
+        if any(reasons):
+            raise UserError("vllm must measure each method. " + " ".join(filter(None, reasons)))
+        return records
     # vLLM reads the environment when it is imported. Engine and scheduler stay in this process, so
     # that the times are those of steps, not of messages.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -157,23 +167,17 @@ def run_vllm_bench(
     return trial.records
 
 
-def _apart(
-    bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any]
-) -> list[Record]:
-    """Measure a method in a process of its own, which frees the GPU's memory when it ends."""
+def _measure_apart(bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any]) -> str:
+    """Measure a method in a process of its own, which frees the GPU's memory when it ends; return
+    the reason where it ended early."""
     given = {**asdict(bench), "methods": [method]}
     program = [sys.executable, "-m", "benchmarks.vllm", json.dumps(given)]
-    records = []
     with subprocess.Popen(program, env=package_path(), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith('{"name"'):
-                records.append(Record.from_json(line))
-                on_records(records[-1:])
-    if child.returncode:
-        # The other methods are measured all the same.
-        print(f"{method}: vLLM ended with code {child.returncode}", file=sys.stderr)
-    return records
+                on_records([Record.from_json(line)])
+    return f"{method}: vLLM ended with code {child.returncode}." if child.returncode else ""
 
 
 def model_config(bench: VllmBench, method: str) -> dict[str, Any]:

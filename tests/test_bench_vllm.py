@@ -12,6 +12,7 @@ from benchmarks.command import main
 from benchmarks.vllm import VllmBench, make_engine, model_config, timed
 from benchmarks.vllm_report import vllm_markdown
 from corecontext import CCAConfig
+from corecontext.files import UserError
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.record import UNITS, Record, read_records
 
@@ -124,7 +125,7 @@ def test_the_model_has_positions_for_the_longest_request():
     assert "cca" not in model_config(bench, "full")
 
 
-def test_several_methods_run_in_a_process_each(engine, monkeypatch, capsys):
+def test_several_methods_run_in_a_process_each(engine, monkeypatch):
     """Records of one that ends early are kept."""
     line = Record("vllm.cache_tokens", 5, "tokens", params={"method": "cca"}).to_json()
     called = []
@@ -144,11 +145,12 @@ def test_several_methods_run_in_a_process_each(engine, monkeypatch, capsys):
 
     monkeypatch.setattr(bench_vllm.subprocess, "Popen", Process)
     kept = []
-    records = bench_vllm.run_vllm_bench(VllmBench(), kept.extend)
-    assert records == kept
-    assert [record.value for record in records] == [5, 5]
+    with pytest.raises(UserError, match=r"full: vLLM ended with code 3\."):
+        bench_vllm.run_vllm_bench(VllmBench(), kept.extend)
+    assert [record.value for record in kept] == [5, 5]
     assert '"methods": ["full"]' in called[1]
-    assert "full: vLLM ended with code 3" in capsys.readouterr().err
+    Process.returncode = 0
+    assert bench_vllm.run_vllm_bench(VllmBench(), kept.extend) == kept[2:]
 
 
 def test_the_table_has_the_newest_of_both_methods():
