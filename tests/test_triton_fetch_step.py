@@ -12,7 +12,13 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
-from corecontext.ops.triton import backend, fetch_decode, fetch_decode_plan, fetch_segments
+from corecontext.ops.triton import (
+    backend,
+    fetch_decode,
+    fetch_decode_kernel,
+    fetch_decode_plan,
+    fetch_segments,
+)
 
 pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()
@@ -118,38 +124,52 @@ def test_every_step_that_chooses_before_it_attends(case, monkeypatch):
 
 
 @pytest.mark.parametrize("slots", [None, 3])
-def test_rows_are_captured_in_chains(slots, monkeypatch):
-    """As on a GPU, where the chains are streams beside that of attention."""
+def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
     launched = []
     launch = fetch_decode._launch
 
     class Stream:
+        """A stream of a GPU, by name."""
+
+        current = "main"
+
+        def __init__(self, name):
+            self.name = name
+
         def wait_stream(self, other):
-            launched.append("wait")
+            launched.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def used(stream):
+        monkeypatch.setattr(Stream, "current", stream.name)
+        yield
 
     def recorded(step, which):
-        launched.append((which.phase, len(step.slots.keys)))
+        launched.append((Stream.current, which.phase))
         launch(step, which)
 
     monkeypatch.setattr(fetch_decode, "_is_captured", lambda device: True)
-    monkeypatch.setattr(fetch_decode, "_side_streams", lambda device: [Stream()] * 4)
+    monkeypatch.setattr(fetch_decode, "_side_stream", lambda device: Stream("side"))
     monkeypatch.setattr(fetch_decode, "_launch", recorded)
-    monkeypatch.setattr(fetch_decode_plan, "_CHAIN_ROWS", 4)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", used)
     store = {} if slots is None else {"store": "host", "fetch_slots": slots}
     config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=3, core_mass=True, **store)
     rotary = Rotary.from_theta(100.0, 16)
-    qkv = tensors(5, 4, 2, 34, 16)
-    mask = torch.arange(34) >= torch.tensor([[0], [3], [0], [0], [5]])
+    qkv = tensors(1, 4, 2, 34, 16)
     layer = CompactLayer(config, rotary, max_length=34)
-    out = fed(layer, qkv, 30, mask)
-    assert_rows(out, reference(config, rotary, qkv, mask)[:, :, 30:], torch.float32)
-    score, choose, attend, fetch, merge = 1, 2, 3, 4, 5
-    assert launched[:3] == ["wait", "wait", (attend, 5)]
-    chained = [x for x in launched[3 : launched.index((merge, 5))] if x != "wait"]
-    phases = (score, choose, fetch)
-    assert chained == [(phase, rows) for phase in phases for rows in (4, 1)]
+    out = fed(layer, qkv, 33)
+    assert_rows(out, reference(config, rotary, qkv)[:, :, 33:], torch.float32)
+    kernel = fetch_decode_kernel
+    assert launched == [
+        "side waits for main",
+        ("main", kernel.ATTEND.value),
+        ("side", kernel.SCORE.value),
+        ("side", kernel.CHOOSE.value),
+        ("side", kernel.FETCH.value),
+        "main waits for side",
+        ("main", kernel.MERGE.value),
+    ]
 
 
 def test_programs_share_groups_and_entries(monkeypatch):

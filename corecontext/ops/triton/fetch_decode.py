@@ -1,9 +1,8 @@
 """One decoding step with fetch in Triton launches: score the index, choose, attend in parts, merge
 them. In a captured step attention to compact entries is a branch beside rotating the queries,
-scoring, choosing and attention to fetched tokens, whose programs come first, some rows of a large
-batch after the others; it takes the core tokens of all groups, and those of the groups chosen are
-taken out again. Where they cannot be (`fetch_decode_plan.can_take_out`), attention waits for the
-choice, in four launches.
+scoring, choosing and attention to fetched tokens, whose programs come first; it takes the core
+tokens of all groups, and those of the groups chosen are taken out again. Where they cannot be
+(`fetch_decode_plan.can_take_out`), attention waits for the choice, in four launches.
 
 Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
@@ -31,13 +30,7 @@ from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode import arguments_of, slots_of
 from corecontext.ops.triton.fetch_decode_kernel import ATTEND, MERGE, fetch_step_kernel
-from corecontext.ops.triton.fetch_decode_plan import (
-    MOST_CHAINS,
-    Launch,
-    StepPlan,
-    StepSizes,
-    plan_of,
-)
+from corecontext.ops.triton.fetch_decode_plan import Launch, StepPlan, StepSizes, plan_of
 from corecontext.ops.triton.fetch_decode_slots import MOST_SLOTS, find_and_load
 from corecontext.ops.triton.fetch_segments import takes
 from corecontext.ops.triton.launch import contiguous_rows, launch
@@ -84,7 +77,7 @@ class _Work(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Hold the arguments of the launches of a step, for all rows of a batch or for some."""
+    """Hold the arguments of the launches of a step."""
 
     tokens: Sequence[Tensor]
     """q, k and v."""
@@ -93,33 +86,6 @@ class _Step(NamedTuple):
     plan: StepPlan
     spec: Spec
     core_bias: float
-
-    def of(self, rows: slice) -> _Step:
-        """Return the step of these rows."""
-        slots = self.slots
-        raw = slots.raw
-        fetched = None
-        if raw.slots is not None:
-            fetched = FetchSlots(*_rows(rows, *raw.slots))
-        masses = slots.masses
-        if masses is not None:
-            masses = masses[rows]
-        keys, values, pad = _rows(rows, slots.keys, slots.values, slots.pad)
-        return self._replace(
-            tokens=_rows(rows, *self.tokens),
-            slots=slots._replace(
-                keys=keys,
-                values=values,
-                pad=pad,
-                masses=masses,
-                raw=RawSlots(*_rows(rows, *raw[:5]), raw.rotations, fetched),
-            ),
-            work=_Work(*_rows(rows, *self.work)),
-        )
-
-
-def _rows(rows: slice, *tensors: Tensor) -> list[Tensor]:
-    return [x[rows] for x in tensors]
 
 
 def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) -> Tensor:
@@ -177,35 +143,23 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _capture(step: _Step) -> None:
-    """Capture the launches of a step: attention to compact entries beside the others, which run for
-    some rows after the others, so that one waits for memory while the next computes."""
-    plan = step.plan
-    batch = len(step.slots.keys)
-    device = step.slots.keys.device
-    starts = range(0, batch, plan.chain_batch)
-    shares = [step.of(slice(start, start + plan.chain_batch)) for start in starts]
+    """Capture the launches of a step: attention to compact entries beside all others but the
+    merge."""
     main = torch.cuda.current_stream()
-    sides = _side_streams(device)[: len(shares)]
-    for side in sides:
-        side.wait_stream(main)
-    for which in plan.launches:
-        if which.phase == ATTEND.value:
+    side = _side_stream(step.work.out.device)
+    side.wait_stream(main)
+    for which in step.plan.launches:
+        if which.phase == MERGE.value:
+            main.wait_stream(side)
+        beside = which.phase not in (ATTEND.value, MERGE.value)
+        with torch.cuda.stream(side if beside else main):
             _launch(step, which)
-        elif which.phase == MERGE.value:
-            for side in sides:
-                main.wait_stream(side)
-            _launch(step, which)
-        else:
-            for side, share in zip(sides, shares):
-                with torch.cuda.stream(side):
-                    _launch(share, which)
 
 
 @functools.cache
-def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return streams whose programs start before those of attention, which waits for nothing; the
-    first stream's before those of the next."""
-    return [torch.cuda.Stream(device, priority=i - MOST_CHAINS) for i in range(MOST_CHAINS)]
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream whose programs start before those of attention, which waits for nothing."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _launch(step: _Step, which: Launch) -> None:

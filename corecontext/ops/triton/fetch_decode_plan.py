@@ -36,9 +36,6 @@ _SCORING = 6
 _ATTENDING = 1
 _LEAST_ATTENDING = 2  # programs that attend from a KV head
 _FETCHING = 4
-MOST_CHAINS = 4
-"""Parts of a batch at most, one scored while another one chooses."""
-_CHAIN_ROWS = 32  # rows of a KV head at least in each
 
 
 class StepSizes(NamedTuple):
@@ -86,8 +83,6 @@ class StepPlan(NamedTuple):
     """Chosen groups that a program attends to."""
     fetches: int
     """The phase that reads fetched tokens."""
-    chain_batch: int
-    """Rows of the batch for which a captured step scores, chooses and fetches at once."""
     constants: dict[str, Any]
     """The kernel's last constants by name, in its order."""
 
@@ -109,13 +104,8 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     index = index_constants(spec, sizes.dim)
     scoring = scoring_constants(chip, sizes, index)
     overlaps = can_take_out(spec, core_bias)
-    chain_batch = sizes.batch
-    per_chip = _SCORING_ALONE
-    if overlaps:
-        chain_batch = _chain_batch(sizes.batch, sizes.kv_heads)
-        per_chip = _SCORING
-    chain_rows = chain_batch * sizes.kv_heads
-    fitting = per_chip * chip.multiprocessors // chain_rows
+    per_chip = _SCORING if overlaps else _SCORING_ALONE
+    fitting = per_chip * chip.multiprocessors // sizes.rows
     num_scoring = scoring_splits(fitting, sizes.num_groups, scoring["SCORE_N"])
     choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
     num_shares = of_cache.num_parts - 1
@@ -124,7 +114,7 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     if overlaps:
         per_row = _ATTENDING * chip.multiprocessors // sizes.rows
         num_shares = max(_LEAST_ATTENDING, min(num_shares, per_row))
-        fitting = max(1, _FETCHING * chip.multiprocessors // chain_rows)
+        fitting = max(1, _FETCHING * chip.multiprocessors // sizes.rows)
         of_a_tile = ceil_div(tile["BLOCK_N"], spec.group_size)
         groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fitting))
         num_fetching = ceil_div(sizes.num_chosen, groups_each) + 1  # and the core tokens
@@ -160,15 +150,8 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         num_parts,
         groups_each,
         (FETCH if overlaps else ATTEND).value,
-        chain_batch,
         constants,
     )
-
-
-def _chain_batch(batch: int, kv_heads: int) -> int:
-    """Return the rows of the batch in a chain, an even number, so that tensors are aligned."""
-    chains = max(1, min(MOST_CHAINS, batch * kv_heads // _CHAIN_ROWS))
-    return min(batch, 2 * ceil_div(batch, 2 * chains))
 
 
 def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
