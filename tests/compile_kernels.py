@@ -293,7 +293,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     numbers = ("table", "owner", "order", "slot", "missing")
     types |= {f"{name}_ptr": "i32" for name in numbers}
     types |= {"last_used_ptr": "i64", "counts_ptr": "i64"}
-    blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "COMPARED": 32, "num_warps": 8}
+    blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "num_warps": 8}
     yield Kernel(fetch_decode_slots.find_slots_kernel, blocks, types)
     blocks = {"GROUP": 16 * dim, "HEAD_DIM": dim, "BLOCK": 1024, "num_warps": 4}
     yield Kernel(fetch_decode_slots.load_slots_kernel, blocks, types)

@@ -800,7 +800,7 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "fetch: a step evicts a group that it reads",
-        "return tl.where(exists, age, 0x7FFFFFFFFFFFFFFF)",
+        "return tl.where(exists, age, NEVER)",
         "tests/test_triton_fetch_slots.py::test_slots_are_those_of_the_store",
     ),
     Fault(

@@ -14,20 +14,20 @@ from corecontext.ops.triton.tiles import chip_of
 
 MOST_SLOTS = 2048
 """Slots of a KV head that one program orders by age."""
-_COMPARED = 32  # slots that it compares with all others at once
+NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _COPIED = 1024  # numbers that a program copies at once
 _LOADING = 64  # programs on a multiprocessor that load groups, most of which are there already
 
 
 @triton.jit
 def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
-    """Return the step that last read each slot, the largest number where this step reads it."""
+    """Return the step that last read each slot, NEVER where this step reads it."""
     exists = slots < num_slots
     owner = tl.load(owner_ptr + slots, mask=exists, other=-1)
     is_read = tl.load(marks_ptr + tl.maximum(owner, 0), mask=exists & (owner >= 0), other=0) > 0
     age = tl.load(last_used_ptr + slots, mask=exists, other=0)
     # planted: fetch: a step evicts a group that it reads
-    return tl.where(exists & (is_read == 0), age, 0x7FFFFFFFFFFFFFFF)
+    return tl.where(exists & (is_read == 0), age, NEVER)
 
 
 @triton.jit(do_not_specialize=["num_chosen", "num_groups", "table_size", "num_slots"])
@@ -47,7 +47,6 @@ def find_slots_kernel(
     num_slots,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    COMPARED: tl.constexpr,
 ):
     """Write the slot of each chosen group, -1 for none, and the group where it is still to be
     loaded, else -1. Missing groups get the slots that were not read for longest, of equal ones the
@@ -67,18 +66,6 @@ def find_slots_kernel(
     last_used_ptr += n * num_slots
     order_ptr += n * num_chosen
 
-    # The place of each slot in the order of ages.
-    slots = tl.arange(0, BLOCK_N)
-    ages = _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots)
-    place = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, num_slots, COMPARED):
-        others = start + tl.arange(0, COMPARED)
-        age = _ages(last_used_ptr, owner_ptr, marks_ptr, others, num_slots)
-        lower = (age[None, :] == ages[:, None]) & (others[None, :] < slots[:, None])
-        earlier = (age[None, :] < ages[:, None]) | lower
-        place += tl.sum((earlier & (others < num_slots)[None, :]).to(tl.int32), 1)
-    tl.store(order_ptr + place, slots, mask=(slots < num_slots) & (place < num_chosen))
-
     choices = tl.arange(0, BLOCK_K)
     inside = choices < num_chosen
     group = tl.load(chosen_ptr + choices, mask=inside, other=-1)
@@ -86,6 +73,15 @@ def find_slots_kernel(
     slot = tl.load(table_ptr + tl.maximum(group, 0), mask=is_group, other=-1)
     is_missing = is_group & (slot < 0)
     rank = tl.cumsum(is_missing.to(tl.int32), 0) - 1
+
+    # The oldest slots, one by one: few groups are missing.
+    slots = tl.arange(0, BLOCK_N)
+    ages = _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots)
+    ages = tl.where(ages < NEVER, ages * BLOCK_N + slots, NEVER)
+    for i in range(tl.sum(is_missing.to(tl.int32), 0)):
+        oldest = tl.min(ages, 0)
+        tl.store(order_ptr + i, (oldest % BLOCK_N).to(tl.int32))
+        ages = tl.where(ages == oldest, NEVER, ages)
     # All threads have read the ages and written the order.
     tl.debug_barrier()
     slot = tl.where(is_missing, tl.load(order_ptr + rank, mask=is_missing, other=0), slot)
@@ -171,9 +167,8 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
             *(chosen, marks, fetched.table, fetched.owner, fetched.last_used, fetched.counts),
             *(order, slot, missing, num_chosen, marks.shape[1], fetched.table.shape[2], num_slots),
         ),
-        BLOCK_N=max(_COMPARED, power_of_2(num_slots)),
+        BLOCK_N=max(32, power_of_2(num_slots)),
         BLOCK_K=power_of_2(num_chosen),
-        COMPARED=_COMPARED,
         num_warps=8 if num_slots > 128 else 4,
     )
     fitting = _LOADING * chip_of(chosen.device).multiprocessors // rows
