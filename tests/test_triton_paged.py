@@ -3,6 +3,8 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -13,10 +15,10 @@ from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_attend, paged_chunk, paged_pool
 from corecontext.ops.triton.paged import Batch, Pages
-from corecontext.ops.triton.paged_attend import attend_pages
+from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
 from corecontext.ops.triton.paged_chunk import attend_parts, parts_of
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
-from corecontext.ops.triton.tiles import Tiles
+from corecontext.ops.triton.tiles import Chip, Tiles
 
 pytestmark = pytest.mark.usefixtures("default_device")
 WORST = {
@@ -261,6 +263,46 @@ def test_padding_of_a_captured_batch_changes_nothing():
     assert (out - reference(config, halves(), qkv)).abs().max() < 1e-5
     written = (raw.k != 7).any(-1)
     assert int(written.sum()) == 9 + 4  # tokens and core tokens, nothing else
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [1, 3, 4, 12, 32])
+def test_no_batch_needs_a_kernel_that_was_not_compiled(monkeypatch, heads, dtype):
+    """Decoding tokens, drafts, ends of prompts and whole ones, few and many, on an H200."""
+    monkeypatch.setattr(paged_attend, "chip_of", lambda device: Chip(232448, 132))
+    needed = set()
+
+    def launch(kernel, grid, arguments, specialized=(), **constants):
+        dtypes = [x.dtype for x in arguments if isinstance(x, torch.Tensor)]
+        needed.add((kernel, *dtypes, specialized, *constants.items()))
+
+    monkeypatch.setattr(paged_attend, "launch", launch)
+    config = CCAConfig(group_size=16, window_size=1024, sink_size=16, core_mass=True)
+    spec = Spec.of(config, halves(), 1.0)
+    page = torch.zeros(1, 16, 8, 128, dtype=dtype)
+    raw = Pages(page, page, torch.zeros(1, 256, dtype=torch.int32))
+    cores = raw._replace(mass=torch.zeros(1, 16, 8))
+    q = torch.empty(2200, 8 * heads, 128, dtype=dtype, device="meta")
+    compile_for_any_batch(q, raw, cores, spec)
+    compiled, needed = needed, set()
+    draw = random.Random(0)
+    for _ in range(300):
+        sequences, most_new = int(2 ** draw.uniform(0, 7)), int(2 ** draw.uniform(0, 11))
+        longest = most_new + int(2 ** draw.uniform(0, 17))
+        lengths = torch.zeros(sequences, dtype=torch.int32)
+        batch = Batch(torch.zeros(sequences + 1, dtype=torch.int32), lengths, most_new, longest)
+        attend_pages(q[: most_new + sequences - 1], batch, raw, cores, spec)
+    assert len(needed) > 4 and needed <= compiled
+
+
+def test_compiling_for_any_batch_touches_no_page():
+    config = CCAConfig(group_size=2, window_size=3, sink_size=0)
+    cache = Cache(PageLayout.of(config, 4), [9], torch.float32, True)
+    before = [x.clone() for x in (cache.raw.k, cache.raw.v, cache.cores.mass)]
+    q = torch.full((1, SHARE, DIM), torch.nan)
+    compile_for_any_batch(q, *cache.rows([0]), Spec.of(config, halves(), 1.0))
+    after = (cache.raw.k, cache.raw.v, cache.cores.mass)
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(before, after))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter takes minutes")

@@ -403,6 +403,30 @@ def test_the_warm_up_of_a_captured_step_runs_its_kernels():
     assert builder.build(0, common_of([40, 90], 2)).batch.longest == 90
 
 
+def test_the_first_step_compiles_what_later_ones_may_need(make_layers, monkeypatch):
+    """Once for core tokens and once for heads that keep every token, in no graph's capture."""
+    compiled = []
+    capturing = [True] * LAYERS
+    monkeypatch.setattr(
+        paged_backend, "_is_captured", lambda x: bool(capturing and capturing.pop())
+    )
+    monkeypatch.setattr(
+        paged_backend,
+        "compile_for_any_batch",
+        lambda q, raw, cores, spec, core_bias=0.0: compiled.append((spec.window_size, core_bias)),
+    )
+    sizes = ((1, 3), 3)
+    config = vllm_config(layer_group_sizes=sizes)
+    make_layers(config)
+    runner = Runner(config, 60)
+    settings = CCAConfig.saved_in(config.model_config.hf_text_config)
+    request = runner.request("a", list(range(9)))
+    for count, after in ((3, 0), (4, 3), (2, 3)):
+        step(runner, [request], [count], settings)
+        assert len(compiled) == after
+    assert sorted(compiled) == [(4, 0.0), (4, 0.0), (128, 0.0)]
+
+
 def test_a_layer_keeps_no_cache_that_vllm_frees(make_layers):
     """As those of the run that measures the memory of captured steps."""
     config = vllm_config()

@@ -28,7 +28,7 @@ from corecontext.integrations.vllm.server_settings import check_server, num_draf
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_chunk
 from corecontext.ops.triton.paged import Batch, Pages
-from corecontext.ops.triton.paged_attend import attend_pages
+from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
 from corecontext.ops.triton.paged_chunk import (
     Part,
     attend_longest_chunk,
@@ -185,6 +185,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         self.raw_heads = raw_heads_of(hf_config, ranks)
         self.caches: LayerCaches | None = None
+        self.is_compiled = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Plan the caches of all layers of this worker, once; by now each has a name in vLLM's
@@ -225,14 +226,18 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             metadata = metadata[0]
+        compiles = not self.is_compiled and not _is_captured(query)
         count = attn_metadata.num_tokens
         tensors = (query[:count], key[:count], value[:count], output[:count])
         if self.caches.cores is not None:
             cores = self.caches.cores
             window = (kv_cache, attn_metadata)
-            self._attend_compact(*tensors, window, (cores.kv_cache, metadata[cores.layer_name]))
+            cores = (cores.kv_cache, metadata[cores.layer_name])
+            self._attend_compact(*tensors, window, cores, compiles)
         for cache, share in self.caches.raw:
-            self._attend_raw(*tensors, cache.kv_cache, metadata[cache.layer_name], share)
+            of_cache = (cache.kv_cache, metadata[cache.layer_name])
+            self._attend_raw(*tensors, *of_cache, share, compiles)
+        self.is_compiled |= compiles
         return output
 
     def _attend_compact(
@@ -243,6 +248,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         out: Tensor,
         window: tuple[Tensor, StepMetadata],
         cores: tuple[Tensor, StepMetadata],
+        compiles: bool,
     ) -> None:
         """Attend to core tokens and the window.
 
@@ -253,6 +259,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         step = window[1]
         raw = pages_of(window[0], step.table, has_mass)
         cores = pages_of(cores[0], cores[1].table, has_mass)
+        if compiles:
+            compile_for_any_batch(query, raw, cores, self.spec, self.config.core_bias)
         store_tokens(key, value, step.slots, raw)
         pool_pages(query, step.batch, raw, cores, self.spec)
         attend_step(query, step, (raw, cores), self.spec, self.config.core_bias, out)
@@ -266,11 +274,14 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         cache: Tensor,
         step: StepMetadata,
         share: RawShare,
+        compiles: bool,
     ) -> None:
         """Attend to every token from the query heads of some KV heads."""
         raw_cache = cache[:, :, share.first : share.first + len(share.heads)]
         pages = pages_of(raw_cache, step.table, has_mass=False)
         query, key, value = (self._select(x, share.heads) for x in (query, key, value))
+        if compiles:
+            compile_for_any_batch(query, pages, pages, self.raw_spec)
         store_tokens(key, value, step.slots, pages)
         results = torch.empty_like(query, memory_format=torch.contiguous_format)
         attend_step(query, step, (pages, pages), self.raw_spec, 0.0, results)
@@ -301,6 +312,11 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         for _, share in self.caches.raw:
             sizes = (len(share.heads), page_size, longest)
             attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec, 0.0)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Return whether a graph of the tensor's device is being captured."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def attend_step(

@@ -20,7 +20,13 @@ from corecontext.ops.triton.decode import _merge_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.paged import Batch, Pages, num_blocks, owned_block, page_offsets
 from corecontext.ops.triton.primitives import dot, log2_scores, softmax_step, visible_cores
-from corecontext.ops.triton.tiles import Tiles, chip_of, decode_splits, paged_tiles
+from corecontext.ops.triton.tiles import (
+    MOST_SPLITS,
+    Tiles,
+    chip_of,
+    decode_splits,
+    paged_tiles,
+)
 
 
 @triton.jit
@@ -262,31 +268,89 @@ def attend_pages(
         the same from run to run.
     """
     q = contiguous_rows(q)
-    tokens, num_heads, dim = q.shape
     kv_heads = raw.k.shape[2]
-    heads = num_heads // kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    chip = chip_of(q.device)
-    tiles = paged_tiles(chip, q.dtype, dim, batch.most_new * heads)
-    block_m = max(tiles.block_m, power_of_2(heads))
-    block_q = block_m // heads
-    sequences = batch.lengths.shape[0]
-    blocks = num_blocks(tokens, sequences, block_q)
-    num_parts = _num_parts(blocks * kv_heads, batch, spec, tiles, q)
-    shape = (tokens * kv_heads, num_parts, heads)
-    acc = out
-    lse = batch.starts
+    tiles = _tiles_of(q, kv_heads, batch.most_new)
+    num_parts = _num_parts(q, kv_heads, batch, spec, tiles)
+    _launch(q, batch, (raw, cores), spec, core_bias, out, tiles, num_parts)
+    return out
+
+
+def compile_for_any_batch(
+    q: Tensor, raw: Pages, cores: Pages, spec: Spec, core_bias: float = 0.0
+) -> None:
+    """Compile all kernels among which `attend_pages` chooses, by launches for no new token, which
+    read and write no page: the first batch that needed one would wait seconds for it.
+
+    Args:
+        q, raw, cores: As of a batch; their dtypes and strides are compiled for.
+    """
+    q = contiguous_rows(q[:1])
+    kv_heads = raw.k.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts = torch.zeros(2, dtype=torch.int32, device=q.device)
+    # Tiles go by the rows of a sequence: from step to step at most twice as many.
+    all_tiles = dict.fromkeys(_tiles_of(q, kv_heads, 1 << i) for i in range(8))
+    batch = Batch(starts, starts[:1], 1, 1)
+    for tiles in all_tiles:
+        for num_parts in (1, 2):
+            _launch(q, batch, (raw, cores), spec, core_bias, out, tiles, num_parts)
+    for exponent in range(2, power_of_2(MOST_SPLITS).bit_length()):
+        acc, lse = _parts(q, kv_heads, 1 << exponent)
+        with torch.cuda.device_of(q):
+            _merge(acc, lse, out, 1 << exponent)
+
+
+def _tiles_of(q: Tensor, kv_heads: int, most_new: int) -> Tiles:
+    """Return the tiles for sequences of at most `most_new` new tokens: block_m rows hold all query
+    heads of a token."""
+    heads = q.shape[1] // kv_heads
+    tiles = paged_tiles(chip_of(q.device), q.dtype, q.shape[2], most_new * heads)
+    return tiles._replace(block_m=max(tiles.block_m, power_of_2(heads)))
+
+
+def _blocks_of(q: Tensor, kv_heads: int, batch: Batch, tiles: Tiles) -> int:
+    """Return the blocks of new tokens of a launch."""
+    block_q = tiles.block_m // (q.shape[1] // kv_heads)
+    return num_blocks(q.shape[0], batch.lengths.shape[0], block_q)
+
+
+def _parts(q: Tensor, kv_heads: int, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Return memory for parts of the softmax, [T Hkv, num_parts, HEADS, D], and their sums."""
+    tokens, num_heads, dim = q.shape
+    shape = (tokens * kv_heads, num_parts, num_heads // kv_heads)
+    acc = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+    return acc, torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _launch(
+    q: Tensor,
+    batch: Batch,
+    pages: tuple[Pages, Pages],
+    spec: Spec,
+    core_bias: float,
+    out: Tensor,
+    tiles: Tiles,
+    num_parts: int,
+) -> None:
+    """Attend to pages of raw tokens and of core tokens by tiles of these sizes; `num_parts`
+    programs share the entries of a block."""
+    raw, cores = pages
+    dim = q.shape[2]
+    kv_heads = raw.k.shape[2]
+    heads = q.shape[1] // kv_heads
+    acc, lse = out, batch.starts
     if num_parts > 1:
-        acc = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        acc, lse = _parts(q, kv_heads, num_parts)
     mass = cores.k if cores.mass is None else cores.mass
     with torch.cuda.device_of(q):
         launch(
             _attend_pages_kernel,
-            (blocks, kv_heads, num_parts),
+            (_blocks_of(q, kv_heads, batch, tiles), kv_heads, num_parts),
             (
                 *(q, raw.k, raw.v, raw.table, cores.k, cores.v, cores.table, mass),
-                *(batch.starts, batch.lengths, out, acc, lse, sequences, spec.window_size),
+                *(batch.starts, batch.lengths, out, acc, lse),
+                *(batch.lengths.shape[0], spec.window_size),
                 *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
             ),
             (
@@ -303,8 +367,8 @@ def attend_pages(
             IN_PARTS=num_parts > 1,
             ALIGNMENT=_alignment(raw.k, raw.v, cores.k, cores.v),
             HEAD_DIM=dim,
-            BLOCK_Q=block_q,
-            BLOCK_M=block_m,
+            BLOCK_Q=tiles.block_m // heads,
+            BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             BLOCK_D=max(16, power_of_2(dim)),
             num_warps=tiles.num_warps,
@@ -312,7 +376,6 @@ def attend_pages(
         )
         if num_parts > 1:
             _merge(acc, lse, out, num_parts)
-    return out
 
 
 def _alignment(*pages: Tensor) -> int:
@@ -323,8 +386,9 @@ def _alignment(*pages: Tensor) -> int:
     return math.gcd(16, *places)
 
 
-def _num_parts(programs: int, batch: Batch, spec: Spec, tiles: Tiles, q: Tensor) -> int:
+def _num_parts(q: Tensor, kv_heads: int, batch: Batch, spec: Spec, tiles: Tiles) -> int:
     """Return the programs that share the entries of a block."""
+    programs = _blocks_of(q, kv_heads, batch, tiles) * kv_heads
     entries = spec.sinks + spec.window_size + spec.group_size + batch.most_new
     entries += ceil_div(batch.longest, spec.group_size)
     entries = min(entries, batch.longest)

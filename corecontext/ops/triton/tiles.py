@@ -15,7 +15,7 @@ from corecontext.ops.triton.launch import ceil_div, power_of_2
 
 _WHOLE_GROUP = 16384  # elements of K in a padded group that one program holds in registers
 _ELEMENTS = 32 * 64  # of K that a warp of a pooling kernel holds
-_MOST_SPLITS = 127  # with the new token, 128 parts that one program merges
+MOST_SPLITS = 127  # with the new token, 128 parts that one program merges
 
 
 class Tiles(NamedTuple):
@@ -202,4 +202,4 @@ def decode_splits(chip: Chip, rows: int, capacity: int, block_n: int) -> int:
     """
     units = chip.multiprocessors
     wanted = max(3 * units // rows - 1, min(8 * units // rows, capacity // (32 * block_n)))
-    return max(1, min(wanted, ceil_div(capacity, 2 * block_n), _MOST_SPLITS))
+    return max(1, min(wanted, ceil_div(capacity, 2 * block_n), MOST_SPLITS))
