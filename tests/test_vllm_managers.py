@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
 )
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
@@ -237,3 +238,28 @@ def test_a_long_request_keeps_the_window_and_few_core_pages():
     kept = [number for number, page in enumerate(window) if page]
     assert kept == layout.window_pages(100, 100)
     assert len(cores) == 7  # 25 core tokens
+
+
+def test_a_decoding_step_within_its_pages_asks_nothing_of_vllm(monkeypatch):
+    """Hundreds of sequences decode in a step; of sixteen steps one begins a page, one drops one."""
+    layout = PageLayout(group_size=2, window_size=20, sinks=2, page_size=16)
+    server = Server(layout, 60, 0)
+    request = server.request("a", list(range(60)))
+    assert server.step(request, 59, 59) and server.step(request, 1, 1)
+    called = []
+
+    def spy(name):
+        inner = getattr(SlidingWindowManager, name)
+
+        def call(self, *args, **kwargs):
+            called.append(name)
+            return inner(self, *args, **kwargs)
+
+        monkeypatch.setattr(SlidingWindowManager, name, call)
+
+    spy("remove_skipped_blocks")
+    spy("get_num_blocks_to_allocate")
+    for _ in range(32):
+        request.append_output_token_ids([1])
+        assert server.step(request, 1, 1)
+    assert sorted(called) == ["get_num_blocks_to_allocate"] * 2 + ["remove_skipped_blocks"] * 2

@@ -27,9 +27,15 @@ class WindowManager(SlidingWindowManager):
         self, request_id: str, total_computed_tokens: int, *prompt_tokens: int | None
     ) -> None:
         """Drop the pages that later steps do not read; vLLM 0.25 adds the tokens of the prompt."""
-        # vLLM drops from the window backwards, up to a page dropped before.
         pages = self.req_to_blocks[request_id]
-        first = pages[: self.kv_cache_spec.layout.sink_pages]
+        skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+        last = min(skipped, len(pages)) - 1
+        sink_pages = self.kv_cache_spec.layout.sink_pages
+        # In most decoding steps the window begins in the same page as before.
+        if last < sink_pages or pages[last] is self._null_block:
+            return
+        # vLLM drops from the window backwards, up to a page dropped before.
+        first = pages[:sink_pages]
         pages[: len(first)] = [self._null_block] * len(first)
         super().remove_skipped_blocks(request_id, total_computed_tokens, *prompt_tokens)
         pages[: len(first)] = first
@@ -44,6 +50,10 @@ class WindowManager(SlidingWindowManager):
         **kwargs,
     ) -> int:
         """Count the pages that a step takes from the free ones, shared ones included."""
+        if not new_computed_blocks:
+            pages = self.req_to_blocks.get(request_id, ())
+            if num_tokens <= len(pages) * self.block_size:
+                return 0  # as in most decoding steps
         count = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
