@@ -32,8 +32,6 @@ from corecontext.record import Record, device_name, make_record
 
 BACKENDS = {"cca": "CUSTOM", "full": "FLASH_ATTN"}
 """Method -> vLLM's name of its attention."""
-REQUESTS = {"cca": 48, "full": 24}
-"""Method -> requests sent all at once; of full attention, about as many as an H200 can hold."""
 WEIGHTS = ("bfloat16", "fp8")
 MOST_REQUESTS = 128
 """Requests in a step at most."""
@@ -64,8 +62,8 @@ class VllmBench:
     """Tokens of each prompt that is sent with others."""
     new_tokens: int = 1024
     """Tokens of each answer to them."""
-    requests: int | None = None
-    """Requests sent all at once; 0 measures none. Default: 48 for cca, 24 for full."""
+    requests: int = 96
+    """Requests sent all at once, the same to each method; 0 measures none."""
     most_batched: int = 8192
     """Tokens that a step brings at most."""
     compiled: bool = False
@@ -87,7 +85,7 @@ class VllmBench:
             new_tokens=self.new_tokens,
             most_batched=self.most_batched,
         )
-        if self.requests is not None and self.requests < 0:
+        if self.requests < 0:
             raise ValueError(f"requests must be at least 0, got {self.requests}.")
         if not 0 < self.memory_share < 1:
             raise ValueError(f"memory_share must be between 0 and 1, got {self.memory_share}.")
@@ -162,7 +160,7 @@ def run_vllm_bench(
     trial.warm_up()
     for length in bench.lengths:
         trial.alone(length)
-    if trial.requests:
+    if bench.requests:
         trial.together()
     return trial.records
 
@@ -238,7 +236,6 @@ class _Trial:
         self.device = device
         self.on_records = on_records
         self.records: list[Record] = []
-        self.requests = REQUESTS[method] if bench.requests is None else bench.requests
         self.random = random.Random(bench.seed)
 
     def keep(self, name: str, value: float | list[float], **more: Any) -> None:
@@ -287,11 +284,11 @@ class _Trial:
         load = {
             "prompt_length": bench.prompt_length,
             "new_tokens": bench.new_tokens,
-            "requests": self.requests,
+            "requests": bench.requests,
         }
-        prompts = [self.prompt(bench.prompt_length) for _ in range(self.requests)]
+        prompts = [self.prompt(bench.prompt_length) for _ in range(bench.requests)]
         times = timed(self.engine, prompts, bench.new_tokens)
-        self.keep("requests_per_s", self.requests / max(t[-1] for t in times), **load)
+        self.keep("requests_per_s", bench.requests / max(t[-1] for t in times), **load)
         self.keep("first_token_s", statistics.median(t[0] for t in times), **load)
 
 

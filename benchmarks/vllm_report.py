@@ -56,49 +56,48 @@ COLUMNS = (
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
-    """Return a row for each quantity and load, from the newest records."""
-    values: dict[tuple[str, str], dict[str, float]] = {}
+    """Return a row for each quantity and load, from the newest records.
+
+    Methods that were sent other numbers of requests have a row each, without a gain, until both
+    were sent one number.
+    """
+    values: dict[tuple[str, str, str], dict[str, float]] = {}
     for record in sorted(records, key=lambda record: record.date):
-        key = (record.name, _load(record))
+        key = (record.name, *_load(record))
         values.setdefault(key, {})[record.params["method"]] = record.value
+    compared = {
+        (name, of_each) for (name, of_each, _), methods in values.items() if len(methods) > 1
+    }
     rows = [
-        Row(name, load, methods.get("full"), methods.get("cca"))
-        for (name, load), methods in values.items()
+        Row(name, of_each + at_once, methods.get("full"), methods.get("cca"))
+        for (name, of_each, at_once), methods in values.items()
+        if len(methods) > 1 or (name, of_each) not in compared
     ]
     return sorted(rows, key=lambda row: list(QUANTITIES).index(row.name))
 
 
-def _load(record: Record) -> str:
-    """Describe the requests of a record; their number may differ between the methods."""
+def _load(record: Record) -> tuple[str, str]:
+    """Describe the requests of a record: each of them, and how many are sent at once."""
     params = record.params
+    at_once = ""
     if record.name == "vllm.cache_tokens":
         load = f"requests of {params['length']:,} tokens"
     elif "length" in params:
         load = f"{shown_tokens(params['length'])} alone"
     else:
-        load = f"{shown_tokens(params['prompt_length'])} + {params['new_tokens']:,} at once"
-    return load + _weights(record, ", {} weights")
-
-
-def _weights(record: Record, text: str) -> str:
-    """Name a record's weights by a text, empty for bfloat16; older records do not name them."""
-    weights = record.params.get("weights", "bfloat16")
-    return "" if weights == "bfloat16" else text.format(weights)
+        load = f"{shown_tokens(params['prompt_length'])} + {params['new_tokens']:,}"
+        at_once = f", {params['requests']} at once"
+    weights = params.get("weights", "bfloat16")  # older records do not name them
+    if weights != "bfloat16":
+        load += f", {weights} weights"
+    return load, at_once
 
 
 def vllm_markdown(records: Sequence[Record]) -> str:
-    """Return the table, and the loads and settings under it."""
+    """Return the table, and under it the device and vLLM's release."""
     lines = markdown(COLUMNS, rows_of(records))
     newest = max(records, key=lambda record: record.date)
-    sent = {
-        record.params["method"] + _weights(record, " with {} weights"): record.params["requests"]
-        for record in sorted(records, key=lambda record: record.date)
-        if "requests" in record.params
-    }
     text = f"{newest.device}, vLLM {newest.versions.get('vllm', 'unknown')}"
-    if sent:
-        counts = ", ".join(f"{count} for {method}" for method, count in sorted(sent.items()))
-        text += f"; requests at once: {counts}"
     return "\n".join([*lines, "", f"{text}.", ""])
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import vllm as bench_vllm
 from benchmarks.command import main
 from benchmarks.vllm import VllmBench, make_engine, model_config, timed
-from benchmarks.vllm_report import vllm_markdown
+from benchmarks.vllm_report import rows_of, vllm_markdown
 from corecontext import CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations.vllm.page_layout import PageLayout
@@ -89,15 +89,15 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
     assert all(record.params["method"] == method for record in records)
     assert [len(prompt) for prompt in engine.prompts[-5:]] == [30] * 5
     assert len(set(map(tuple, engine.prompts))) == len(engine.prompts)
-    assert "30 + 4 at once" in capsys.readouterr().out
+    assert "30 + 4, 5 at once" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method, sent", [("cca", 48), ("full", 24)])
-def test_each_method_has_a_load_of_its_own(engine, method, sent, tmp_path):
+@pytest.mark.parametrize("method", ["cca", "full"])
+def test_both_methods_get_the_same_load(engine, method, tmp_path):
     path = tmp_path / "vllm.jsonl"
     line = f"vllm --method {method} --length 5 --steps 1 --prompt-length 6 --new-tokens 2"
     assert main([*line.split(), "--json", str(path)]) == 0
-    assert read_records(path)[-1].params["requests"] == sent
+    assert read_records(path)[-1].params["requests"] == 96
 
 
 @pytest.mark.parametrize("weights, quantization", [("bfloat16", None), ("fp8", "fp8")])
@@ -161,23 +161,45 @@ def test_the_table_has_the_newest_of_both_methods():
     alone, together = {"length": 32768}, {"prompt_length": 32768, "new_tokens": 1024}
     records = [
         record("vllm.requests_per_s", 1.5, "cca", "3", **together, requests=40),
-        record("vllm.requests_per_s", 0.5, "full", "2", **together, requests=24),
+        record("vllm.requests_per_s", 0.5, "full", "2", **together, requests=40),
         record("vllm.next_token_ms", 3.0, "cca", "2", **alone),
         record("vllm.next_token_ms", 9.0, "cca", "1", **alone),
         record("vllm.next_token_ms", 6.0, "full", "1", **alone),
         record("vllm.cache_tokens", 7e6, "cca", "1", length=33792),
         record("vllm.requests_per_s", 2.0, "cca", "4", **together, requests=64, weights="fp8"),
-        record("vllm.requests_per_s", 0.5, "full", "3", **together, weights="bfloat16"),
+        record(
+            "vllm.requests_per_s", 0.6, "full", "3", **together, requests=40, weights="bfloat16"
+        ),
     ]
     *rows, _, note = vllm_markdown(records).splitlines()[2:]
     assert rows == [
         "| next token | 32K alone | 6 ms | 3 ms | 2.00x |",
-        "| requests per second | 32K + 1,024 at once | 0.5 | 1.5 | 3.00x |",
-        "| requests per second | 32K + 1,024 at once, fp8 weights |  | 2 |  |",
+        "| requests per second | 32K + 1,024, 40 at once | 0.6 | 1.5 | 2.50x |",
+        "| requests per second | 32K + 1,024, fp8 weights, 64 at once |  | 2 |  |",
         "| tokens in the cache | requests of 33,792 tokens |  | 7,000,000 |  |",
     ]
-    counts = "40 for cca, 64 for cca with fp8 weights, 24 for full"
-    assert note == f"a GPU, vLLM unknown; requests at once: {counts}."
+    assert note == "a GPU, vLLM unknown."
+
+
+def test_other_numbers_of_requests_give_no_gain():
+    """And their rows go when both methods were sent one number."""
+
+    def record(method, value, requests, date):
+        params = {"method": method, "prompt_length": 32768, "new_tokens": 1024}
+        params["requests"] = requests
+        name = "vllm.requests_per_s"
+        return Record(name, value, UNITS[name], params=params, device="a GPU", date=date)
+
+    def rows():
+        return [(row.load, row.full, row.cca, row.gain) for row in rows_of(records)]
+
+    records = [record("cca", 1.5, 48, "1"), record("full", 0.5, 24, "1")]
+    own = [("32K + 1,024, 48 at once", None, 1.5, ""), ("32K + 1,024, 24 at once", 0.5, None, "")]
+    assert rows() == own
+    records.append(record("cca", 2.0, 96, "2"))
+    assert rows() == [*own, ("32K + 1,024, 96 at once", None, 2.0, "")]
+    records.append(record("full", 0.5, 96, "2"))
+    assert rows() == [("32K + 1,024, 96 at once", 0.5, 2.0, "4.00x")]
 
 
 @pytest.mark.parametrize(
