@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -103,6 +104,21 @@ class Worker(CPUWorker):
     def determine_available_memory(self):
         self.model_runner._dummy_run(self.model_runner.max_num_tokens, is_profile=True)
         return self.cache_config.kv_cache_memory_bytes
+
+
+class SharedWorker(DeviceWorker):
+    """vLLM's worker on the first GPU, which others use too.
+
+    gloo connects them, since NCCL takes one process for each GPU.
+    """
+
+    def init_device(self):
+        os.environ |= {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+        vllm.platforms.current_platform.dist_backend = "gloo"
+        self.local_rank = 0
+        # vLLM wants as many GPUs as workers.
+        with mock.patch("torch.accelerator.device_count", lambda: self.parallel_config.world_size):
+            super().init_device()
 
 
 def slot_mapping(tokens, most, starts, positions, table, stride, size, slots, *constants, **named):
@@ -233,6 +249,14 @@ if not GPU or torch.cuda.device_count() > 1:
         "layer_group_sizes": ((1, 4), 1, 4),
         "shape": {"num_hidden_layers": 3},
     }
+if GPU:
+    SHARED = {
+        **TENSOR_PARALLEL,
+        "distributed_executor_backend": "mp",
+        "worker_cls": f"{__name__}.SharedWorker",
+    }
+    CASES["two workers, one GPU"] = SHARED
+    CASES["two workers, one GPU, raw heads"] = {**SHARED, "layer_group_sizes": ((4, 1), 4)}
 if GPU and torch.cuda.device_count() > 1:
     CASES["two workers, captured"] = {**CASES["captured"], **TENSOR_PARALLEL}
 
