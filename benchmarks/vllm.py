@@ -137,16 +137,11 @@ def run_vllm_bench(
             "pip install 'corecontext[vllm]'"
         )
     if len(bench.methods) > 1:
-        records: list[Record] = []
-
-        def keep(new: list[Record]) -> None:
-            records.extend(new)
-            on_records(new)
-
-        reasons = [_measure_apart(bench, method, keep) for method in bench.methods]
-        if any(reasons):
-            raise UserError("vllm must measure each method. " + " ".join(filter(None, reasons)))
-        return records
+        measured = [_measure_apart(bench, method, on_records) for method in bench.methods]
+        reasons = [reason for _, reason in measured if reason]
+        if reasons:
+            raise UserError("vllm must measure each method. " + " ".join(reasons))
+        return [record for records, _ in measured for record in records]
     # vLLM reads the environment when it is imported. Engine and scheduler stay in this process, so
     # that the times are those of steps, not of messages.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -165,17 +160,22 @@ def run_vllm_bench(
     return trial.records
 
 
-def _measure_apart(bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any]) -> str:
+def _measure_apart(
+    bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any]
+) -> tuple[list[Record], str]:
     """Measure a method in a process of its own, which frees the GPU's memory when it ends; return
-    the reason where it ended early."""
+    its records, and the reason where it ended early."""
     given = {**asdict(bench), "methods": [method]}
     program = [sys.executable, "-m", "benchmarks.vllm", json.dumps(given)]
+    records = []
     with subprocess.Popen(program, env=package_path(), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith('{"name"'):
-                on_records([Record.from_json(line)])
-    return f"{method}: vLLM ended with code {child.returncode}." if child.returncode else ""
+                records.append(Record.from_json(line))
+                on_records(records[-1:])
+    reason = f"{method}: vLLM ended with code {child.returncode}." if child.returncode else ""
+    return records, reason
 
 
 def model_config(bench: VllmBench, method: str) -> dict[str, Any]:

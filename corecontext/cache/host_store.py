@@ -96,17 +96,13 @@ class HostStore(RawStore):
     # -------
 
     def _read(
-        self,
-        buffers: Sequence[Tensor],
-        rows: slice,
-        start: int,
-        stop: int,
-        newest: Newest | None,
+        self, buffers: Sequence[Tensor], rows: slice, tokens: slice, newest: Newest | None
     ) -> list[Tensor]:
-        """Copy tokens start .. stop - 1 to the device, where kernels may read them several times.
-        The newest ones are there, so only those before them cross the bus."""
+        """Copy tokens to the device, where kernels may read them several times. The newest ones are
+        there, so only those before them cross the bus."""
         if newest is None:
-            return [x[rows, :, start:stop].clone() for x in buffers]
+            return [x[rows, :, tokens].clone() for x in buffers]
+        start, stop = tokens.start, tokens.stop
         position = max(start, min(newest.position, stop))
         new = slice(position - newest.position, stop - newest.position)
         read = []

@@ -241,7 +241,7 @@ class RawStore:
         Args:
             newest: The last of them.
         """
-        stored = self._read(self.raw, rows, 0, length, newest)
+        stored = self._read(self.raw, rows, slice(0, length), newest)
         keys, values = self._decoded(stored)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
@@ -249,19 +249,14 @@ class RawStore:
         """Return the keys [N, n, D] of the tokens start .. stop - 1, N = rows x KV heads."""
         if newest is not None:
             newest = newest._replace(stored=newest.stored[::2])
-        stored = self._read(self.raw[::2], rows, start, stop, newest)
+        stored = self._read(self.raw[::2], rows, slice(start, stop), newest)
         return self._decoded(stored)[0].flatten(0, 1)
 
     def _read(
-        self,
-        buffers: Sequence[Tensor],
-        rows: slice,
-        start: int,
-        stop: int,
-        newest: Newest | None,
+        self, buffers: Sequence[Tensor], rows: slice, tokens: slice, newest: Newest | None
     ) -> list[Tensor]:
-        """Return tokens start .. stop - 1 of raw buffers on the device."""
-        return [x[rows, :, start:stop] for x in buffers]
+        """Return tokens of raw buffers on the device."""
+        return [x[rows, :, tokens] for x in buffers]
 
     def _decoded(self, stored: list[Tensor]) -> list[Tensor]:
         """Return keys, or keys and values, from their stored form."""
