@@ -9,6 +9,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from benchmarks.model_methods import fetching
@@ -16,6 +18,7 @@ from benchmarks.model_settings import ModelBench
 from corecontext.cache import host_store
 from corecontext.ops.spec import RawSlots
 from corecontext.ops.triton import fetch_decode
+from corecontext.ops.triton.launch import launch, power_of_2
 
 
 def repeating_choices(
@@ -38,6 +41,40 @@ def repeating_choices(
     return torch.stack([ring[:, place].sort(1)[0].int() for place in places])
 
 
+@triton.jit(do_not_specialize=["num_steps", "num_rows", "num_groups", "num_chosen"])
+def _replay_kernel(
+    table_ptr,
+    clock_ptr,
+    chosen_ptr,
+    marks_ptr,
+    num_steps,
+    num_rows,
+    num_groups,
+    num_chosen,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Replace the groups that a row has chosen, and their marks, by those of a table.
+
+    Grid: (rows,).
+
+    Args:
+        table_ptr: [num_steps, num_rows, num_chosen], as of `repeating_choices`.
+        clock_ptr: Steps so far.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    step = tl.load(clock_ptr) % num_steps
+    choices = tl.arange(0, BLOCK_K)
+    inside = choices < num_chosen
+    group = tl.load(table_ptr + (step * num_rows + n) * num_chosen + choices, mask=inside)
+    tl.store(chosen_ptr + n * num_chosen + choices, group, mask=inside)
+    groups = tl.arange(0, BLOCK_N)
+    marks_ptr += n * num_groups
+    tl.store(marks_ptr + groups, tl.zeros([BLOCK_N], tl.int8), mask=groups < num_groups)
+    tl.debug_barrier()
+    tl.store(marks_ptr + group, tl.full([BLOCK_K], 1, tl.int8), mask=inside)
+
+
 @contextlib.contextmanager
 def _replayed(share: float) -> Iterator[None]:
     """Have steps with slots find `share` of their groups in a slot."""
@@ -51,10 +88,17 @@ def _replayed(share: float) -> Iterator[None]:
         if key not in tables:
             num_slots = raw.slots.owner.shape[2]
             tables[key] = repeating_choices(*key, share, num_slots, chosen.device)
-        step = raw.slots.counts[0, 0, :1] % len(tables[key])
-        numbers = tables[key].index_select(0, step)[0]
-        marks.zero_().scatter_(1, numbers.long(), 1)
-        return load(raw, numbers, marks, sinks)
+        num_groups = marks.shape[1]
+        launch(
+            _replay_kernel,
+            (rows,),
+            (tables[key], raw.slots.counts, chosen, marks),
+            (len(tables[key]), rows, num_groups, count),
+            BLOCK_N=power_of_2(num_groups),
+            BLOCK_K=power_of_2(count),
+            num_warps=4,
+        )
+        return load(raw, chosen, marks, sinks)
 
     with mock.patch.object(fetch_decode, "find_and_load", find_and_load):
         yield

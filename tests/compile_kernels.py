@@ -283,19 +283,19 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     pooling = {"POOLS": True, "HALF": dim // 2, "INTERLEAVED": False}
     flags = {**place, **pooling, "HAS_BIAS": False, "HAS_MASS": True}
     is_nvidia = chip is not CHIPS["gfx942"][1]
-    sizes = fetch_decode_plan.StepSizes(dtype, 1, 8, HEADS, dim, 9216, 8192, 64, is_nvidia)
+    sizes = fetch_decode_plan.StepSizes(dtype, 1, 8, HEADS, dim, 9216, 8192, 64, False, is_nvidia)
     for core_bias in (0.0, 1.0):  # attention is a branch, or waits for the choice
         plan = fetch_decode_plan.plan_of(chip, sizes, spec, core_bias)
         for phase, _, options in plan.launches:
             constants = {"PHASE": phase, **flags, **plan.constants, **options}
             constants["HAS_BIAS"] = core_bias != 0
             yield Kernel(fetch_decode_kernel.fetch_step_kernel, constants, types)
-    numbers = ("table", "owner", "order", "slot", "missing")
+    numbers = ("table", "owner", "order", "slot", "missing", "num_missing")
     types |= {f"{name}_ptr": "i32" for name in numbers}
     types |= {"last_used_ptr": "i64", "counts_ptr": "i64"}
     blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "num_warps": 8}
     yield Kernel(fetch_decode_slots.find_slots_kernel, blocks, types)
-    blocks = {"GROUP": 16 * dim, "HEAD_DIM": dim, "BLOCK": 1024, "num_warps": 4}
+    blocks = {"GROUP": 16 * dim, "HEAD_DIM": dim, "BLOCK": 2048, "num_warps": 1}
     yield Kernel(fetch_decode_slots.load_slots_kernel, blocks, types)
 
 

@@ -1,8 +1,9 @@
 """One decoding step with fetch in Triton launches: score the index, choose, attend in parts, merge
 them. In a captured step attention to compact entries is a branch beside rotating the queries,
 scoring, choosing and attention to fetched tokens, whose programs come first; it takes the core
-tokens of all groups, and those of the groups chosen are taken out again. Where they cannot be
-(`fetch_decode_plan.can_take_out`), attention waits for the choice, in four launches.
+tokens of all groups, and those of the groups chosen are taken out again. Where groups are loaded
+from host memory, it begins after scoring, and goes on while they are. Where core tokens cannot be
+taken out (`fetch_decode_plan.can_take_out`), attention waits for the choice, in four launches.
 
 Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
@@ -106,6 +107,7 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
         capacity=capacity,
         num_groups=num_groups,
         num_chosen=num_chosen,
+        has_slots=raw.slots is not None,
         is_nvidia=nvidia_capability(q.device) is not None,
     )
     plan = plan_of(chip_of(q.device), sizes, spec, core_bias)
@@ -143,15 +145,15 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _capture(step: _Step) -> None:
-    """Capture the launches of a step: attention to compact entries beside all others but the
-    merge."""
+    """Capture the launches of a step: attention to compact entries beside those that follow it, but
+    the merge."""
     main = torch.cuda.current_stream()
     side = _side_stream(step.work.out.device)
     side.wait_stream(main)
     for which in step.plan.launches:
-        if which.phase == MERGE.value:
-            main.wait_stream(side)
         beside = which.phase not in (ATTEND.value, MERGE.value)
+        if not beside:
+            main.wait_stream(side)
         with torch.cuda.stream(side if beside else main):
             _launch(step, which)
 

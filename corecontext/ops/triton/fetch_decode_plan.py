@@ -36,6 +36,7 @@ _SCORING = 6
 _ATTENDING = 1
 _LEAST_ATTENDING = 2  # programs that attend from a KV head
 _FETCHING = 4
+_LEAST_FETCHING = 2  # programs that fetch for a KV head
 
 
 class StepSizes(NamedTuple):
@@ -52,6 +53,8 @@ class StepSizes(NamedTuple):
     num_groups: int
     """Groups that there is room for."""
     num_chosen: int
+    has_slots: bool
+    """Whether groups are loaded into slots before they are read."""
     is_nvidia: bool
 
     @property
@@ -114,7 +117,7 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     if overlaps:
         per_row = _ATTENDING * chip.multiprocessors // sizes.rows
         num_shares = max(_LEAST_ATTENDING, min(num_shares, per_row))
-        fitting = max(1, _FETCHING * chip.multiprocessors // sizes.rows)
+        fitting = max(_LEAST_FETCHING, _FETCHING * chip.multiprocessors // sizes.rows)
         of_a_tile = ceil_div(tile["BLOCK_N"], spec.group_size)
         groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fitting))
         num_fetching = ceil_div(sizes.num_chosen, groups_each) + 1  # and the core tokens
@@ -126,9 +129,10 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     merge = Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS})
     launches = [score, choose, attend, merge]
     if overlaps:
-        launches = [attend, score, choose, fetch, merge]
-        if scoring["WHOLE"]:
-            launches.insert(1, rotate)
+        scores = [rotate, score] if scoring["WHOLE"] else [score]
+        # The bus is slow, and attention fills its time; else it fills the memory's beside scoring.
+        first = [*scores, attend] if sizes.has_slots else [attend, *scores]
+        launches = [*first, choose, fetch, merge]
     num_parts = 1 + num_fetching + num_shares
     constants = {
         "OVERLAPS": overlaps,

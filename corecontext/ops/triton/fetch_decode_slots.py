@@ -10,13 +10,12 @@ from torch import Tensor
 
 from corecontext.ops.spec import RawSlots
 from corecontext.ops.triton.launch import launch, power_of_2
-from corecontext.ops.triton.tiles import chip_of
 
 MOST_SLOTS = 2048
 """Slots of a KV head that one program orders by age."""
 NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_COPIED = 1024  # numbers that a program copies at once
-_LOADING = 64  # programs on a multiprocessor that load groups, most of which are there already
+_COPIED = 2048  # numbers that a program copies at once
+_LOADING = 64  # programs that load groups: the bus needs no more, and attention runs beside them
 
 
 @triton.jit
@@ -41,6 +40,7 @@ def find_slots_kernel(
     order_ptr,
     slot_ptr,
     missing_ptr,
+    num_missing_ptr,
     num_chosen,
     num_groups,
     table_size,
@@ -48,15 +48,17 @@ def find_slots_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the slot of each chosen group, -1 for none, and the group where it is still to be
-    loaded, else -1. Missing groups get the slots that were not read for longest, of equal ones the
-    lower, as in `SlotStore._find_slots`.
+    """Write the slot of each chosen group, -1 for none, and list the groups that are still to be
+    loaded. They get the slots that were not read for longest, of equal ones the lower, as in
+    `SlotStore._find_slots`.
 
     Grid: (B Hkv,).
 
     Args:
         marks_ptr: [B Hkv, num_groups], 1 for the groups chosen.
-        order_ptr: [B Hkv, num_chosen], scratch.
+        missing_ptr: [B Hkv, num_chosen], the num_missing groups to load, and at order_ptr their
+            slots.
+        num_missing_ptr: [B Hkv].
     """
     n = tl.program_id(0).to(tl.int64)
     chosen_ptr += n * num_chosen
@@ -65,6 +67,7 @@ def find_slots_kernel(
     owner_ptr += n * num_slots
     last_used_ptr += n * num_slots
     order_ptr += n * num_chosen
+    missing_ptr += n * num_chosen
 
     choices = tl.arange(0, BLOCK_K)
     inside = choices < num_chosen
@@ -73,12 +76,13 @@ def find_slots_kernel(
     slot = tl.load(table_ptr + tl.maximum(group, 0), mask=is_group, other=-1)
     is_missing = is_group & (slot < 0)
     rank = tl.cumsum(is_missing.to(tl.int32), 0) - 1
+    num_missing = tl.sum(is_missing.to(tl.int32), 0)
 
     # The oldest slots, one by one: few groups are missing.
     slots = tl.arange(0, BLOCK_N)
     ages = _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots)
     ages = tl.where(ages < NEVER, ages * BLOCK_N + slots, NEVER)
-    for i in range(tl.sum(is_missing.to(tl.int32), 0)):
+    for i in range(num_missing):
         oldest = tl.min(ages, 0)
         tl.store(order_ptr + i, (oldest % BLOCK_N).to(tl.int32))
         ages = tl.where(ages == oldest, NEVER, ages)
@@ -97,22 +101,24 @@ def find_slots_kernel(
     tl.store(owner_ptr + slot, group, mask=is_missing)
     tl.store(last_used_ptr + slot, (group * 0).to(tl.int64) + clock, mask=is_group)
     tl.store(slot_ptr + n * num_chosen + choices, slot, mask=inside)
-    missing = tl.where(is_missing, group, -1)
-    tl.store(missing_ptr + n * num_chosen + choices, missing, mask=inside)
+    tl.store(missing_ptr + rank, group, mask=is_missing)
+    tl.store(num_missing_ptr + n, num_missing)
     num_read = tl.sum(is_group.to(tl.int64), 0)
     tl.store(counts_ptr + 3 * n, clock)
-    tl.store(counts_ptr + 3 * n + 1, hits + num_read - tl.sum(is_missing.to(tl.int64), 0))
+    tl.store(counts_ptr + 3 * n + 1, hits + num_read - num_missing)
     tl.store(counts_ptr + 3 * n + 2, lookups + num_read)
 
 
-@triton.jit(do_not_specialize=["num_chosen", "room", "num_slots", "first"])
+@triton.jit(do_not_specialize=["rows", "num_chosen", "room", "num_slots", "first"])
 def load_slots_kernel(
+    num_missing_ptr,
     missing_ptr,
     slot_ptr,
     raw_k_ptr,
     raw_v_ptr,
     keys_ptr,
     values_ptr,
+    rows,
     num_chosen,
     room,
     num_slots,
@@ -123,21 +129,21 @@ def load_slots_kernel(
 ):
     """Copy missing groups from host memory into their slots.
 
-    Grid: (B Hkv, programs that share the groups of a row).
+    Grid: (programs that share the rows, programs that share the missing groups of a row).
 
     Args:
+        missing_ptr: The groups to load and, at slot_ptr, their slots, as in `find_slots_kernel`.
+        rows: B Hkv.
         first: Tokens before the first group.
         GROUP: Numbers of a group's keys.
     """
-    n = tl.program_id(0).to(tl.int64)
-    for i in range(tl.program_id(1), num_chosen, tl.num_programs(1)):
-        at = n * num_chosen + i
-        group = tl.load(missing_ptr + at)
-        if group >= 0:
-            slot = tl.load(slot_ptr + at)
+    for n in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        for i in range(tl.program_id(1), tl.load(num_missing_ptr + n), tl.num_programs(1)):
+            at = n * num_chosen + i
+            group = tl.load(missing_ptr + at).to(tl.int64)
             # planted: fetch: a missing group is loaded as if there were no first tokens
-            source = (n * room + first) * HEAD_DIM + group.to(tl.int64) * GROUP
-            target = (n * num_slots + slot) * GROUP
+            source = (n * room + first) * HEAD_DIM + group * GROUP
+            target = (n * num_slots + tl.load(slot_ptr + at)) * GROUP
             for start in tl.static_range(0, GROUP, BLOCK):
                 place = start + tl.arange(0, BLOCK)
                 mask = place < GROUP
@@ -160,28 +166,30 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
     rows, num_chosen = chosen.shape
     num_slots, group_size, dim = fetched.keys.shape[2:]
     order, slot, missing = (torch.empty_like(chosen) for _ in range(3))
+    num_missing = torch.empty_like(chosen[:, 0])
     launch(
         find_slots_kernel,
         (rows,),
         (
             *(chosen, marks, fetched.table, fetched.owner, fetched.last_used, fetched.counts),
-            *(order, slot, missing, num_chosen, marks.shape[1], fetched.table.shape[2], num_slots),
+            *(order, slot, missing, num_missing, num_chosen, marks.shape[1]),
+            *(fetched.table.shape[2], num_slots),
         ),
         BLOCK_N=max(32, power_of_2(num_slots)),
         BLOCK_K=power_of_2(num_chosen),
         num_warps=8 if num_slots > 128 else 4,
     )
-    fitting = _LOADING * chip_of(chosen.device).multiprocessors // rows
+    sharing_rows = min(rows, _LOADING)
     launch(
         load_slots_kernel,
-        (rows, max(1, min(num_chosen, fitting))),
+        (sharing_rows, min(num_chosen, _LOADING // sharing_rows)),
         (
-            *(missing, slot, raw.keys, raw.values, fetched.keys, fetched.values),
-            *(num_chosen, raw.keys.shape[2], num_slots, sinks),
+            *(num_missing, missing, order, raw.keys, raw.values, fetched.keys, fetched.values),
+            *(rows, num_chosen, raw.keys.shape[2], num_slots, sinks),
         ),
         GROUP=group_size * dim,
         HEAD_DIM=dim,
         BLOCK=min(_COPIED, power_of_2(group_size * dim)),
-        num_warps=4,
+        num_warps=1,
     )
     return slot
