@@ -33,8 +33,9 @@ def filled_store(num_slots):
 @pytest.mark.parametrize("num_slots", [4, 7, 33])
 def test_slots_are_those_of_the_store(num_slots, monkeypatch):
     """Also of groups that were chosen before, and after a crop."""
-    if num_slots == 7:  # and that a program copies in pieces
+    if num_slots == 7:  # and that a program copies in pieces, for several rows
         monkeypatch.setattr(fetch_decode_slots, "_COPIED", 16)
+        monkeypatch.setattr(fetch_decode_slots, "_LOADING", 3)
     store, wanted = filled_store(num_slots), filled_store(num_slots)
     generator = torch.Generator("cpu").manual_seed(1)
     for step in range(24):
