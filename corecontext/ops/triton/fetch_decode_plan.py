@@ -130,7 +130,8 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
     launches = [score, choose, attend, merge]
     if overlaps:
         scores = [rotate, score] if scoring["WHOLE"] else [score]
-        # The bus is slow, and attention fills its time; else it fills the memory's beside scoring.
+        # Scoring leaves memory idle, and loading groups from host memory leaves it idle for longer:
+        # attention to compact entries runs beside the longer of the two.
         first = [*scores, attend] if sizes.has_slots else [attend, *scores]
         launches = [*first, choose, fetch, merge]
     num_parts = 1 + num_fetching + num_shares
