@@ -90,6 +90,8 @@ def _load(record: Record) -> tuple[str, str]:
     weights = params.get("weights", "bfloat16")  # older records do not name them
     if weights != "bfloat16":
         load += f", {weights} weights"
+    if params.get("compiled"):
+        load += ", torch.compile"
     return load, at_once
 
 

@@ -167,6 +167,7 @@ def test_the_table_has_the_newest_of_both_methods():
         record("vllm.next_token_ms", 6.0, "full", "1", **alone),
         record("vllm.cache_tokens", 7e6, "cca", "1", length=33792),
         record("vllm.requests_per_s", 2.0, "cca", "4", **together, requests=64, weights="fp8"),
+        record("vllm.next_token_ms", 2.0, "cca", "3", **alone, weights="fp8", compiled=True),
         record(
             "vllm.requests_per_s", 0.6, "full", "3", **together, requests=40, weights="bfloat16"
         ),
@@ -174,6 +175,7 @@ def test_the_table_has_the_newest_of_both_methods():
     *rows, _, note = vllm_markdown(records).splitlines()[2:]
     assert rows == [
         "| next token | 32K alone | 6 ms | 3 ms | 2.00x |",
+        "| next token | 32K alone, fp8 weights, torch.compile |  | 2 ms |  |",
         "| requests per second | 32K + 1,024, 40 at once | 0.6 | 1.5 | 2.50x |",
         "| requests per second | 32K + 1,024, fp8 weights, 64 at once |  | 2 |  |",
         "| tokens in the cache | requests of 33,792 tokens |  | 7,000,000 |  |",
