@@ -131,7 +131,7 @@ def _extended(method: str, sizes: Sizes = PLAIN) -> Row:
 
 # Rows whose trained models rivals take, too.
 FULL = _adapted("full", needles=25)
-FETCH_PAIRS = _adapted("fetch_equal_bytes", PAIRS, needles=25)
+FETCH_BITS = _adapted("fetch_equal_bytes", BITS)
 CORES = _adapted("cca", MASS, needles=25)
 RAW_HEADS = _adapted("cca_raw_heads", MASS, full_heads=HEADS, needles=25)
 
@@ -147,11 +147,11 @@ ROWS = (
     _adapted("full", seed=2),
     _adapted("streaming_llm", needles=25),
     _adapted("streaming_llm", seed=1),
-    FETCH_PAIRS,
+    _adapted("fetch_equal_bytes", PAIRS, needles=25),
     CORES,
     RAW_HEADS,
     _adapted("duo_attention", needles=25, full_heads=HEADS),
-    _adapted("fetch_equal_bytes", BITS),
+    FETCH_BITS,
     _adapted("streaming_llm", seed=2),
     _adapted("fetch_equal_bytes", BITS, seed=2),
     _adapted("duo_attention", seed=2, full_heads=HEADS),

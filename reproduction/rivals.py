@@ -66,6 +66,8 @@ class Comparison:
     seed: int = 0
     command: str | None = None
     """The command in the records; None is this process's."""
+    trained_index: str | None = None
+    """The index of fetch that the model was trained under."""
 
 
 def compare(
@@ -243,12 +245,14 @@ def _record(
 
 def _params(comparison: Comparison, cell: Cell, task: Task) -> dict[str, Any]:
     """Return the params of a record that are known before it is measured."""
+    trained_index = comparison.trained_index
     return {
         "model": comparison.name,
         "method": cell.method,
         "compression": cell.compression,
         "trained_by": comparison.trained_by,
         "trained_tokens": comparison.trained_tokens,
+        **({"trained_index": trained_index} if trained_index else {}),
         "task": task.name,
         "length": task.length,
         "seed": comparison.seed,

@@ -50,6 +50,9 @@ def rivals(
         str | None, typer.Option(help="The attention that the model was trained under.")
     ] = None,
     trained_tokens: Annotated[int, typer.Option(help="Tokens of that training.")] = 0,
+    trained_index: Annotated[
+        str | None, typer.Option(help="Index of fetch in that training.")
+    ] = None,
     needles: Annotated[int, typer.Option(help="Needles of each length.")] = DEFAULT.needles,
     needle_length: Annotated[
         list[int], typer.Option(help="Tokens of a needle's prompt; may be repeated.")
@@ -127,6 +130,7 @@ def rivals(
         first_tokens,
         output,
         seed,
+        trained_index=trained_index,
     )
     methods = method or ("full", *(PRESSED if find_spec("kvpress") else OWN))
     compare(real, comparison, cells_of(methods, compression))

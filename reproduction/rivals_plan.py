@@ -56,6 +56,13 @@ class Row:
         """The tokens of that training."""
         return self.trained.trained_tokens if self.trained else 0
 
+    @property
+    def trained_index(self) -> str | None:
+        """The index of fetch in that training."""
+        if self.trained is None or not self.trained.method.startswith("fetch"):
+            return None
+        return self.trained.sizes.fetch_index
+
     def command(self, model: str, cells: Sequence[Cell], options: Sequence[str] = ()) -> str:
         """Return the command that measures cells of this row alone.
 
@@ -125,7 +132,7 @@ class Row:
     def _is_of(self, record: Record, model: str) -> bool:
         """Whether a record is of this row's model and measure."""
         wanted = {"model": model, "trained_by": self.trained_by, "seed": 0}
-        wanted["trained_tokens"] = self.trained_tokens
+        wanted |= {"trained_tokens": self.trained_tokens, "trained_index": self.trained_index}
         if self.index is not None:
             wanted["index"] = self.index
         is_time = record.name == "real.first_token_s"
@@ -173,8 +180,8 @@ ROWS = (
     Row(("full", "cca", "fetch"), TIME, first_tokens=7),
     Row(("cca_raw_heads",), TIME, first_tokens=7, **WITH_HEADS),
     Row(PRESSED, TIME, first_tokens=7),
-    # 3. Fetch on the adapted model.
-    *_rows("fetch", FETCH_FITS, trained=real_plan.FETCH_PAIRS),
+    # 3. Fetch on the model that the default recipe adapts.
+    *_rows("fetch", FETCH_FITS, trained=real_plan.FETCH_BITS),
     # 4. Presses on the model as it is, and on that trained under full attention.
     *(Row(PRESSED, counts) for counts in ALL),
     *(Row(PRESSED, counts, trained=real_plan.FULL) for counts in ALL),

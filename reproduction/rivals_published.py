@@ -72,6 +72,8 @@ class PublishedCells:
         folder = f"DIR/{self._target(row).name}"
         options = ["--name", self.material.name, "--trained-by", row.trained.method]
         options += ["--trained-tokens", str(row.trained_tokens)]
+        if row.trained_index is not None:
+            options += ["--trained-index", row.trained_index]
         return row.command(folder, cells, options)
 
     def seconds(self, row: Row, cells: Sequence[Cell]) -> float:
@@ -94,6 +96,7 @@ class PublishedCells:
             row.first_tokens,
             output,
             command=self.command(row, cells),
+            trained_index=row.trained_index,
         )
         compare(real, comparison, cells, self.questions)
 

@@ -16,11 +16,14 @@ from corecontext.baselines import enabled
 from corecontext.cost import cache_bytes
 from corecontext.heads.budget import Shape, Unit
 from corecontext.inference import prefill
+from corecontext.integrations.hf_names import with_cache
 from corecontext.loading import load, one_line
 from corecontext.record import append_records, make_record, read_records
 from reproduction import real_plan, rivals_caches, rivals_plan, rivals_published
 from reproduction.command import main
+from reproduction.real import Protocol
 from reproduction.real_methods import Heads, Sizes
+from reproduction.real_tasks import LIST_TOKENS
 from reproduction.real_training import Adaptation
 from reproduction.rivals_caches import CacheRun
 from reproduction.rivals_tables import rivals_markdown
@@ -114,7 +117,7 @@ def test_a_question_is_read_from_the_compressed_context(loaded, name, compressio
         else:
             with one_line(), enabled(model, config):
                 cache = prefill(model, tokens[:, :400]).cache
-                steps = [model(tokens[:, [i]], past_key_values=cache) for i in range(400, 439)]
+                steps = [model(tokens[:, [i]], **with_cache(cache)) for i in range(400, 439)]
             expected = torch.cat([step.logits[0] for step in steps])[-20:]
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
     assert run.first_token(cell, ITEM) == sizes
@@ -223,6 +226,23 @@ def test_published_cells_without_records_are_measured(loaded, data, tmp_path, mo
     assert main([*alone.split()[3:], "--output", str(output), "--device", "cpu"]) == 0
     again = read_records(output)[-1]
     assert (again.params, again.value) == (records[3].params, records[3].value)
+
+
+def test_cells_of_a_model_trained_under_another_index_are_missing(loaded):
+    sizes = Sizes(96, 4, 16, 4, fetch_groups=2, fetch_index="bits:2")
+    training = real_plan.Row("fetch", sizes, Adaptation(1))
+    row = rivals_plan.Row(("fetch",), rivals_plan.LISTS, (4,), trained=training)
+    assert "--trained-index bits:2" in rivals_published.PublishedCells(
+        Protocol(loaded.model.name_or_path, "d", "out", device="cpu")
+    ).command(row, [Cell("fetch", 4)])
+    params = {"model": "m", "method": "fetch", "compression": 4, "seed": 0, "index": "bits:2"}
+    params |= {"task": "list", "length": LIST_TOKENS, "trained_tokens": row.trained_tokens}
+    params["trained_by"] = "fetch"
+    of_pairs = make_record("real.accuracy", 1.0, params, device="cpu")
+    of_bits = replace(of_pairs, params={**params, "trained_index": "bits:2"})
+    assert row.missing([of_pairs], "m") == [Cell("fetch", 4)]
+    assert row.missing([of_pairs, of_bits], "m") == []
+    assert rivals_plan.Row(("cca",), Counts(), trained=real_plan.CORES).trained_index is None
 
 
 def test_presses_share_a_reading_of_answers_and_none_of_times():
