@@ -10,6 +10,7 @@ from transformers import StaticCache
 from benchmarks.shapes import make_prompt
 from corecontext.config import CCAConfig
 from corecontext.inference import Engine, prefill
+from corecontext.integrations.hf_names import with_cache
 from corecontext.integrations.transformers import enabled
 
 NEW_TOKENS = 8
@@ -38,7 +39,7 @@ def check_model(model: Any, config: CCAConfig) -> None:
         for i, token in enumerate(made[:-1]):
             out = model(
                 ids.new_tensor([[token]]),
-                past_key_values=cache,
+                **with_cache(cache),
                 position_ids=positions[:, None] + i,
             )
             steps.append(out.logits[0, -1].float())

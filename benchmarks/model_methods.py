@@ -26,6 +26,7 @@ from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads
 from corecontext.inference import Engine, prefill
 from corecontext.inference.session import SessionKey
 from corecontext.integrations.hf_cache import GivenLayer
+from corecontext.integrations.hf_names import with_cache
 from corecontext.model_sizes import ModelSizes
 
 FULL = ("full", *KERNELS)
@@ -99,7 +100,7 @@ class PlainRun:
         """Make one more token."""
         with _kernel(self.method, decoding=True):
             out = self.model(
-                self.token, past_key_values=self.cache, position_ids=self.positions, use_cache=True
+                self.token, **with_cache(self.cache), position_ids=self.positions, use_cache=True
             )
         self.token = out.logits[:, -1:].argmax(-1)
         self.positions = self.positions + 1
@@ -140,7 +141,7 @@ class StaticRun:
     def _step(self) -> None:
         with _kernel(self.method, decoding=True):
             out = self.model(
-                self.token, past_key_values=self.cache, position_ids=self.positions, use_cache=True
+                self.token, **with_cache(self.cache), position_ids=self.positions, use_cache=True
             )
         self.token.copy_(out.logits[:, -1:].argmax(-1))
         self.positions.add_(1)

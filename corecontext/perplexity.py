@@ -17,6 +17,7 @@ from torch import Tensor
 from corecontext.config import DEFAULT_SINK_SIZE
 from corecontext.files import UserError
 from corecontext.integrations.hf_head import head_logits
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import WHOLE, Loaded, encode
 from corecontext.record import Record, make_record
@@ -197,8 +198,8 @@ def document_nll(
     with torch.inference_mode():
         for start in range(0, input_ids.shape[1], chunk_size):
             chunk = input_ids[:, start : start + chunk_size]
-            out = model(chunk, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(chunk, **with_cache(cache), use_cache=True)
+            cache = returned_cache(out)
             targets = input_ids[0, start + 1 : start + 1 + chunk.shape[1]]
             logits = out.logits[0, : len(targets)].float()
             losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())

@@ -11,17 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import corecontext
+from corecontext.inference import prefill
 from corecontext.integrations.hf_cache import cache_bytes
 
 
 def cached_bytes(model: torch.nn.Module, length: int) -> int:
-    """Return the cache size after a prompt of `length` random tokens and one more token."""
+    """Return the cache size after a prompt of `length` random tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
-    with torch.inference_mode():
-        out = model(ids, use_cache=True, logits_to_keep=1)
-        out = model(out.logits.argmax(-1), past_key_values=out.past_key_values, use_cache=True)
-    return cache_bytes(out.past_key_values)
+    return cache_bytes(prefill(model, ids).cache)
 
 
 def main() -> None:
@@ -38,7 +36,7 @@ def main() -> None:
         full = cached_bytes(model, length)
         with corecontext.enabled(model, config):
             compact = cached_bytes(model, length)
-        print(f"{length + 1:8} {full:12} {compact:12}   {full / compact:.1f}x less")
+        print(f"{length:8} {full:12} {compact:12}   {full / compact:.1f}x less")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 import corecontext
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_names import returned_cache
 
 ASSETS = Path(str(files("corecontext"))) / "assets"
 
@@ -35,7 +36,8 @@ def main() -> None:
             **prompt, max_new_tokens=30, do_sample=False, return_dict_in_generate=True
         )
     tokens = prompt["input_ids"].shape[1]
-    print(f"{tokens} tokens in the prompt, {cache_bytes(out.past_key_values)} bytes in the cache")
+    size = cache_bytes(returned_cache(out))
+    print(f"{tokens} tokens in the prompt, {size} bytes in the cache")
     print(options.question.strip() + tokenizer.decode(out.sequences[0, tokens:]))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from corecontext.baselines import enabled
 from corecontext.files import UserError
 from corecontext.integrations.hf_cache import cache_bytes, host_bytes
+from corecontext.integrations.hf_names import returned_cache
 from corecontext.loading import Loaded, one_line
 from corecontext.perplexity import hidden_nll
 
@@ -72,7 +73,7 @@ class AttentionRun:
         tokens = tokens_of([ids], self.model)
         with one_line(), torch.inference_mode():
             try:
-                cache = self.model.get_decoder()(tokens, use_cache=True).past_key_values
+                cache = returned_cache(self.model.get_decoder()(tokens, use_cache=True))
             except NotImplementedError:
                 return NO_CACHE
         return {"device_bytes": cache_bytes(cache), "host_bytes": host_bytes(cache)}

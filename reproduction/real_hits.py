@@ -11,6 +11,7 @@ from torch import Tensor
 from corecontext.baselines import enabled
 from corecontext.cache import parts_of
 from corecontext.config import CCAConfig
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.loading import Loaded
 from reproduction.real_attention import tokens_of
 
@@ -32,7 +33,7 @@ def hit_rates(
     config = config.replace(store="device", backend="packed")
     choices: list[list[Tensor]] = []
     with enabled(loaded.model, config), torch.inference_mode():
-        cache = loaded.model.get_decoder()(tokens[:, :-steps], use_cache=True).past_key_values
+        cache = returned_cache(loaded.model.get_decoder()(tokens[:, :-steps], use_cache=True))
         for layer in cache.layers:
             for cached in parts_of(layer.compact):
                 of_layer: list[Tensor] = []
@@ -41,7 +42,7 @@ def hit_rates(
         for step in range(steps, 0, -1):
             position = tokens.shape[1] - step
             loaded.model.get_decoder()(
-                tokens[:, position : position + 1], past_key_values=cache, use_cache=True
+                tokens[:, position : position + 1], **with_cache(cache), use_cache=True
             )
     # [KV heads of all layers, steps, k].
     by_head = torch.cat([torch.stack(each, 1) for each in choices if each]).tolist()

@@ -24,6 +24,7 @@ from corecontext.inference import prefill
 from corecontext.inference.prefill import end_prompt, new_cache, read_chunk
 from corecontext.integrations.hf_cache import cache_bytes as bytes_of
 from corecontext.integrations.hf_cache import host_bytes
+from corecontext.integrations.hf_names import with_cache
 from corecontext.loading import Loaded, one_line
 from reproduction.real_methods import Heads, Sizes, describe, equal_heads
 from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item
@@ -221,7 +222,7 @@ class CacheRun:
                 "host_bytes": host_bytes(cache),
             }
             # Tokens whose logits are kept are no part of the prompt: the settings read them.
-            output = self.model(question, past_key_values=cache, logits_to_keep=question.shape[1])
+            output = self.model(question, **with_cache(cache), logits_to_keep=question.shape[1])
         answers[self.cells[-1]] = output.logits[0, first:], sizes
         return answers
 

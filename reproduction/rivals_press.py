@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, DynamicCache
 
 from corecontext.config import CCAConfig
+from corecontext.integrations.hf_names import OLD_NAME, given_cache, with_cache
 from corecontext.integrations.kvpress import CCAPress
 from corecontext.loading import Loaded
 from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item
@@ -139,7 +140,7 @@ class PressRun:
                 if cell.method != "kvzip":
                     press.forward_hook = functools.partial(_compress_copy, contexts, cell, press)
                     hooks.enter_context(press(self.model))
-            self.model.model(input_ids=ids, past_key_values=shared)
+            self.model.model(input_ids=ids, **with_cache(shared))
         for cell in self.cells:
             if cell.method == "full":
                 contexts[cell] = Compressed(shared, self._visible(shared))
@@ -165,7 +166,7 @@ class PressRun:
 
         press.compress_post = hide
         with press(self.model):
-            self.model.model(input_ids=ids, past_key_values=cache)
+            self.model.model(input_ids=ids, **with_cache(cache))
         return contexts
 
     def _visible(self, cache: DynamicCache) -> list[Tensor]:
@@ -192,7 +193,7 @@ class PressRun:
                 hooks.callback(hook.remove)
             output = self.model(
                 input_ids=ids.expand(len(contexts), -1),
-                past_key_values=cache,
+                **with_cache(cache),
                 position_ids=positions,
                 logits_to_keep=len(item.ids) - item.answer,
             )
@@ -254,12 +255,12 @@ def _compress_copy(
     if not isinstance(context, Compressed):
         return
     args, kwargs, output = call
-    layer = copy.copy(kwargs["past_key_values"].layers[module.layer_idx])
+    layer = copy.copy(given_cache(kwargs).layers[module.layer_idx])
     context.cache.layers.append(layer)
     try:
         # A press compares its position with the length: on the CPU, without waiting for the device.
         position = torch.tensor([layer.keys.shape[2] - 1])
-        arguments = {**kwargs, "past_key_values": context.cache, "cache_position": position}
+        arguments = {**kwargs, OLD_NAME: context.cache, "cache_position": position}
         type(press).forward_hook(press, module, args, arguments, output)
     except FAILURES as error:
         contexts[cell] = error

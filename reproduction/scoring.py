@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 
 from corecontext.files import UserError
 from corecontext.integrations.hf_cache import cache_bytes, host_bytes
+from corecontext.integrations.hf_names import returned_cache
 from corecontext.terminal import progress
 from reproduction.miniature import autocast, nll_of
 from reproduction.sizes import Size
@@ -207,7 +208,7 @@ def time_and_cache(
                 out = model(ids, use_cache=True, logits_to_keep=1)
             _wait(device)
             seconds.append((time.perf_counter() - begin) / len(ids))
-    cache = out.past_key_values
+    cache = returned_cache(out)
     return seconds[1:], cache_bytes(cache) // len(ids), host_bytes(cache) // len(ids)
 
 

@@ -45,6 +45,7 @@ from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.sharded_prefill import context_parallel_prefill
+from corecontext.integrations.hf_names import with_cache
 from corecontext.ops import rules
 from corecontext.ops.spec import Inputs, Spec
 
@@ -315,7 +316,7 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
 def continued(model: torch.nn.Module, ids: torch.Tensor, read: Prefilled) -> torch.Tensor:
     """The prompt and eight tokens chosen greedily from a filled cache."""
     ids = torch.cat((ids, read.logits.argmax(-1, keepdim=True)), 1)
-    return model.generate(ids, past_key_values=read.cache, max_new_tokens=7, do_sample=False)
+    return model.generate(ids, **with_cache(read.cache), max_new_tokens=7, do_sample=False)
 
 
 def parts_of(cache: Cache) -> list[CompactLayer]:

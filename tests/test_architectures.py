@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, HunYuanDenseV1Config
 import corecontext
 from corecontext import CCAConfig, baselines
 from corecontext.integrations import hf_attention, transformers
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
 
@@ -47,7 +48,7 @@ def test_more_families_equal_the_dense_oracle(family):
         torch.testing.assert_close(stateless(model, ids), expected, rtol=1e-4, atol=3e-5)
         before = model(ids[:, :14], use_cache=True)
         after = [
-            model(ids[:, t : t + 1], past_key_values=before.past_key_values).logits
+            model(ids[:, t : t + 1], **with_cache(returned_cache(before))).logits
             for t in range(14, 26)
         ]
         once = torch.cat((before.logits, *after), 1)

@@ -33,6 +33,7 @@ from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, s
 from corecontext.baselines.rivals import offered, takers
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.files import UserError
+from corecontext.integrations.hf_names import returned_cache, with_cache
 
 LAYER = Layer(0, 0, 4, 2)
 
@@ -449,19 +450,19 @@ def test_a_cache_keeps_its_sizes_and_its_kind():
     model, ids = tiny_model(), tokens(1, 12)
     with torch.no_grad():
         with baselines.enabled(model, WindowOnly(0, 6)):
-            cache = model(ids, use_cache=True).past_key_values
+            cache = returned_cache(model(ids, use_cache=True))
         with (
             baselines.enabled(model, WindowOnly(0, 7)),
             pytest.raises(ValueError, match=r"keep its sizes \(0, 6\), got \(0, 7\). Start a new"),
         ):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
         with baselines.enabled(model, LMInfinite(0, 6)):
-            model(ids[:, :1], past_key_values=cache)  # of the same sizes
+            model(ids[:, :1], **with_cache(cache))  # of the same sizes
         with (
             baselines.enabled(model, LongLoRA(4)),
             pytest.raises(NotImplementedError, match="SinkCacheLayer cannot be used here"),
         ):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
         offloaded = DynamicCache(config=model.config)
         # The argument would make a stream, for which PyTorch for GPUs needs a GPU.
         offloaded.offloading = True
@@ -469,7 +470,7 @@ def test_a_cache_keeps_its_sizes_and_its_kind():
             baselines.enabled(model, WindowOnly(0, 6)),
             pytest.raises(NotImplementedError, match="cannot be used here. Use DynamicCache"),
         ):
-            model(ids, past_key_values=offloaded)
+            model(ids, **with_cache(offloaded))
 
 
 def test_documents_are_told_by_positions_or_by_their_edges():

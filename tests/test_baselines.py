@@ -29,6 +29,7 @@ from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, s
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.ops.rotary import Rotary
 
 FAMILIES = (
@@ -57,8 +58,8 @@ def in_parts(model, ids):
     parts, cache = [], None
     for a, b in ((0, 2), (2, 20), (20, 21), (21, 22), (22, 45)):
         with torch.no_grad():
-            step = model(ids[:, a:b], past_key_values=cache, use_cache=True)
-        parts, cache = [*parts, step.logits], step.past_key_values
+            step = model(ids[:, a:b], **with_cache(cache), use_cache=True)
+        parts, cache = [*parts, step.logits], returned_cache(step)
     return torch.cat(parts, 1), cache
 
 
@@ -200,11 +201,11 @@ def test_packed_documents_equal_single_ones(config):
         )
         if config.name != "longlora":
             with torch.no_grad():
-                cache = model(
-                    torch.cat(parts, 1), position_ids=positions, use_cache=True
-                ).past_key_values
+                cache = returned_cache(
+                    model(torch.cat(parts, 1), position_ids=positions, use_cache=True)
+                )
                 with pytest.raises(ValueError, match="packed in one row cannot be continued"):
-                    model(parts[0][:, :1], past_key_values=cache)
+                    model(parts[0][:, :1], **with_cache(cache))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -344,8 +345,8 @@ def test_minference_reads_sparsely_and_decodes_densely(family):
         sparse = logits(model, ids)
         assert (sparse - full).abs().max() > 1e-3
         with torch.no_grad():
-            cache = model(ids[:, :60], use_cache=True).past_key_values
-            step = model(ids[:, 60:], past_key_values=cache, use_cache=True).logits
+            cache = returned_cache(model(ids[:, :60], use_cache=True))
+            step = model(ids[:, 60:], **with_cache(cache), use_cache=True).logits
         copied = DynamicCache(config=model.config)
         for i, layer in enumerate(cache.layers):
             copied.update(layer.keys[:, :, :60], layer.values[:, :, :60], i)
@@ -353,7 +354,7 @@ def test_minference_reads_sparsely_and_decodes_densely(family):
     if family != "gemma2":
         with torch.no_grad():  # the same cache under full attention gives the same next token
             torch.testing.assert_close(
-                model(ids[:, 60:], past_key_values=copied).logits, step, rtol=1e-4, atol=5e-5
+                model(ids[:, 60:], **with_cache(copied)).logits, step, rtol=1e-4, atol=5e-5
             )
 
 
@@ -547,7 +548,7 @@ def test_memory_grows_with_the_length_not_its_square(monkeypatch):
 def test_cache_bytes_are_those_of_sinks_and_window():
     model = tiny_model()
     with baselines.enabled(model, StreamingLLM(4, 10)), torch.no_grad():
-        cache = model(tokens(1, 120), use_cache=True).past_key_values
+        cache = returned_cache(model(tokens(1, 120), use_cache=True))
     assert cache_bytes(cache) == 2 * 2 * 2 * 16 * 4 * (
         4 + 10
     )  # layers, K and V, KV heads, head size, bytes
@@ -573,11 +574,11 @@ def test_refusals():
     with pytest.raises(ValueError, match="enabled twice"):
         baselines.enable(model, LongLoRA())
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
+        cache = returned_cache(model(ids, use_cache=True))
         with pytest.raises(NotImplementedError, match="cannot be taken back"):
             cache.layers[0].crop(-1)
         with pytest.raises(NotImplementedError, match="Use DynamicCache"):
-            model(ids, past_key_values=StaticCache(model.config, max_cache_len=40))
+            model(ids, **with_cache(StaticCache(model.config, max_cache_len=40)))
         with pytest.raises(NotImplementedError, match="output_attentions"):
             model(ids, output_attentions=True)
     handle.disable()
@@ -591,9 +592,9 @@ def test_refusals():
     ):
         logits(model, ids, attention_mask=mask)
     with torch.no_grad():
-        filled = model(ids, use_cache=True).past_key_values
+        filled = returned_cache(model(ids, use_cache=True))
     with (
         baselines.enabled(model, WindowOnly(0, 4)),
         pytest.raises(ValueError, match="cached by another attention"),
     ):
-        model(ids, past_key_values=filled)
+        model(ids, **with_cache(filled))

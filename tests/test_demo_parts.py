@@ -38,7 +38,7 @@ class Script:
         self.left = [ord(c) for c in text]
         self.read: list[list[int]] = []
 
-    def __call__(self, tokens, past_key_values, use_cache, logits_to_keep):
+    def __call__(self, tokens, use_cache, logits_to_keep, **cache):
         self.read.append(tokens[0].tolist())
         logits = torch.zeros(1, tokens.shape[1], 128)
         logits[0, -1, self.left.pop(0)] = 1.0

@@ -36,6 +36,7 @@ from corecontext.eval.summary import (
     to_records,
 )
 from corecontext.files import UserError
+from corecontext.integrations.hf_names import with_cache
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import Record, read_records
@@ -986,7 +987,7 @@ def test_losses_that_are_no_numbers_are_an_error():
     def model(ids, **_):
         logits = torch.zeros(1, ids.shape[1], 5)
         logits[0, 2] = math.nan
-        return SimpleNamespace(logits=logits, past_key_values=None)
+        return SimpleNamespace(logits=logits, **with_cache(None))
 
     with pytest.raises(UserError, match="logits must be finite, got NaN or infinity at token 2"):
         document_nll(model, torch.zeros(1, 6, dtype=torch.long))

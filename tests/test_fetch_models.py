@@ -13,6 +13,7 @@ from corecontext.inference import Engine
 from corecontext.inference.limits import host_bytes_of
 from corecontext.inference.session import configured
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_names import returned_cache
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records
@@ -117,7 +118,7 @@ def test_a_cache_counts_its_raw_tokens():
     sizes = []
     for change in ({}, {"fetch_groups": 0}):
         with corecontext.enabled(model, CONFIG.replace(**change)):
-            sizes.append(cache_bytes(model(ids).past_key_values))
+            sizes.append(cache_bytes(returned_cache(model(ids))))
     config = model.config
     heads = config.num_hidden_layers * config.num_key_value_heads
     groups = (61 - 4) // 4

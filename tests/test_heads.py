@@ -14,6 +14,7 @@ from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactKVCache, CompactLayer
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_names import returned_cache
 from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -223,11 +224,11 @@ def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
             Engine(model, chunk_size=16).generate(ids, max_new_tokens=12) == wanted[:, 50:].tolist()
         )
         with torch.no_grad():
-            full = model(ids[:1], use_cache=True).past_key_values
+            full = returned_cache(model(ids[:1], use_cache=True))
         one = CCAConfig.paper(5, 13)
         handle.configure(**one.to_dict())
         with torch.no_grad():
-            assert cache_bytes(full) != cache_bytes(model(ids[:1], use_cache=True).past_key_values)
+            assert cache_bytes(full) != cache_bytes(returned_cache(model(ids[:1], use_cache=True)))
         handle.configure(**MIXED.to_dict())
         model.save_pretrained(tmp_path)
     again = corecontext.from_pretrained(str(tmp_path)).to(model.device)

@@ -23,6 +23,7 @@ from corecontext.inference.limits import (
     rounded_up,
 )
 from corecontext.inference.sampling import InvalidLogits
+from corecontext.integrations.hf_names import with_cache
 from corecontext.integrations.transformers import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -429,7 +430,7 @@ def test_a_shrunk_window_equals_a_model_that_shrinks(model, at, static):
                     layer.compact.shrink_window(4)
             with torch.no_grad():
                 logits = model(
-                    token[:, None], past_key_values=out.cache, position_ids=(positions + n)[:, None]
+                    token[:, None], **with_cache(out.cache), position_ids=(positions + n)[:, None]
                 ).logits
             token = logits[:, -1].argmax(-1)
     finally:

@@ -27,6 +27,7 @@ from corecontext.inference.prefill import read_left_padding
 from corecontext.inference.sampling import INVALID, Sampler, _kept, choose_rows
 from corecontext.inference.session import SessionKey, configured
 from corecontext.inference.stream import Generation
+from corecontext.integrations.hf_names import with_cache
 from corecontext.integrations.transformers import handle_of
 
 # The package has the function by the module's name.
@@ -685,7 +686,7 @@ def test_each_kind_of_sampling_has_its_captured_step(model, monkeypatch):
         assert fetching.fixed and fetching.capture == fetching.tokens.is_cuda
         fetching.capture = True
         with fetching.configured():
-            model(fetching.tokens.repeat(1, 20), past_key_values=fetching.cache, use_cache=True)
+            model(fetching.tokens.repeat(1, 20), **with_cache(fetching.cache), use_cache=True)
         made.clear()
         fused = mock.Mock(side_effect=model)
         fetching.forward = fused

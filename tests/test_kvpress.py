@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.integrations.hf_names import given_cache
 
 kvpress = pytest.importorskip(
     "kvpress", reason="kvpress needs transformers < 5.3, in an environment of its own"
@@ -156,7 +157,7 @@ def test_entries_are_as_many_as_the_ratio_allows(pipeline):
 
     def keep(module, args, kwargs, output):
         nonlocal cache
-        cache = cache or kwargs["past_key_values"].layers[0].keys.shape[2]
+        cache = cache or given_cache(kwargs).layers[0].keys.shape[2]
 
     hook = pipeline.model.model.layers[1].register_forward_hook(keep, with_kwargs=True)
     try:

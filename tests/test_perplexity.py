@@ -10,6 +10,7 @@ import torch
 
 from corecontext import perplexity
 from corecontext.files import UserError
+from corecontext.integrations.hf_names import with_cache
 from corecontext.perplexity import Perplexity, document_nll, measure, print_table, to_records
 
 NLL = torch.cat((torch.full((511,), 1.0), torch.full((512,), 2.0), torch.full((176,), 3.0)))
@@ -28,7 +29,7 @@ def test_each_bucket_has_the_mean_of_its_own_losses():
 
 
 def a_model(ids: torch.Tensor, **_) -> SimpleNamespace:
-    return SimpleNamespace(logits=torch.zeros(1, ids.shape[1], 5), past_key_values=None)
+    return SimpleNamespace(logits=torch.zeros(1, ids.shape[1], 5), **with_cache(None))
 
 
 def test_progress_counts_every_token_once():

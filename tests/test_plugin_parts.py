@@ -30,6 +30,7 @@ from corecontext.integrations.hf_cache import (
     host_bytes,
     layer_bytes,
 )
+from corecontext.integrations.hf_names import returned_cache
 from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
 from corecontext.integrations.transformers import handle_of
 from corecontext.ops.rotary import Rotary
@@ -274,7 +275,7 @@ def test_a_wrapped_model_is_enabled_inside():
     handle = corecontext.enable(wrapper, CONFIG, rollback=5)
     assert handle.model is inner and handle_of(wrapper) is handle
     with torch.no_grad():
-        cache = inner(tokens(1, 5), use_cache=True).past_key_values
+        cache = returned_cache(inner(tokens(1, 5), use_cache=True))
     assert cache.layers[0].compact.rollback == 5
 
 

@@ -15,6 +15,7 @@ from corecontext.inference import Engine, prefill
 from corecontext.inference.limits import cache_bytes_per_token
 from corecontext.integrations import hf_call
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.loading import Loaded
 from corecontext.model_sizes import ModelSizes
 from corecontext.perplexity import document_nll
@@ -64,12 +65,12 @@ def test_steps_are_those_of_the_dense_definition(monkeypatch, settings):
         logits = [out.logits]
         for position in range(41, 60):
             token = ids[:, position : position + 1]
-            logits.append(model(token, past_key_values=out.past_key_values).logits)
+            logits.append(model(token, **with_cache(returned_cache(out))).logits)
         torch.testing.assert_close(torch.cat(logits, 1), truth, rtol=0, atol=1e-10)
         # The prompt in chunks, the last of one token.
         read = prefill(model, ids[:, :41], chunk_size=8)
         torch.testing.assert_close(read.logits, truth[:, 40], rtol=0, atol=1e-10)
-        assert cache_bytes(read.cache) <= cache_bytes(out.past_key_values)
+        assert cache_bytes(read.cache) <= cache_bytes(returned_cache(out))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_raw_tokens_leave_with_the_last_chunk():
     """Before a first step needs memory, too."""
     model, held = tiny_model(), []
     with corecontext.enabled(model, CONFIG):
-        model.register_forward_hook(lambda module, args, out: held.append(out.past_key_values))
+        model.register_forward_hook(lambda module, args, out: held.append(returned_cache(out)))
         cache = prefill(model, tokens(1, 30), chunk_size=20).cache
     assert held == [cache] and all(layer.compact.store is None for layer in cache.layers)
 

@@ -26,6 +26,7 @@ from corecontext.data.readers import read_lines
 from corecontext.files import UserError
 from corecontext.heads.budget import Shape, Unit
 from corecontext.inference.engine import Engine
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.loading import load, load_config
 from corecontext.perplexity import hidden_nll
 from corecontext.record import append_records, make_record, read_records
@@ -186,10 +187,10 @@ def test_hits_are_those_of_slots_on_the_device(model):
     decoder = loaded.model.get_decoder()
     for count, rate in rates.items():
         with enabled(loaded.model, config.replace(fetch_slots=count)), torch.inference_mode():
-            cache = decoder(ids[None, :100], use_cache=True).past_key_values
+            cache = returned_cache(decoder(ids[None, :100], use_cache=True))
             first = None
             for i in range(100, 120):
-                decoder(ids[None, i : i + 1], past_key_values=cache, use_cache=True)
+                decoder(ids[None, i : i + 1], **with_cache(cache), use_cache=True)
                 stores = [layer.compact.store for layer in cache.layers]
                 counts = [
                     sum(int(getattr(x, name)) for x in stores) for name in ("hits", "lookups")

@@ -26,6 +26,7 @@ from corecontext.cache import CompactLayer
 from corecontext.config import LEARNED
 from corecontext.files import UserError
 from corecontext.inference import Engine
+from corecontext.integrations.hf_names import returned_cache
 from corecontext.loading import load
 from corecontext.ops import reference, rules
 from corecontext.ops.spec import Groups, Spec
@@ -446,10 +447,10 @@ def test_sizes_by_layer_are_sizes_of_layers(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = CCAConfig.paper(window_size=8, layer_group_sizes=(1, 4, 8))
     with enabled(model, config) as handle, torch.no_grad():
-        cache = model(ids(64), use_cache=True).past_key_values
+        cache = returned_cache(model(ids(64), use_cache=True))
         assert [layer.compact.group_size for layer in cache.layers] == [1, 4, 8]
         handle.configure(group_size=2)
-        cache = model(ids(64), use_cache=True).past_key_values
+        cache = returned_cache(model(ids(64), use_cache=True))
         assert [layer.compact.group_size for layer in cache.layers] == [2, 2, 2]
     with (
         enabled(model, config.replace(layer_group_sizes=(4, 4, 4))),

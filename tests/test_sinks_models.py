@@ -16,6 +16,7 @@ from corecontext import CCAConfig
 from corecontext.cli import main
 from corecontext.inference import Engine
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_names import returned_cache
 from corecontext.integrations.transformers import handle_of
 from corecontext.loading import load
 
@@ -78,7 +79,7 @@ def test_beams_padding_and_the_bytes():
                 batch[row : row + 1, 37 - n :], recompute(model, tokens(1, n, seed=n), 14)
             )
         with torch.no_grad():
-            cache = model(tokens(1, 50), use_cache=True).past_key_values
+            cache = returned_cache(model(tokens(1, 50), use_cache=True))
     numbers = 2 * 16 + 1  # of a key, a value and a mass
     entry = model.config.num_hidden_layers * model.config.num_key_value_heads * numbers * 4
     assert cache_bytes(cache) == (50 // 4 - 2 + 8 + 9 + 4 - 1) * entry

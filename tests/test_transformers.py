@@ -1,6 +1,7 @@
 """The plug-in: every family against a dense oracle, every way of generating, and every refusal."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 import corecontext
 from corecontext import CCAConfig
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
+from corecontext.integrations.hf_names import NAME, OLD_NAME, returned_cache, with_cache
 from corecontext.integrations.transformers import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -39,18 +41,30 @@ def test_family_equals_dense_oracle(family):
         logits, cache = [], None
         with torch.no_grad():
             for a, b in ((0, 20), (20, 21), (21, 28), (28, 29), (29, 61)):
-                step = model(ids[:, a:b], past_key_values=cache, use_cache=True)
-                logits, cache = [*logits, step.logits], step.past_key_values
+                step = model(ids[:, a:b], **with_cache(cache), use_cache=True)
+                logits, cache = [*logits, step.logits], returned_cache(step)
         torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=3e-5)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, full)
+
+
+@pytest.mark.parametrize("name", [OLD_NAME, NAME])
+def test_a_cache_may_be_given_by_the_old_name(name):
+    model = tiny_model()
+    ids = tokens(1, 40)
+    with corecontext.enabled(model, CONFIG), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the old name, from transformers 5.24 on
+        cache = DynamicCache(config=model.config)
+        steps = [model(ids[:, a:b], **{name: cache}).logits for a, b in ((0, 30), (30, 40))]
+        assert isinstance(cache.layers[0], CCALayer)
+        torch.testing.assert_close(torch.cat(steps, 1), model(ids, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen2-hybrid"])
 def test_sliding_layers_stay(family):
     model = tiny_model(family)
     with corecontext.enabled(model, CONFIG), torch.no_grad():
-        cache = model(tokens(1, 30), use_cache=True).past_key_values
+        cache = returned_cache(model(tokens(1, 30), use_cache=True))
     kinds = [type(layer) for layer in cache.layers]
     assert kinds[model.config.layer_types.index("full_attention")] is CCALayer
     assert kinds[model.config.layer_types.index("sliding_attention")] is DynamicSlidingWindowLayer
@@ -76,10 +90,10 @@ def test_full_attention_refuses_a_cache_of_cca():
     """It would see the newest token alone."""
     model = tiny_model()
     with corecontext.enabled(model, CONFIG), torch.no_grad():
-        cache = model(tokens(1, 30), use_cache=True).past_key_values
-        cache = model(tokens(1, 1), past_key_values=cache).past_key_values
-    with pytest.raises(ValueError, match="past_key_values must be a cache of the model's"):
-        model(tokens(1, 1), past_key_values=cache)
+        cache = returned_cache(model(tokens(1, 30), use_cache=True))
+        cache = returned_cache(model(tokens(1, 1), **with_cache(cache)))
+    with pytest.raises(ValueError, match="cache must be one of the model's"):
+        model(tokens(1, 1), **with_cache(cache))
 
 
 @pytest.mark.parametrize(
@@ -134,20 +148,20 @@ def test_a_first_draft_is_taken_back(model, turns, draft):
     ids, cache = tokens(1, sum(turns)), DynamicCache(config=model.config)
     with torch.no_grad():
         for turn in turns[:-1]:
-            model(ids[:, :turn], past_key_values=cache)
+            model(ids[:, :turn], **with_cache(cache))
         for length in range(
             ids.shape[1] - 5, ids.shape[1] + 1
         ):  # each way of groups and draft to lie
             branch = copy.deepcopy(cache)
             both = torch.cat((ids[:, sum(turns[:-1]) : length], tokens(1, draft, seed=length)), 1)
-            kept = model(both, past_key_values=branch, logits_to_keep=draft + 1).logits
+            kept = model(both, **with_cache(branch), logits_to_keep=draft + 1).logits
             torch.testing.assert_close(
                 kept[:, :1], stateless(model, ids[:, :length])[:, -1:], rtol=1e-4, atol=3e-5
             )
             branch.crop(-draft)
             after = torch.cat((ids[:, :length], tokens(1, 1)), 1)
             torch.testing.assert_close(
-                model(after[:, -1:], past_key_values=branch).logits,
+                model(after[:, -1:], **with_cache(branch)).logits,
                 stateless(model, after)[:, -1:],
                 rtol=1e-4,
                 atol=3e-5,
@@ -228,7 +242,7 @@ def test_one_token_chunks_inside_padding(family, static):
                         ids[:, start:end],
                         attention_mask=mask[:, :end],
                         position_ids=positions[:, start:end],
-                        past_key_values=cache,
+                        **with_cache(cache),
                     ).logits
                 )
                 start = end
@@ -259,16 +273,14 @@ def test_a_decoding_step_of_a_padded_batch_reads_nothing_back(model):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = StaticCache(model.config, max_cache_len=40)
     with torch.no_grad():
-        model(
-            ids, attention_mask=mask[:, :37], position_ids=positions[:, :37], past_key_values=cache
-        )
+        model(ids, attention_mask=mask[:, :37], position_ids=positions[:, :37], **with_cache(cache))
         with Syncs() as syncs:
             for end in (38, 39):
                 model(
                     ids[:, :1],
                     attention_mask=mask[:, :end],
                     position_ids=positions[:, end - 1 : end],
-                    past_key_values=cache,
+                    **with_cache(cache),
                 )
             assert syncs.count == 0
             assert cache.layers[0].compact.seq_len == 39 and syncs.count == 1  # what is counted
@@ -295,11 +307,11 @@ def test_turns_on_one_cache_and_branches(model):
     first = model.generate(
         ids[:, :30], max_new_tokens=8, do_sample=False, return_dict_in_generate=True
     )
-    cache = first.past_key_values
+    cache = returned_cache(first)
     for end in (50, 51, 90):
         branch = copy.deepcopy(cache)
         longer = torch.cat((first.sequences, ids[:, 30:end]), 1)
-        out = model.generate(longer, past_key_values=branch, max_new_tokens=8, do_sample=False)
+        out = model.generate(longer, **with_cache(branch), max_new_tokens=8, do_sample=False)
         assert torch.equal(out, recompute(model, longer, 8))
     assert cache.get_seq_length() == 37  # branching left the prefilled cache alone
 
@@ -313,12 +325,12 @@ def test_user_made_caches(model):
         StaticCache(model.config, max_cache_len=64),
     ):
         assert torch.equal(
-            model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected
+            model.generate(ids, **with_cache(cache), max_new_tokens=10, do_sample=False), expected
         )
         assert all(isinstance(layer, CCALayer) for layer in cache.layers)
         cache.reset()
         assert torch.equal(
-            model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False), expected
+            model.generate(ids, **with_cache(cache), max_new_tokens=10, do_sample=False), expected
         )
 
 
@@ -333,16 +345,16 @@ def test_cache_bytes_follow_the_formula_from_the_first_token(model):
     config, cache = model.config, None
     for length in range(1, 60):
         with torch.no_grad():
-            cache = model(
-                tokens(1, 1, seed=length), past_key_values=cache, use_cache=True
-            ).past_key_values
+            cache = returned_cache(
+                model(tokens(1, 1, seed=length), **with_cache(cache), use_cache=True)
+            )
         entries = length // 4 + 9 + 4 - 1
         assert (
             cache_bytes(cache)
             == entries * config.num_hidden_layers * config.num_key_value_heads * 2 * 16 * 4
         )
     with torch.no_grad():
-        prefilled = model(tokens(1, 59), use_cache=True).past_key_values
+        prefilled = returned_cache(model(tokens(1, 59), use_cache=True))
     assert cache_bytes(prefilled) == cache_bytes(cache)
     held = sum(layer.compact.allocated_bytes for layer in prefilled.layers)
     assert held == cache_bytes(prefilled)  # nothing of full length survives a prefill
@@ -366,13 +378,13 @@ def test_save_and_load_round_trip(model, tmp_path):
 def test_configure_is_elastic(model):
     ids, handle = tokens(1, 60), handle_of(model)
     with torch.no_grad():
-        old = model(ids, use_cache=True).past_key_values
+        old = returned_cache(model(ids, use_cache=True))
     handle.configure(group_size=3, window_size=12)
     torch.testing.assert_close(
         stateless(model, ids), oracle_logits_disabled(ids, 3, 12), rtol=1e-4, atol=3e-5
     )
     with pytest.raises(ValueError, match="must keep its settings"):
-        model(ids[:, :1], past_key_values=old)
+        model(ids[:, :1], **with_cache(old))
 
 
 def oracle_logits_disabled(ids, g, s):
@@ -387,9 +399,9 @@ def test_num_groups_follows_the_prompt():
         with torch.no_grad():
             out = model(ids, use_cache=True)
             torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=3e-5)
-            model(ids[:, :1], past_key_values=out.past_key_values)
+            model(ids[:, :1], **with_cache(returned_cache(out)))
             with pytest.raises(ValueError, match="whole prompt in one call"):
-                model(ids[:, :2], past_key_values=out.past_key_values)
+                model(ids[:, :2], **with_cache(returned_cache(out)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -440,7 +452,7 @@ def test_packed_documents_do_not_see_each_other(model):
         for out in (by_positions, by_edges, cached.logits):
             torch.testing.assert_close(out, alone, rtol=1e-4, atol=2e-5)
         with pytest.raises(ValueError, match="documents packed in one row"):
-            model(ids[:, :1], past_key_values=cached.past_key_values)
+            model(ids[:, :1], **with_cache(returned_cache(cached)))
 
 
 def test_packed_documents_beside_sliding_layers_need_no_cache():
@@ -532,13 +544,11 @@ def test_compiled_static_decoding_is_one_graph(model):
             ids,
             attention_mask=mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=cache,
+            **with_cache(cache),
         )
         got, positions = [out.logits[:, -1].argmax(-1)], mask.sum(1)
         for i in range(19):
-            out = step(
-                got[-1][:, None], past_key_values=cache, position_ids=(positions + i)[:, None]
-            )
+            out = step(got[-1][:, None], **with_cache(cache), position_ids=(positions + i)[:, None])
             got.append(out.logits[:, -1].argmax(-1))
     assert torch.equal(torch.stack(got, 1), eager[:, 40:])
     assert counter.frame_count == 1
@@ -611,23 +621,23 @@ def test_refuses_the_settings_of_rivals():
 def test_refuses_foreign_caches(model):
     plain, ids = tiny_model(), tokens(1, 20)
     with torch.no_grad():
-        filled = plain(ids, use_cache=True).past_key_values
+        filled = returned_cache(plain(ids, use_cache=True))
     with pytest.raises(ValueError, match="tokens cached by another attention"):
-        model(ids[:, :1], past_key_values=filled)
+        model(ids[:, :1], **with_cache(filled))
     with pytest.raises(NotImplementedError, match="layer type DynamicSlidingWindowLayer"):
         model(
-            ids, past_key_values=DynamicCache(config=tiny_model("mistral", sliding_window=8).config)
+            ids, **with_cache(DynamicCache(config=tiny_model("mistral", sliding_window=8).config))
         )
     quantized = DynamicCache(config=model.config)
     quantized.layers[0] = type("QuantoQuantizedLayer", (DynamicLayer,), {})()
     with pytest.raises(
         NotImplementedError, match="layer type QuantoQuantizedLayer cannot hold core tokens"
     ):
-        model(ids, past_key_values=quantized)
+        model(ids, **with_cache(quantized))
     offloaded = DynamicCache(config=model.config)
     offloaded.offloading = True
     with pytest.raises(NotImplementedError, match="offloaded cache"):
-        model(ids, past_key_values=offloaded)
+        model(ids, **with_cache(offloaded))
 
 
 def test_refuses_masks_with_holes_and_square_masks(model):
@@ -644,9 +654,9 @@ def test_refuses_continuing_a_right_padded_batch(model):
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, 15:] = 0
     with torch.no_grad():
-        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        cache = returned_cache(model(ids, attention_mask=mask, use_cache=True))
         with pytest.raises(ValueError, match="padded on the right"):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
 
 
 @pytest.mark.parametrize("how", ["kwarg", "generate"])
@@ -685,12 +695,12 @@ def test_refuses_changed_implementation(model):
 
 def test_refuses_gradients_through_a_filled_cache(model):
     ids = tokens(1, 20)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = returned_cache(model(ids, use_cache=True))
     for n in (1, 3):
         with pytest.raises(
             ValueError, match="gradients must not be asked through a filled compact cache"
         ):
-            model(ids[:, :n], past_key_values=cache)
+            model(ids[:, :n], **with_cache(cache))
 
 
 def test_hybrid_list_is_what_the_families_say():

@@ -142,14 +142,14 @@ class RivalHook(LayerHook):
             )
         if type(layer) is not DynamicLayer or getattr(cache, "offloading", False):
             raise NotImplementedError(
-                f"past_key_values of layer type {type(layer).__name__} cannot be used here. "
+                f"a cache of layer type {type(layer).__name__} cannot be used here. "
                 "Use DynamicCache."
             )
         if self.empty_cache is None:
             return layer
         if layer.get_seq_length():
             raise ValueError(
-                f"past_key_values must be empty, got {layer.get_seq_length()} tokens cached by "
+                f"the cache must be empty, got {layer.get_seq_length()} tokens cached by "
                 "another attention. Start a new cache."
             )
         cache.layers[index] = self.method.make_cache(self.layer)

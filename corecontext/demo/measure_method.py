@@ -24,6 +24,7 @@ from corecontext.demo.task import Question, Task
 from corecontext.files import UserError, is_out_of_memory
 from corecontext.integrations.hf_adapter import add_adapter
 from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.loading import Loaded, load
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.perplexity import hidden_nll
@@ -97,7 +98,7 @@ def _prefill(model: Any, input_ids: Tensor, device: str) -> tuple[float, Tensor,
     out = model.get_decoder()(input_ids, use_cache=True)
     first = model.get_output_embeddings()(out.last_hidden_state[:, -1:]).argmax(-1)
     synchronize(device)
-    return time.perf_counter() - start, out.last_hidden_state, out.past_key_values, first
+    return time.perf_counter() - start, out.last_hidden_state, returned_cache(out), first
 
 
 def _decode_times(model: Any, cache: Any, token: Tensor, device: str) -> list[float]:
@@ -106,7 +107,7 @@ def _decode_times(model: Any, cache: Any, token: Tensor, device: str) -> list[fl
     for _ in range(DECODE_WARM_UP + DECODE_STEPS):
         synchronize(device)
         start = time.perf_counter()
-        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = model(token, **with_cache(cache), use_cache=True).logits[:, -1:].argmax(-1)
         synchronize(device)
         samples.append(1e3 * (time.perf_counter() - start))
     return samples[DECODE_WARM_UP:]
@@ -119,7 +120,7 @@ def _answer(loaded: Loaded, cache: Any, question: Question) -> str:
     tokens = torch.tensor([question.token_ids], device=model.device)
     answer: list[int] = []
     for _ in range(question.max_new_tokens):
-        out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(tokens, **with_cache(cache), use_cache=True, logits_to_keep=1)
         tokens = out.logits[:, -1:].argmax(-1)
         answer.append(int(tokens))
         if _ends(tokenizer, answer[-1]):

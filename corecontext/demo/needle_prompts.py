@@ -15,6 +15,7 @@ from corecontext.data.needles import ANSWER_TOKENS, SENTENCE, make_needles
 from corecontext.data.retrieval import Fact
 from corecontext.demo.task import Question
 from corecontext.integrations.hf_cache import cache_bytes, host_bytes
+from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.loading import Loaded
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.perplexity import hidden_nll
@@ -74,7 +75,7 @@ def run_chat(loaded: Loaded, task: ChatTask, advance: Callable[[float], Any]) ->
             peaks.append(peak.read())
             nll = hidden_nll(model, out.last_hidden_state, ids)
             losses.append(float(nll[nll.shape[0] // 2 :].double().mean()))
-            cache = out.past_key_values
+            cache = returned_cache(out)
             sizes = {"cache_bytes": cache_bytes(cache), "host_bytes": host_bytes(cache)}
             answer, times = _answer(loaded, cache, token)
             answers.append(answer)
@@ -102,7 +103,7 @@ def _answer(loaded: Loaded, cache: Any, token: Tensor) -> tuple[str, list[float]
     times = []
     while len(answer) < ANSWER_TOKENS and not _ends(tokenizer, answer[-1]):
         start = time.perf_counter()
-        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = model(token, **with_cache(cache), use_cache=True).logits[:, -1:].argmax(-1)
         synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
         answer.append(int(token))

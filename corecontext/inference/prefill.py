@@ -20,6 +20,7 @@ from corecontext.inference.limits import (
     free_bytes,
 )
 from corecontext.integrations.hf_cache import CCALayer, cache_bytes
+from corecontext.integrations.hf_names import returned_cache, with_cache
 
 
 def new_cache(model: Any, max_length: int | None) -> Any:
@@ -141,7 +142,7 @@ def prefill(
         # Raised outside of `except`, whose traceback would keep the chunk's tensors alive.
         if out_of_memory is not None:
             raise MemoryError(out_of_memory)
-        cache = out.past_key_values
+        cache = returned_cache(out)
         done = end
         meter.chunk_done()
         on_chunk(done)
@@ -193,7 +194,7 @@ def read_chunk(
         layer.expect(start)
     options: dict[str, Any] = {
         "position_ids": positions,
-        "past_key_values": cache,
+        **with_cache(cache),
         "use_cache": True,
         "attention_mask": None if attention_mask is None else attention_mask[:, :end],
     }

@@ -17,6 +17,7 @@ from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
 from corecontext.inference.sampling import Sampler
 from corecontext.integrations.hf_cache import CCALayer, layer_bytes
+from corecontext.integrations.hf_names import with_cache
 from corecontext.integrations.transformers import Handle
 
 
@@ -182,7 +183,7 @@ class Session:
                 self.tokens,
                 attention_mask=mask,
                 position_ids=self.positions,
-                past_key_values=self.cache,
+                **with_cache(self.cache),
                 use_cache=True,
             )
         self.choose(out.logits[:, -1], kind)

@@ -32,7 +32,7 @@ def context_parallel_prefill(
 
     Each rank runs the model on its L / N tokens at once (their activations must fit), and receives
     of each layer the core tokens and the last s + g - 1 raw tokens. Decoding then takes one rank
-    and no exchange: for example `model.generate(ids, past_key_values=cache)` with the prompt and
+    and no exchange: for example `model.generate(ids, **with_cache(cache))` with the prompt and
     the token chosen from the logits. A prompt of fewer than two tokens a rank is read whole by
     each.
 

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from corecontext.config import CCAConfig
+from corecontext.integrations.hf_names import given_cache
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
 
@@ -249,7 +250,7 @@ class LayerHook:
                 "for example). Call handle.disable() first."
             )
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        kwargs[CALL] = self.call(module, hidden_states.device, kwargs.get("past_key_values"))
+        kwargs[CALL] = self.call(module, hidden_states.device, given_cache(kwargs))
         return args, kwargs
 
     def call(

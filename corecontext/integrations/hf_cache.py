@@ -51,7 +51,7 @@ class CCALayer(CacheLayerMixin):
         """
         if not self.is_attended:
             raise ValueError(
-                "past_key_values must be a cache of the model's attention, got one that was made "
+                "the cache must be one of the model's attention, got one that was made "
                 "under CCA, which is not enabled. Start a new cache."
             )
         self.is_attended = False
@@ -171,12 +171,12 @@ def compact_layer(
         length = layer.compact.max_length
     elif type(layer) not in (DynamicLayer, StaticLayer):
         raise NotImplementedError(
-            f"past_key_values of layer type {type(layer).__name__} cannot hold core tokens. "
+            f"a cache of layer type {type(layer).__name__} cannot hold core tokens. "
             "Use DynamicCache or StaticCache."
         )
     elif int(layer.get_seq_length()):
         raise ValueError(
-            "past_key_values must be empty or made under CCA, got "
+            "the cache must be empty or made under CCA, got "
             f"{int(layer.get_seq_length())} tokens cached by another attention. Start a new cache."
         )
     else:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from corecontext.integrations.hf_names import with_cache
+
 GROUP_SIZE = 4
 WINDOW_SIZE = 8
 LENGTH = 40
@@ -48,7 +50,7 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
         handle.configure(group_size=GROUP_SIZE)
         cache = DynamicCache(config=model.config)
         edges = [0, 17, 22, *range(23, LENGTH + 1)]
-        steps = [logits(*edge, past_key_values=cache) for edge in itertools.pairwise(edges)]
+        steps = [logits(*edge, **with_cache(cache)) for edge in itertools.pairwise(edges)]
         once = logits(use_cache=False)
         _compare(model, "the cache against one pass", torch.cat(steps, 1), once)
         _check_rotation(model, handle, ids[:, :1])

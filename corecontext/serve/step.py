@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from corecontext.cache import parts_of
 from corecontext.graphs import WARM_UP, CapturedStep
 from corecontext.integrations.hf_cache import GivenLayer
+from corecontext.integrations.hf_names import with_cache
 from corecontext.serve.rows import PooledLayer, RowPool
 
 KEEP_GRAPHS = 64
@@ -59,7 +60,7 @@ class Step:
         for pool, count in self.shares:
             pool.hold(count)  # another step may have taken other rows of it
         out = self.model(
-            self.tokens, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+            self.tokens, position_ids=self.positions, **with_cache(self.cache), use_cache=True
         )
         return out.logits[:, -1]
 
