@@ -66,7 +66,7 @@ PUBLISHED = (
     Published("fetch", f"model --shape llama3.1-8b --throughput {_HOST} --batch 64 --batch 112"),
     Published("fetch", "model --shape llama3.1-8b --throughput --method full_rows"),
     Published("vllm", "vllm"),
-    Published("vllm", "vllm --weights fp8 --length 32768 --requests 64"),
+    Published("vllm", "vllm --weights fp8 --length 32768 --requests 192 --compiled"),
     Published("operator", "operator"),
     Published("operator", "operator --kv-heads 8 --length 131072 --length 1048576 --forward-only"),
     Published("model", "model --shape llama2-7b"),
