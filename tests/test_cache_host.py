@@ -287,6 +287,17 @@ def test_forked_processes_do_not_share_pinned_memory():
     assert "dc" in flags.split() and "sh" not in flags.split()
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
+@pytest.mark.parametrize("is_much", [False, True])
+def test_threads_are_woken_for_much_memory_only(monkeypatch, is_much):
+    size = 2**22 + 5
+    monkeypatch.setattr(host_memory, "_TOUCHED", size if is_much else size + 1)
+    pages = host_memory._pages(size)
+    maps = Path("/proc/self/smaps").read_text()
+    resident = re.search(f"^{pages.data_ptr():08x}-.*?Rss: +([0-9]+) kB", maps, re.M | re.S)
+    assert int(resident[1]) == (4100 if is_much else 0)
+
+
 def test_memory_is_not_unpinned_while_a_graph_is_captured(monkeypatch):
     freed = []
     runtime = SimpleNamespace(cudaHostUnregister=freed.append)
