@@ -12,6 +12,9 @@ from reproduction.real_training import Adaptation
 HEADS = "18:2,23:0,17:1,23:2,20:2,24:2"
 """KV heads of SmolLM2-135M that lower the far loss most, found on two windows of lm_train."""
 
+HEAD_NEEDLES = 4
+"""Hidden numbers by which other heads are searched for."""
+
 # Estimated seconds on one H200.
 START_SECONDS = 6.0
 """Load the model, write and read the trained one. A run's first row makes texts besides, its first
@@ -49,6 +52,8 @@ class Row:
     lists: int = 10
     full_heads: str | None = None
     """KV heads that keep every token; None searches for them."""
+    head_needles: int = 0
+    """Hidden numbers by which they are searched for; 0 searches by the far loss."""
 
     @property
     def trained_tokens(self) -> int:
@@ -106,11 +111,12 @@ def _adapted(
     seed: int = 0,
     *,
     needles: int = 100,
-    full_heads: str | None = None,
+    **heads: Any,
 ) -> Row:
-    """Return a row that is trained by the protocol."""
+    """Return a row that is trained by the protocol; `heads` are settings of heads that keep every
+    token."""
     adaptation = replace(ADAPTED, seed=seed)
-    return Row(method, sizes, adaptation, needles=needles, full_heads=full_heads)
+    return Row(method, sizes, adaptation, needles=needles, **heads)
 
 
 def _tried(method: str, sizes: Sizes = PLAIN, **training: Any) -> Row:
@@ -158,6 +164,7 @@ ROWS = (
     _adapted("fetch_equal_bytes", BITS, seed=1),
     _adapted("duo_attention", seed=1, full_heads=HEADS),
     _adapted("cca"),
+    _adapted("streaming_llm_wide", needles=25),
     # 3. The best setting in an adapter of 7 MiB.
     Row("fetch_equal_bytes", BITS, LORA, needles=100),
     # 4. Short trainings: what brings core tokens nearest.
@@ -172,6 +179,9 @@ ROWS = (
     _tried("cca", MASS, strategy="partial"),
     _tried("fetch_equal_bytes", BITS),
     _tried("fetch_equal_bytes", BITS, strategy="partial"),
+    # Heads found by needles.
+    _adapted("cca_raw_heads", MASS, needles=25, head_needles=HEAD_NEEDLES),
+    _adapted("duo_attention", needles=25, head_needles=HEAD_NEEDLES),
     # 5. As it is.
     *(Row(method) for method in ("full", "window", "streaming_llm", "streaming_llm_wide")),
     *(Row("cca", sizes) for sizes in (MASS, PLAIN)),

@@ -43,6 +43,7 @@ def model_of(row: Row, protocol: Protocol, material: Material) -> RealModel:
         needle_lengths=row.needle_lengths,
         lists=row.lists,
         full_heads=row.full_heads,
+        head_needles=row.head_needles,
     )
     return RealModel(of_row, row.sizes, row.adaptation, material)
 
