@@ -165,8 +165,9 @@ ROWS = (
     _adapted("duo_attention", seed=1, full_heads=HEADS),
     _adapted("cca"),
     _adapted("streaming_llm_wide", needles=25),
-    # 3. The best setting in an adapter of 7 MiB.
+    # 3. The best setting in an adapter of 7 MiB, at two rates.
     Row("fetch_equal_bytes", BITS, LORA, needles=100),
+    Row("fetch_equal_bytes", BITS, replace(LORA, learning_rate=2e-3), needles=100),
     # 4. Short trainings: what brings core tokens nearest.
     _tried("full"),
     _tried("streaming_llm"),
