@@ -41,6 +41,8 @@ from transformers import (
     Starcoder2Config,
 )
 
+from corecontext.integrations.hf_attention import full_attention
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -136,7 +138,9 @@ def tiny_model(family: str = "llama", **changes) -> PreTrainedModel:
     config = kind(**{**SMALL, **own, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        # SDPA ignores a softcap in the oldest releases of transformers.
+        attention = full_attention(config)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
