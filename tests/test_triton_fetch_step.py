@@ -148,7 +148,7 @@ def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
         launched.append((Stream.current, which.phase))
         launch(step, which)
 
-    monkeypatch.setattr(fetch_decode, "_is_captured", lambda device: True)
+    monkeypatch.setattr(fetch_decode, "is_captured", lambda device: True)
     monkeypatch.setattr(fetch_decode, "_side_stream", lambda device: Stream("side"))
     monkeypatch.setattr(fetch_decode, "_launch", recorded)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream("main"))

@@ -207,7 +207,6 @@ def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass, l
     """Beside decoding tokens and short chunks, at lengths before and behind the first core token
     and the first tokens."""
     monkeypatch.setattr(paged_chunk, "LONG_CHUNK", long)
-    monkeypatch.setattr(paged_chunk, "MOST_DECODED", 1)
     config = CCAConfig(group_size=4, window_size=window, sink_size=sinks, core_mass=mass)
     steps = [{0: 5, 1: 1}, {1: 1, 2: 15, 3: 9, 0: 4}, {0: 2, 2: 1, 1: 3, 3: 5}, {0: 6, 2: 1, 1: 5}]
     check(config, halves(), steps, kv_heads=2, bias=0.5 * mass)
@@ -218,7 +217,7 @@ def test_a_batch_is_split_at_its_long_chunks(monkeypatch):
     counts = torch.tensor([1, 2, 6, 4, 3, 0, 0], device="cpu")
     starts = [0, *counts.cumsum(0).tolist()]
     batch = Batch(torch.tensor(starts), 10 + counts, 6, 16)
-    parts = parts_of(starts, batch.lengths.tolist(), batch)
+    parts = parts_of(starts, batch.lengths.tolist(), batch, 3)
     assert [part.sequences for part in parts] == [
         slice(0, 2),
         slice(2, 3),
@@ -241,7 +240,7 @@ def test_decoding_sequences_beside_a_short_chunk_keep_their_tiles(monkeypatch):
     monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 40)
     starts = [0, 1, 5, 6, 26, 76, 82]
     batch = Batch(torch.tensor(starts), torch.tensor([90] * 6), 50, 90)
-    parts = parts_of(starts, batch.lengths.tolist(), batch)
+    parts = parts_of(starts, batch.lengths.tolist(), batch, 4)
     assert [part.batch and part.batch.most_new for part in parts] == [4, 20, None, 6]
     assert [part.sequences.stop for part in parts] == [3, 4, 5, 6]
 

@@ -403,13 +403,27 @@ def test_the_warm_up_of_a_captured_step_runs_its_kernels():
     assert builder.build(0, common_of([40, 90], 2)).batch.longest == 90
 
 
+def test_decoding_sequences_have_as_many_tokens_as_drafts_allow(monkeypatch):
+    """Beside a long chunk, a decoding sequence and a short chunk are parts of their own."""
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 10)
+    config = vllm_config()
+    starts = torch.tensor([0, 6, 13, 25]).int()
+    lengths = torch.tensor([50, 60, 70]).int()
+    common = SimpleNamespace(**vars(common_of([50, 60, 70], 12)))
+    common.query_start_loc = common.query_start_loc_cpu = starts
+    common.seq_lens = common.seq_lens_cpu_upper_bound = lengths
+    for drafts, ends in ((5, [1, 2, 3]), (2, [2, 3])):
+        config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
+        builder = paged_backend.BatchBuilder(None, [], config, None)
+        parts = builder.build(0, common).parts
+        assert [part.sequences.stop for part in parts] == ends
+
+
 def test_the_first_step_compiles_what_later_ones_may_need(make_layers, monkeypatch):
     """Once for core tokens and once for heads that keep every token, in no graph's capture."""
     compiled = []
     capturing = [True] * LAYERS
-    monkeypatch.setattr(
-        paged_backend, "_is_captured", lambda x: bool(capturing and capturing.pop())
-    )
+    monkeypatch.setattr(paged_backend, "is_captured", lambda x: bool(capturing and capturing.pop()))
     monkeypatch.setattr(
         paged_backend,
         "compile_for_any_batch",

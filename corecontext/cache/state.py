@@ -12,6 +12,7 @@ from corecontext.cache.entries import Entries
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
+from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.rules import Learned
 
@@ -207,7 +208,7 @@ class LayerState(Entries):
         """
         if self._counted is None or torch.compiler.is_compiling():
             return
-        if self.pad.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.pad.device):
             return
         # planted: 4: a full cache of fixed length goes on
         self._make_room(self._counted + 1)

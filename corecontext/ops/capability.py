@@ -1,4 +1,4 @@
-"""Ask a device for its NVIDIA compute capability."""
+"""Ask a device for its NVIDIA compute capability, and whether its work is being captured."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
 # What torch.compiler.assume_constant_result sets, without loading the compiler: otherwise the
 # question is a node of the compiled graph.
 nvidia_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph of the device's current stream is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.server_settings import check_server, num_drafts
+from corecontext.ops.capability import is_captured
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_chunk
 from corecontext.ops.triton.paged import Batch, Pages
@@ -123,7 +124,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         if common.max_query_len >= paged_chunk.LONG_CHUNK:
             # Exact for chunks of prompts; other sequences may be shorter than that.
             lengths = common.seq_lens_cpu_upper_bound.tolist()
-            parts = parts_of(common.query_start_loc_cpu.tolist(), lengths, batch)
+            starts = common.query_start_loc_cpu.tolist()
+            parts = parts_of(starts, lengths, batch, self.most_decoded)
         return StepMetadata(count, batch, common.block_table_tensor, slots, parts)
 
     def build_for_cudagraph_capture(
@@ -226,7 +228,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             metadata = metadata[0]
-        compiles = not self.is_compiled and not _is_captured(query)
+        compiles = not self.is_compiled and not is_captured(query.device)
         count = attn_metadata.num_tokens
         tensors = (query[:count], key[:count], value[:count], output[:count])
         if self.caches.cores is not None:
@@ -312,11 +314,6 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         for _, share in self.caches.raw:
             sizes = (len(share.heads), page_size, longest)
             attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec, 0.0)
-
-
-def _is_captured(x: Tensor) -> bool:
-    """Return whether a graph of the tensor's device is being captured."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def attend_step(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from corecontext.config import parse_index
-from corecontext.ops.capability import nvidia_capability
+from corecontext.ops.capability import is_captured, nvidia_capability
 from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode import arguments_of, slots_of
@@ -132,16 +132,12 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) ->
     )
     step = _Step((q, k, v), slots, work, plan, spec, core_bias)
     with torch.cuda.device_of(q):
-        if constants["OVERLAPS"] and _is_captured(q.device):
+        if constants["OVERLAPS"] and is_captured(q.device):
             _capture(step)
         else:
             for which in plan.launches:
                 _launch(step, which)
     return work.out
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _capture(step: _Step) -> None:

@@ -25,8 +25,6 @@ from corecontext.visibility import local_start, num_visible_cores
 LONG_CHUNK = 2048
 """New tokens of a sequence from which on its entries are gathered. For fewer, the host launches
 longer than the device runs: 1.5 ms a layer for 1,024 tokens on an H200."""
-MOST_DECODED = 4
-"""New tokens of a decoding sequence at most, drafts included. More need a tile of other rows."""
 
 
 class Part(NamedTuple):
@@ -43,16 +41,20 @@ class Part(NamedTuple):
     """Tokens of the sequence of a long chunk before its new ones."""
 
 
-def parts_of(starts: list[int], lengths: list[int], batch: Batch) -> list[Part]:
+def parts_of(
+    starts: list[int], lengths: list[int], batch: Batch, most_decoded: int = 1
+) -> list[Part]:
     """Split a batch into long chunks, runs of decoding sequences, and runs of short chunks.
 
     Args:
         starts, lengths: Those of the batch, on the host; lengths are read of long chunks only.
+        most_decoded: New tokens of a decoding sequence at most, drafts included. More need a tile
+            of other rows.
     """
     counts = [end - start for start, end in itertools.pairwise(starts)]
 
     def kind(row: int) -> tuple[bool, bool]:
-        return counts[row] > MOST_DECODED, counts[row] >= LONG_CHUNK
+        return counts[row] > most_decoded, counts[row] >= LONG_CHUNK
 
     parts = []
     for (_, is_long), run in itertools.groupby(range(len(counts)), kind):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
@@ -62,8 +63,7 @@ def rotation_tables(
     offsets = group_size // 2 - torch.arange(group_size, dtype=torch.float64, device=device)
     angle = offsets[:, None] * source.detach().to(device=device, dtype=torch.float64)[None, :]
     tables = angle.cos().float(), angle.sin().float()
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if version is not None and not capturing:
+    if version is not None and not is_captured(device):
         tables_of_source[key] = tables
     return tables
 
