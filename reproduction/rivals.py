@@ -245,14 +245,13 @@ def _record(
 
 def _params(comparison: Comparison, cell: Cell, task: Task) -> dict[str, Any]:
     """Return the params of a record that are known before it is measured."""
-    trained_index = comparison.trained_index
     return {
         "model": comparison.name,
         "method": cell.method,
         "compression": cell.compression,
         "trained_by": comparison.trained_by,
         "trained_tokens": comparison.trained_tokens,
-        **({"trained_index": trained_index} if trained_index else {}),
+        "trained_index": comparison.trained_index,
         "task": task.name,
         "length": task.length,
         "seed": comparison.seed,
