@@ -3,6 +3,7 @@ training of one step."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -26,6 +27,7 @@ from corecontext.data.readers import read_lines
 from corecontext.files import UserError
 from corecontext.heads.budget import Shape, Unit
 from corecontext.inference.engine import Engine
+from corecontext.integrations.hf_adapter import add_adapter
 from corecontext.integrations.hf_names import returned_cache, with_cache
 from corecontext.loading import load, load_config
 from corecontext.perplexity import hidden_nll
@@ -51,7 +53,7 @@ from reproduction.real_tables import (
 )
 from reproduction.real_tasks import Question, list_questions, share_right
 from reproduction.real_texts import cut_windows
-from reproduction.real_training import Adaptation, RememberedTeacher
+from reproduction.real_training import Adaptation, RememberedTeacher, round_factors
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
 SIZES = ["--length", "96", "--group-size", "4", "--window-size", "16", "--sink-size", "4"]
@@ -459,12 +461,38 @@ def test_other_trainings_change_their_weights_only(name, data, model, tmp_path, 
     if name == "lora":
         wanted |= {key for key in weights[0] if "mlp" in key}
         adapter = load_file(folder / "adapter/adapter_model.safetensors")
-        assert {x.dtype for x in adapter.values()} == {torch.bfloat16}
+        assert {x.dtype for x in adapter.values()} == {torch.float8_e4m3fn}
     assert changed == wanted
     with pytest.raises(UserError, match="layer-steps must be at most the 2 steps"):
         Adaptation(steps=2, layer_steps=3)
     with pytest.raises(UserError, match="strategy must be"):
         Adaptation(strategy="none")
+
+
+def test_factors_in_8_bits_change_the_weights_alike(model, tmp_path):
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    torch.manual_seed(0)
+    plain = load(model, method="full", device="cpu").model
+    before = {name: x.clone() for name, x in plain.state_dict().items()}
+    lora = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules=["q_proj", "down_proj"])
+    trained = peft.get_peft_model(plain, lora)
+    # Layers whose factors differ in size by a hundred keep the same precision.
+    for i, (name, x) in enumerate(trained.named_parameters()):
+        if "lora_" in name:
+            x.data.normal_(0.0, 1e-4 if i % 4 else 1e-2)
+    exact = copy.deepcopy(trained).merge_and_unload().state_dict()
+    round_factors(trained)
+    trained.save_pretrained(tmp_path)
+    added = load(model, method="full", device="cpu").model
+    add_adapter(added, tmp_path)
+    by_peft = load(model, method="full", device="cpu").model
+    by_peft = peft.PeftModel.from_pretrained(by_peft, str(tmp_path)).merge_and_unload()
+    for name, x in added.state_dict().items():
+        torch.testing.assert_close(by_peft.state_dict()[name], x, rtol=0, atol=1e-9)
+        change, wanted = x - before[name], exact[name] - before[name]
+        assert (wanted.norm() > 0) == ("q_proj" in name or "down_proj" in name)
+        # Two roundings to 4 bits of mantissa: at most 1/16 each, 1/27 in the mean square.
+        assert (change - wanted).norm() <= 0.06 * wanted.norm()
 
 
 def test_layers_learn_the_same_from_windows_at_once(data, model):
