@@ -1321,6 +1321,11 @@ return {
         f"{SCHEDULER}::test_the_load_counts_the_cache_into_which_a_prompt_is_read",
     ),
     Fault(
+        "4: each chunk of a prompt makes room for itself",
+        "self.reserve(length - min(self.pads))",
+        "tests/test_cache_host.py::test_a_planned_prompt_makes_room_once",
+    ),
+    Fault(
         "4: a cache that was closed stays so after a reset",
         "self._closed = self._closed",
         f"{CACHE}::test_a_cache_that_was_closed_takes_tokens_again_after_a_reset",

@@ -13,7 +13,7 @@ from test_cache_fetch import LENGTH, ROTARY, fed, inputs, one_pass
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corecontext import CCAConfig
-from corecontext.cache import CompactLayer, host_memory
+from corecontext.cache import CompactLayer, host_memory, host_store
 from corecontext.cache.host_slots import FREE
 from corecontext.cache.host_store import HostStore
 from corecontext.cost import ModelCost, fetch_flops, store_bytes
@@ -151,6 +151,24 @@ def test_device_and_host_bytes_are_apart(cache_dtype, num_slots):
     assert host.nbytes == plain.nbytes + host.store_bytes
     assert host.allocated_host_bytes == heads * 80 * token  # grown to twice the first length
     assert device.allocated_bytes > host.allocated_bytes > plain.allocated_bytes
+
+
+def test_a_planned_prompt_makes_room_once(monkeypatch):
+    """Before, each chunk of a prompt pinned memory anew and moved the tokens before it."""
+    lengths = []
+
+    def zeros(shape, dtype, device):
+        lengths.append(shape[2])
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr(host_store, "host_zeros", zeros)
+    layer = CompactLayer(CONFIG, ROTARY)
+    layer.plan(43)
+    fed(layer, texts(), 0, [10, 10, 20, *[1] * 3])
+    assert max(lengths) == 43 and lengths.count(43) == 2
+    layer.reset()
+    fed(layer, texts(), 0, [10])
+    assert max(lengths) == 43  # not planned any more
 
 
 def test_host_memory_that_is_not_there(monkeypatch):

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache import host_store
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
 from corecontext.inference import session as sessions
 from corecontext.inference.fuse import Fused
@@ -22,6 +23,7 @@ from corecontext.inference.limits import (
     position_limit,
     rounded_up,
 )
+from corecontext.inference.prefill import ANSWER_TOKENS
 from corecontext.inference.sampling import InvalidLogits
 from corecontext.integrations.hf_names import with_cache
 from corecontext.integrations.transformers import handle_of
@@ -136,6 +138,28 @@ def test_the_head_runs_once_on_one_token(model):
     prefill(model, tokens(2, 40), chunk_size=7)
     hook.remove()
     assert shapes == [[2, 1, 48]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"head_group_sizes": (4, 8)}])
+def test_a_prompt_in_chunks_takes_host_memory_once(default_device, monkeypatch, settings):
+    """Before, each chunk pinned memory for twice the tokens before it, and moved them there."""
+    lengths = []
+
+    def zeros(shape, dtype, device):
+        lengths.append(shape[2])
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr(host_store, "host_zeros", zeros)
+    model, ids = tiny_model(), tokens(2, 50)
+    config = CCAConfig(4, 8, sink_size=4, fetch_groups=2, store="host", fetch_slots=0, **settings)
+    with corecontext.enabled(model, config), torch.no_grad():
+        read = prefill(model, ids, chunk_size=9)
+        # The first room is that of no tokens.
+        assert {length for length in lengths if length} == {50 + ANSWER_TOKENS}
+        token = ids[:, -1:]
+        for position in range(50, 53):
+            model(token, **with_cache(read.cache), position_ids=torch.tensor([[position]]))
+        assert max(lengths) == 50 + ANSWER_TOKENS and lengths.count(max(lengths)) % 2 == 0
 
 
 @pytest.mark.gpu

@@ -94,6 +94,7 @@ class HeadsLayer(Parts):
     pads = _first("pads")
     max_length = _first("max_length")
     expect = _each("expect")
+    plan = _each("plan")
     close = _each("close")
     end_prompt = _each("end_prompt")
 

@@ -64,6 +64,7 @@ class LayerState(Entries):
         """Tokens that the host has counted, at most `seen`: replayed steps of a fixed cache count
         on the device only. None in a pool, which limits its rows itself."""
         self._expected: int | None = None
+        self._planned = 0
         self._closed: str | None = None  # why nothing may be appended any more
         self._intact_from = 0  # oldest token, padding included, that is surely still in the ring
         self._undo: Undo | None = None
@@ -83,6 +84,12 @@ class LayerState(Entries):
     def expect(self, seq_len: int) -> None:
         """Set `seq_len` for the next append, of a prompt's tokens, which saves it a device sync."""
         self._expected = seq_len
+
+    def plan(self, length: int) -> None:
+        """Let the next append of a growing cache make room for `length` tokens a row, padding
+        included. Without it each chunk of a prompt moves the tokens before it, and pins host memory
+        anew."""
+        self._planned = length
 
     @property
     def used(self) -> int:
@@ -180,7 +187,8 @@ class LayerState(Entries):
     def _make_room(self, length: int) -> None:
         """Make room for `length` tokens a row, padding included."""
         if self.max_length is None:
-            self.reserve(length - min(self.pads))
+            # planted: 4: each chunk of a prompt makes room for itself
+            self.reserve(max(length, self._planned) - min(self.pads))
         elif length > self.max_length:
             raise ValueError(
                 f"the compact cache must hold at most max_length {self.max_length} tokens, got "
@@ -292,6 +300,7 @@ class LayerState(Entries):
         self.padding_known = True
         self._counted = 0
         self._expected = None
+        self._planned = 0
         # planted: 4: a cache that was closed stays so after a reset
         self._closed = None
         self._intact_from = 0

@@ -19,8 +19,11 @@ from corecontext.inference.limits import (
     does_not_fit,
     free_bytes,
 )
-from corecontext.integrations.hf_cache import CCALayer, cache_bytes
+from corecontext.integrations.hf_cache import CCALayer, GrowingCache, cache_bytes
 from corecontext.integrations.hf_names import returned_cache, with_cache
+
+ANSWER_TOKENS = 256
+"""Tokens behind a prompt that a growing cache has room for at once."""
 
 
 def new_cache(model: Any, max_length: int | None) -> Any:
@@ -128,6 +131,8 @@ def prefill(
         raise ValueError(
             f"chunk_size must be at least 1, got {chunk_size}. Leave it out to have it chosen."
         )
+    if cache is None:
+        cache = GrowingCache(model.config, length + ANSWER_TOKENS)
     mask = attention_mask if max(pads) else None
     meter = _Meter(input_ids.device)
     done = 0

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    StaticLayer,
+)
 
 from corecontext.cache import new_layer
 from corecontext.config import CCAConfig
@@ -142,6 +148,19 @@ class GivenLayer(CCALayer):
         return -1
 
 
+class GrowingCache(DynamicCache):
+    """Transformers' growing cache; its compact layers make room for a whole prompt at once.
+
+    Args:
+        config: The model's config.
+        planned_length: Tokens a row, padding included.
+    """
+
+    def __init__(self, config: Any, planned_length: int) -> None:
+        super().__init__(config=config)
+        self.planned_length = planned_length
+
+
 def compact_layer(
     cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, **options: Any
 ) -> CCALayer:
@@ -181,8 +200,11 @@ def compact_layer(
         )
     else:
         length = getattr(layer, "max_cache_len", None)
-    cache.layers[layer_idx] = CCALayer(config, rotary, max_length=length, **options)
-    return cache.layers[layer_idx]
+    layer = CCALayer(config, rotary, max_length=length, **options)
+    if isinstance(cache, GrowingCache):
+        layer.compact.plan(cache.planned_length)
+    cache.layers[layer_idx] = layer
+    return layer
 
 
 def cache_bytes(cache: Cache) -> int:
