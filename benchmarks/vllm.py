@@ -33,7 +33,7 @@ from corecontext.record import Record, device_name, make_record
 BACKENDS = {"cca": "CUSTOM", "full": "FLASH_ATTN"}
 """Method -> vLLM's name of its attention."""
 WEIGHTS = ("bfloat16", "fp8")
-MOST_REQUESTS = 128
+MOST_REQUESTS = 256
 """Requests in a step at most."""
 PAGE_SIZE = 16
 

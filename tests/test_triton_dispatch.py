@@ -248,6 +248,26 @@ def test_hopper_takes_the_calls():
             assert backend.hopper_backward.unsupported_reason(q, spec) is not None
 
 
+@DTYPE
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_output_that_is_given_is_written_in_place(layout, dtype):
+    """By the kernels of this device; rows outside stay as they are."""
+    length, dim = (600, 128) if GPU else (45, 40)
+    torch.manual_seed(0)
+    whole = torch.randn(2, 4, length + 2, dim, device=DEVICE).to(dtype)
+    k, v = torch.randn(2, 2, length, dim, device=DEVICE).to(dtype)
+    cores = Cores(*torch.randn(2, 2, 1, length // 7, dim, device=DEVICE).to(dtype))
+    spec = Spec(7, 10, scale=dim**-0.5)
+    tokens = Tokens(whole[:, :, 1:-1], k, v)
+    wanted, lse = backend.attend(tokens, cores, spec)
+    buffer = LAYOUTS[layout](torch.full_like(whole, 7.0))
+    out = buffer[:, :, 1:-1]
+    written, own_lse = backend.attend(tokens, cores, spec, None, out)
+    assert written is out
+    assert torch.equal(out, wanted) and torch.equal(own_lse, lse)
+    assert (buffer[:, :, [0, -1]] == 7.0).all()
+
+
 @WAYS
 @DTYPE
 @pytest.mark.parametrize("case", CASES, ids=str)

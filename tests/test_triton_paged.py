@@ -114,7 +114,7 @@ def served(config, rotary, qkv, steps, dtype, bias=0.0, softcap=None, page_size=
         pool_pages(q, batch, raw, cores, spec)
         parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
         out = torch.full_like(q, torch.nan)
-        attend_parts(q, parts, raw, cores, spec, bias, out)
+        attend_parts((q, k, v), parts, raw, cores, spec, bias, out)
         for rows, (i, (a, b)) in zip(out.split(list(step.values())), spans.items()):
             outs[i][a:b] = rows
             computed[i] = b

@@ -265,7 +265,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             compile_for_any_batch(query, raw, cores, self.spec, self.config.core_bias)
         store_tokens(key, value, step.slots, raw)
         pool_pages(query, step.batch, raw, cores, self.spec)
-        attend_step(query, step, (raw, cores), self.spec, self.config.core_bias, out)
+        tokens = (query, key, value)
+        attend_step(tokens, step, (raw, cores), self.spec, self.config.core_bias, out)
 
     def _attend_raw(
         self,
@@ -286,7 +287,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             compile_for_any_batch(query, pages, pages, self.raw_spec)
         store_tokens(key, value, step.slots, pages)
         results = torch.empty_like(query, memory_format=torch.contiguous_format)
-        attend_step(query, step, (pages, pages), self.raw_spec, 0.0, results)
+        attend_step((query, key, value), step, (pages, pages), self.raw_spec, 0.0, results)
         width = self.num_heads // self.num_kv_heads
         for head, rows in zip(share.heads, results.split(width, 1)):
             out[:, head * width : (head + 1) * width] = rows
@@ -317,19 +318,19 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
 
 
 def attend_step(
-    query: Tensor,
+    tokens: tuple[Tensor, Tensor, Tensor],
     step: StepMetadata,
     pages: tuple[Pages, Pages],
     spec: Spec,
     core_bias: float,
     out: Tensor,
 ) -> None:
-    """Attend from the new tokens of a step, [T, H, D], to pages of raw tokens and of core tokens,
-    and write the output."""
+    """Attend from the new tokens of a step, queries [T, H, D], keys and values [T, Hkv, D], to
+    pages of raw tokens and of core tokens that hold them, and write the output."""
     if step.parts:
-        attend_parts(query, step.parts, *pages, spec, core_bias, out)
+        attend_parts(tokens, step.parts, *pages, spec, core_bias, out)
     else:
-        attend_pages(query, step.batch, *pages, spec, core_bias, out)
+        attend_pages(tokens[0], step.batch, *pages, spec, core_bias, out)
 
 
 def pages_of(cache: Tensor, table: Tensor, has_mass: bool) -> Pages:

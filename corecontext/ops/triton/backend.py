@@ -77,12 +77,16 @@ def unsupported_reason(q: Tensor) -> str | None:
 
 
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
-    float32."""
+    float32. An output that is given may have any strides and is written in place."""
     with _on(tokens.q):
-        return _attend(tokens, cores, spec, core_bias)
+        return _attend(tokens, cores, spec, core_bias, out=out)
 
 
 def _attend(
@@ -91,6 +95,7 @@ def _attend(
     spec: Spec,
     core_bias: Tensor | None,
     marks: Marks | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend`, by the kernels that suit the device, to no core token that is marked."""
     if (
@@ -99,10 +104,11 @@ def _attend(
         and hopper_forward.unsupported_reason(tokens.q, spec) is None
     ):
         try:
-            return hopper_forward.attend(tokens, cores, spec, core_bias, marks)
+            return hopper_forward.attend(tokens, cores, spec, core_bias, marks, out)
         except triton.CompilationError as error:
             _do_without_hopper(error)
-    return anywhere.attend(tokens, cores, spec, core_bias, marks)
+    results, lse = anywhere.attend(tokens, cores, spec, core_bias, marks)
+    return results if out is None else out.copy_(results), lse
 
 
 def _attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:

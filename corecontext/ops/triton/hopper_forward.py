@@ -588,8 +588,12 @@ def attend(
     spec: Spec,
     core_bias: Tensor | None = None,
     marks: Marks | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `attend.attend` does."""
+    """Attend as `attend.attend` does; an output that is given is written in place."""
+    if out is not None and aligned(out) is not out:
+        results, lse = attend(tokens, cores, spec, core_bias, marks)
+        return out.copy_(results), lse
     far = far_past(tokens, cores, spec, core_bias)
     tokens = near_past(tokens, spec)
     q = aligned(tokens.q)
@@ -599,7 +603,8 @@ def attend(
     # A descriptor needs memory even where there is no entry to read.
     far_k, far_v = map(aligned, far[:2]) if num_entries else (k, v)
     n, r, num_queries, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     block_d = power_of_2(dim)
     block_n = 128 if block_d <= 128 else 64

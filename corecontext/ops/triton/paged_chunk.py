@@ -1,5 +1,6 @@
-"""Attend from long chunks of prompts whose past is in pages: their entries are gathered, and the
-kernels for contiguous keys read them, in a fraction of the time that reading by block table takes.
+"""Attend from long chunks of prompts whose past is in pages: its entries are gathered beside the
+new tokens, and the kernels for contiguous keys read them, in a fraction of the time that reading by
+block table takes.
 
 The host must know the lengths of such sequences. The rest of a batch stays with `attend_pages`, in
 parts of neighbouring sequences, so that decoding tokens beside a chunk, long or short, get tiles of
@@ -75,7 +76,7 @@ def parts_of(
 
 
 def attend_parts(
-    q: Tensor,
+    tokens: tuple[Tensor, Tensor, Tensor],
     parts: list[Part],
     raw: Pages,
     cores: Pages,
@@ -86,16 +87,19 @@ def attend_parts(
     """Attend as `attend_pages` does, from the new tokens of all parts.
 
     Args:
-        q, out: [T, H, D], of the whole batch.
-        raw, cores: Their tables hold the rows of the whole batch.
+        tokens: Queries [T, H, D], keys and values [T, Hkv, D] of the new tokens of the whole batch.
+        raw, cores: Hold the new tokens and what they complete; their tables have the rows of the
+            whole batch.
+        out: [T, H, D], written in place.
     """
     for part in parts:
         pages = [kind._replace(table=kind.table[part.sequences]) for kind in (raw, cores)]
+        q, k, v = (x[part.tokens] for x in tokens)
         results = out[part.tokens]
         if part.batch is not None:
-            attend_pages(q[part.tokens], part.batch, *pages, spec, core_bias, results)
+            attend_pages(q, part.batch, *pages, spec, core_bias, results)
         else:
-            _attend_chunk(q[part.tokens], part.past, *pages, spec, core_bias, results)
+            _attend_chunk((q, k, v), part.past, *pages, spec, core_bias, results)
 
 
 def attend_longest_chunk(
@@ -110,13 +114,23 @@ def attend_longest_chunk(
     raw = Pages(page, page, table)
     mass = torch.zeros(shape[:3], device=q.device) if spec.core_mass else None
     past = max(0, longest - q.shape[0])
-    _attend_chunk(q, past, raw, raw._replace(mass=mass), spec, core_bias, torch.empty_like(q))
+    new = page.new_zeros(q.shape[0], *shape[2:])
+    cores = raw._replace(mass=mass)
+    _attend_chunk((q, new, new), past, raw, cores, spec, core_bias, torch.empty_like(q))
 
 
 def _attend_chunk(
-    q: Tensor, past: int, raw: Pages, cores: Pages, spec: Spec, core_bias: float, out: Tensor
+    new: tuple[Tensor, Tensor, Tensor],
+    past: int,
+    raw: Pages,
+    cores: Pages,
+    spec: Spec,
+    core_bias: float,
+    out: Tensor,
 ) -> None:
-    """Attend from new tokens [T, H, D] of one sequence, which follow `past` earlier ones."""
+    """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
+    follow `past` earlier ones."""
+    q = new[0]
     g = spec.group_size
     sinks = spec.sinks
     kv_heads = raw.k.shape[2]
@@ -128,30 +142,36 @@ def _attend_chunk(
         low = 0
     elif sinks:
         # planted: vllm: a long chunk reads its window for the first tokens
-        sink_k, sink_v = (_gather(x, raw.table, 0, sinks) for x in raw[:2])
-    k, v = (_gather(x, raw.table, low, end) for x in raw[:2])
+        sink_k, sink_v = (_gather(x, raw.table, 0, sinks).transpose(0, 1) for x in raw[:2])
+    # The new ones are at hand: only those before them are read from pages.
+    k, v = new[1:]
+    if low < past:
+        k = torch.cat((_gather(raw.k, raw.table, low, past), k))
+        v = torch.cat((_gather(raw.v, raw.table, low, past), v))
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
 
     # Core tokens that the last query sees, and their masses.
     total = num_visible_cores(end - 1, g, spec.window_size)
     first = min(sinks // g, total)
-    core_k, core_v = (_gather(x, cores.table, first, total)[:, None] for x in cores[:2])
+    core_k, core_v = (_gather(x, cores.table, first, total) for x in cores[:2])
+    core_k, core_v = core_k.transpose(0, 1)[:, None], core_v.transpose(0, 1)[:, None]
     grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     bias = None
     if core_bias:
         bias = torch.full(grouped.shape[:2], core_bias, dtype=torch.float32, device=q.device)
     if cores.mass is not None:
-        mass = _gather(cores.mass, cores.table, first, total)[:, None]
+        mass = _gather(cores.mass, cores.table, first, total).transpose(0, 1)[:, None]
         bias = add_to_bias(bias, mass, grouped.shape[1])
     tokens = Tokens(grouped, k, v, past, low, sink_k, sink_v)
-    results, _ = backend.attend(tokens, Cores(core_k, core_v), spec, bias)
-    out.unflatten(1, (kv_heads, -1)).copy_(results.permute(2, 0, 1, 3))
+    grouped_out = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    backend.attend(tokens, Cores(core_k, core_v), spec, bias, grouped_out)
 
 
 def _gather(pages: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
-    """Return entries begin .. end-1 of one sequence, [Hkv, end - begin, ...], from pages
+    """Return entries begin .. end-1 of one sequence, [end - begin, Hkv, ...], from pages
     [P, E, Hkv, ...] and a table [1, most pages]."""
     size = pages.shape[1]
     first = begin // size
     numbers = table[0, first : ceil_div(end, size)]
     entries = pages.index_select(0, numbers).flatten(0, 1)
-    return entries[begin - first * size : end - first * size].transpose(0, 1)
+    return entries[begin - first * size : end - first * size]
