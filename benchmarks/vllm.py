@@ -117,6 +117,7 @@ class VllmBench:
             "model_runner": "V1",
             "compiled": self.compiled,
             "most_batched": self.most_batched,
+            "most_requests": min(MOST_REQUESTS, self.most_batched),
             "memory_share": self.memory_share,
             **more,
         }

@@ -176,16 +176,20 @@ def test_a_window_with_first_tokens_holds_as_many_entries_as_cca():
 def test_a_chat_model_fetches_adapted_where_the_package_has_an_adapter(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_adapter, "ASSETS", tmp_path)
     (tmp_path / "smollm2_fetch").mkdir()
-    settings = DemoSettings(8, 64, sinks=10, model="cache/SmolLM2-135m")
+    settings = DemoSettings(8, 64, sinks=10, model="cache/SmolLM2-135M-Instruct.Q8_0.gguf")
     task = ChatTask([Question(FACT, 0.5, 3, [1, 2], 5)])
     methods = compare._methods(settings, task)
     assert list(methods) == ["full", "cca", "fetch"]
-    assert methods["fetch"] == {**methods["cca"], "fetch_groups": 64, "store": "host"}
+    sizes = {"group_size": 32, "window_size": 160, "fetch_groups": 32, "fetch_index": "bits:2"}
+    assert methods["fetch"] == {**methods["cca"], **sizes, "store": "host"}
     (tmp_path / "smollm2_fetch/adapter_config.json").write_text("{}")
     methods = compare._methods(settings, task)
     assert methods["adapted"] == {**methods["fetch"], "adapter": "smollm2"}
-    other = dataclasses.replace(settings, model="cache/Other")
-    assert list(compare._methods(other, task)) == ["full", "cca", "fetch"]
+    assert hf_adapter.find_adapter("smollm2") == "smollm2"
+    # Other sizes of the same family have no adapter.
+    for name in ("cache/Other", "SmolLM2-360M-Instruct", "cache/smollm2-135m"):
+        other = dataclasses.replace(settings, model=name)
+        assert list(compare._methods(other, task)) == ["full", "cca", "fetch"]
 
 
 def test_an_adapter_is_added_to_the_weights(model, tmp_path):
@@ -206,6 +210,27 @@ def test_an_adapter_is_added_to_the_weights(model, tmp_path):
         hf_adapter.add_adapter(loaded, tmp_path)
     with pytest.raises(UserError, match="must be a folder with adapter_config.json"):
         hf_adapter.add_adapter(loaded, tmp_path / "none")
+
+
+def test_the_packages_adapter_fits_its_model():
+    """SmolLM2-135M-Instruct, whose weights are not needed for that."""
+    folder = hf_adapter.ASSETS / "smollm2_fetch"
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    hf_adapter.add_adapter(model, "smollm2")
+    matrices = load_file(folder / "adapter_model.safetensors")
+    assert len(matrices) == 2 * 7 * config.num_hidden_layers
+    assert all(x.float().isfinite().all() and x.float().any() for x in matrices.values())
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 8 * 2**20
 
 
 def test_an_adapter_of_another_formula_is_refused(tmp_path):

@@ -24,6 +24,7 @@ from corecontext.loading import load_config, one_line, pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
+from corecontext.train.train_config import RECIPES
 from corecontext.visibility import num_sinks
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
@@ -34,8 +35,9 @@ TITLES = {
     "fetch": "fetch",
     "adapted": "fetch, adapted",
 }
-FETCH = {"fetch_groups": 64, "store": "host"}
-"""Fetch on a chat model; prompts of a few thousand tokens."""
+FETCH_SIZES = ("group_size", "window_size", "fetch_groups", "fetch_index", "store")
+FETCH = {name: RECIPES["fetch"][name] for name in FETCH_SIZES}
+"""Fetch on a chat model: as `corecontext train` adapts it."""
 CHILD_COMMAND = [sys.executable, "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SPARE_TOKENS = 256

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from corecontext.demo.compare import TITLES, DemoResult, formula_bytes
+from corecontext.demo.compare import FETCH, TITLES, DemoResult, formula_bytes
 from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record, newest
 from corecontext.terminal import console
@@ -56,8 +56,9 @@ def print_report(result: DemoResult) -> None:
     if result.questions[0].in_chat:
         note = (
             "Perplexity is that of the prompts' second halves. Fetch sees the raw tokens of each "
-            "query's best groups. The model runs as it is, except where it is adapted: "
-            "`corecontext train` does that."
+            f"query's best {FETCH['fetch_groups']} groups of {FETCH['group_size']} and has a "
+            f"window of {FETCH['window_size']}. The model runs as it is, but for "
+            f"'{TITLES['adapted']}': to that this package's adapter is added."
         )
     console().print(f"{note} The numbers are this machine's.")
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from corecontext.files import UserError, one_line
 
 BUNDLED = {"smollm2": "smollm2_fetch"}
-"""Adapters in the package, below corecontext/assets/, by model."""
+"""Adapters in the package, below corecontext/assets/, by their models' names in commands."""
+FOLDERS = {"smollm2-135m-instruct": "smollm2"}
+"""Those names by the beginnings of the models' own, in lower case."""
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 OTHER_FORMULAS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 """Settings of PEFT under which a layer's change is not (lora_alpha / r) B A."""
@@ -74,9 +76,12 @@ def _read_adapter(folder: Path) -> tuple[float, dict[str, Tensor]]:
 
 
 def find_adapter(model: str) -> str | None:
-    """Return the name of the package's adapter for a model's folder, or None."""
-    for name, folder in BUNDLED.items():
-        is_model = Path(model).name.lower().startswith(name)
-        if is_model and (ASSETS / folder / "adapter_config.json").is_file():
-            return name
-    return None
+    """Return the name of the package's adapter for a model, or None.
+
+    Args:
+        model: A name that commands take, a folder, a GGUF file or an identifier on the hub.
+    """
+    given = Path(model).name.lower()
+    name = next((FOLDERS[start] for start in FOLDERS if given.startswith(start)), given)
+    is_bundled = name in BUNDLED and (ASSETS / BUNDLED[name] / "adapter_config.json").is_file()
+    return name if is_bundled else None
