@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from corecontext.cost import cache_entries
 from corecontext.data.retrieval import Fact
