@@ -23,9 +23,11 @@ if not torch.cuda.is_available():
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ImportError):
+        import bounds_check
         import faster_interpreter
 
         faster_interpreter.install()
+        bounds_check.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -28,7 +28,7 @@ from families import tiny_model, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache
 from transformers.models.llama import modeling_llama  # noqa: F401
 
@@ -363,7 +363,9 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
             if ".cca." in name:
                 torch.nn.init.normal_(x, 0, 0.3, generator=torch.Generator().manual_seed(3))
         ids = tokens(1, length, length)
-        cache = StaticCache(model.config, max_cache_len=200) if "max_length" in options else None
+        cache = DynamicCache(config=model.config)
+        if "max_length" in options:
+            cache = StaticCache(model.config, max_cache_len=200)
         want = prefill(model, ids, cache=cache)
         got = context_parallel_prefill(model, ids, wire, **options)
         assert handle.shard is None and (got is None) == (
