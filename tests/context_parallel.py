@@ -334,6 +334,7 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
     """A prompt read by two processes leaves each the cache that one process makes, and the same
     next tokens."""
     config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
+    fetching = config.replace(sink_size=4, core_mass=True, fetch_groups=3)
     prompts = [
         (config, 157, {}),
         (config.replace(sink_size=5, core_mass=True), 160, {"max_length": 200}),
@@ -351,6 +352,10 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
         (config.replace(learned=LEARNED, head_group_sizes=(5, 1)), 80, {"max_length": 200}),
         (config.replace(learned=LEARNED, sink_size=16, core_mass=True), 90, {}),
         (config.replace(pooling="mean_query"), 93, {}),
+        (fetching, 120, {}),
+        (fetching.replace(store="host", fetch_index="bits:2", core_bias=0.4), 110, {"process": 1}),
+        (fetching.replace(head_group_sizes=(4, 8)), 95, {"max_length": 200}),
+        (fetching.replace(sink_size=16), 12, {}),
     ]
     # What a process sends does not depend on the dtype: three prompts show float32.
     calls = [(prompt, torch.float64) for prompt in prompts]

@@ -199,23 +199,20 @@ def test_chunks_get_what_they_see_once_and_make_each_group_once():
 
 
 @pytest.mark.parametrize(
-    "settings, learned, keeper, message",
+    "settings, learned, message",
     [
-        ({"fetch_share": 16}, {}, None, "fetch_share 16, .* Use fetch_share=1"),
-        ({}, {"bias": torch.zeros(2)}, None, "learned core tokens, .* Use fetch_groups=0"),
-        ({"pooling": "mean"}, {}, None, "learned .* another pooling than .* Use fetch_groups=0"),
-        ({}, {}, Keeper(), "a keeper: .* Read the prompt on one process"),
+        ({"fetch_share": 16}, {}, "fetch_share 16, .* Use fetch_share=1"),
+        ({}, {"bias": torch.zeros(2)}, "learned core tokens, .* Use fetch_groups=0"),
+        ({"pooling": "mean"}, {}, "learned .* another pooling than .* Use fetch_groups=0"),
     ],
 )
-def test_fetch_that_cannot_be_spread_is_refused_with_the_way_out(
-    settings, learned, keeper, message
-):
+def test_fetch_that_cannot_be_spread_is_refused_with_the_way_out(settings, learned, message):
     from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 
     wire = SimpleNamespace(rank=0, size=2)
     x = torch.zeros(1, 2, 20, 8)
     spec = Spec(4, 9, 1.0, fetch_groups=3, **settings)
-    shard = Shard(wire, Layout.balanced(40, 2, 0), keeper=keeper)
+    shard = Shard(wire, Layout.balanced(40, 2, 0))
     with pytest.raises(NotImplementedError, match=f"^fetch_groups must be 0 .* with {message}"):
         context_parallel_attention(Inputs(x, x, x, None, learned), shard, spec)
 
@@ -257,7 +254,6 @@ def test_shards_refuse_what_does_not_fit():
 
 def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
     from corecontext.distributed.context_parallel import Shard
-    from corecontext.distributed.kept import Keeper
     from corecontext.inference.sharded_prefill import context_parallel_prefill
 
     wire = SimpleNamespace(rank=0, size=2)  # it never sends
@@ -289,10 +285,13 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
             "a cache in int8 cannot be filled by several processes",
         ),
         (
-            {"cache_dtype": "auto", "fetch_groups": 2},
-            "fetch_groups=2 cannot be spread: .* Use prefill on one process, or fetch_groups=0",
+            {"cache_dtype": "auto", "fetch_groups": 2, "head_group_sizes": (1, 4)},
+            "fetch_groups=2 and heads that keep every token cannot be spread",
         ),
-        ({"fetch_groups": 0, "backend": "reference"}, "'reference' cannot be spread"),
+        (
+            {"fetch_groups": 0, "head_group_sizes": None, "backend": "reference"},
+            "'reference' cannot be spread",
+        ),
     ):
         handle.configure(**settings)
         with pytest.raises(NotImplementedError, match=message):

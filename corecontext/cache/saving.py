@@ -94,6 +94,7 @@ class SavedState(CroppedState):
         dtype: torch.dtype | None = None,
         pad: Tensor | None = None,
         store: Sequence[Tensor] = (),
+        raw: Sequence[Tensor] = (),
     ) -> None:
         """Copy `length` tokens a row, padding included, from buffers laid out as this layer's.
 
@@ -101,14 +102,15 @@ class SavedState(CroppedState):
             dtype: Of keys and values before they were rounded; None is that of the buffers.
             pad: [B], left padding; None is one row without.
             store: Entries of the store for fetch.
+            raw: Keys and values of all tokens, [B, Hkv, length, D], from which that store is made
+                otherwise.
 
         Raises:
-            NotImplementedError: the layer fetches, and `store` has nothing.
+            NotImplementedError: the layer fetches, and has neither.
         """
-        if self.config.fetch_groups and not store:
+        if self.config.fetch_groups and not store and not raw:
             raise NotImplementedError(
-                "fetch_groups must be 0 where prompts are shared or read by several processes, got "
-                f"{self.config.fetch_groups}."
+                f"fetch_groups must be 0 where prompts are shared, got {self.config.fetch_groups}."
             )
         if self.max_length is not None:
             self._make_room(length)
@@ -132,6 +134,10 @@ class SavedState(CroppedState):
             num_raw = 2 if self.config.cache_dtype == "auto" else 4
             self.allocate_store([x[:, :, :1] for x in store[:num_raw]])
             self.store.load(store)
+        elif raw:
+            self.allocate_store([x[:, :, :1] for x in raw])
+            self.store.reserve(length)
+            self.store.put(slice(None), 0, list(raw))
         self._clear()
         self.set_length(length)
         self._intact_from = max(0, length - self.ring_size)

@@ -79,7 +79,7 @@ def context_parallel_attention(
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
         NotImplementedError: backend="reference", which has no backward in parts, or fetch with a
-            shared choice, learned core tokens or a keeper.
+            shared choice or learned core tokens.
     """
     q, k, v, bias, learned = inputs
     _check(inputs, shard, spec)
@@ -113,8 +113,6 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
             )
         elif learned or rules.is_own_rule(spec.pooling, learned):
             reason = "learned core tokens, or another pooling than 'cca'. Use fetch_groups=0"
-        elif shard.keeper is not None:
-            reason = "a keeper: a cache has all raw tokens for it. Read the prompt on one process"
         if reason is not None:
             raise NotImplementedError(
                 f"fetch_groups must be 0 in context parallelism with {reason}."
@@ -177,7 +175,10 @@ def _attend_document(
     spec = spec.for_length(layout.seq_len)
     if spec.fetch_groups and spec.group_size > 1:
         module = api.backend_module(backend, q)
-        call = fetch.FetchCall(shard.wire, layout, spec, module, float(inputs.bias or 0.0))
+        keep = None
+        if shard.keeper is not None:
+            keep = functools.partial(shard.keeper.keep_document, shard.wire, spec)
+        call = fetch.FetchCall(shard.wire, layout, spec, module, float(inputs.bias or 0.0), keep)
         return fetch.attend(q, k, v, call)
     # The first tokens are on every process; those after them are a sequence of their own.
     n = min(spec.sinks, layout.seq_len)

@@ -9,7 +9,7 @@ gradient to the process that holds the token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -37,6 +37,9 @@ class FetchCall(NamedTuple):
     module: ModuleType
     """The backend."""
     core_bias: float
+    keep: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+    """Called with keys and values of the whole document [2, B, Hkv, L, D], its core tokens
+    [2, B Hkv, w, M, D] and their masses [1, B Hkv, w, M, 1] or None."""
 
     def groups_before(self, position: int) -> int:
         """Count the groups behind the first tokens that end before a position."""
@@ -85,6 +88,14 @@ class _Document:
             bias = torch.full((len(self.k), heads), call.core_bias, dtype=wide, device=q.device)
         mass = call.module.mass(self.groups, spec) if spec.core_mass and count else None
         self.core_bias = add_to_bias(bias, mass, heads)
+        if call.keep is None:
+            return
+        masses = None
+        if spec.core_mass:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            none = q.new_zeros(self.cores.k.shape[:3], dtype=wide)
+            masses = (none if mass is None else mass)[None, ..., None]
+        call.keep(keys, torch.stack(self.cores), masses)
 
     def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Tensor | None]]:
         """Yield the call of each of this process's chunks, with its rows of q [N, r, T, D]: raw and

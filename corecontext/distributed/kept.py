@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.distributed.halo import Halo
+from corecontext.distributed.wire import Wire
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Spec
 from corecontext.visibility import window_capacity
 
 
@@ -34,6 +36,8 @@ class Kept(NamedTuple):
     core_width: int
     """w."""
     rotary: Rotary | None
+    raw: tuple[Tensor, ...] = ()
+    """Keys and values of all tokens, [B, Hkv, L, D] each, where the layer fetches."""
 
 
 @dataclass
@@ -44,10 +48,12 @@ class Keeper:
     Args:
         rollback: Extra ring tokens, as of `CompactLayer`.
         process: The process that will hold the caches; None for all.
+        store: That of `CCAConfig`: raw tokens for "host" wait in host memory.
     """
 
     rollback: int = 0
     process: int | None = None
+    store: str = "device"
     layers: list[Kept] = field(default_factory=list)
     """One entry for each attention call so far, in order (of a layer with several group sizes one
     for each size); empty on processes that hold no cache."""
@@ -82,23 +88,31 @@ class Keeper:
         tail = self._tail(halo, k, v, ring)
         if tail is None:
             return
-        # A cache's buffers hold the ring, the first tokens, and the core tokens, in this order.
-        length = halo.layout.seq_len
-        slots = (sinks + torch.arange(length - tail.shape[3], length, device=k.device)) % ring
         if first is None:
             first = tail[:, :, :, :0]
-        first = F.pad(first, (0, 0, 0, sinks - first.shape[3]))
-        buffers = []
-        for raw, first_raw, core in zip(tail, first, cores):
-            core = core.transpose(1, 2).reshape(*k.shape[:2], -1, k.shape[3])
-            empty_ring = k.new_zeros(*k.shape[:2], ring, k.shape[3])
-            buffer = torch.cat((empty_ring, first_raw, core.to(k.dtype)), 2)
-            buffer[:, :, slots] = raw
-            buffers.append(buffer)
-        if masses is not None:
-            behind = masses[0].transpose(1, 2).reshape(*k.shape[:2], -1, 1)
-            masses = F.pad(behind, (0, 0, ring + sinks, 0))
-        self.layers.append(Kept(*buffers, masses, spec.group_size, cores.shape[2], spec.rotary))
+        length = sinks + halo.layout.seq_len
+        self.layers.append(_laid_out(tail, first, cores, masses, spec, sinks, length, ring))
+
+    def keep_document(
+        self, wire: Wire, spec: Spec, raw: Tensor, cores: Tensor, masses: Tensor | None
+    ) -> None:
+        """Append one layer that fetches, of which every process has all tokens.
+
+        Args:
+            raw: Keys and values of the whole sequence, [2, B, Hkv, L, D].
+            cores, masses: As of `keep`.
+        """
+        if wire.rank not in self.targets(wire.size):
+            return
+        ring = window_capacity(spec.group_size, spec.window_size) + self.rollback
+        length = raw.shape[3]
+        sinks = spec.sinks
+        first, later = raw[:, :, :, :sinks], raw[:, :, :, sinks:]
+        tail = later[:, :, :, max(0, length - sinks - ring) :]
+        kept = _laid_out(tail, first, cores, masses, spec, sinks, length, ring)
+        # All layers wait until the whole model has run.
+        place = torch.device("cpu") if self.store == "host" else raw.device
+        self.layers.append(kept._replace(raw=tuple(x.to(place) for x in raw)))
 
     def _tail(self, halo: Halo, k: Tensor, v: Tensor, count: int) -> Tensor | None:
         """Keys and values of the sequence's last `count` tokens, or of all, [2, B, Hkv, n, D]; None
@@ -128,3 +142,39 @@ class Keeper:
             pieces.append(piece)
         halo.wire.exchange(sent, received)
         return torch.cat(pieces, 3) if rank in targets else None
+
+
+def _laid_out(
+    tail: Tensor,
+    first: Tensor,
+    cores: Tensor,
+    masses: Tensor | None,
+    spec: Spec,
+    sinks: int,
+    length: int,
+    ring: int,
+) -> Kept:
+    """Lay out the buffers of a cache of `length` tokens: the ring, the first tokens, and the core
+    tokens, in this order.
+
+    Args:
+        tail: Keys and values of the last tokens, at most as many as the ring has slots,
+            [2, B, Hkv, n, D].
+        first, cores, masses: As of `Keeper.keep`.
+        sinks: Slots for first tokens.
+    """
+    shape = tail.shape[1:3]
+    dim = tail.shape[4]
+    slots = torch.arange(length - tail.shape[3], length, device=tail.device) % ring
+    first = F.pad(first, (0, 0, 0, sinks - first.shape[3]))
+    buffers = []
+    for raw, first_raw, core in zip(tail, first, cores):
+        core = core.transpose(1, 2).reshape(*shape, -1, dim)
+        empty_ring = raw.new_zeros(*shape, ring, dim)
+        buffer = torch.cat((empty_ring, first_raw, core.to(raw.dtype)), 2)
+        buffer[:, :, slots] = raw
+        buffers.append(buffer)
+    if masses is not None:
+        behind = masses[0].transpose(1, 2).reshape(*shape, -1, 1)
+        masses = F.pad(behind, (0, 0, ring + sinks, 0))
+    return Kept(*buffers, masses, spec.group_size, cores.shape[2], spec.rotary)

@@ -31,10 +31,10 @@ def context_parallel_prefill(
     collective call.
 
     Each rank runs the model on its L / N tokens at once (their activations must fit), and receives
-    of each layer the core tokens and the last s + g - 1 raw tokens. Decoding then takes one rank
-    and no exchange: for example `model.generate(ids, **with_cache(cache))` with the prompt and
-    the token chosen from the logits. A prompt of fewer than two tokens a rank is read whole by
-    each.
+    of each layer the core tokens and the last s + g - 1 raw tokens, with fetch all raw tokens.
+    Decoding then takes one rank and no exchange: for example
+    `model.generate(ids, **with_cache(cache))` with the prompt and the token chosen from the logits.
+    A prompt of fewer than two tokens a rank is read whole by each.
 
     Args:
         model: A Hugging Face causal language model with CCA enabled, the same weights on every
@@ -53,7 +53,8 @@ def context_parallel_prefill(
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without
             padding, it exceeds max_length or the model's positions, or ranks were given different
             prompts.
-        NotImplementedError: sliding-window layers, a prompt with an attention of its own, fetch,
+        NotImplementedError: sliding-window layers, a prompt with an attention of its own, fetch
+            with a shared choice, learned core tokens or heads that keep every token,
             backend="reference" or a cache in 8 bits, which several ranks cannot have.
     """
     handle = handle_of(model)
@@ -67,7 +68,7 @@ def context_parallel_prefill(
         return whole if process in (None, wire.rank) else None
 
     # Every rank reads its tokens; the keeper collects each layer's entries on the target ranks.
-    keeper = Keeper(handle.rollback, process)
+    keeper = Keeper(handle.rollback, process, handle.config.store)
     layout = Layout.balanced(length, wire.size, wire.rank)
     handle.shard = Shard(wire, layout, keeper=keeper)
     try:
@@ -143,10 +144,13 @@ def _check_supported(handle: Handle) -> None:
         )
     if config.prefill in ("cca", "full"):
         raise NotImplementedError(f"a prompt of prefill {config.prefill!r} {way_out}")
-    if config.fetch_groups:
+    sizes = {
+        size for layer in handle.layers for size in layer.head_group_sizes or (layer.group_size,)
+    }
+    if config.fetch_groups and 1 in sizes:
         raise NotImplementedError(
-            f"a prompt with fetch_groups={config.fetch_groups} cannot be spread: its cache has all "
-            "raw tokens. Use prefill on one process, or fetch_groups=0."
+            f"a prompt with fetch_groups={config.fetch_groups} and heads that keep every token "
+            f"{way_out}"
         )
     if config.backend == "reference":
         raise NotImplementedError(f"backend 'reference' {way_out}")
@@ -187,5 +191,6 @@ def _filled(
             length,
             group_size=kept.group_size,
             core_width=kept.core_width,
+            raw=[x.to(kept.keys.device) for x in kept.raw],
         )
     return layer
