@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from corecontext.cost import cache_entries
 from corecontext.data.retrieval import Fact
 from corecontext.demo import compare, measure_method, report
-from corecontext.demo.compare import DemoResult, DemoSettings, plan, run_demo
+from corecontext.demo.compare import TITLES, DemoResult, DemoSettings, plan, run_demo
 from corecontext.demo.needle_prompts import ChatTask
 from corecontext.demo.task import Question, Task, make_task
 from corecontext.files import UserError
@@ -399,6 +399,17 @@ def test_tables_lay_the_methods_side_by_side(result):
     assert lines[2:4] == ["| | full attention | CCA |", "|---|---:|---:|"]
     assert lines[4] == "| time to first token | 4.00 s | 1.00 s |"
     assert lines[-1] == "| planted facts found | 67% | 33% |"
+    sizes = {"group_size": 8, "window_size": 5, "fetch_groups": 3, "fetch_index": "bits:2"}
+    chat = [
+        dataclasses.replace(record, params={**record.params, **sizes, "method": name})
+        for name in TITLES
+        for record in result.records
+        if record.params["method"] == "cca"
+    ]
+    caption = report.demo_table(chat).splitlines()[0]
+    assert caption.endswith(
+        "fetch: 3 groups of 8 by `bits:2`, s = 5; adapted: with this package's adapter."
+    )
 
 
 def test_a_cache_of_another_size_than_the_formulas_is_said(result, capsys, monkeypatch):

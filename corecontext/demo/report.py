@@ -121,12 +121,27 @@ def _ratio(name: str, full: float, cca: float) -> str:
 
 
 def demo_table(records: Sequence[Record]) -> str:
-    """Return README's table of the demo, in Markdown."""
-    params = newest(records, "demo.first_token_s", method="cca").params
+    """Return a page's table of the demo, in Markdown."""
+    firsts = {
+        record.params["method"]: record.params
+        for record in records
+        if record.name == "demo.first_token_s"
+    }
+    params = firsts["cca"]
+    sizes = f"g = {params['group_size']}, s = {params['window_size']}"
+    if "fetch" in firsts:
+        fetch = firsts["fetch"]
+        sizes += (
+            f"; fetch: {fetch['fetch_groups']} groups of {fetch['group_size']} by "
+            f"`{fetch['fetch_index']}`, s = {fetch['window_size']}"
+        )
+    if "adapted" in firsts:
+        sizes += "; adapted: with this package's adapter"
+    command = records[-1].command.partition(" --json")[0]
     titles = _titles(records)
     lines = [
-        f"`corecontext demo` on {records[-1].device}: {params['length']} tokens, "
-        f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}.",
+        f"`{command}` on {records[-1].device}: {params['length']} tokens, {params['dtype']}, "
+        f"{sizes}.",
         "",
         "| | " + " | ".join(titles) + " |",
         "|---|" + "---:|" * len(titles),
