@@ -339,10 +339,11 @@ def test_processes_share_a_folder_and_do_nothing_twice(tmp_path, monkeypatch, ca
         "json_path": str(tmp_path / "all.jsonl"),
     }
     # A copy of this process has imported what a new one would import for seconds; a new one gets
-    # its arguments pickled.
-    fork = multiprocessing.get_context("fork")
+    # its arguments pickled. With CUDA, autograd's threads would not be in a copy.
+    method = "spawn" if torch.version.cuda else "fork"
+    context = multiprocessing.get_context(method)
     asked = []
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: asked.append(method) or fork)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda name: asked.append(name) or context)
     assert pickle.loads(pickle.dumps(arguments)) == arguments
     with capfd.disabled():  # copies write where they are told to
         assert run_on_gpus(2, arguments, stages_wanted)
