@@ -21,7 +21,10 @@ LimitMinutes = Annotated[
 ListRows = Annotated[
     bool, typer.Option("--list", help="With --published: only list these rows, with their times.")
 ]
-LIMITS = ("limit_minutes", "list_rows")
+Only = Annotated[
+    str, typer.Option(help="With --published: part of a row's command; leave out other rows.")
+]
+LIMITS = ("limit_minutes", "list_rows", "only")
 """Parameters that need --published."""
 
 
@@ -58,6 +61,20 @@ def command_of(program: str, model: str, options: Sequence[str]) -> str:
     """Return the command that measures a row of a model alone."""
     start = ["python", "-m", "reproduction", program, "--model", model, "--data", "FOLDER"]
     return shlex.join([*start, *options])
+
+
+def with_text(pending: Sequence[Pending], text: str) -> list[Pending]:
+    """Return the rows whose command contains a text.
+
+    Raises:
+        UserError: rows are missing, but none of them has it.
+    """
+    chosen = [row for row in pending if text in row.command]
+    if pending and not chosen:
+        raise UserError(
+            f"only must be part of a missing row's command, got {text!r}. --list prints them."
+        )
+    return chosen
 
 
 def list_pending(pending: Sequence[Pending]) -> None:
@@ -110,7 +127,7 @@ def check_options(context: typer.Context, beside: Collection[str]) -> None:
     if "published" not in given:
         if given & set(LIMITS):
             raise UserError(
-                "limit-minutes and list must be given with published, got no such option. "
+                "limit-minutes, list and only must be given with published, got no such option. "
                 "Use --published."
             )
         return

@@ -12,9 +12,11 @@ from corecontext.files import UserError
 from reproduction.published import (
     LimitMinutes,
     ListRows,
+    Only,
     check_options,
     list_pending,
     measure_pending,
+    with_text,
 )
 from reproduction.real_methods import METHODS, WITH_HEADS, Sizes
 from reproduction.real_training import DISTIL, Adaptation
@@ -121,6 +123,7 @@ def real(
     ] = False,
     limit_minutes: LimitMinutes = None,
     list_rows: ListRows = False,
+    only: Only = "",
     cache: Annotated[bool, typer.Option(help="Measure the bytes of caches.")] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -141,7 +144,7 @@ def real(
         raise UserError("data must be given, got none. Use --data FOLDER.")
     if published:
         protocol = Protocol(model, data, output, save=save, dtype=dtype, device=device)
-        pending = pending_rows(protocol, real_plan.ROWS)
+        pending = with_text(pending_rows(protocol, real_plan.ROWS), only)
         if list_rows:
             list_pending(pending)
             return

@@ -103,6 +103,9 @@ ADAPTED = Adaptation(120, rows_at_once=8, fuse=True)
 LORA = replace(ADAPTED, fuse=False, strategy="lora", learning_rate=1e-3)
 LARGE_LORA = replace(LORA, lora_rank=26)
 """In 8 bits 7.6 MiB."""
+PACKAGED = replace(LARGE_LORA, learning_rate=4e-3)
+"""The training of the adapter that the package has for SmolLM2."""
+SEEDS = (0, 1, 2)
 TRY_STEPS = 30
 """Steps of a training that other settings are tried in."""
 
@@ -167,10 +170,17 @@ ROWS = (
     _adapted("duo_attention", seed=1, full_heads=HEADS),
     _adapted("cca"),
     _adapted("streaming_llm_wide", needles=25),
-    # 3. The best setting in an adapter of at most 8 MiB.
+    *(_adapted("cca_raw_heads", MASS, seed, full_heads=HEADS, needles=25) for seed in SEEDS[1:]),
+    *(_adapted("streaming_llm_wide", seed=seed, needles=25) for seed in SEEDS[1:]),
+    *(_adapted("cca", sizes, seed, needles=25) for seed in SEEDS[1:] for sizes in (MASS, PLAIN)),
+    *(_adapted("fetch_equal_bytes", PAIRS, seed, needles=25) for seed in SEEDS[1:]),
+    *(_adapted("fetch", replace(MASS, store="host"), seed, needles=25) for seed in SEEDS),
+    # 3. The best setting in an adapter of at most 8 MiB, the last one the package's, beside full
+    # attention and sinks and window with such an adapter.
     Row("fetch_equal_bytes", BITS, LORA, needles=100),
     Row("fetch_equal_bytes", BITS, replace(LARGE_LORA, learning_rate=2e-3), needles=100),
-    Row("fetch_equal_bytes", BITS, replace(LARGE_LORA, learning_rate=4e-3), needles=100),
+    *(Row("fetch_equal_bytes", BITS, replace(PACKAGED, seed=seed), needles=100) for seed in SEEDS),
+    *(Row(method, PLAIN, PACKAGED) for method in ("full", "streaming_llm")),
     # 4. Short trainings: what brings core tokens nearest.
     _tried("full"),
     _tried("streaming_llm"),

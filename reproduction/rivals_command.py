@@ -11,9 +11,11 @@ from corecontext.files import UserError
 from reproduction.published import (
     LimitMinutes,
     ListRows,
+    Only,
     check_options,
     list_pending,
     measure_pending,
+    with_text,
 )
 from reproduction.rivals_tasks import Counts
 
@@ -75,6 +77,7 @@ def rivals(
     ] = False,
     limit_minutes: LimitMinutes = None,
     list_rows: ListRows = False,
+    only: Only = "",
     save: Annotated[
         str | None,
         typer.Option(help="With --published: folder for trained models, shared with real."),
@@ -104,7 +107,7 @@ def rivals(
         raise UserError("data must be given, got none. Use --data FOLDER.")
     if published:
         protocol = Protocol(model, data, output, save=save, dtype=dtype, device=device)
-        pending = pending_rows(protocol, rivals_plan.ROWS)
+        pending = with_text(pending_rows(protocol, rivals_plan.ROWS), only)
         if list_rows:
             list_pending(pending)
         else:

@@ -536,6 +536,11 @@ def test_published_rows_without_records_are_measured(data, model, tmp_path, monk
     assert published(data, model, tmp_path, "--list") == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.partition(" s  ")[2] for line in listed[:-1]] == commands
+    assert published(data, model, tmp_path, "--list", "--only", "--method duo") == 0
+    [row, _] = capsys.readouterr().out.splitlines()
+    assert row.endswith(commands[4])
+    assert published(data, model, tmp_path, "--list", "--only", "--method none") == 2
+    assert "only must be part of a missing row's command" in capsys.readouterr().err
     assert not output.exists()
     # The third row takes more than the limit; the second fails.
     assert published(data, model, tmp_path, "--limit-minutes", "9") == 2
