@@ -1,22 +1,34 @@
 """One process of test_context_parallel.py::test_gpus_equal_one, started by torchrun: the operator
-over NCCL."""
+and prompts of a model over NCCL."""
 
 import os
 
 import torch
 import torch.distributed as dist
+from context_parallel import continued
+from families import tiny_model, tokens
 
-from corecontext import Rotary, cca_attention
+import corecontext
+from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
+from corecontext.inference import prefill
+from corecontext.inference.sharded_prefill import context_parallel_prefill
 from corecontext.ops.spec import Inputs, Spec
 
 
 def main() -> None:
-    """Output and gradients of this process's part equal those of the whole sequence on this GPU."""
+    """Check this process, on its GPU."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    attended()
+    prefilled()
+    dist.destroy_process_group()
+
+
+def attended() -> None:
+    """Output and gradients of this process's part equal those of the whole sequence on this GPU."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for dim, dtype, bound in ((64, torch.float32, 1e-5), (128, torch.bfloat16, 2e-2)):
         length, generator = 1500 * world + 37, torch.Generator("cuda").manual_seed(0)
@@ -45,7 +57,21 @@ def main() -> None:
             want = layout.take(want, 2).double()
             error = float((got.double() - want).norm() / want.norm())
             assert error < bound, f"{name} of rank {rank} in {dtype}: {error:.1e}"
-    dist.destroy_process_group()
+
+
+def prefilled() -> None:
+    """A prompt read by all processes has the logits and the next tokens of one read by this GPU
+    alone, without and with fetch."""
+    config = CCAConfig(group_size=4, window_size=9, sink_size=4)
+    fetching = config.replace(fetch_groups=3)
+    for settings in (config, fetching, fetching.replace(store="host", fetch_index="bits:2")):
+        model = tiny_model().cuda()
+        corecontext.enable(model, settings, warn=False)
+        ids = tokens(1, 157, 157).cuda()
+        want = prefill(model, ids)
+        got = context_parallel_prefill(model, ids, Wire(dist.group.WORLD))
+        torch.testing.assert_close(got.logits, want.logits, rtol=2e-3, atol=2e-3)
+        assert continued(model, ids, got).tolist() == continued(model, ids, want).tolist()
 
 
 if __name__ == "__main__":
