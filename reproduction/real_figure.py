@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from corecontext.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
-from reproduction.real_gains import ENDS
-from reproduction.real_tables import NAMES, OTHER_WORDING, is_other_training, protocol_tokens
+from reproduction.real_gains import ENDS, is_other_training
+from reproduction.real_tables import NAMES, OTHER_WORDING, protocol_tokens
 from reproduction.rivals_tables import TITLES
 
 FETCH, RIVAL = "#c65d12", "#6b5b95"

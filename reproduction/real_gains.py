@@ -16,7 +16,18 @@ SAME = ("model", "trained_tokens", "seed", "length", "windows", "rope_theta")
 TRAINING = ("distil", "layer_steps", "strategy", "lora_rank", "train_text", "head_needles")
 """Params of another training than the protocol's, which the two that bound the gain have."""
 ENDS = {"streaming_llm": "0 %", "full": "100 %"}
-"""Methods that bound the gain, by definition."""
+"""Methods that bound the gain, by definition, trained by the protocol or not at all."""
+
+
+def is_other_training(params: Mapping[str, Any]) -> bool:
+    """Whether a training is not the protocol's."""
+    rate = params.get("learning_rate", Adaptation.learning_rate)
+    return rate != Adaptation.learning_rate or any(name in params for name in TRAINING)
+
+
+def is_end(params: Mapping[str, Any]) -> bool:
+    """Whether a row bounds the gains of others."""
+    return params["method"] in ENDS and not is_other_training(params)
 
 
 def gain_kept(perplexity: float, window: float, full: float) -> float:
@@ -49,7 +60,7 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
     without = []
     missing = []
     for record in far:
-        if record.params["method"] in ENDS:
+        if is_end(record.params):
             continue
         ends = []
         for method in ENDS:

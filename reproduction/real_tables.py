@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.tables import Column, markdown, shown_mib
 from corecontext.config import CCAConfig
 from corecontext.record import Record
-from reproduction.real_gains import ENDS, SAME, TRAINING
+from reproduction.real_gains import ENDS, SAME, is_end, is_other_training
 from reproduction.real_measured import MEASURED
 from reproduction.real_methods import METHODS, TITLES
 from reproduction.real_training import Adaptation
@@ -97,7 +97,7 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
     if any(line.cache.get("host_bytes") for line in lines):
         columns.insert(2, Column("on the host, MiB", lambda line: _cache(line, "host_bytes")))
     if any(len(line.values["far"]) > 1 for line in lines):
-        columns.insert(1, Column("seeds", lambda line: str(len(line.values["far"]))))
+        columns.insert(1, Column("seeds", _seeds))
     return _table(columns, lines)
 
 
@@ -126,7 +126,10 @@ def tries_markdown(records: Sequence[Record]) -> str:
         Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
         Column("gain kept", _gain),
     ]
-    return _table(columns, lines_of(records, trained=True, tries=True))
+    lines = lines_of(records, trained=True, tries=True)
+    if any(len(line.values["far"]) > 1 for line in lines):
+        columns.insert(2, Column("seeds", _seeds))
+    return _table(columns, lines)
 
 
 def _millions(line: Line) -> str:
@@ -153,12 +156,6 @@ def _training(line: Line) -> str:
     if p["learning_rate"] != Adaptation.learning_rate:
         parts.append(f"rate {p['learning_rate']:g}")
     return ", ".join(parts) or "the protocol's"
-
-
-def is_other_training(params: dict[str, Any]) -> bool:
-    """Whether a training is not the protocol's."""
-    rate = params.get("learning_rate", Adaptation.learning_rate)
-    return rate != Adaptation.learning_rate or any(name in params for name in TRAINING)
 
 
 def protocol_tokens(records: Sequence[Record]) -> int:
@@ -265,6 +262,10 @@ def _title(line: Line) -> str:
     return f"{text}: {', '.join(sizes)}" if sizes else text
 
 
+def _seeds(line: Line) -> str:
+    return str(len(line.values["far"]))
+
+
 def _cache(line: Line, name: str) -> str:
     value = line.cache[name]
     return "" if value is None else _mib(value)
@@ -276,7 +277,9 @@ def _mib(value: float) -> str:
 
 def _gain(line: Line) -> str:
     """Show the gain kept, the ends by definition."""
-    return ENDS.get(line.params["method"]) or _mean(line, "gain", "{:.1f} %", 100)
+    if is_end(line.params):
+        return ENDS[line.params["method"]]
+    return _mean(line, "gain", "{:.1f} %", 100)
 
 
 def _mean(line: Line, name: str, form: str, scale: float = 1) -> str:

@@ -285,6 +285,16 @@ def test_gains_are_made_once_of_the_latest_rows_and_name_those_missing():
     assert not gains and "window_size 32" in missing
 
 
+def test_full_attention_trained_otherwise_has_a_gain():
+    """Only the protocol's training bounds the gains."""
+    trained = {"trained_tokens": 5, "learning_rate": 1e-4}
+    ends = [far("streaming_llm", 9.0, **trained), far("full", 4.0, **trained)]
+    other = far("full", 3.0, **trained, strategy="lora", lora_rank=2)
+    gains, missing = gain_records([*ends, other], 16)
+    assert not missing
+    assert [gain.value for gain in gains] == [pytest.approx(math.log(9 / 3) / math.log(9 / 4))]
+
+
 def test_gains_are_written_beside_rows_that_have_none(tmp_path, capsys):
     output = tmp_path / "real.jsonl"
     records = [far("streaming_llm", 9.0), far("full", 3.0), far("cca", 8.0)]
