@@ -40,6 +40,7 @@ from corecontext.ops.triton import (
     fetch_segments,
     marks,
     paged_attend,
+    paged_gather,
     paged_pool,
     pool,
     pool_mass,
@@ -93,6 +94,7 @@ PAGED = (
     paged_pool._store_kernel,
     paged_pool._pool_pages_kernel,
     paged_attend._attend_pages_kernel,
+    paged_gather._gather_kernel,
 )
 STEP = (
     fetch_decode_kernel.fetch_step_kernel,
@@ -252,13 +254,16 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     columns = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
     plain = {**columns, "HAS_SOFTCAP": False, "HEADS": HEADS, "SINKS": 16, "GROUP": 16}
     numbers = dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "core_table_ptr"), "i32")
-    floats = ("cos_ptr", "sin_ptr", "mass_ptr", "acc_ptr", "lse_ptr")
+    floats = ("cos_ptr", "sin_ptr", "mass_ptr", "acc_ptr", "lse_ptr", "gathered_bias_ptr")
     types = {"slots_ptr": "i64", **numbers, **dict.fromkeys(floats, "fp32")}
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
     block_g = paged_pool.MOST_ELEMENTS // (HEADS * power_of_2(dim))
     pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
     sizes = {**plain, **pooling, "BLOCK_G": min(16, block_g), "num_warps": 4}
     yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
+    flags = {"HAS_BIAS": True, "HAS_MASS": True, "HEADS": HEADS, "ALIGNMENT": 16}
+    sizes = {**columns, **flags, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
+    yield Kernel(paged_gather._gather_kernel, sizes, types)
     for rows, in_parts in ((4096, False), (HEADS, True)):
         tiles = paged_tiles(chip, dtype, dim, rows)
         flags = {"HAS_BIAS": False, "HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}

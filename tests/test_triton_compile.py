@@ -47,7 +47,7 @@ FETCH = {
 }
 MASS = {"mass_fwd_kernel", "mass_bwd_kernel"}
 LOSS = {"loss_kernel"}
-PAGED = {"_store_kernel", "_pool_pages_kernel", "_attend_pages_kernel"}
+PAGED = {"_store_kernel", "_pool_pages_kernel", "_gather_kernel", "_attend_pages_kernel"}
 HOPPER = {
     "_attend_fwd_hopper",
     "_attend_bwd_hopper",

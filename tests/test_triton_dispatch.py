@@ -38,6 +38,7 @@ from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
+from corecontext.ops.triton.far_past import FarPast, far_past  # noqa: E402
 from corecontext.ops.triton.fetch_attend import Call, Fetched  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -259,10 +260,11 @@ def test_an_output_that_is_given_is_written_in_place(layout, dtype):
     cores = Cores(*torch.randn(2, 2, 1, length // 7, dim, device=DEVICE).to(dtype))
     spec = Spec(7, 10, scale=dim**-0.5)
     tokens = Tokens(whole[:, :, 1:-1], k, v)
+    far = FarPast(*cores, None)
     wanted, lse = backend.attend(tokens, cores, spec)
     buffer = LAYOUTS[layout](torch.full_like(whole, 7.0))
     out = buffer[:, :, 1:-1]
-    written, own_lse = backend.attend(tokens, cores, spec, None, out)
+    written, own_lse = backend.attend_list(tokens, far, spec, out)
     assert written is out
     assert torch.equal(out, wanted) and torch.equal(own_lse, lse)
     assert (buffer[:, :, [0, -1]] == 7.0).all()
@@ -494,7 +496,7 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
     spec = Spec(group_size=7, window_size=10, scale=0.2)
     tokens = Tokens(some["q"], some["k"], some["v"])
     upstream = Upstream(some["grad_out"], some_grad_lse, some["out"], some_lse)
-    hopper_forward.attend(tokens, cores, spec, bias)
+    hopper_forward.attend_list(tokens, far_past(tokens, cores, spec, bias), spec)
     hopper_backward.gradients(upstream, tokens, groups, cores, spec, bias)
     assert launched == [
         hopper_forward._attend_fwd_hopper,
@@ -735,10 +737,10 @@ class _OneChip:
         return None
 
     @staticmethod
-    def attend(*args: Any, **options: Any) -> None:
+    def attend_list(*args: Any, **options: Any) -> None:
         raise AssertionError("a kernel made for one chip was called")
 
-    gradients = attend
+    gradients = attend_list
 
 
 def test_first_tokens_kept_raw_take_the_kernels_made_for_a_chip_too(monkeypatch):
@@ -768,7 +770,9 @@ def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypat
             None, ast.parse("f()").body[0], "f() missing 1 required positional argument: 'x'"
         )
 
-    young = SimpleNamespace(unsupported_reason=lambda *args: None, attend=refuse, gradients=refuse)
+    young = SimpleNamespace(
+        unsupported_reason=lambda *args: None, attend_list=refuse, gradients=refuse
+    )
     q, k, v = (
         torch.randn(1, heads, 45, 40, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)
     )

@@ -14,9 +14,10 @@ from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_attend, paged_chunk, paged_pool
-from corecontext.ops.triton.paged import Batch, Pages
+from corecontext.ops.triton.paged import Batch, Pages, alignment_of
 from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
 from corecontext.ops.triton.paged_chunk import attend_parts, parts_of
+from corecontext.ops.triton.paged_gather import Span, gather_chunk
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.tiles import Chip, Tiles
 
@@ -196,10 +197,10 @@ def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch):
 
 def test_the_compiler_is_told_an_alignment_that_every_entry_has():
     x = torch.zeros(2, 3, 4, 16, dtype=torch.float16)
-    assert x.data_ptr() % 16 == 0 and paged_attend._alignment(x, x) == 16
-    assert paged_attend._alignment(x, x[..., 2:]) == 4
-    assert paged_attend._alignment(x, x.view(-1)[:360].view(2, 3, 5, 12)) == 8
-    assert paged_attend._alignment(x, x[:, :, 1:, 3:]) == 2
+    assert x.data_ptr() % 16 == 0 and alignment_of(x, x) == 16
+    assert alignment_of(x, x[..., 2:]) == 4
+    assert alignment_of(x, x.view(-1)[:360].view(2, 3, 5, 12)) == 8
+    assert alignment_of(x, x[:, :, 1:, 3:]) == 2
 
 
 @pytest.mark.parametrize("sinks, window, mass, long", [(0, 6, False, 4), (7, 1, True, 8)])
@@ -210,6 +211,47 @@ def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass, l
     config = CCAConfig(group_size=4, window_size=window, sink_size=sinks, core_mass=mass)
     steps = [{0: 5, 1: 1}, {1: 1, 2: 15, 3: 9, 0: 4}, {0: 2, 2: 1, 1: 3, 3: 5}, {0: 6, 2: 1, 1: 5}]
     check(config, halves(), steps, kv_heads=2, bias=0.5 * mass)
+
+
+@pytest.mark.parametrize("bias, mass", [(0.0, False), (0.5, False), (0.0, True), (-2.0, True)])
+@pytest.mark.parametrize("past, sinks", [(0, 4), (9, 4), (70, 8), (71, 0)])
+def test_a_chunk_gets_each_entry_once(past, sinks, bias, mass):
+    """Raw tokens before it and its own, first tokens, core tokens and their biases, bit for bit."""
+    num_new, kv_heads, page_size = 5, 2, 8
+    spec = Spec(4, 6, scale=1.0, sink_size=sinks, core_mass=mass)
+    end = past + num_new
+    pages = torch.randn(4, 40, kv_heads, page_size, DIM)
+    raw_k, raw_v, core_k, core_v = pages.transpose(2, 3)
+    masses = torch.rand(40, page_size, kv_heads) if mass else None
+    table, core_table = torch.randperm(40)[:20].int().view(2, 1, -1)
+    raw, cores = Pages(raw_k, raw_v, table), Pages(core_k, core_v, core_table, masses)
+    # The new tokens lie between others, as in the output of a joint product.
+    new = torch.randn(num_new, 3, kv_heads, DIM)[:, 1:].unbind(1)
+    span = Span.of(past, num_new, spec)
+    k, v, far = gather_chunk(new, span, raw, cores, SHARE, bias)
+
+    assert span.low == max(0, (past - 5) // 4 * 4)
+    groups = (end - 6) // 4
+    assert (span.sinks, span.cores) == ((sinks, groups - sinks // 4) if groups > 0 else (0, 0))
+    group = torch.arange(span.first_group, span.first_group + span.cores)
+    for got, of_new, pages, of_cores, listed in (
+        (k, new[0], raw.k, cores.k, far.k),
+        (v, new[1], raw.v, cores.v, far.v),
+    ):
+        before = pages[table[0].long()].flatten(0, 1)
+        near = torch.cat((before[span.low : past], of_new))
+        assert torch.equal(got, near.transpose(0, 1))
+        entries = of_cores[core_table[0].long()].flatten(0, 1)[group]
+        wanted = torch.cat((before[: span.sinks], entries))
+        assert torch.equal(listed[:, 0], wanted.transpose(0, 1))
+    if not groups > 0 or not (bias or mass):
+        assert far.bias is None
+        return
+    wanted = torch.full((kv_heads, span.cores), bias)
+    if mass:
+        wanted = wanted + masses[core_table[0].long()].flatten(0, 1)[group].T
+    assert torch.equal(far.bias[..., span.sinks :], wanted[:, None].expand(-1, SHARE, -1))
+    assert not far.bias[..., : span.sinks].any()
 
 
 def test_a_batch_is_split_at_its_long_chunks(monkeypatch):

@@ -37,6 +37,7 @@ from corecontext.cost import ModelCost
 from corecontext.integrations.vllm import cache_plan, capacity, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.ops.triton import paged_chunk, pool
+from corecontext.ops.triton.paged_gather import Span, gather_chunk
 
 pytestmark = pytest.mark.usefixtures("default_device")
 DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 2, 4, 2, 4
@@ -353,23 +354,22 @@ def test_a_run_that_measures_memory_gathers_the_entries_of_the_longest_chunk(
     make_layers, monkeypatch
 ):
     """128 tokens, of which ten are new."""
-    gathered = []
+    spans = []
 
-    def gather(pages, table, begin, end):
-        gathered.append((begin, end))
-        return inner(pages, table, begin, end)
+    def gather(new, span, *others):
+        spans.append(span)
+        return gather_chunk(new, span, *others)
 
-    inner = paged_chunk._gather
-    monkeypatch.setattr(paged_chunk, "_gather", gather)
+    monkeypatch.setattr(paged_chunk, "gather_chunk", gather)
     monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 10)
     [layer, _] = make_layers(vllm_config(core_mass=True, head_group_sizes=(3, 1)))
     for count in (9, 10):
         out = torch.ones(count, HEADS, DIM)
         layer.impl.forward(layer, out, out[:, :1], out[:, :1], layer.kv_cache, None, output=out)
         assert not out.any()
-    sinks, window, cores, all_tokens = (0, 3), (114, 128), (1, 41), (0, 128)
-    assert gathered[:7] == [sinks, sinks, window, window, cores, cores, cores]
-    assert gathered[7:] == [all_tokens, all_tokens, (0, 0), (0, 0)]
+    compact = Span(low=114, past=118, end=128, sinks=3, first_group=1, cores=40)
+    every_token = Span(low=0, past=118, end=128, sinks=0, first_group=0, cores=0)
+    assert spans == [compact, every_token]
 
 
 def common_of(lengths: list[int], count: int) -> SimpleNamespace:

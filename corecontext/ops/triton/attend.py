@@ -16,7 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton.far_past import add_to_sinks, bias_gradient, far_past, near_past
+from corecontext.ops.triton.far_past import (
+    FarPast,
+    add_to_sinks,
+    bias_gradient,
+    far_past,
+    near_past,
+)
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.marks import Marks, marked_entries, marked_keys, marks_of_rows
 from corecontext.ops.triton.primitives import (
@@ -582,7 +588,17 @@ def attend(
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
     float32; to no core token that is marked for the query's share."""
     far = far_past(tokens, cores, spec, core_bias)
-    tokens = near_past(tokens, spec)
+    return attend_list(near_past(tokens, spec), far, spec, marks)
+
+
+def attend_list(
+    tokens: Tokens, far: FarPast, spec: Spec, marks: Marks | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend as `attend` does, to a far past that is listed already.
+
+    Args:
+        tokens: Raw tokens from the first one on that a query sees behind its far past.
+    """
     q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     n, r, num_queries, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -606,7 +622,7 @@ def attend(
             *rule_of(spec),
             1 if marks is None else marks.share,
         ),
-        HAS_BIAS=core_bias is not None,
+        HAS_BIAS=far.bias is not None,
         HAS_MARKS=marks is not None,
         **_constants(tiles, dim, spec.softcap),
     )

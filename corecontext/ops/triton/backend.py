@@ -23,6 +23,7 @@ from corecontext.ops.triton import attend as anywhere
 from corecontext.ops.triton import fetch_backend, pool_mass
 from corecontext.ops.triton import pool as pooling
 from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.far_past import FarPast, far_past, near_past
 from corecontext.ops.triton.fetch_attend import Call, Fetched, Kernels, attend_raw
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
 from corecontext.ops.triton.fetch_decode import fetch_step, fetch_step_unsupported_reason
@@ -42,6 +43,7 @@ except (ImportError, AttributeError):
 __all__ = [
     "attend",
     "attend_backward",
+    "attend_list",
     "decode_step",
     "fetch_attend",
     "fetch_attend_backward",
@@ -77,16 +79,25 @@ def unsupported_reason(q: Tensor) -> str | None:
 
 
 def attend(
-    tokens: Tokens,
-    cores: Cores,
-    spec: Spec,
-    core_bias: Tensor | None = None,
-    out: Tensor | None = None,
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
-    float32. An output that is given may have any strides and is written in place."""
+    float32."""
     with _on(tokens.q):
-        return _attend(tokens, cores, spec, core_bias, out=out)
+        return _attend(tokens, cores, spec, core_bias)
+
+
+def attend_list(
+    tokens: Tokens, far: FarPast, spec: Spec, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend as `attend` does, to a far past that is listed already.
+
+    Args:
+        tokens: Raw tokens from the first one on that a query sees behind its far past.
+        out: [N, r, T, D] of any strides, written in place; None makes one.
+    """
+    with _on(tokens.q):
+        return _attend_list(tokens, far, spec, out=out)
 
 
 def _attend(
@@ -95,19 +106,30 @@ def _attend(
     spec: Spec,
     core_bias: Tensor | None,
     marks: Marks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, to no core token that is marked."""
+    far = far_past(tokens, cores, spec, core_bias)
+    return _attend_list(near_past(tokens, spec), far, spec, marks)
+
+
+def _attend_list(
+    tokens: Tokens,
+    far: FarPast,
+    spec: Spec,
+    marks: Marks | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend`, by the kernels that suit the device, to no core token that is marked."""
+    """`attend_list`, by the kernels that suit the device."""
     if (
         hopper_forward is not None
         and tokens.q.numel()
         and hopper_forward.unsupported_reason(tokens.q, spec) is None
     ):
         try:
-            return hopper_forward.attend(tokens, cores, spec, core_bias, marks, out)
+            return hopper_forward.attend_list(tokens, far, spec, marks, out)
         except triton.CompilationError as error:
             _do_without_hopper(error)
-    results, lse = anywhere.attend(tokens, cores, spec, core_bias, marks)
+    results, lse = anywhere.attend_list(tokens, far, spec, marks)
     return results if out is None else out.copy_(results), lse
 
 

@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from corecontext.ops.capability import nvidia_capability
-from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.spec import Spec, Tokens
 from corecontext.ops.triton.attend import rule_of, shape_of
-from corecontext.ops.triton.far_past import far_past, near_past
+from corecontext.ops.triton.far_past import FarPast
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.marks import Marks, marks_of_rows
 from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores, visible_entries
@@ -582,20 +582,17 @@ def num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def attend(
+def attend_list(
     tokens: Tokens,
-    cores: Cores,
+    far: FarPast,
     spec: Spec,
-    core_bias: Tensor | None = None,
     marks: Marks | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `attend.attend` does; an output that is given is written in place."""
+    """Attend as `attend.attend_list` does; an output that is given is written in place."""
     if out is not None and aligned(out) is not out:
-        results, lse = attend(tokens, cores, spec, core_bias, marks)
+        results, lse = attend_list(tokens, far, spec, marks)
         return out.copy_(results), lse
-    far = far_past(tokens, cores, spec, core_bias)
-    tokens = near_past(tokens, spec)
     q = aligned(tokens.q)
     k = aligned(tokens.k[:, None])
     v = aligned(tokens.v[:, None])

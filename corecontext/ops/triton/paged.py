@@ -9,6 +9,7 @@ depends on the number of tokens and of sequences only, and can be captured in a 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -44,6 +45,14 @@ class Batch(NamedTuple):
     """At least the new tokens of each sequence."""
     longest: int
     """At least the tokens of each sequence."""
+
+
+def alignment_of(*tensors: Tensor) -> int:
+    """Return the bytes, at most 16, of which the place of each row is a multiple: the compiler
+    cannot know it of one of several places."""
+    places = [x.data_ptr() for x in tensors]
+    places += [stride * x.element_size() for x in tensors for stride in x.stride()[:-1]]
+    return math.gcd(16, *places)
 
 
 def num_blocks(tokens: int, sequences: int, block: int) -> int:

@@ -8,8 +8,6 @@ decoding step; prompts and decoding tokens run in the same kernel.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,14 @@ from torch import Tensor
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode import _merge_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.paged import Batch, Pages, num_blocks, owned_block, page_offsets
+from corecontext.ops.triton.paged import (
+    Batch,
+    Pages,
+    alignment_of,
+    num_blocks,
+    owned_block,
+    page_offsets,
+)
 from corecontext.ops.triton.primitives import dot, log2_scores, softmax_step, visible_cores
 from corecontext.ops.triton.tiles import (
     MOST_SPLITS,
@@ -365,7 +370,7 @@ def _launch(
             HAS_MASS=cores.mass is not None,
             HAS_SOFTCAP=spec.softcap is not None,
             IN_PARTS=num_parts > 1,
-            ALIGNMENT=_alignment(raw.k, raw.v, cores.k, cores.v),
+            ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v),
             HEAD_DIM=dim,
             BLOCK_Q=tiles.block_m // heads,
             BLOCK_M=tiles.block_m,
@@ -376,14 +381,6 @@ def _launch(
         )
         if num_parts > 1:
             _merge(acc, lse, out, num_parts)
-
-
-def _alignment(*pages: Tensor) -> int:
-    """Return the bytes, at most 16, of which the place of each entry is a multiple: the compiler
-    cannot know it of one of two places."""
-    places = [x.data_ptr() for x in pages]
-    places += [stride * x.element_size() for x in pages for stride in x.stride()[:3]]
-    return math.gcd(16, *places)
 
 
 def _num_parts(q: Tensor, kv_heads: int, batch: Batch, spec: Spec, tiles: Tiles) -> int:

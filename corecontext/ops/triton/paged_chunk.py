@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.ops.mass import add_to_bias
-from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.spec import Spec, Tokens
 from corecontext.ops.triton import backend
 from corecontext.ops.triton.launch import ceil_div
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages
-from corecontext.visibility import local_start, num_visible_cores
+from corecontext.ops.triton.paged_gather import Span, gather_chunk
 
 LONG_CHUNK = 2048
-"""New tokens of a sequence from which on its entries are gathered. For fewer, the host launches
-longer than the device runs: 1.5 ms a layer for 1,024 tokens on an H200."""
+"""New tokens of a sequence from which on its entries are gathered. For fewer, the host launched
+longer than the device ran, 1.5 ms a layer for 1,024 tokens on an H200, when a chunk took a dozen
+launches more."""
 
 
 class Part(NamedTuple):
@@ -130,48 +130,8 @@ def _attend_chunk(
 ) -> None:
     """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
     follow `past` earlier ones."""
-    q = new[0]
-    g = spec.group_size
-    sinks = spec.sinks
     kv_heads = raw.k.shape[2]
-    end = past + q.shape[0]
-    # Raw tokens from the first query's window on, and the first ones where they are not among them.
-    low = local_start(past, g, spec.window_size)
-    sink_k = sink_v = None
-    if low < sinks:
-        low = 0
-    elif sinks:
-        # planted: vllm: a long chunk reads its window for the first tokens
-        sink_k, sink_v = (_gather(x, raw.table, 0, sinks).transpose(0, 1) for x in raw[:2])
-    # The new ones are at hand: only those before them are read from pages.
-    k, v = new[1:]
-    if low < past:
-        k = torch.cat((_gather(raw.k, raw.table, low, past), k))
-        v = torch.cat((_gather(raw.v, raw.table, low, past), v))
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
-
-    # Core tokens that the last query sees, and their masses.
-    total = num_visible_cores(end - 1, g, spec.window_size)
-    first = min(sinks // g, total)
-    core_k, core_v = (_gather(x, cores.table, first, total) for x in cores[:2])
-    core_k, core_v = core_k.transpose(0, 1)[:, None], core_v.transpose(0, 1)[:, None]
-    grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    bias = None
-    if core_bias:
-        bias = torch.full(grouped.shape[:2], core_bias, dtype=torch.float32, device=q.device)
-    if cores.mass is not None:
-        mass = _gather(cores.mass, cores.table, first, total).transpose(0, 1)[:, None]
-        bias = add_to_bias(bias, mass, grouped.shape[1])
-    tokens = Tokens(grouped, k, v, past, low, sink_k, sink_v)
-    grouped_out = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    backend.attend(tokens, Cores(core_k, core_v), spec, bias, grouped_out)
-
-
-def _gather(pages: Tensor, table: Tensor, begin: int, end: int) -> Tensor:
-    """Return entries begin .. end-1 of one sequence, [end - begin, Hkv, ...], from pages
-    [P, E, Hkv, ...] and a table [1, most pages]."""
-    size = pages.shape[1]
-    first = begin // size
-    numbers = table[0, first : ceil_div(end, size)]
-    entries = pages.index_select(0, numbers).flatten(0, 1)
-    return entries[begin - first * size : end - first * size]
+    q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
+    span = Span.of(past, q.shape[2], spec)
+    k, v, far = gather_chunk(new[1:], span, raw, cores, q.shape[1], core_bias)
+    backend.attend_list(Tokens(q, k, v, past, span.low), far, spec, grouped_out)
