@@ -51,10 +51,11 @@ def one_line(prefix: str = "") -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, a GPU or PyTorch's CPU allocator ran out of memory."""
+    """Whether Python, a GPU, cuBLAS or PyTorch's CPU allocator ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    messages = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
 def read_text(path: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from corecontext.data.readers import read_json
 from corecontext.files import UserError
 from corecontext.loading import one_line
+from corecontext.train.memory_fit import Split
 from corecontext.train.train_config import TrainConfig
 
 
@@ -21,7 +22,7 @@ def arguments_of(config: TrainConfig) -> Any:
     Raises:
         UserError: the processes, DeepSpeed's settings or a value do not fit.
     """
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import TrainingArguments
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()
@@ -37,12 +38,10 @@ def arguments_of(config: TrainConfig) -> Any:
         }
     if config.deepspeed is not None:
         sharding["deepspeed"] = _deepspeed_settings(config.deepspeed)
-    # Older versions have the older name only, newer ones warn of it.
-    is_new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-    name = "activation" if is_new else "gradient"
+    name = _checkpointing_name()
     checkpointing: dict[str, Any] = {
-        f"{name}_checkpointing": config.checkpointing and not config.fsdp,
-        f"{name}_checkpointing_kwargs": {"use_reentrant": False},
+        name: config.checkpointing and not config.fsdp,
+        f"{name}_kwargs": {"use_reentrant": False},
     }
     min_rate = config.min_learning_rate / (config.learning_rate or 1.0)
     with one_line():
@@ -91,6 +90,22 @@ def arguments_of(config: TrainConfig) -> Any:
             # With several processes it is "cpu:0", to which torch loads no checkpoint.
             arguments.__dict__["_setup_devices"] = torch.device("cpu")
     return arguments
+
+
+def set_split(arguments: Any, split: Split) -> None:
+    """Change how a step's rows are split, in TrainingArguments that no Trainer was made with."""
+    arguments.per_device_train_batch_size = split.batch_size
+    arguments.gradient_accumulation_steps = split.accumulation
+    setattr(arguments, _checkpointing_name(), split.checkpointing)
+
+
+def _checkpointing_name() -> str:
+    """Return the name of the argument that turns recomputation on."""
+    from transformers import PreTrainedModel
+
+    # Older versions have the older name only, newer ones warn of it.
+    is_new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    return "activation_checkpointing" if is_new else "gradient_checkpointing"
 
 
 def _check_fsdp(has_gpu: bool) -> None:

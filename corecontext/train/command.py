@@ -39,6 +39,8 @@ _PANELS = {
 """Groups of options in the help, by the first field of each."""
 _NAMES = {"sink_size": ("--sinks", "--sink-size"), "precision": ("--dtype", "--precision")}
 """Options with another name than their field's."""
+_OF_SPLIT = {"batch_size", "accumulation", "checkpointing"}
+"""Options that say how a step's rows are split."""
 _SEARCHED = "auto"
 """What `--raw-heads` takes for None."""
 
@@ -61,6 +63,7 @@ def train_command() -> Callable[..., None]:
                 given["raw_heads"] = None
             elif "raw_heads" in given:
                 given["raw_heads"] = _parsed("raw_heads", given["raw_heads"])
+            given = _fit_by_default(given, recipe) | given
             if recipe is None:
                 config = _default_config(given)
             else:
@@ -101,6 +104,16 @@ def train_command() -> Callable[..., None]:
         ]
     )
     return train
+
+
+def _fit_by_default(given: dict[str, Any], recipe: str | None) -> dict[str, bool]:
+    """Return whether the GPU's memory decides how a step's rows are split: not where options do,
+    and in a recipe's file as that says."""
+    if given.keys() & _OF_SPLIT:
+        return {"fit_memory": False}
+    if recipe is None or recipe in RECIPES:
+        return {"fit_memory": True}
+    return {}
 
 
 def _check_used(given: dict[str, Any], method: str) -> None:

@@ -26,7 +26,7 @@ from corecontext.files import UserError
 from corecontext.heads.choose import with_heads
 from corecontext.terminal import progress
 from corecontext.train import card, hub
-from corecontext.train.arguments import arguments_of
+from corecontext.train.arguments import arguments_of, set_split
 from corecontext.train.before_after import compare
 from corecontext.train.checkpoint import (
     STAGING,
@@ -46,6 +46,7 @@ from corecontext.train.folder import (
     release,
     saved_heads,
 )
+from corecontext.train.memory_fit import split_for_memory
 from corecontext.train.student import export, make_model, make_tokenizer, prepare_config
 from corecontext.train.train_config import TrainConfig
 
@@ -200,7 +201,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
 
 def _make_trainer(config: TrainConfig, job: _Job) -> Any:
     """Return the Trainer of the run's model, whose loss is computed in chunks, with a teacher if
-    it is distilled."""
+    it is distilled, and as many rows at once as the memory holds if the run asks for it."""
     from corecontext.integrations.hf_attention import inner_model
     from corecontext.train.loss import compute_loss_in_chunks
     from corecontext.train.teacher import load_teacher
@@ -212,6 +213,9 @@ def _make_trainer(config: TrainConfig, job: _Job) -> Any:
     if config.distil:
         teacher = load_teacher(config, bfloat16=arguments.bf16, device=arguments.device)
     compute_loss_in_chunks(inner_model(model), config.loss_chunk, teacher)
+    split = split_for_memory(model, config, arguments)
+    if split is not None:
+        set_split(arguments, split)
     return CCATrainer(
         model=model,
         args=arguments,

@@ -181,6 +181,11 @@ class TrainConfig:
     """Arithmetic in auto (bfloat16 on a GPU), bfloat16 or float32; trained weights in float32."""
     checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, a third more work."""
+    fit_memory: bool = False
+    """Take as many of a step's rows at once as the GPU's memory holds, by passes before the first
+    step, and recompute activations only where it holds no row otherwise. The command does so,
+    unless a recipe's file, --batch-size, --accumulation or --checkpointing say otherwise. No effect
+    on a CPU, or with --fsdp, --deepspeed, --context-parallel or --deterministic."""
     fuse: bool = False
     """Compile norms, MLPs and rotations (torch.compile), which saves intermediate tensors."""
     loss_chunk: int = 2048
