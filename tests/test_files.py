@@ -52,6 +52,7 @@ def test_refusals_become_one_line_and_all_else_passes_through(prefix, error, lin
         (MemoryError(), True),
         (torch.OutOfMemoryError(), True),
         (RuntimeError("can't allocate memory: 3 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f`"), True),
         (RuntimeError("memory"), False),
         (OSError("can't allocate memory"), False),
     ],

@@ -14,13 +14,15 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
+from tiny_model import save_tiny_model
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
 from corecontext.cli import main
+from corecontext.config import CCAConfig
 from corecontext.files import UserError
-from corecontext.train import TrainConfig, arguments, card, folder, run
+from corecontext.train import TrainConfig, arguments, card, folder, memory_fit, run
 from corecontext.train.checkpoint import clear_staging, is_write_failure, keep_newest
 from corecontext.train.train_config import load_recipe
 
@@ -205,6 +207,51 @@ def test_no_option_of_the_attention_is_ignored(method, option, is_used, monkeypa
     assert (said in capsys.readouterr().err) is not is_used
 
 
+@pytest.mark.parametrize(
+    "recipe, options, is_measured",
+    [
+        ((), (), True),
+        ((), ("--method", "window"), True),
+        ((), ("--strategy", "scratch"), True),
+        ((), ("--steps", "3"), True),
+        ((), ("--batch-size", "2"), False),
+        ((), ("--accumulation", "2"), False),
+        ((), ("--checkpointing",), False),
+        ((), ("--batch-size", "2", "--fit-memory"), True),
+        ((), ("--no-fit-memory",), False),
+        (("raw",), (), True),
+        (("fetch",), ("--no-checkpointing",), False),
+        (("mine.json",), (), False),
+        (("mine.json",), ("--fit-memory",), True),
+    ],
+)
+def test_the_memory_splits_a_step_unless_options_or_a_file_do(
+    recipe, options, is_measured, tmp_path, monkeypatch
+):
+    (tmp_path / "mine.json").write_text(json.dumps(TrainConfig().to_dict()))
+    monkeypatch.chdir(tmp_path)
+    configs = []
+    result = run.Result(Path("out"), 1, [(1, 3.0)], {}, {}, 0)
+    monkeypatch.setattr(run, "train", lambda config: configs.append(config) or result)
+    model = save_tiny_model(tmp_path / "model")
+    assert main(["train", *recipe, "--model", model, *options]) == 0
+    assert configs[0].fit_memory == is_measured
+    if not options:
+        assert (configs[0].batch_size, configs[0].checkpointing) == (1, True)
+
+
+def test_an_adapted_checkpoint_is_trained_by_the_memory_too(tmp_path, monkeypatch):
+    model = save_tiny_model(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "cca": CCAConfig(8, 64).to_dict()}))
+    configs = []
+    result = run.Result(Path("out"), 1, [(1, 3.0)], {}, {}, 0)
+    monkeypatch.setattr(run, "train", lambda config: configs.append(config) or result)
+    assert main(["train", "--model", model]) == 0
+    assert configs[0].group_size == 8 and configs[0].fit_memory
+
+
 def test_an_option_that_is_no_json_is_named_as_it_was_given(capsys):
     assert main(["train", "paper", "--raw-heads", "{2"]) == 2
     assert "error: raw-heads must be JSON, got '{2': " in capsys.readouterr().err
@@ -219,6 +266,7 @@ def test_the_help_shows_the_default_recipes_values_and_lists(capsys, monkeypatch
         "Tokens of a training row, L; raises the model's max_position_embeddings if less. Default: "
         "8192.",
         "a third more work. Default: True.",
+        "Take as many of a step's rows at once as the GPU's memory holds",
         "Optimizer steps. Default: 120.",
         "0 is CCA. Default: 32.",
         "Tokens per core token, g. Default: 32.",
@@ -280,6 +328,10 @@ def test_every_setting_reaches_trainer(tmp_path):
     plain = arguments.arguments_of(config.replace(eval_every=0, precision="float32"))
     assert not plain.bf16 and plain.eval_strategy == "no"
     assert arguments.arguments_of(config.replace(eval_data=())).eval_strategy == "no"
+    arguments.set_split(made, memory_fit.Split(3, 2, False))
+    assert (made.train_batch_size, made.gradient_accumulation_steps) == (3, 2)
+    assert not getattr(made, arguments._checkpointing_name())
+    assert getattr(plain, arguments._checkpointing_name())
     still = arguments.arguments_of(config.replace(learning_rate=0, min_learning_rate=0))
     assert still.lr_scheduler_kwargs == {"min_lr_rate": 0.0}
 
@@ -342,7 +394,7 @@ def test_deepspeed_must_bring_no_scheduler(tmp_path):
 def test_a_run_goes_on_with_its_own_settings_but_for_those_that_change_no_result(tmp_path):
     config = TrainConfig(output="o")
     free = {"output", "workers", "cache_dir", "report_to", "push_to", "save_every", "keep"}
-    free |= {"log_every", "eval_every"}
+    free |= {"log_every", "eval_every", "fit_memory"}
     for name, value in config.to_dict().items():
         saved = {"config": {**config.to_dict(), name: "changed"}}
         (tmp_path / folder.SETTINGS).write_text(json.dumps(saved))
