@@ -4,7 +4,6 @@ runs that give the same whatever the split."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
