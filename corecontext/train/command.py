@@ -107,8 +107,8 @@ def train_command() -> Callable[..., None]:
 
 
 def _fit_by_default(given: dict[str, Any], recipe: str | None) -> dict[str, bool]:
-    """Return whether the GPU's memory decides how a step's rows are split: not where options do,
-    and in a recipe's file as that says."""
+    """Return `fit_memory` as the command sets it: on, but off with options that split a step's
+    rows, and not at all for a recipe's file without such options."""
     if given.keys() & _OF_SPLIT:
         return {"fit_memory": False}
     if recipe is None or recipe in RECIPES:
