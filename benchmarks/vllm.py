@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,8 @@ class VllmBench:
     """Share of the GPU's memory that vLLM uses."""
     seed: int = 0
     """Seed of the prompts."""
+    profile: bool = False
+    """Print which kernels the steps run, by their time on the device, and measure nothing else."""
 
     def __post_init__(self) -> None:
         check_choices("method", self.methods, tuple(BACKENDS))
@@ -87,6 +91,11 @@ class VllmBench:
         )
         if self.requests < 0:
             raise ValueError(f"requests must be at least 0, got {self.requests}.")
+        if self.profile and (len(self.methods) > 1 or not self.requests):
+            raise ValueError(
+                f"profile must be given with one method and requests, got {', '.join(self.methods)}"
+                f" and {self.requests} requests."
+            )
         if not 0 < self.memory_share < 1:
             raise ValueError(f"memory_share must be between 0 and 1, got {self.memory_share}.")
 
@@ -152,6 +161,10 @@ def run_vllm_bench(
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(bench, method, folder)
     trial = _Trial(bench, method, engine, device_name("cuda"), on_records)
+    if bench.profile:
+        trial.warm_up()
+        trial.profile()
+        return []
     trial.cache_tokens()
     trial.warm_up()
     for length in bench.lengths:
@@ -268,6 +281,17 @@ class _Trial:
         long = min(2 * self.bench.most_batched + 100, most)
         timed(self.engine, [self.prompt(long), *(self.prompt(min(40, most)) for _ in range(7))], 4)
 
+    def profile(self) -> None:
+        """Print the kernels of the steps that the requests of this benchmark go through."""
+        from benchmarks.vllm_profile import print_phase, profile_engine
+
+        bench = self.bench
+        first_steps = math.ceil(bench.prompt_length / bench.most_batched)
+        options = _greedy(bench.new_tokens)
+        prompt = partial(self.prompt, bench.prompt_length)
+        for phase in profile_engine(self.engine, prompt, options, bench.requests, first_steps):
+            print_phase(phase)
+
     def alone(self, length: int) -> None:
         """Measure the first and the next tokens of a request alone."""
         first = []
@@ -296,11 +320,7 @@ class _Trial:
 def timed(engine: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[list[float]]:
     """Send prompts at once to vLLM's engine, and return for each when its tokens were there, in
     seconds since then."""
-    from vllm import SamplingParams
-
-    options = SamplingParams(
-        max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
-    )
+    options = _greedy(new_tokens)
     start = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, options)
@@ -313,6 +333,13 @@ def timed(engine: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[li
             # More than one token is there only with drafts or after a late look.
             arrived += [now] * (len(output.outputs[0].token_ids) - len(arrived))
     return times
+
+
+def _greedy(new_tokens: int) -> Any:
+    """Return vLLM's parameters of greedy answers of so many tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 if __name__ == "__main__":

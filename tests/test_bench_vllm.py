@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import vllm as bench_vllm
+from benchmarks import vllm_profile
 from benchmarks.command import main
 from benchmarks.vllm import VllmBench, make_engine, model_config, timed
+from benchmarks.vllm_profile import Kernel, Phase, Span, phase_of
 from benchmarks.vllm_report import rows_of, vllm_markdown
 from corecontext import CCAConfig
 from corecontext.files import UserError
@@ -220,3 +222,36 @@ def test_wrong_options(options, message, monkeypatch, capsys):
     monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: None)
     assert main(f"vllm {options}".split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_phases_sum_up_kernels_and_the_time_that_the_device_is_busy():
+    spans = [Span("a", 10.0, 20.0), Span("b", 15.0, 40.0), Span("a", 100.0, 130.0)]
+    phase = phase_of("decoding", 2, 1.0, spans)
+    assert phase == Phase(
+        "decoding", 2, 0.5, 0.03, [Kernel("a", 0.02, 1.0), Kernel("b", 0.0125, 0.5)]
+    )
+
+
+def test_a_profile_goes_through_the_phases_of_requests(engine, monkeypatch, capsys):
+    """A prompt alone, beside decoding sequences, and decoding, with the requests that get tokens
+    then."""
+    states = []
+
+    def measure(engine, title, steps):
+        states.append((title, steps, len(engine.waiting)))
+        for _ in range(steps):
+            engine.step()
+        return phase_of(title, steps, 2.0, [Span("attend", 0.0, 1000.0)])
+
+    monkeypatch.setattr(vllm_profile, "_measure", measure)
+    line = "vllm --method cca --profile --length 20 --prompt-length 30 --most-batched 16"
+    assert main([*line.split(), "--requests", "6", "--new-tokens", "90"]) == 0
+    assert states == [
+        ("a prompt alone", 2, 1),
+        ("a prompt beside 6 decoding sequences", vllm_profile.STEPS, 6),
+        ("decoding of 6 sequences", vllm_profile.STEPS, 6),
+    ]
+    out = capsys.readouterr().out
+    assert "the device is busy for 0.125 ms" in out and "attend" in out
+    assert main([*line.split(), "--method", "full"]) == 2
+    assert "profile must be given with one method" in capsys.readouterr().err
