@@ -228,7 +228,9 @@ def test_a_core_bias_that_16_bits_do_not_hold(device, backend, softcap):
     position = torch.arange(60, dtype=torch.float64, device=device)
     cores = (position + 1 - 9).clamp(min=0) // 4
     truth = (position + 1 - 4 * cores + cores * math.exp(bias)).log()
-    torch.testing.assert_close(lse.double(), truth.expand(1, 2, -1), rtol=0, atol=5e-5)
+    # PyTorch's attention to n equal scores gives log n less 5e-5 on some CPUs. A rounded bias would
+    # be off by 1e-2.
+    torch.testing.assert_close(lse.double(), truth.expand(1, 2, -1), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
