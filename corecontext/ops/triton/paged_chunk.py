@@ -22,10 +22,9 @@ from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages
 from corecontext.ops.triton.paged_gather import Span, gather_chunk
 
-LONG_CHUNK = 2048
-"""New tokens of a sequence from which on its entries are gathered. For fewer, the host launched
-longer than the device ran, 1.5 ms a layer for 1,024 tokens on an H200, when a chunk took a dozen
-launches more."""
+LONG_CHUNK = 512
+"""New tokens of a sequence from which on its entries are gathered. On an H200, 512 behind 24,576
+others take the device 63 us a layer in place of 231, and the host 190 in place of 42."""
 
 
 class Part(NamedTuple):
