@@ -92,7 +92,8 @@ def _step_until(engine: Any, wanted: int, first_steps: int) -> int:
 
 
 def _measure(engine: Any, title: str, steps: int) -> Phase:
-    """Run steps under the profiler."""
+    """Run steps under the profiler, after those that the engine has begun already."""
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         start = time.perf_counter()
         for _ in range(steps):

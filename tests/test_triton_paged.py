@@ -13,10 +13,10 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton import paged_attend, paged_chunk, paged_pool
+from corecontext.ops.triton import paged_attend, paged_chunk, paged_gather, paged_pool
 from corecontext.ops.triton.paged import Batch, Pages, alignment_of
 from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged_chunk import attend_parts, parts_of
+from corecontext.ops.triton.paged_chunk import attend_longest_chunk, attend_parts, parts_of
 from corecontext.ops.triton.paged_gather import Span, gather_chunk
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.tiles import Chip, Tiles
@@ -188,9 +188,12 @@ def test_a_long_past_has_tiles_without_a_mask(monkeypatch):
     check(config, halves(), [{0: 70}, {0: 3}], page_size=8)
 
 
-def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch):
-    monkeypatch.setattr(paged_pool, "MOST_ELEMENTS", 4 * 4 * DIM)
-    rotary = Rotary(halves().inv_freq[:3], interleaved=True)
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("pairs, interleaved", [(3, True), (8, True), (5, False), (8, False)])
+def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch, blocks, pairs, interleaved):
+    """Where all columns rotate, or the first ones."""
+    monkeypatch.setattr(paged_pool, "MOST_ELEMENTS", (16 if blocks == 1 else 4) * DIM)
+    rotary = Rotary(halves().inv_freq[:pairs], interleaved=interleaved)
     config = CCAConfig(group_size=10, window_size=1, sink_size=0, core_mass=True)
     check(config, rotary, [{0: 15, 1: 12}, {0: 8}])
 
@@ -334,6 +337,42 @@ def test_no_batch_needs_a_kernel_that_was_not_compiled(monkeypatch, heads, dtype
         batch = Batch(torch.zeros(sequences + 1, dtype=torch.int32), lengths, most_new, longest)
         attend_pages(q[: most_new + sequences - 1], batch, raw, cores, spec)
     assert len(needed) > 4 and needed <= compiled
+
+
+@pytest.mark.parametrize("mass", [True, False])
+def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
+    """The first tokens of a prompt, and chunks behind any past."""
+    needed = set()
+
+    def launch(kernel, grid, arguments, specialized=(), **constants):
+        dtypes = [x.dtype for x in arguments if isinstance(x, torch.Tensor)]
+        needed.add((kernel, *dtypes, specialized, *constants.items()))
+
+    def attend_list(tokens, far, spec, out):
+        needed.add(("attend", far.bias is None))
+
+    monkeypatch.setattr(paged_gather, "launch", launch)
+    monkeypatch.setattr(paged_chunk.backend, "attend_list", attend_list)
+    config = CCAConfig(group_size=16, window_size=1024, sink_size=16, core_mass=mass)
+    spec = Spec.of(config, halves(), 1.0)
+    longest, most_new, heads = 32768, 8192, (2, 8, 128)
+    q = torch.empty(most_new, 16, 128, device="meta")
+    attend_longest_chunk(q, 2, 16, longest, spec, 0.0)
+    compiled, needed = needed, set()
+
+    page = torch.empty(1, 16, *heads[::2], device="meta")
+    pages = Pages(page, page, torch.empty(1, longest // 16, dtype=torch.int32, device="meta"))
+    cores = pages._replace(mass=torch.empty(1, 16, 2, device="meta") if mass else None)
+    batch = Batch(torch.empty(0), torch.empty(0), most_new, longest)
+    draw = random.Random(0)
+    for _ in range(100):
+        count = draw.randrange(paged_chunk.LONG_CHUNK, most_new)
+        past = int(2 ** draw.uniform(0, 14)) * draw.randrange(2)
+        starts = [0, count]
+        [part] = parts_of(starts, [past + count], batch)
+        new = (torch.empty(count, n, 128, device="meta") for n in (16, 2, 2))
+        attend_parts(tuple(new), [part], pages, cores, spec, 0.0, q[:count])
+    assert len(needed) == 4 - 2 * (not mass) and needed <= compiled
 
 
 def test_compiling_for_any_batch_touches_no_page():

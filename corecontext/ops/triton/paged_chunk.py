@@ -106,16 +106,20 @@ def attend_longest_chunk(
 ) -> None:
     """Attend from new tokens [T, H, D] as the last ones of a sequence of `longest` tokens, whose
     pages are one page of zeros: a run before there are caches takes the memory of the longest
-    gathered entries, and compiles the kernels that read them."""
+    gathered entries. It compiles the kernels that gather and read them, with a far past and
+    without."""
     shape = (1, page_size, kv_heads, q.shape[2])
     page = torch.zeros(shape, dtype=q.dtype, device=q.device)
     table = torch.zeros(1, ceil_div(longest, page_size), dtype=torch.int32, device=q.device)
     raw = Pages(page, page, table)
     mass = torch.zeros(shape[:3], device=q.device) if spec.core_mass else None
-    past = max(0, longest - q.shape[0])
-    new = page.new_zeros(q.shape[0], *shape[2:])
     cores = raw._replace(mass=mass)
-    _attend_chunk((q, new, new), past, raw, cores, spec, core_bias, torch.empty_like(q))
+    new = page.new_zeros(q.shape[0], *shape[2:])
+    out = torch.empty_like(q)
+    past = max(0, longest - q.shape[0])
+    _attend_chunk((q, new, new), past, raw, cores, spec, core_bias, out)
+    few = slice(0, spec.window_size)
+    _attend_chunk((q[few], new[few], new[few]), 0, raw, cores, spec, core_bias, out[few])
 
 
 def _attend_chunk(

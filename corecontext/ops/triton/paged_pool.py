@@ -9,14 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.paged import Batch, Pages, num_blocks, owned_block, page_offsets
 from corecontext.ops.triton.pool import rotation_tables
-from corecontext.ops.triton.pool_mass import TINY
-from corecontext.ops.triton.pool_tile import load_tables, pool_keys, rotation_pairs, token_scores
-from corecontext.ops.triton.primitives import tile_mask
+from corecontext.ops.triton.pool_tile import capped, column_pairs, table_rows
+from corecontext.ops.triton.primitives import TINY
 
-MOST_ELEMENTS = 4096  # query heads x tokens x columns that a program pools at a time
+WARP_ELEMENTS = 2048
+"""Elements of keys that a warp holds; one warp needs no shared memory for its sums."""
+MOST_ELEMENTS = 8192
+"""Elements of keys that a program holds at a time."""
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -54,13 +56,23 @@ def _store_kernel(
 
 
 @triton.jit
-def _load_group(ptr, at, rows, cols, group_size, HEAD_DIM: tl.constexpr):
-    """Load tokens of one group from their pages, [1, rows, columns] in float32, 0 outside."""
-    mask = tile_mask(rows, group_size, cols, HEAD_DIM)
-    return tl.load(ptr + at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)[None]
+def _load_pairs(ptr, at, a, b, mask):
+    """Load the two columns of each pair, at each of some offsets, as two tiles in float32, 0
+    outside."""
+    x_a = tl.load(ptr + at[:, None] + a[None, :], mask=mask, other=0.0)
+    x_b = tl.load(ptr + at[:, None] + b[None, :], mask=mask, other=0.0)
+    return x_a.to(tl.float32), x_b.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "group_size"])
+@triton.jit
+def _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return the scores of tokens under one query, [tokens], -inf outside."""
+    z = (tl.sum(q_a * k_a, 1) + tl.sum(q_b * k_b, 1)) * scale
+    z, _ = capped(z, softcap, HAS_SOFTCAP)
+    return tl.where(inside, z, -float("inf"))
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
 def _pool_pages_kernel(
     q_ptr,
     keys_ptr,
@@ -75,7 +87,6 @@ def _pool_pages_kernel(
     starts_ptr,
     lengths_ptr,
     num_sequences,
-    group_size,
     scale,
     softcap,
     q_strides,
@@ -94,68 +105,86 @@ def _pool_pages_kernel(
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     """Pool one group of one KV head, if new tokens complete it (docs/math.md, eq. 1 to 3).
 
-    Grid: (blocks of GROUP = group_size new tokens, Hkv). Keys and values are read in blocks of
-    tokens: once for the softmax's sums, once for the weighted tokens; all sums are float32.
+    Grid: (blocks of GROUP new tokens, Hkv). Keys are read in blocks of tokens: for each query head
+    for the sums of its softmax, then once more with the values, for the weighted tokens. All but
+    the first time they come from the cache. All sums are float32.
     """
     sequence, block = owned_block(starts_ptr, num_sequences, tl.program_id(0), GROUP)
     head = tl.program_id(1).to(tl.int64)
     first = tl.load(starts_ptr + sequence)
     length = tl.load(lengths_ptr + sequence)
     past = length - (tl.load(starts_ptr + sequence + 1) - first)
-    group = past // group_size + block
-    begin = group * group_size
+    group = past // GROUP + block
+    begin = group * GROUP
     # planted: vllm: a group is pooled before its last token
-    completed = begin + group_size <= length
+    completed = begin + GROUP <= length
     if completed & (begin >= SINKS):
-        # Read the query of the group's last token, of all heads.
-        cols, pair, partner, sign = rotation_pairs(BLOCK_D, HALF, INTERLEAVED)
-        heads = tl.arange(0, BLOCK_R)
-        last = (first + begin + group_size - 1 - past).to(tl.int64)
-        q_at = q_ptr + last * q_strides[0] + head * HEADS * q_strides[1]
-        q_at += heads[:, None] * q_strides[1] + cols[None, :]
-        q = tl.load(q_at, mask=tile_mask(heads, HEADS, cols, HEAD_DIM), other=0.0)
-        q = q.to(tl.float32)
+        pairs, a, b = column_pairs(BLOCK_P, HEAD_DIM, HALF, INTERLEAVED)
+        in_dims = (pairs < HEAD_DIM // 2)[None, :]
+        # The query of the group's last token, one row for each head.
+        last = (first + begin + GROUP - 1 - past).to(tl.int64)
+        q_ptr += last * q_strides[0] + head * HEADS * q_strides[1]
+        row = tl.arange(0, 1)
         table_ptr += sequence.to(tl.int64) * table_strides[0]
         keys_ptr += head * page_strides[2]
         values_ptr += head * page_strides[2]
 
         # The maximum and the sum of each query head's softmax.
-        running_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        running_sum = tl.zeros([BLOCK_R], tl.float32)
-        for start in range(0, group_size, BLOCK_G):
-            rows = start + tl.arange(0, BLOCK_G)
-            inside = rows < group_size
-            at = page_offsets(table_ptr, begin + rows, inside, page_strides, page_sizes[0])
-            k = _load_group(keys_ptr, at, rows, cols, group_size, HEAD_DIM)
-            z, _ = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
-            new_max = tl.maximum(running_max, tl.max(z, 1))
-            fade = tl.exp(running_max - new_max)
-            running_sum = running_sum * fade + tl.sum(tl.exp(z - new_max[:, None]), 1)
-            running_max = new_max
+        heads = tl.arange(0, BLOCK_R)
+        maxima = tl.zeros([BLOCK_R], tl.float32)
+        sums = tl.zeros([BLOCK_R], tl.float32)
+        for h in range(HEADS):
+            q_a, q_b = _load_pairs(q_ptr + h * q_strides[1], row, a, b, in_dims)
+            running_max = -float("inf")
+            running_sum = 0.0
+            for start in range(0, GROUP, BLOCK_G):
+                rows = start + tl.arange(0, BLOCK_G)
+                inside = rows < GROUP
+                at = page_offsets(table_ptr, begin + rows, inside, page_strides, page_sizes[0])
+                k_a, k_b = _load_pairs(keys_ptr, at, a, b, inside[:, None] & in_dims)
+                z = _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP)
+                new_max = tl.maximum(running_max, tl.max(z, 0))
+                fade = tl.exp(running_max - new_max)
+                running_sum = running_sum * fade + tl.sum(tl.exp(z - new_max), 0)
+                running_max = new_max
+            maxima = tl.where(heads == h, running_max, maxima)
+            sums = tl.where(heads == h, running_sum, sums)
 
-        # Sums of the tokens by the mean of the heads' weights, and its entropy.
-        core_k = tl.zeros([1, BLOCK_D], tl.float32)
-        core_v = tl.zeros([1, BLOCK_D], tl.float32)
-        mass = tl.zeros([1], tl.float32)
-        for start in range(0, group_size, BLOCK_G):
+        # Sums of the tokens by the mean of the heads' weights, keys rotated to the group's middle,
+        # and the entropy of these weights.
+        core_k_a = tl.zeros([BLOCK_P], tl.float32)
+        core_k_b = tl.zeros([BLOCK_P], tl.float32)
+        core_v_a = tl.zeros([BLOCK_P], tl.float32)
+        core_v_b = tl.zeros([BLOCK_P], tl.float32)
+        mass = 0.0
+        for start in range(0, GROUP, BLOCK_G):
             rows = start + tl.arange(0, BLOCK_G)
-            inside = rows < group_size
+            inside = rows < GROUP
+            mask = inside[:, None] & in_dims
             at = page_offsets(table_ptr, begin + rows, inside, page_strides, page_sizes[0])
-            cos, sin = load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
-            k = _load_group(keys_ptr, at, rows, cols, group_size, HEAD_DIM)
-            v = _load_group(values_ptr, at, rows, cols, group_size, HEAD_DIM)
-            z, _ = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
-            weights = tl.exp(z - running_max[:, None]) / running_sum[:, None]
-            weights = tl.where((heads < HEADS)[:, None], weights, 0.0)
-            weights = tl.sum(weights, 0)[None, :] / HEADS
-            core_k += pool_keys(weights, k, (cos, sin, partner, sign), 1, BLOCK_D, HALF)
-            core_v += tl.sum(weights[:, :, None] * v, 1)
+            k_a, k_b = _load_pairs(keys_ptr, at, a, b, mask)
+            v_a, v_b = _load_pairs(values_ptr, at, a, b, mask)
+            weights = tl.zeros([BLOCK_G], tl.float32)
+            for h in range(HEADS):
+                q_a, q_b = _load_pairs(q_ptr + h * q_strides[1], row, a, b, in_dims)
+                z = _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP)
+                maximum = tl.sum(tl.where(heads == h, maxima, 0.0), 0)
+                total = tl.sum(tl.where(heads == h, sums, 0.0), 0)
+                weights += tl.exp(z - maximum) / total
+            weights /= HEADS
+            w = weights[:, None]
+            # Pairs from HALF on do not rotate: twice their number is behind the columns that do.
+            cos, sin = table_rows(cos_ptr, sin_ptr, rows, 2 * pairs, pairs, GROUP, HALF)
+            core_k_a += tl.sum(w * (k_a * cos - k_b * sin), 0)
+            core_k_b += tl.sum(w * (k_b * cos + k_a * sin), 0)
+            core_v_a += tl.sum(w * v_a, 0)
+            core_v_b += tl.sum(w * v_b, 0)
             if HAS_MASS:
-                mass -= tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 1)
+                mass -= tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 0)
 
         # Store the core token in its page.
         page = tl.load(
@@ -163,15 +192,15 @@ def _pool_pages_kernel(
         ).to(tl.int64)
         entry = group % page_sizes[1]
         core_at = page * core_strides[0] + entry * core_strides[1] + head * core_strides[2]
-        core_at = core_at + cols[None, :]
-        core_k = core_k.to(core_keys_ptr.dtype.element_ty)
-        core_v = core_v.to(core_values_ptr.dtype.element_ty)
-        in_dims = (cols < HEAD_DIM)[None, :]
-        tl.store(core_keys_ptr + core_at, core_k, mask=in_dims)
-        tl.store(core_values_ptr + core_at, core_v, mask=in_dims)
+        in_core = pairs < HEAD_DIM // 2
+        dtype = core_keys_ptr.dtype.element_ty
+        tl.store(core_keys_ptr + core_at + a, core_k_a.to(dtype), mask=in_core)
+        tl.store(core_keys_ptr + core_at + b, core_k_b.to(dtype), mask=in_core)
+        tl.store(core_values_ptr + core_at + a, core_v_a.to(dtype), mask=in_core)
+        tl.store(core_values_ptr + core_at + b, core_v_b.to(dtype), mask=in_core)
         if HAS_MASS:
             mass_at = page * mass_strides[0] + entry * mass_strides[1] + head * mass_strides[2]
-            tl.store(mass_ptr + mass_at + tl.arange(0, 1), mass)
+            tl.store(mass_ptr + mass_at, mass)
 
 
 def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
@@ -202,14 +231,15 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
 
     Args:
         q: [T, H, D], of the new tokens, rotary applied.
-        raw: Holds the new tokens already.
+        raw: Holds the new tokens already; D is even.
         spec: One core token for each KV head, pooled by "cca".
     """
     q = contiguous_rows(q)
     kv_heads, dim = raw.k.shape[2:]
     heads = q.shape[1] // kv_heads
     g = spec.group_size
-    block_r, block_d = power_of_2(heads), power_of_2(dim)
+    block_p = power_of_2(ceil_div(dim, 2))
+    block_g = max(1, min(power_of_2(g), MOST_ELEMENTS // (2 * block_p)))
     # Kernels do not touch the tensors that stand in for missing ones.
     cos, sin = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
@@ -220,7 +250,7 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
             (num_blocks(q.shape[0], sequences, g), kv_heads),
             (
                 *(q, raw.k, raw.v, raw.table, cores.k, cores.v, mass, cores.table, cos, sin),
-                *(batch.starts, batch.lengths, sequences, g),
+                *(batch.starts, batch.lengths, sequences),
                 *(float(spec.scale), float(spec.softcap or 1.0)),
             ),
             (
@@ -236,8 +266,8 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
             HAS_MASS=cores.mass is not None,
             HAS_SOFTCAP=spec.softcap is not None,
             GROUP=g,
-            BLOCK_R=block_r,
-            BLOCK_G=max(1, min(power_of_2(g), MOST_ELEMENTS // (block_r * block_d))),
-            BLOCK_D=block_d,
-            num_warps=4,
+            BLOCK_R=power_of_2(heads),
+            BLOCK_G=block_g,
+            BLOCK_P=block_p,
+            num_warps=max(1, 2 * block_g * block_p // WARP_ELEMENTS),
         )

@@ -54,6 +54,25 @@ def rotation_pairs(BLOCK_D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.co
 
 
 @triton.jit
+def column_pairs(
+    BLOCK_P: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Return the numbers of BLOCK_P pairs, and the two columns of each. Columns that do not rotate
+    are in pairs from HALF on. Loaded as two tiles, the elements of a pair meet in one thread."""
+    pairs = tl.arange(0, BLOCK_P)
+    if INTERLEAVED:
+        a = 2 * pairs
+        b = 2 * pairs + 1
+    elif HALF == 0 or 2 * HALF == HEAD_DIM:
+        a = pairs
+        b = pairs + HEAD_DIM // 2
+    else:
+        a = tl.where(pairs < HALF, pairs, pairs + HALF)
+        b = tl.where(pairs < HALF, pairs + HALF, pairs + HEAD_DIM // 2)
+    return pairs, a, b
+
+
+@triton.jit
 def _tokens_at(strides, tile, HEAD_DIM: tl.constexpr):
     """Return the offsets and the mask of a tile's tokens, [groups, rows, columns]."""
     groups, rows, cols, num_groups, group_size = tile
@@ -98,18 +117,25 @@ def store_row(ptr, x, stride, tile, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF: tl.constexpr):
-    """Load cosines and sines of each row's rotation to the middle, [1, rows, columns or 1]; 1 and 0
+def table_rows(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF: tl.constexpr):
+    """Load cosines and sines of each row's rotation to the middle, [rows, columns or 1]; 1 and 0
     where nothing rotates."""
     if HALF > 0:
         mask = (rows < group_size)[:, None] & (cols < 2 * HALF)[None, :]
         at = (rows * HALF)[:, None] + pair[None, :]
-        cos = tl.load(cos_ptr + at, mask=mask, other=1.0)[None, :, :]
-        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)[None, :, :]
+        cos = tl.load(cos_ptr + at, mask=mask, other=1.0)
+        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
     else:
-        cos = (rows * 0).to(tl.float32)[None, :, None] + 1.0
+        cos = (rows * 0).to(tl.float32)[:, None] + 1.0
         sin = cos - 1.0
     return cos, sin
+
+
+@triton.jit
+def load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF: tl.constexpr):
+    """Load the same for tiles of groups, [1, rows, columns or 1]."""
+    cos, sin = table_rows(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
+    return cos[None, :, :], sin[None, :, :]
 
 
 @triton.jit
@@ -153,10 +179,8 @@ def rotate_back(x, swapped, cos, sin, HALF: tl.constexpr):
 
 
 @triton.jit
-def token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return the scores of tokens under their group's query, [groups, rows], -inf outside, and the
-    slope of the softcap."""
-    z = tl.sum(q[:, None, :] * k, 2) * scale
+def capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return scores under the softcap, and its slope."""
     slope = tl.full(z.shape, 1.0, tl.float32)
     if HAS_SOFTCAP:
         x = z / softcap
@@ -169,6 +193,14 @@ def token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP: tl.constex
         t = tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
         z = softcap * t
         slope = 1.0 - t * t
+    return z, slope
+
+
+@triton.jit
+def token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return the scores of tokens under their group's query, [groups, rows], -inf outside, and the
+    slope of the softcap."""
+    z, slope = capped(tl.sum(q[:, None, :] * k, 2) * scale, softcap, HAS_SOFTCAP)
     return tl.where((rows < group_size)[None, :], z, -float("inf")), slope
 
 
