@@ -84,6 +84,8 @@ from corecontext.integrations.hf_gguf import local_model
 from corecontext.integrations.vllm import plugin
 from corecontext.ops.triton import paged_chunk
 
+LONG_CHUNK = paged_chunk.LONG_CHUNK
+
 
 class Worker(CPUWorker):
     """vLLM's worker on a CPU, without threads bound to cores."""
@@ -361,7 +363,7 @@ def run(name: str, options: dict) -> dict:
     tied = options.pop("tied", False)
     family = options.pop("family", "llama")
     short = options.pop("short", False)
-    paged_chunk.LONG_CHUNK = options.pop("long_chunk", 2048)
+    paged_chunk.LONG_CHUNK = options.pop("long_chunk", LONG_CHUNK)
     COUNTS.update(accepted=0, preempted=0)
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
     settings = {
