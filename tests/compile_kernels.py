@@ -306,7 +306,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
 
 
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
-    """Whether a kernel is compiled without `all`: each once on each chip, each variant on one.
+    """Whether a kernel is compiled without `all`: each once, in its longest variants.
 
     On Hopper its own kernels. With head size 256 attention, whose tiles take the most shared
     memory. The kernels with a bias hold the code of those without.
@@ -315,7 +315,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     if constants.get("HAS_MARKS") and function in ATTENTION:
         return False  # holds little more than without
     if function is attend._attend_dkv_kernel:
-        return constants["FAR"] == (chip == "sm_86")
+        return constants["FAR"]
     if function is paged_attend._attend_pages_kernel:
         return dim == 256 and not constants["IN_PARTS"]
     if dim != 128:
@@ -325,7 +325,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
         return chip == "sm_86" and (function in STEP or constants.get("BLOCK_M") != 16)
     if function is decode._step_kernel:
         is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
-        return is_plain == (chip == "gfx942")
+        return not is_plain
     if function.__name__ in ("_attend_fwd_hopper", "_attend_bwd_hopper"):
         return constants["HAS_BIAS"] and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
     return True
@@ -524,8 +524,8 @@ def main(names: list[str], everything: bool) -> None:
     for name in names:
         target, chip = CHIPS[name]
         for kernel, dtype, dim in cases_of(name, everything):
-            # Spills are read with head size 128 on NVIDIA's chips; elsewhere shared memory is all.
-            is_quick = not everything and (dim != 128 or name == "gfx942")
+            # Spills are read with head size 128; with others shared memory is all.
+            is_quick = not everything and dim != 128
             os.environ["DISABLE_LLVM_OPT"] = str(int(is_quick))
             triton.knobs.runtime.add_stages_inspection_hook = without_code if is_quick else None
             made = compiled(kernel, target, dtype)

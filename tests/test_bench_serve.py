@@ -111,6 +111,7 @@ def test_the_shape_is_that_of_the_model():
     ) == (32, 4096, 14336, 128256)
 
 
+@pytest.mark.slow
 def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     model, original, urls = save_tiny_model(tmp_path / "m", max_length=512), serving.served, []

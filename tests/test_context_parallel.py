@@ -71,6 +71,7 @@ def test_two_and_four_processes_equal_one():
 @needs_distributed
 @pytest.mark.skipif(not find_spec("accelerate"), reason="needs accelerate")
 @pytest.mark.skipif(not find_spec("datasets"), reason="needs datasets")
+@pytest.mark.slow
 def test_training_on_four_processes_equals_one(tmp_path, monkeypatch):
     """A run of Trainer on rows of several documents; and the benchmark's step."""
     from corecontext.train import TrainConfig

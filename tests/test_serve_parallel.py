@@ -305,6 +305,7 @@ def first_rank_of(run):
     raise AssertionError("torchrun has no process of rank 0")
 
 
+@pytest.mark.slow
 def test_torchrun_starts_them_too(model, tmp_path):
     environment = {
         **os.environ,

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 triton = pytest.importorskip("triton", reason="the triton backend needs triton")
 
-pytestmark = pytest.mark.timeout(600)  # one process compiles for three chips
+pytestmark = pytest.mark.timeout(600)  # one process compiles all kernels of two chips
 
 # Whoever imports the tests has read TRITON_INTERPRET, so compilation has a process of its own.
 PROGRAM = Path(__file__).with_name("compile_kernels.py")
@@ -96,19 +96,19 @@ OLD = pytest.mark.skipif(
 )
 
 
-# One of each: Hopper's own kernels; the least shared memory of NVIDIA's chips; AMD.
+# Hopper's own kernels, and the least shared memory of NVIDIA's chips. AMD's are compiled below.
 @pytest.fixture(scope="module")
 def made() -> list[dict]:
     """By one process, whose imports take as long as several kernels."""
-    chips = ["sm_86", "gfx942"]
+    chips = ["sm_86"]
     if not OLD.args[0]:
         chips.append("sm_90")
     return compile_for(*chips)
 
 
-@pytest.mark.parametrize("chip", [pytest.param("sm_90", marks=OLD), "sm_86", "gfx942"])
+@pytest.mark.parametrize("chip", [pytest.param("sm_90", marks=OLD), "sm_86"])
 def test_kernels_fit(chip, made):
-    kernels = {"sm_90": HOPPER, "sm_86": PLAIN | MASS | FETCH | PAGED | LOSS, "gfx942": PLAIN}[chip]
+    kernels = {"sm_90": HOPPER, "sm_86": PLAIN | MASS | FETCH | PAGED | LOSS}[chip]
     check([one for one in made if one["chip"] == chip], kernels)
 
 
