@@ -257,9 +257,10 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     floats = ("cos_ptr", "sin_ptr", "mass_ptr", "acc_ptr", "lse_ptr", "gathered_bias_ptr")
     types = {"slots_ptr": "i64", **numbers, **dict.fromkeys(floats, "fp32")}
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
-    block_g, block_p, num_warps = paged_pool.pooling_block(16, dim)
+    tiles = pool_tiles(16, dim, halves=True)
     pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
-    sizes = {**plain, **pooling, "BLOCK_G": block_g, "BLOCK_P": block_p, "num_warps": num_warps}
+    blocks = {"BLOCK_G": tiles.block_g, "BLOCK_P": dim // 2, "num_warps": tiles.num_warps}
+    sizes = {**plain, **pooling, **blocks}
     del sizes["BLOCK_D"]
     yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
     flags = {"HAS_BIAS": True, "HAS_MASS": True, "HEADS": HEADS, "ALIGNMENT": 16}

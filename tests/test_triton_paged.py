@@ -19,7 +19,7 @@ from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_ba
 from corecontext.ops.triton.paged_chunk import attend_longest_chunk, attend_parts, parts_of
 from corecontext.ops.triton.paged_gather import Span, gather_chunk
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
-from corecontext.ops.triton.tiles import Chip, Tiles
+from corecontext.ops.triton.tiles import Chip, PoolTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("default_device")
 WORST = {
@@ -192,7 +192,8 @@ def test_a_long_past_has_tiles_without_a_mask(monkeypatch):
 @pytest.mark.parametrize("pairs, interleaved", [(3, True), (8, True), (5, False), (8, False)])
 def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch, blocks, pairs, interleaved):
     """Where all columns rotate, or the first ones."""
-    monkeypatch.setattr(paged_pool, "MOST_ELEMENTS", (16 if blocks == 1 else 4) * DIM)
+    tiles = PoolTiles(blocks == 1, 1, 16 if blocks == 1 else 4, DIM, 1)
+    monkeypatch.setattr(paged_pool, "pool_tiles", lambda *sizes, **options: tiles)
     rotary = Rotary(halves().inv_freq[:pairs], interleaved=interleaved)
     config = CCAConfig(group_size=10, window_size=1, sink_size=0, core_mass=True)
     check(config, rotary, [{0: 15, 1: 12}, {0: 8}])
@@ -355,12 +356,12 @@ def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
     monkeypatch.setattr(paged_chunk.backend, "attend_list", attend_list)
     config = CCAConfig(group_size=16, window_size=1024, sink_size=16, core_mass=mass)
     spec = Spec.of(config, halves(), 1.0)
-    longest, most_new, heads = 32768, 8192, (2, 8, 128)
+    longest, most_new = 32768, 8192
     q = torch.empty(most_new, 16, 128, device="meta")
     attend_longest_chunk(q, 2, 16, longest, spec, 0.0)
     compiled, needed = needed, set()
 
-    page = torch.empty(1, 16, *heads[::2], device="meta")
+    page = torch.empty(1, 16, 2, 128, device="meta")
     pages = Pages(page, page, torch.empty(1, longest // 16, dtype=torch.int32, device="meta"))
     cores = pages._replace(mass=torch.empty(1, 16, 2, device="meta") if mass else None)
     batch = Batch(torch.empty(0), torch.empty(0), most_new, longest)

@@ -9,16 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.paged import Batch, Pages, num_blocks, owned_block, page_offsets
 from corecontext.ops.triton.pool import rotation_tables
 from corecontext.ops.triton.pool_tile import capped, column_pairs, table_rows
 from corecontext.ops.triton.primitives import TINY
-
-MOST_ELEMENTS = 8192
-"""Elements of keys that a program holds at a time."""
-WARP_ELEMENTS = 2048
-"""Elements of keys that a warp holds; one warp needs no shared memory for its sums."""
+from corecontext.ops.triton.tiles import pool_tiles
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -225,14 +221,6 @@ def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
         )
 
 
-def pooling_block(group_size: int, head_dim: int) -> tuple[int, int, int]:
-    """Return how many tokens and pairs of columns a program of `pool_pages` holds at a time, and
-    its warps."""
-    pairs = power_of_2(ceil_div(head_dim, 2))
-    tokens = max(1, min(power_of_2(group_size), MOST_ELEMENTS // (2 * pairs)))
-    return tokens, pairs, max(1, 2 * tokens * pairs // WARP_ELEMENTS)
-
-
 def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) -> None:
     """Write the core tokens, and with `cores.mass` the masses, of the groups that new tokens
     complete (docs/math.md, eq. 1 to 3 and 14).
@@ -246,7 +234,8 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
     kv_heads, dim = raw.k.shape[2:]
     heads = q.shape[1] // kv_heads
     g = spec.group_size
-    block_g, block_p, num_warps = pooling_block(g, dim)
+    # A program has one group.
+    tiles = pool_tiles(g, dim, halves=True)
     # Kernels do not touch the tensors that stand in for missing ones.
     cos, sin = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
@@ -274,7 +263,7 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
             HAS_SOFTCAP=spec.softcap is not None,
             GROUP=g,
             BLOCK_R=power_of_2(heads),
-            BLOCK_G=block_g,
-            BLOCK_P=block_p,
-            num_warps=num_warps,
+            BLOCK_G=tiles.block_g,
+            BLOCK_P=tiles.block_d // 2,
+            num_warps=tiles.num_warps,
         )

@@ -147,7 +147,7 @@ class PoolTiles(NamedTuple):
 
 
 def pool_tiles(group_size: int, head_dim: int, halves: bool) -> PoolTiles:
-    """For `pool` and `pool_backward`, keys held as two halves of the columns or not.
+    """For `pool`, `pool_backward` and `pool_pages`, keys held as two halves of the columns or not.
 
     A thread holds 64 elements of K. With half of that, which spills no register, the backward in
     blocks takes 2 to 14 % longer on an H200. One warp holds a group of halves, whose sums then need
