@@ -16,7 +16,12 @@ from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_attend, paged_chunk, paged_gather, paged_pool
 from corecontext.ops.triton.paged import Batch, Pages, alignment_of
 from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged_chunk import attend_longest_chunk, attend_parts, parts_of
+from corecontext.ops.triton.paged_chunk import (
+    Kind,
+    attend_longest_chunk,
+    attend_parts,
+    parts_of,
+)
 from corecontext.ops.triton.paged_gather import Span, gather_chunk
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.tiles import Chip, PoolTiles, Tiles
@@ -276,7 +281,7 @@ def test_a_batch_is_split_at_its_long_chunks(monkeypatch):
         slice(9, 13),
         slice(13, 16),
     ]
-    assert [part.past for part in parts if part.batch is None] == [10, 10]
+    assert [part.past for part in parts if part.kind is Kind.LONG] == [10, 10]
     assert parts[0].batch.most_new == 2 and parts[3].batch.starts.tolist() == [0, 3, 3, 3]
     assert parts[3].batch.lengths.tolist() == [13, 10, 10]
 
@@ -287,8 +292,30 @@ def test_decoding_sequences_beside_a_short_chunk_keep_their_tiles(monkeypatch):
     starts = [0, 1, 5, 6, 26, 76, 82]
     batch = Batch(torch.tensor(starts), torch.tensor([90] * 6), 50, 90)
     parts = parts_of(starts, batch.lengths.tolist(), batch, 4)
-    assert [part.batch and part.batch.most_new for part in parts] == [4, 20, None, 6]
+    assert [part.batch.most_new for part in parts] == [4, 20, 50, 6]
+    kinds = [Kind.DECODING, Kind.SHORT, Kind.LONG, Kind.SHORT]
+    assert [part.kind for part in parts] == kinds
     assert [part.sequences.stop for part in parts] == [3, 4, 5, 6]
+
+
+def test_whole_prompts_are_parts_up_to_a_length(monkeypatch):
+    """Neighbours together; not one with a past, nor one that is longer."""
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 40)
+    counts = torch.tensor([1, 30, 31, 30, 60, 20, 2, 9], device="cpu")
+    starts = [0, *counts.cumsum(0).tolist()]
+    lengths = [1, 30, 31, 31, 60, 20, 2, 9]
+    batch = Batch(torch.tensor(starts), torch.tensor(lengths), 60, 60)
+    parts = parts_of(starts, lengths, batch, 2, 30)
+    assert [(part.kind, part.sequences.start, part.sequences.stop) for part in parts] == [
+        (Kind.DECODING, 0, 1),
+        (Kind.WHOLE, 1, 2),
+        (Kind.SHORT, 2, 4),
+        (Kind.LONG, 4, 5),
+        (Kind.WHOLE, 5, 6),
+        (Kind.DECODING, 6, 7),
+        (Kind.WHOLE, 7, 8),
+    ]
+    assert parts[1].batch.starts.tolist() == [0, 30]
 
 
 def test_padding_of_a_captured_batch_changes_nothing():

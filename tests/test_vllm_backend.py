@@ -4,12 +4,14 @@ on the GPU where there is one, else in Triton's interpreter."""
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("vllm", reason="the plug-in to vLLM needs vllm")
 
@@ -36,7 +38,10 @@ from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
 from corecontext.integrations.vllm import cache_plan, capacity, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
+from corecontext.integrations.vllm.whole_prompts import flash_attention
+from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_chunk, pool
+from corecontext.ops.triton.paged import Batch
 from corecontext.ops.triton.paged_gather import Span, gather_chunk
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -158,7 +163,9 @@ class Runner:
         for name, cache in caches.items():
             self.layers[name].kv_cache = cache
         self.builders = [
-            backend.get_builder_cls()(group.kv_cache_spec, group.layer_names, config, None)
+            backend.get_builder_cls()(
+                *(group.kv_cache_spec, group.layer_names, config, torch.get_default_device())
+            )
             for group in groups
         ]
 
@@ -295,6 +302,72 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, 
     run_requests(Runner(config, 40), settings, 12)  # a core page is 12 tokens
 
 
+def causal_within(q, k, v, batch, spec, out) -> None:
+    """Attend causally within each sequence of a batch, as vLLM's FlashAttention does."""
+    assert int(batch.starts.diff().max()) == batch.most_new
+    heads = q.shape[1] // k.shape[1]
+    for begin, end in itertools.pairwise(batch.starts.tolist()):
+        own = [x[begin:end].transpose(0, 1) for x in (q, k, v)]
+        own[1:] = (x.repeat_interleave(heads, 0) for x in own[1:])
+        rows = scaled_dot_product_attention(*own, is_causal=True, scale=spec.scale)
+        out[begin:end] = rows.transpose(0, 1)
+
+
+@pytest.mark.parametrize("sizes", [3, ((1, 3), 3)])
+def test_whole_prompts_that_see_no_core_token_have_causal_attention(
+    make_layers, monkeypatch, sizes
+):
+    """Up to six tokens with a window of four and groups of three, alone and beside other kinds."""
+    taken = []
+
+    def attend(q, k, v, batch, spec, out):
+        taken.append(batch.starts.diff().tolist())
+        causal_within(q, k, v, batch, spec, out)
+
+    monkeypatch.setattr(paged_backend, "flash_attention", lambda *inputs: attend)
+    monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 9)
+    config = vllm_config(layer_group_sizes=None if sizes == 3 else sizes)
+    make_layers(config)
+    settings = CCAConfig.saved_in(config.model_config.hf_text_config)
+    runner = Runner(config, 60)
+    tokens = [(7 * i) % 31 for i in range(90)]
+    lengths = {"a": 6, "b": 7, "c": 2, "d": 6, "e": 14}
+    requests = []
+    for name, length in lengths.items():
+        requests.append(runner.request(name, tokens[:length]))
+        del tokens[:length]
+    calls = LAYERS if sizes == 3 else LAYERS + 1
+    assert step(runner, requests[:1], [6], settings) == 0
+    assert taken == [[6]] * calls
+    taken.clear()
+    requests[0].append_output_token_ids([3])
+    # A chunk of six tokens behind none is whole as long as it is all of its sequence.
+    step(runner, requests, [1, 7, 2, 6, 6], settings)
+    assert taken == [[2, 6, 6]] * calls
+    taken.clear()
+    step(runner, requests[-1:], [8], settings)
+    assert not taken
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's FlashAttention needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whole_prompts_by_flash_attention(dtype):
+    q, k, v = (torch.randn(1500, heads, 128).to(dtype) for heads in (8, 2, 2))
+    starts = torch.tensor([0, 7, 1031, 1031, 1500]).int()
+    batch = Batch(starts, starts.diff(), 1024, 1024)
+    spec = Spec(16, 1024, scale=0.1)
+    attend = flash_attention(dtype, 128, q.device)
+    out, wanted = torch.empty_like(q), torch.empty_like(q)
+    attend(q, k, v, batch, spec, out)
+    causal_within(q, k, v, batch, spec, wanted)
+    assert (out - wanted).float().norm(dim=-1).max() < 3e-2 * wanted.float().norm(dim=-1).max()
+
+
+def test_flash_attention_takes_half_precision_on_a_gpu():
+    assert flash_attention(torch.bfloat16, 128, torch.device("cpu")) is None
+    assert flash_attention(torch.float32, 128, torch.device("cuda")) is None
+
+
 @pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize(
     "sizes, groups", [(((1, 3), 3), 5), (((3, 1), 1), 5), ((3, 1), 3), (((3, 1), (1, 3)), 3)]
@@ -369,7 +442,14 @@ def test_a_run_that_measures_memory_gathers_the_entries_of_the_longest_chunk(
         assert not out.any()
     compact = Span(low=114, past=118, end=128, sinks=3, first_group=1, cores=40)
     every_token = Span(low=0, past=118, end=128, sinks=0, first_group=0, cores=0)
-    assert spans == [compact, every_token]
+    assert spans[::2] == [compact, every_token]
+    assert not any(span.past or span.cores for span in spans[1::2])
+
+
+def builder_of(config: SimpleNamespace) -> paged_backend.BatchBuilder:
+    """Make the builder of a cache of windows."""
+    spec = SimpleNamespace(head_size=DIM)
+    return paged_backend.BatchBuilder(spec, [], config, torch.get_default_device())
 
 
 def common_of(lengths: list[int], count: int) -> SimpleNamespace:
@@ -388,7 +468,7 @@ def common_of(lengths: list[int], count: int) -> SimpleNamespace:
 def test_a_captured_step_has_short_sequences():
     config = vllm_config()
     config.speculative_config = SimpleNamespace(num_speculative_tokens=1)
-    builder = paged_backend.BatchBuilder(None, [], config, None)
+    builder = builder_of(config)
     common = common_of([90, 90], 2)
     metadata = builder.build_for_cudagraph_capture(common)
     assert len(metadata.slots) == 4
@@ -397,7 +477,7 @@ def test_a_captured_step_has_short_sequences():
 
 def test_the_warm_up_of_a_captured_step_runs_its_kernels():
     """Kernels depend on the longest length: for decoding steps it is the model's in all steps."""
-    builder = paged_backend.BatchBuilder(None, [], vllm_config(), None)
+    builder = builder_of(vllm_config())
     assert builder.build(0, common_of([1, 1], 1)).batch.longest == 128
     assert builder.build_for_cudagraph_capture(common_of([90, 90], 1)).batch.longest == 128
     assert builder.build(0, common_of([40, 90], 2)).batch.longest == 90
@@ -414,7 +494,7 @@ def test_decoding_sequences_have_as_many_tokens_as_drafts_allow(monkeypatch):
     common.seq_lens = common.seq_lens_cpu_upper_bound = lengths
     for drafts, ends in ((5, [1, 2, 3]), (2, [2, 3])):
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
-        builder = paged_backend.BatchBuilder(None, [], config, None)
+        builder = builder_of(config)
         parts = builder.build(0, common).parts
         assert [part.sequences.stop for part in parts] == ends
 

@@ -25,12 +25,15 @@ from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.server_settings import check_server, num_drafts
+from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.capability import is_captured
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_chunk
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
 from corecontext.ops.triton.paged_chunk import (
+    AttendWhole,
+    Kind,
     Part,
     attend_longest_chunk,
     attend_parts,
@@ -38,6 +41,7 @@ from corecontext.ops.triton.paged_chunk import (
 )
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.pool import rotation_tables
+from corecontext.visibility import first_core_query
 
 
 class CoreContextBackend(AttentionBackend):
@@ -89,7 +93,9 @@ class StepMetadata(NamedTuple):
     slots: Tensor
     """Places of the new tokens in a cache of raw tokens, [num_tokens]."""
     parts: list[Part]
-    """Long chunks of prompts and the sequences between them; empty without such chunks."""
+    """Long chunks, whole prompts and the sequences between them; empty without such ones."""
+    attend_whole: AttendWhole | None
+    """Takes whole prompts."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
@@ -103,6 +109,15 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         # vLLM puts sequences with at most so many new tokens first, so that few parts are left.
         self.reorder_batch_threshold = self.most_decoded
         self.longest = vllm_config.model_config.max_model_len
+        config = settings_of(vllm_config.model_config.hf_text_config)
+        dtype, head_size = vllm_config.model_config.dtype, kv_cache_spec.head_size
+        self.attend_whole = flash_attention(dtype, head_size, device)
+        self.most_whole = 0
+        # New tokens of the shortest sequence that is a part of its own.
+        self.shortest = paged_chunk.LONG_CHUNK
+        if self.attend_whole is not None:
+            self.most_whole = first_core_query(config.group_size, config.window_size)
+            self.shortest = self.most_decoded + 1
 
     def build(
         self,
@@ -121,12 +136,15 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         count = common.num_actual_tokens
         slots = common.slot_mapping[:count]
         parts = []
-        if common.max_query_len >= paged_chunk.LONG_CHUNK:
+        if common.max_query_len >= self.shortest:
             # Exact for chunks of prompts; other sequences may be shorter than that.
             lengths = common.seq_lens_cpu_upper_bound.tolist()
             starts = common.query_start_loc_cpu.tolist()
-            parts = parts_of(starts, lengths, batch, self.most_decoded)
-        return StepMetadata(count, batch, common.block_table_tensor, slots, parts)
+            parts = parts_of(starts, lengths, batch, self.most_decoded, self.most_whole)
+            if not {part.kind for part in parts} & {Kind.LONG, Kind.WHOLE}:
+                parts = []
+        table = common.block_table_tensor
+        return StepMetadata(count, batch, table, slots, parts, self.attend_whole)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -328,7 +346,7 @@ def attend_step(
     """Attend from the new tokens of a step, queries [T, H, D], keys and values [T, Hkv, D], to
     pages of raw tokens and of core tokens that hold them, and write the output."""
     if step.parts:
-        attend_parts(tokens, step.parts, *pages, spec, core_bias, out)
+        attend_parts(tokens, step.parts, *pages, spec, core_bias, out, step.attend_whole)
     else:
         attend_pages(tokens[0], step.batch, *pages, spec, core_bias, out)
 
