@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfi
 from corecontext.files import UserError
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.measure import package_path
-from corecontext.record import Record, device_name, make_record
+from corecontext.record import Record, command_line, device_name, make_record
 
 BACKENDS = {"cca": "CUSTOM", "full": "FLASH_ATTN"}
 """Method -> vLLM's name of its attention."""
@@ -58,7 +58,7 @@ class VllmBench:
     """bfloat16, or fp8: vLLM's online quantization, whose matrix products are in fp8 too."""
     steps: int = 48
     """Next tokens of such a prompt."""
-    trials: int = 1
+    trials: int = 3
     """Times that each of these lengths is measured."""
     prompt_length: int = 32768
     """Tokens of each prompt that is sent with others."""
@@ -186,7 +186,7 @@ def _measure_apart(
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith('{"name"'):
-                records.append(Record.from_json(line))
+                records.append(replace(Record.from_json(line), command=command_line()))
                 on_records(records[-1:])
     reason = f"{method}: vLLM ended with code {child.returncode}." if child.returncode else ""
     return records, reason

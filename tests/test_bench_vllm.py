@@ -128,7 +128,7 @@ def test_the_model_has_positions_for_the_longest_request():
 
 
 def test_several_methods_run_in_a_process_each(engine, monkeypatch):
-    """Records of one that ends early are kept."""
+    """Records of one that ends early are kept; all have the command that started the processes."""
     line = Record("vllm.cache_tokens", 5, "tokens", params={"method": "cca"}).to_json()
     called = []
 
@@ -146,10 +146,11 @@ def test_several_methods_run_in_a_process_each(engine, monkeypatch):
             pass
 
     monkeypatch.setattr(bench_vllm.subprocess, "Popen", Process)
+    monkeypatch.setattr(sys, "argv", ["bench", "vllm"])
     kept = []
     with pytest.raises(UserError, match=r"full: vLLM ended with code 3\."):
         bench_vllm.run_vllm_bench(VllmBench(), kept.extend)
-    assert [record.value for record in kept] == [5, 5]
+    assert [(record.value, record.command) for record in kept] == [(5, "bench vllm")] * 2
     assert '"methods": ["full"]' in called[1]
     Process.returncode = 0
     assert bench_vllm.run_vllm_bench(VllmBench(), kept.extend) == kept[2:]
