@@ -62,18 +62,32 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     were sent one number.
     """
     values: dict[tuple[str, str, str], dict[str, float]] = {}
-    for record in sorted(records, key=lambda record: record.date):
+    for record in sorted(records, key=lambda record: (_order(record), record.date)):
         key = (record.name, *_load(record))
         values.setdefault(key, {})[record.params["method"]] = record.value
     compared = {
         (name, of_each) for (name, of_each, _), methods in values.items() if len(methods) > 1
     }
-    rows = [
+    return [
         Row(name, of_each + at_once, methods.get("full"), methods.get("cca"))
         for (name, of_each, at_once), methods in values.items()
         if len(methods) > 1 or (name, of_each) not in compared
     ]
-    return sorted(rows, key=lambda row: list(QUANTITIES).index(row.name))
+
+
+def _order(record: Record) -> tuple[int, ...]:
+    """Return the place of a record's row: by quantity, weights and compilation, then one request
+    alone before several, short ones first."""
+    params = record.params
+    length = params.get("length") or params["prompt_length"]
+    return (
+        list(QUANTITIES).index(record.name),
+        params.get("weights", "bfloat16") != "bfloat16",
+        bool(params.get("compiled")),
+        "length" not in params,
+        length,
+        params.get("requests", 0),
+    )
 
 
 def _load(record: Record) -> tuple[str, str]:

@@ -199,7 +199,7 @@ def test_other_numbers_of_requests_give_no_gain():
         return [(row.load, row.full, row.cca, row.gain) for row in rows_of(records)]
 
     records = [record("cca", 1.5, 48, "1"), record("full", 0.5, 24, "1")]
-    own = [("32K + 1,024, 48 at once", None, 1.5, ""), ("32K + 1,024, 24 at once", 0.5, None, "")]
+    own = [("32K + 1,024, 24 at once", 0.5, None, ""), ("32K + 1,024, 48 at once", None, 1.5, "")]
     assert rows() == own
     records.append(record("cca", 2.0, 96, "2"))
     assert rows() == [*own, ("32K + 1,024, 96 at once", None, 2.0, "")]
