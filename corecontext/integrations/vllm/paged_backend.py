@@ -135,16 +135,20 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         batch = Batch(common.query_start_loc, common.seq_lens, common.max_query_len, longest)
         count = common.num_actual_tokens
         slots = common.slot_mapping[:count]
-        parts = []
-        if common.max_query_len >= self.shortest:
-            # Exact for chunks of prompts; other sequences may be shorter than that.
-            lengths = common.seq_lens_cpu_upper_bound.tolist()
-            starts = common.query_start_loc_cpu.tolist()
-            parts = parts_of(starts, lengths, batch, self.most_decoded, self.most_whole)
-            if not {part.kind for part in parts} & {Kind.LONG, Kind.WHOLE}:
-                parts = []
         table = common.block_table_tensor
+        parts = self._parts(common, batch)
         return StepMetadata(count, batch, table, slots, parts, self.attend_whole)
+
+    def _parts(self, common: CommonAttentionMetadata, batch: Batch) -> list[Part]:
+        """Return the parts of a step with long chunks or whole prompts; none of any other, since
+        one launch takes all of its sequences."""
+        if common.max_query_len < self.shortest:
+            return []
+        starts = common.query_start_loc_cpu.tolist()
+        # Exact for chunks of prompts; other sequences may be shorter than that.
+        lengths = common.seq_lens_cpu_upper_bound.tolist()
+        split = parts_of(starts, lengths, batch, self.most_decoded, self.most_whole)
+        return split if {part.kind for part in split} & {Kind.LONG, Kind.WHOLE} else []
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

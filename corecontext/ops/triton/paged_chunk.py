@@ -93,8 +93,10 @@ def parts_of(
     parts = []
     for kind, run in itertools.groupby(range(len(counts)), kind_of):
         rows = list(run)
-        for some in [[row] for row in rows] if kind is Kind.LONG else [rows]:
-            first, end = some[0], some[-1] + 1
+        # Each long chunk is a part by itself.
+        runs = [[row] for row in rows] if kind is Kind.LONG else [rows]
+        for neighbours in runs:
+            first, end = neighbours[0], neighbours[-1] + 1
             tokens = slice(starts[first], starts[end])
             if tokens.start == tokens.stop:
                 continue
