@@ -125,7 +125,7 @@ def attend_parts(
         raw, cores: Hold the new tokens and what they complete; their tables have the rows of the
             whole batch.
         out: [T, H, D], written in place.
-        attend_whole: Takes whole prompts; needed where there are such parts.
+        attend_whole: Takes whole prompts; None leaves them to `attend_pages`.
     """
     for part in parts:
         pages = [kind._replace(table=kind.table[part.sequences]) for kind in (raw, cores)]
