@@ -16,13 +16,9 @@ from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_attend, paged_chunk, paged_gather, paged_pool
 from corecontext.ops.triton.paged import Batch, Pages, alignment_of
 from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged_chunk import (
-    Kind,
-    attend_longest_chunk,
-    attend_parts,
-    parts_of,
-)
+from corecontext.ops.triton.paged_chunk import attend_longest_chunk
 from corecontext.ops.triton.paged_gather import Span, gather_chunk
+from corecontext.ops.triton.paged_parts import Kind, attend_parts, parts_of
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.tiles import Chip, PoolTiles, Tiles
 

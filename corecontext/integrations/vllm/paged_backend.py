@@ -31,14 +31,8 @@ from corecontext.ops.spec import Spec
 from corecontext.ops.triton import paged_chunk
 from corecontext.ops.triton.paged import Batch, Pages
 from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged_chunk import (
-    AttendWhole,
-    Kind,
-    Part,
-    attend_longest_chunk,
-    attend_parts,
-    parts_of,
-)
+from corecontext.ops.triton.paged_chunk import attend_longest_chunk
+from corecontext.ops.triton.paged_parts import AttendWhole, Kind, Part, attend_parts, parts_of
 from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
 from corecontext.ops.triton.pool import rotation_tables
 from corecontext.visibility import first_core_query

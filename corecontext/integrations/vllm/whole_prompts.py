@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import Batch
-from corecontext.ops.triton.paged_chunk import AttendWhole
+from corecontext.ops.triton.paged_parts import AttendWhole
 
 
 def flash_attention(dtype: torch.dtype, head_size: int, device: torch.device) -> AttendWhole | None:
