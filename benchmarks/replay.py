@@ -17,7 +17,7 @@ from benchmarks.model_methods import fetching
 from benchmarks.model_settings import ModelBench
 from corecontext.cache import host_store
 from corecontext.ops.spec import RawSlots
-from corecontext.ops.triton import fetch_decode
+from corecontext.ops.triton.decode import step_with_fetch as fetch_decode
 from corecontext.ops.triton.launch import launch, power_of_2
 
 

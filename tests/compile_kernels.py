@@ -27,25 +27,23 @@ from triton.compiler import ASTSource
 
 from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton import (
-    attend,
-    decode,
-    fetch_choose,
-    fetch_decode_kernel,
-    fetch_decode_plan,
-    fetch_decode_slots,
-    fetch_index_keys,
-    fetch_kernels,
-    fetch_score_kernels,
-    fetch_segments,
-    marks,
-    paged_attend,
-    paged_gather,
-    paged_pool,
-    pool,
-    pool_mass,
-)
+from corecontext.ops.triton.attend import anywhere as attend
+from corecontext.ops.triton.attend import marks
+from corecontext.ops.triton.attend import raw as fetch_kernels
+from corecontext.ops.triton.choose import index_keys as fetch_index_keys
+from corecontext.ops.triton.choose import score_kernels as fetch_score_kernels
+from corecontext.ops.triton.choose import segments as fetch_segments
+from corecontext.ops.triton.choose import select as fetch_choose
+from corecontext.ops.triton.decode import fetch_kernel as fetch_decode_kernel
+from corecontext.ops.triton.decode import find_slots as fetch_decode_slots
+from corecontext.ops.triton.decode import plain_step as decode
+from corecontext.ops.triton.decode import plan as fetch_decode_plan
 from corecontext.ops.triton.launch import power_of_2
+from corecontext.ops.triton.paged import attend_pages as paged_attend
+from corecontext.ops.triton.paged import gather as paged_gather
+from corecontext.ops.triton.paged import pool_pages as paged_pool
+from corecontext.ops.triton.pool import launcher as pool
+from corecontext.ops.triton.pool import masses as pool_mass
 from corecontext.ops.triton.tiles import (
     Chip,
     choose_tiles,
@@ -336,13 +334,10 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those for compute capability 9.0, with the constants of their launches."""
     from triton.experimental.gluon import language as gl
 
-    from corecontext.ops.triton import (
-        hopper_backward,
-        hopper_fetch,
-        hopper_fetch_query,
-        hopper_forward,
-        tensor_memory,
-    )
+    from corecontext.ops.triton import tensor_memory
+    from corecontext.ops.triton.attend import hopper_backward, hopper_forward
+    from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
+    from corecontext.ops.triton.attend import hopper_raw as hopper_fetch
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(

@@ -733,7 +733,7 @@ def test_a_captured_step_finds_the_tables_of_changed_frequencies(monkeypatch):
     """Where it has always read them: the frequencies of a model may change between requests."""
     pytest.importorskip("triton")
     from corecontext.cache import layer as module
-    from corecontext.ops.triton.pool import rotation_tables
+    from corecontext.ops.triton.pool.launcher import rotation_tables
 
     backend = SimpleNamespace(decode_step=None, rotation_tables=rotation_tables)
     monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")

@@ -197,7 +197,7 @@ def test_refusals():
 @pytest.mark.parametrize("core_heads", ["kv", "query"])
 @pytest.mark.parametrize("g, heads, dim, softcap", [(5, 3, 20, 2.0), (16, 1, 16, None)])
 def test_triton_kernels_of_the_mass(core_heads, g, heads, dim, softcap):
-    kernels = pytest.importorskip("corecontext.ops.triton.pool_mass")
+    kernels = pytest.importorskip("corecontext.ops.triton.pool.masses")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = make_inputs(4 * g + 2, device=device, num_heads=heads, num_kv_heads=1, head_dim=dim)
     x = x._replace(q=x.q * 30)  # weights of 0 among them

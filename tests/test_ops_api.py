@@ -604,7 +604,7 @@ def test_every_generation_has_kernels_that_it_can_run(
 ):
     """Triton and FlashAttention begin with Ampere; AMD's MI200 has the number of NVIDIA's
     Hopper."""
-    hopper = pytest.importorskip("corecontext.ops.triton.hopper_forward")
+    hopper = pytest.importorskip("corecontext.ops.triton.attend.hopper_forward")
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)

@@ -14,7 +14,7 @@ from corecontext.cache import CompactLayer
 from corecontext.cache.eight_bit import encode
 from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton import backend
-from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.decode.plain_step import decode_step
 from corecontext.ops.triton.tiles import chip_of, decode_splits, decode_tiles
 from corecontext.visibility import num_visible_cores
 

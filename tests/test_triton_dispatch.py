@@ -38,8 +38,8 @@ from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
-from corecontext.ops.triton.far_past import FarPast, far_past  # noqa: E402
-from corecontext.ops.triton.fetch_attend import Call, Fetched  # noqa: E402
+from corecontext.ops.triton.attend.chosen import Call, Fetched  # noqa: E402
+from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None
@@ -455,7 +455,7 @@ def test_the_calls_that_hoppers_kernels_refuse(monkeypatch):
 def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch):
     """The kernels for Hopper run nowhere else, but what comes before them does; and what they are
     given lies as they take it to lie: whatever comes without its strides, element by element."""
-    from corecontext.ops.triton import hopper_backward, hopper_forward
+    from corecontext.ops.triton.attend import hopper_backward, hopper_forward
 
     taken, launched, dim, length = [], [], 40, 45
 
@@ -514,7 +514,8 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
 def test_pooling_for_hopper_has_the_tokens_after_the_first(monkeypatch):
     """Gradients of the far past, given here, reach the first tokens as they are, and by pooling the
     tokens and group-end queries behind them."""
-    from corecontext.ops.triton import hopper_backward, pool
+    from corecontext.ops.triton.attend import hopper_backward
+    from corecontext.ops.triton.pool import launcher as pool
 
     dim, length, g, first = 40, 45, 7, 14
     spec = Spec(group_size=g, window_size=10, scale=0.2, sink_size=first)
@@ -551,8 +552,11 @@ def test_pooling_for_hopper_has_the_tokens_after_the_first(monkeypatch):
 @pytest.fixture
 def fetch_for_hopper(monkeypatch):
     """The modules that launch fetch's kernels for Hopper, and their launches by argument."""
-    pytest.importorskip("corecontext.ops.triton.hopper_fetch", reason="this Triton has no Gluon")
-    from corecontext.ops.triton import hopper_fetch, hopper_fetch_query
+    pytest.importorskip(
+        "corecontext.ops.triton.attend.hopper_raw", reason="this Triton has no Gluon"
+    )
+    from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
+    from corecontext.ops.triton.attend import hopper_raw as hopper_fetch
 
     launches = []
 
@@ -677,7 +681,7 @@ def test_copies_by_the_accelerator_are_of_tensors_that_it_can_read():
 
 
 def test_sums_for_hopper_take_a_small_share_of_the_memory(monkeypatch):
-    module = pytest.importorskip("corecontext.ops.triton.hopper_backward", reason="no Gluon")
+    module = pytest.importorskip("corecontext.ops.triton.attend.hopper_backward", reason="no Gluon")
     q, k = torch.zeros(30, 4, 10, 8).half(), torch.zeros(30, 10, 8).half()
     each = 4 * 10 * 8 * 4  # of a sequence, float32
     for least, count in ((0, 2), (3 * each, 3), (3 * each - 1, 2), (10**9, 30)):

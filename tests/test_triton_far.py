@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import Rotary
 from corecontext.ops.spec import Cores, Groups, Slots, Spec, Tokens, Upstream
-from corecontext.ops.triton import attend, pool
-from corecontext.ops.triton.decode import decode_step
+from corecontext.ops.triton.attend import anywhere as attend
+from corecontext.ops.triton.decode.plain_step import decode_step
+from corecontext.ops.triton.pool import launcher as pool
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of a GPU is not reserved"),

@@ -17,17 +17,14 @@ from corecontext.ops.batch import complete_groups
 from corecontext.ops.fetch import crossover, fetching
 from corecontext.ops.fetch.index import build, centre_of, scores, segments
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton import (
-    backend,
-    fetch_attend,
-    fetch_backend,
-    fetch_choose,
-    fetch_scores,
-    fetch_segments,
-    marks,
-)
-from corecontext.ops.triton.fetch_attend import Fetched
-from corecontext.ops.triton.fetch_rule import Choosing
+from corecontext.ops.triton import backend, fetch_backend
+from corecontext.ops.triton.attend import chosen as fetch_attend
+from corecontext.ops.triton.attend import marks
+from corecontext.ops.triton.attend.chosen import Fetched
+from corecontext.ops.triton.attend.shares import Choosing
+from corecontext.ops.triton.choose import group_scores as fetch_scores
+from corecontext.ops.triton.choose import segments as fetch_segments
+from corecontext.ops.triton.choose import select as fetch_choose
 from corecontext.visibility import sees_core, sees_token
 
 GPU = torch.cuda.is_available()

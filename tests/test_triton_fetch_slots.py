@@ -14,8 +14,9 @@ from corecontext.cache import CompactLayer
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.raw_store import Format
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton import fetch_decode_plan, fetch_decode_slots
-from corecontext.ops.triton.fetch_decode_slots import find_and_load
+from corecontext.ops.triton.decode import find_slots as fetch_decode_slots
+from corecontext.ops.triton.decode import plan as fetch_decode_plan
+from corecontext.ops.triton.decode.find_slots import find_and_load
 
 pytestmark = pytest.mark.usefixtures("default_device")
 

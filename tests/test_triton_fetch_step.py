@@ -12,13 +12,11 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
-from corecontext.ops.triton import (
-    backend,
-    fetch_decode,
-    fetch_decode_kernel,
-    fetch_decode_plan,
-    fetch_segments,
-)
+from corecontext.ops.triton import backend
+from corecontext.ops.triton.choose import segments as fetch_segments
+from corecontext.ops.triton.decode import fetch_kernel as fetch_decode_kernel
+from corecontext.ops.triton.decode import plan as fetch_decode_plan
+from corecontext.ops.triton.decode import step_with_fetch as fetch_decode
 
 pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()

@@ -13,13 +13,16 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton import paged_attend, paged_chunk, paged_gather, paged_pool
-from corecontext.ops.triton.paged import Batch, Pages, alignment_of
-from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged_chunk import attend_longest_chunk
-from corecontext.ops.triton.paged_gather import Span, gather_chunk
-from corecontext.ops.triton.paged_parts import Kind, attend_parts, parts_of
-from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
+from corecontext.ops.triton.paged import attend_pages as paged_attend
+from corecontext.ops.triton.paged import chunk as paged_chunk
+from corecontext.ops.triton.paged import gather as paged_gather
+from corecontext.ops.triton.paged import pool_pages as paged_pool
+from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
+from corecontext.ops.triton.paged.batch_parts import Kind, attend_parts, parts_of
+from corecontext.ops.triton.paged.chunk import attend_longest_chunk
+from corecontext.ops.triton.paged.gather import Span, gather_chunk
+from corecontext.ops.triton.paged.pages import Batch, Pages, alignment_of
+from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
 from corecontext.ops.triton.tiles import Chip, PoolTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("default_device")

@@ -16,7 +16,7 @@ from corecontext.ops import pooling as plain
 from corecontext.ops import reference
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
-from corecontext.ops.triton import pool as fused
+from corecontext.ops.triton.pool import launcher as fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)

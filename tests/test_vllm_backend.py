@@ -40,9 +40,10 @@ from corecontext.integrations.vllm import cache_plan, capacity, paged_backend, p
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton import paged_chunk, pool
-from corecontext.ops.triton.paged import Batch
-from corecontext.ops.triton.paged_gather import Span, gather_chunk
+from corecontext.ops.triton.paged import chunk as paged_chunk
+from corecontext.ops.triton.paged.gather import Span, gather_chunk
+from corecontext.ops.triton.paged.pages import Batch
+from corecontext.ops.triton.pool import launcher as pool
 
 pytestmark = pytest.mark.usefixtures("default_device")
 DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 2, 4, 2, 4

@@ -82,7 +82,7 @@ from corecontext import CCAConfig, enable
 from corecontext.inference import Engine
 from corecontext.integrations.hf_gguf import local_model
 from corecontext.integrations.vllm import plugin
-from corecontext.ops.triton import paged_chunk
+from corecontext.ops.triton.paged import chunk as paged_chunk
 
 LONG_CHUNK = paged_chunk.LONG_CHUNK
 

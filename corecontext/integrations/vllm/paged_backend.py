@@ -28,13 +28,13 @@ from corecontext.integrations.vllm.server_settings import check_server, num_draf
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.capability import is_captured
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton import paged_chunk
-from corecontext.ops.triton.paged import Batch, Pages
-from corecontext.ops.triton.paged_attend import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged_chunk import attend_longest_chunk
-from corecontext.ops.triton.paged_parts import AttendWhole, Kind, Part, attend_parts, parts_of
-from corecontext.ops.triton.paged_pool import pool_pages, store_tokens
-from corecontext.ops.triton.pool import rotation_tables
+from corecontext.ops.triton.paged import chunk as paged_chunk
+from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
+from corecontext.ops.triton.paged.batch_parts import AttendWhole, Kind, Part, attend_parts, parts_of
+from corecontext.ops.triton.paged.chunk import attend_longest_chunk
+from corecontext.ops.triton.paged.pages import Batch, Pages
+from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
+from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.visibility import first_core_query
 
 

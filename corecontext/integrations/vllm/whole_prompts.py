@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.paged import Batch
-from corecontext.ops.triton.paged_parts import AttendWhole
+from corecontext.ops.triton.paged.batch_parts import AttendWhole
+from corecontext.ops.triton.paged.pages import Batch
 
 
 def flash_attention(dtype: torch.dtype, head_size: int, device: torch.device) -> AttendWhole | None:

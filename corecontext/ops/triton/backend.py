@@ -19,24 +19,22 @@ from torch import Tensor
 from corecontext.ops import compose
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
-from corecontext.ops.triton import attend as anywhere
-from corecontext.ops.triton import fetch_backend, pool_mass
-from corecontext.ops.triton import pool as pooling
-from corecontext.ops.triton.decode import decode_step
-from corecontext.ops.triton.far_past import FarPast, far_past, near_past
-from corecontext.ops.triton.fetch_attend import Call, Fetched, Kernels, attend_raw
+from corecontext.ops.triton import fetch_backend
+from corecontext.ops.triton.attend import anywhere
+from corecontext.ops.triton.attend.chosen import Call, Fetched, Kernels, attend_raw
+from corecontext.ops.triton.attend.far_past import FarPast, far_past, near_past
+from corecontext.ops.triton.attend.marks import Marks
+from corecontext.ops.triton.decode.plain_step import decode_step
+from corecontext.ops.triton.decode.step_with_fetch import fetch_step, fetch_step_unsupported_reason
 from corecontext.ops.triton.fetch_backend import fetch_unsupported_reason
-from corecontext.ops.triton.fetch_decode import fetch_step, fetch_step_unsupported_reason
-from corecontext.ops.triton.marks import Marks
-from corecontext.ops.triton.pool import rotation_tables
+from corecontext.ops.triton.pool import launcher as pooling
+from corecontext.ops.triton.pool import masses as pool_mass
+from corecontext.ops.triton.pool.launcher import rotation_tables
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
-    from corecontext.ops.triton import (
-        hopper_backward,
-        hopper_fetch,
-        hopper_fetch_query,
-        hopper_forward,
-    )
+    from corecontext.ops.triton.attend import hopper_backward, hopper_forward
+    from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
+    from corecontext.ops.triton.attend import hopper_raw as hopper_fetch
 except (ImportError, AttributeError):
     hopper_forward = hopper_backward = None
 

@@ -11,13 +11,13 @@ from corecontext.config import parse_index
 from corecontext.ops.fetch import index as fetch_index
 from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton import fetch_attend as attention
-from corecontext.ops.triton import fetch_index_keys as index_keys
-from corecontext.ops.triton import fetch_segments
-from corecontext.ops.triton.attend import rule_of
-from corecontext.ops.triton.fetch_attend import Fetched, Kernels
-from corecontext.ops.triton.fetch_choose import choose
-from corecontext.ops.triton.fetch_rule import Choosing
+from corecontext.ops.triton.attend import chosen as attention
+from corecontext.ops.triton.attend.anywhere import rule_of
+from corecontext.ops.triton.attend.chosen import Fetched, Kernels
+from corecontext.ops.triton.attend.shares import Choosing
+from corecontext.ops.triton.choose import index_keys
+from corecontext.ops.triton.choose import segments as fetch_segments
+from corecontext.ops.triton.choose.select import choose
 
 _MAX_DIM = 256  # elements of an index key
 

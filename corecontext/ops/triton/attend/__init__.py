@@ -1,0 +1,1 @@
+"""Attention kernels: core tokens, raw tokens, chosen groups; forward and backward."""

@@ -1,0 +1,793 @@
+"""The backward of `hopper_forward.py`: one pass over the key tiles, which adds up the queries'
+gradients in global memory.
+
+A program owns 128 keys, entries of the far past or raw tokens. Two consumers own 64 of them each
+and keep their gradients in registers while the copying warp brings the queries that see them; the
+queries' gradients are added by the tensor memory accelerator, in any order of programs, so the last
+bits differ from run to run. Where torch is asked for deterministic algorithms,
+`attend.attend_backward` runs instead. The file is long because the groups of warps are one
+algorithm.
+
+N counts the KV heads of all rows (`num_n` in kernels), r the query heads of each (`heads_per_n`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
+from corecontext.ops.triton.attend import hopper_forward
+from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
+from corecontext.ops.triton.attend.anywhere import rule_of
+from corecontext.ops.triton.attend.chosen import Call, Fetched, add_raw_gradients
+from corecontext.ops.triton.attend.far_past import FarPast, add_to_sinks, bias_gradient, far_past
+from corecontext.ops.triton.attend.hopper_forward import fill_marked
+from corecontext.ops.triton.attend.marks import EntryMarks, mark_entries
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.pool.launcher import pool_backward
+from corecontext.ops.triton.primitives import (
+    LOG2E,
+    first_query_of_entry,
+    last_query_of_token,
+    tile_mask,
+)
+from corecontext.ops.triton.tensor_memory import (
+    DTYPES,
+    add_out,
+    aligned,
+    copy_in,
+    descriptor,
+    wait_out,
+)
+
+BLOCK_M = gl.constexpr(64)  # queries of a tile
+HALF_N = gl.constexpr(64)  # keys of a consumer
+BLOCK_N = gl.constexpr(128)  # keys of a program
+STAGES = 2  # query tiles in shared memory
+HEADS_PER_TURN = 4  # query heads whose far tiles run together: their sums fit the L2 cache
+SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4 % more memory
+# At least so many bytes of sums: a launch takes as long as its first far tile, which all queries
+# see, so a launch needs enough heads to fill the device meanwhile (docs/tuning-notes.md).
+MIN_BYTES = 288 << 20
+
+
+@triton.jit(do_not_specialize=["num_queries", "heads_per_n"])
+def _prepare_kernel(
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    grad_lse_ptr,
+    stats_ptr,
+    sum_ptr,
+    num_queries,
+    heads_per_n,
+    out_strides,
+    grad_strides,
+    HAS_GRAD_LSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Prepare the main kernel.
+
+    Grid: (query tiles, N r). A program reads a tile's output and gradient and writes its -lse in
+    units of log 2 and grad lse - sum(out grad), 2 x BLOCK float32 side by side, -infinity and 0
+    where no query is; and zeros where its queries' gradients will be added up.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    n = head // heads_per_n
+    r = head % heads_per_n
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    inside = rows < num_queries
+    mask = tile_mask(rows, num_queries, dims, HEAD_DIM)
+    wide = rows.to(tl.int64)[:, None]
+    out_ptr += n * out_strides[0] + r * out_strides[1]
+    out = tl.load(out_ptr + wide * out_strides[2] + dims[None, :], mask=mask, other=0.0)
+    grad_ptr += n * grad_strides[0] + r * grad_strides[1]
+    grad = tl.load(grad_ptr + wide * grad_strides[2] + dims[None, :], mask=mask, other=0.0)
+    delta = -tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    flat = head * num_queries + rows
+    if HAS_GRAD_LSE:
+        delta += tl.load(grad_lse_ptr + flat, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + flat, mask=inside, other=float("inf"))
+    at = stats_ptr + (head * tl.num_programs(0) + tile) * 2 * BLOCK + tl.arange(0, BLOCK)
+    tl.store(at, -lse * LOG2E)
+    tl.store(at + BLOCK, delta)
+    zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    tl.store(sum_ptr + flat[:, None] * HEAD_DIM + dims[None, :], zeros, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_groups"])
+def _finish_kernel(
+    sum_ptr,
+    last_ptr,
+    grad_ptr,
+    num_queries,
+    num_groups,
+    scale,
+    group_size,
+    sink_groups,
+    HAS_LAST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the queries' gradients in their dtype.
+
+    Grid: (query tiles, N r). A program reads a tile's float32 sum, scales it and, at the end of
+    each group, adds the gradient from its pooling.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    mask = tile_mask(rows, num_queries, dims, HEAD_DIM)
+    at = (head * num_queries + rows)[:, None] * HEAD_DIM + dims[None, :]
+    grad = tl.load(sum_ptr + at, mask=mask, other=0.0) * scale
+    if HAS_LAST:
+        group = rows // group_size - sink_groups
+        closes = (rows % group_size == group_size - 1) & (group >= 0) & (group < num_groups)
+        last = (head * num_groups + group)[:, None] * HEAD_DIM + dims[None, :]
+        grad += tl.load(last_ptr + last, mask=mask & closes[:, None], other=0.0).to(tl.float32)
+    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+# One array of shared memory holds all tiles of 64 rows: queries and gradients in rings of STAGES,
+# then the program's keys and values. Arguments of a group of warps occupy registers for its
+# lifetime.
+
+
+@gluon.jit
+def _copy_queries(
+    STAGES: gl.constexpr,
+    q_desc,
+    grad_desc,
+    stats_desc,
+    k_desc,
+    v_desc,
+    far_k_desc,
+    far_v_desc,
+    heads_per_core,
+    tiles_smem,
+    stats_smem,
+    ready,
+    free,
+    n,
+    first_head,
+    num_heads,
+    key,
+    is_far,
+    last_row,
+    tiles,
+):
+    """Copy the keys and values of the program, then the queries that see them, latest first, so
+    that programs that run together read the same queries: the producer warp."""
+    keys_ready = ready.index(STAGES)
+    mbarrier.expect(keys_ready, 4 * k_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        k_tile = tiles_smem.index(2 * STAGES + half)
+        v_tile = tiles_smem.index(2 * STAGES + 2 + half)
+        if is_far:
+            core = first_head // heads_per_core
+            copy_in(far_k_desc, [n, core, key + HALF_N * half, 0], keys_ready, k_tile)
+            copy_in(far_v_desc, [n, core, key + HALF_N * half, 0], keys_ready, v_tile)
+        else:
+            copy_in(k_desc, [n, 0, key + HALF_N * half, 0], keys_ready, k_tile)
+            copy_in(v_desc, [n, 0, key + HALF_N * half, 0], keys_ready, v_tile)
+    step = 0
+    for head in range(first_head, first_head + num_heads):
+        for i in range(tiles):
+            row = last_row - BLOCK_M * i
+            stage = step % STAGES
+            stage_ready = ready.index(stage)
+            mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(
+                stage_ready, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+            )
+            copy_in(q_desc, [n, head, row, 0], stage_ready, tiles_smem.index(stage))
+            copy_in(stats_desc, [n, head, row // BLOCK_M, 0], stage_ready, stats_smem.index(stage))
+            copy_in(grad_desc, [n, head, row, 0], stage_ready, tiles_smem.index(STAGES + stage))
+            step += 1
+
+
+@gluon.jit
+def _add_query_gradients(
+    memory,
+    sum_desc,
+    n,
+    head,
+    row,
+    step,
+    HALF: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Add half the columns of one query tile's gradient from the program's keys to the sum in
+    global memory.
+
+    Args:
+        memory: Tiles of keys, of the scores' gradients and of the sum, and the barriers of the
+            scores' gradients.
+    """
+    tiles_smem, scores_smem, sum_smem, scores_ready, scores_free = memory
+    COLUMNS: gl.constexpr = BLOCK_D // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    ring = step % 2
+    mbarrier.wait(scores_ready.index(ring), step // 2 & 1)
+    keys = tiles_smem.index(2 * STAGES).reshape([HALF_N, BLOCK_D]).slice(HALF * COLUMNS, COLUMNS, 1)
+    dq = warpgroup_mma(
+        scores_smem.index(2 * ring).permute([1, 0]),
+        keys,
+        gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout),
+        use_acc=False,
+        is_async=True,
+    )
+    keys = tiles_smem.index(2 * STAGES + 1).reshape([HALF_N, BLOCK_D])
+    keys = keys.slice(HALF * COLUMNS, COLUMNS, 1)
+    dq = warpgroup_mma(scores_smem.index(2 * ring + 1).permute([1, 0]), keys, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
+    mbarrier.arrive(scores_free.index(ring))
+    wait_out(0)  # the sum before has been read
+    sum_smem.reshape([BLOCK_M, COLUMNS]).store(dq)
+    fence_async_shared()
+    add_out(sum_desc, [n, head, row, HALF * COLUMNS], sum_smem)
+
+
+@gluon.jit
+def _query_marks(marks, row, exists, SHARE: gl.constexpr):
+    """Load the words of marks of queries row .. row + BLOCK_M - 1, a tuple of one for every 32
+    shares, each of all keys; the first bit is that of the first query."""
+    first = row // SHARE
+    words = ()
+    for j in gl.static_range((BLOCK_M // SHARE + 31) // 32):
+        word = gl.load(marks + first // 32 + j, mask=exists, other=0)
+        words = words + (word >> first % 32,)
+    return words
+
+
+@gluon.jit
+def _key_gradients(
+    HALF: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    SHARE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    sum_smem,
+    scores_smem,
+    scores_ready,
+    scores_free,
+    sum_desc,
+    far_grad_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    dbias_ptr,
+    bias_ptr,
+    marks_ptr,
+    num_words,
+    offset,
+    value_offset,
+    num_keys,
+    num_queries,
+    group_size,
+    window_size,
+    sink_groups,
+    scale,
+    tiles_smem,
+    stats_smem,
+    ready,
+    free,
+    n,
+    first_head,
+    num_heads,
+    key,
+    is_far,
+    last_row,
+    tiles,
+):
+    """Compute the gradients of HALF_N keys from all queries that see one of them, with scores
+    transposed, [keys, queries]: a consumer.
+
+    The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is
+    made from them one step later, so that neither consumer waits for the other.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dtype: gl.constexpr = tiles_smem.dtype
+    key += HALF_N * HALF
+    k = tiles_smem.index(2 * STAGES + HALF).reshape([HALF_N, BLOCK_D])
+    v = tiles_smem.index(2 * STAGES + 2 + HALF).reshape([HALF_N, BLOCK_D])
+    zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, s_layout)
+    dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
+    dv = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
+    dbias = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
+    # The queries that see a key: low <= t < high; those that see all of the keys: whole_low <= t <
+    # whole_high.
+    keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, s_layout))
+    if is_far:
+        low = first_query_of_entry(keys, group_size, window_size, sink_groups)
+        high = keys * 0 + num_queries
+        whole_low = first_query_of_entry(key + HALF_N - 1, group_size, window_size, sink_groups)
+        whole_high = num_queries
+    else:
+        low = keys
+        high = gl.minimum(last_query_of_token(keys, group_size, window_size), num_queries)
+        whole_low = key + HALF_N - 1
+        whole_high = gl.minimum(last_query_of_token(key, group_size, window_size), num_queries)
+    memory = (tiles_smem, scores_smem, sum_smem, scores_ready, scores_free)
+    bias = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
+    if HAS_BIAS:
+        exists = (keys < num_keys) & is_far
+        bias = gl.load(bias_ptr + keys, mask=exists, other=0.0) * LOG2E
+    is_marked = (keys < num_keys) & is_far
+    marks = marks_ptr + keys.to(gl.int64) * num_words
+    mbarrier.wait(ready.index(STAGES), 0)
+    row = last_row
+    head = first_head
+    # Not `row`: Triton 3.6 takes two names of one value for one loop variable.
+    row_before = last_row + BLOCK_M
+    head_before = first_head - 1
+    for step in range(num_heads * tiles):
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        q = tiles_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+        grad = tiles_smem.index(STAGES + stage).reshape([BLOCK_M, BLOCK_D])
+
+        # Weights, from the scores and the queries' log-sum-exp.
+        words = ()
+        if SHARE > 0:
+            words = _query_marks(marks, row, is_marked, SHARE)
+        mbarrier.wait(ready.index(stage), phase)
+        s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, grad.permute([1, 0]), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, [s])
+        stats = stats_smem.index(stage).reshape([2 * BLOCK_M])
+        start = stats.slice(0, BLOCK_M).load(columns)
+        s = s * scale + start[None, :]
+        if HAS_BIAS:
+            s += bias[:, None]
+        p = gl.exp2(s)
+        if (row < whole_low) | (row + BLOCK_M > whole_high):
+            position = row + gl.arange(0, BLOCK_M, columns)
+            seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+            p = gl.where(seen, p, 0.0)
+        if SHARE > 0:
+            if is_far:
+                p = fill_marked(p, words, 0.0, SHARE, BLOCK_M, s_layout)
+
+        # The scores' gradients, handed to the other consumer too.
+        dp = warpgroup_mma_wait(0, [dp])
+        ds = p * (dp + stats.slice(BLOCK_M, BLOCK_M).load(columns)[None, :])
+        if HAS_BIAS:
+            dbias += gl.sum(ds, 1)
+        p_half = gl.convert_layout(p.to(dtype), p_layout)
+        ds_half = ds.to(dtype)
+        dv = warpgroup_mma(p_half, grad, dv, is_async=True)
+        ring = step % 2
+        mbarrier.wait(scores_free.index(ring), (step // 2 & 1) ^ 1)
+        scores_smem.index(2 * ring + HALF).store(ds_half)
+        fence_async_shared()
+        mbarrier.arrive(scores_ready.index(ring))
+        dk = warpgroup_mma(gl.convert_layout(ds_half, p_layout), q, dk, is_async=True)
+        if step > 0:
+            _add_query_gradients(
+                memory, sum_desc, n, head_before, row_before, step - 1, HALF, BLOCK_D, STAGES
+            )
+
+        # Go on to the next tile, then to the next head.
+        dv, dk = warpgroup_mma_wait(0, [dv, dk])
+        mbarrier.arrive(free.index(stage))
+        row_before = row
+        head_before = head
+        row -= BLOCK_M
+        if row <= last_row - BLOCK_M * tiles:
+            row = last_row
+            head += 1
+    if tiles > 0:
+        _add_query_gradients(
+            memory,
+            sum_desc,
+            n,
+            head_before,
+            row_before,
+            num_heads * tiles - 1,
+            HALF,
+            BLOCK_D,
+            STAGES,
+        )
+
+    # Write the keys' gradients: of the far past in float32 for pooling, of raw ones in their dtype.
+    if HAS_BIAS:
+        if is_far:
+            gl.store(dbias_ptr + keys, dbias, mask=keys < num_keys)
+    keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, d_layout))
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, d_layout))
+    mask = (keys < num_keys)[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (offset + keys)[:, None] * HEAD_DIM + dims[None, :]
+    dk = dk * (scale / LOG2E)
+    if is_far:
+        gl.store(far_grad_ptr + at, dk, mask=mask)
+        gl.store(far_grad_ptr + value_offset + at, dv, mask=mask)
+    else:
+        gl.store(grad_k_ptr + at, dk.to(dtype), mask=mask)
+        gl.store(grad_v_ptr + at, dv.to(dtype), mask=mask)
+    wait_out(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_queries",
+        "num_entries",
+        "far_programs",
+        "num_words",
+        "num_n",
+        "heads_per_n",
+        "heads_per_core",
+        "heads_per_turn",
+        "group_size",
+        "window_size",
+        "sink_groups",
+    ]
+)
+def _attend_bwd_hopper(
+    q_desc,
+    grad_desc,
+    stats_desc,
+    k_desc,
+    v_desc,
+    far_k_desc,
+    far_v_desc,
+    sum_desc,
+    bias_ptr,
+    marks_ptr,
+    far_grad_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    dbias_ptr,
+    num_queries,
+    num_entries,
+    far_programs,
+    num_words,
+    num_n,
+    heads_per_n,
+    heads_per_core,
+    heads_per_turn,
+    scale,
+    group_size,
+    window_size,
+    sink_groups,
+    HAS_BIAS: gl.constexpr,
+    SHARE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Compute the gradients of keys and values, and sums of the queries' gradients.
+
+    Grid: (tiles of BLOCK_N entries x N r + tiles of BLOCK_N tokens x N,). A program owns a tile of
+    keys: it reads them and the queries that see them once, keeps their gradients in float32 and
+    writes them once; it adds to the queries' sums in float32. The far past comes first,
+    heads_per_turn heads at a time and of those the tiles that most queries see first: so few heads
+    that their sums stay in the L2 cache.
+
+    Args:
+        marks_ptr: Marks of entries by SHARE queries, a power of 2 up to BLOCK_M; 0 for none.
+    """
+    dtype: gl.constexpr = DTYPE
+    tiles_smem = gl.allocate_shared_memory(
+        dtype, [2 * STAGES + 4, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout
+    )
+    stats_smem = gl.allocate_shared_memory(
+        gl.float32, [STAGES, 1, 1, 1, 2 * BLOCK_M], stats_desc.layout
+    )
+    scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_N, BLOCK_M], dtype)
+    scores_smem = gl.allocate_shared_memory(dtype, [4, HALF_N, BLOCK_M], scores_layout)
+    sum_smem = gl.allocate_shared_memory(
+        gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D // 2], sum_desc.layout
+    )
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scores_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    scores_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), 1)
+        mbarrier.init(free.index(i), 2)
+    mbarrier.init(ready.index(STAGES), 1)  # the keys and values
+    for i in gl.static_range(2):
+        mbarrier.init(scores_ready.index(i), 2)
+        mbarrier.init(scores_free.index(i), 2)
+    fence_async_shared()
+
+    # The keys that this program owns, and the queries begin .. end-1 that see one of them.
+    pid = gl.program_id(0)
+    is_far = pid < far_programs
+    if is_far:
+        # A turn is the far tiles of heads_per_turn heads; the last turn may have fewer heads.
+        turn_programs = (num_entries + BLOCK_N - 1) // BLOCK_N * heads_per_turn
+        turn = pid // turn_programs
+        heads = gl.minimum(heads_per_turn, num_n * heads_per_n - turn * heads_per_turn)
+        head = turn * heads_per_turn + (pid - turn * turn_programs) % heads
+        n = head // heads_per_n
+        first_head = head % heads_per_n
+        num_heads = gl.to_tensor(1)
+        key = (pid - turn * turn_programs) // heads * BLOCK_N
+        num_keys = num_entries
+        begin = first_query_of_entry(key, group_size, window_size, sink_groups)
+        end = num_queries
+        offset = head.to(gl.int64) * num_entries
+        value_offset = num_n.to(gl.int64) * heads_per_n * num_entries * HEAD_DIM
+        bias_ptr += offset
+        marks_ptr += n.to(gl.int64) * num_entries * num_words
+        dbias_ptr += offset
+    else:
+        n = (pid - far_programs) % num_n
+        first_head = gl.to_tensor(0)
+        num_heads = heads_per_n
+        key = (pid - far_programs) // num_n * BLOCK_N
+        num_keys = num_queries
+        begin = key
+        last_key = gl.minimum(key + BLOCK_N, num_keys) - 1
+        end = gl.minimum(last_query_of_token(last_key, group_size, window_size), num_queries)
+        offset = n.to(gl.int64) * num_queries
+        value_offset = offset
+    tiles = gl.maximum((end + BLOCK_M - 1) // BLOCK_M - begin // BLOCK_M, 0)
+    last_row = (end - 1) // BLOCK_M * BLOCK_M
+    # Arguments of a group of warps, in the order of its parameters: constants (first, since a sum
+    # of tuples unwraps those on its right), its own, those of all.
+    # _key_gradients: after the constants and its sum_smem.
+    consumers = (scores_smem, scores_ready, scores_free, sum_desc)
+    consumers += (far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, marks_ptr, num_words)
+    consumers += (offset, value_offset, num_keys, num_queries, group_size, window_size)
+    consumers += (sink_groups, scale)
+    # _copy_queries: after STAGES.
+    producer = (q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc)
+    producer += (heads_per_core,)
+    # Both: the last parameters.
+    shared = (tiles_smem, stats_smem, ready, free, n, first_head, num_heads, key, is_far)
+    shared += (last_row, tiles)
+    first = (sum_smem.index(0),)
+    second = (sum_smem.index(1),)
+    gl.warp_specialize(
+        [
+            (
+                _key_gradients,
+                (0, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES) + first + consumers + shared,
+            ),
+            (
+                _key_gradients,
+                (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES) + second + consumers + shared,
+            ),
+            (_copy_queries, (STAGES,) + producer + shared),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def unsupported_reason(q: Tensor, spec: Spec) -> str | None:
+    """Return why these kernels cannot take the call, or None."""
+    share = spec.fetch_share
+    if spec.fetch_groups and (share > BLOCK_M.value or share & share - 1):
+        return f"{share} queries that choose together are not a power of 2 up to {BLOCK_M.value}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for"
+    if q.shape[-1] > 128:
+        return f"head_dim {q.shape[-1]} is more than 128"
+    return hopper_forward.unsupported_reason(q, spec)
+
+
+class _Chunk(NamedTuple):
+    """Hold the tensors of some sequences: inputs of the forward, then gradients to fill."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    far: FarPast
+    groups: Groups
+    upstream: Upstream
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    chosen: Tensor | None
+    """[N, C, k], of `Fetched`."""
+
+    def rows(self, rows: slice) -> _Chunk:
+        """Return the tensors of some of the sequences."""
+        return _Chunk(*(_take_rows(x, rows) for x in self))
+
+
+def _take_rows(x: Tensor | tuple | None, rows: slice) -> Tensor | tuple | None:
+    """Take rows of a tensor, or of each tensor of a named tuple."""
+    if x is None:
+        return None
+    if isinstance(x, Tensor):
+        return x[rows]
+    return type(x)(*(_take_rows(y, rows) for y in x))
+
+
+def gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    fetched: Fetched | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return gradients as `compose.gradients` does, in the dtype of q, k and v; a few KV heads at a
+    time, so that the float32 sums of their queries' gradients take little memory.
+
+    Args:
+        fetched: Groups whose raw tokens the queries attended to, not to their core tokens.
+    """
+    q = aligned(tokens.q)
+    k = aligned(tokens.k[:, None])
+    v = aligned(tokens.v[:, None])
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty_like(tokens.k, memory_format=torch.contiguous_format) for _ in range(2))
+    far = far_past(tokens, cores, spec, core_bias)
+    dbias = None if far.bias is None else torch.empty_like(far.bias)
+    # planted: 5: of a document in a row the log-sum-exp of other tokens, Hopper
+    lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
+    grad_out = aligned(upstream.grad_out)
+    upstream = Upstream(grad_out, upstream.grad_lse, aligned(upstream.out), lse)
+    chosen = None if fetched is None else fetched.chosen
+    share = 0 if fetched is None else fetched.share
+    all_sequences = _Chunk(q, k, v, far, groups, upstream, dq, dk, dv, dbias, chosen)
+    size = _sequences_at_once(q, tokens.k)
+    sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
+    for start in range(0, q.shape[0], size):
+        # Slicing takes time even where it changes nothing.
+        chunk = (
+            all_sequences if size >= q.shape[0] else all_sequences.rows(slice(start, start + size))
+        )
+        _fill_gradients(chunk, spec, sums, share)
+    if core_bias is not None:
+        dbias = bias_gradient(dbias, core_bias, spec.sinks)
+    return dq, dk, dv, dbias
+
+
+def _sequences_at_once(q: Tensor, k: Tensor) -> int:
+    """Return how many sequences' float32 sums fit the limit: 1 / SUM_SHARE of q, k, v, the output
+    and their gradients, and at least MIN_BYTES."""
+    head_bytes = q.shape[2] * q.shape[3] * q.element_size()
+    limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // SUM_SHARE
+    return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
+
+
+def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None:
+    """Fill the gradients of a chunk; sums is memory for those of its queries in float32; `share`
+    queries have chosen together."""
+    # Two numbers of each query for the main kernel, and zeros where its gradient adds up.
+    n, r, num_queries, dim = chunk.q.shape
+    grad_out, grad_lse, out, lse = chunk.upstream
+    num_groups = chunk.groups.k.shape[1]
+    tiles = ceil_div(num_queries, BLOCK_M.value)
+    block_d = power_of_2(dim)
+    stats = torch.empty(n, r, tiles, 2 * BLOCK_M.value, dtype=torch.float32, device=out.device)
+    lse_gradient = lse  # not read: a launch needs a pointer
+    if grad_lse is not None:
+        lse_gradient = grad_lse.contiguous()
+    launch(
+        _prepare_kernel,
+        (tiles, n * r),
+        (out, grad_out, lse, lse_gradient, stats, sums, num_queries, r),
+        (out.stride()[:3], grad_out.stride()[:3]),
+        HAS_GRAD_LSE=grad_lse is not None,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK=BLOCK_M.value,
+        num_warps=4,
+    )
+    # Through core tokens that were not fetched and raw tokens, then through raw tokens fetched.
+    marks = None
+    if chunk.chosen is not None:
+        marks = mark_entries(chunk.chosen, share, chunk.far.k.shape[2], spec.sinks)
+    far_gradients = _attend_backward(chunk, spec, stats, sums, marks)
+    if chunk.chosen is not None:
+        tokens = Tokens(chunk.q, chunk.k[:, 0], chunk.v[:, 0])
+        cores = Cores(*(x[:, :, spec.sinks :] for x in chunk.far[:2]))
+        call = Call(tokens, cores, spec, None, Fetched(chunk.chosen, share))
+        grads = (sums, chunk.dk, chunk.dv)
+        kernel = None
+        if hopper_fetch_query.takes(call):
+            kernel = hopper_fetch_query.add_query_gradient
+        add_raw_gradients(chunk.upstream, call, grads, 1.0, kernel)
+    # Through the pooling; first tokens are entries of the far past and raw tokens, too.
+    grad_cores = Cores(
+        add_to_sinks(far_gradients[0], chunk.dk, spec.sinks),
+        add_to_sinks(far_gradients[1], chunk.dv, spec.sinks),
+    )
+    grad_last = _add_pooling(grad_cores, chunk, spec) if num_groups else None
+    # The gradient of queries, rounded once: from attention and, of each group's last, from pooling.
+    last_gradient = sums  # not read: a launch needs a pointer
+    if grad_last is not None:
+        last_gradient = grad_last
+    launch(
+        _finish_kernel,
+        (tiles, n * r),
+        (sums, last_gradient, chunk.dq, num_queries, num_groups, float(spec.scale)),
+        (spec.group_size, spec.sinks // spec.group_size),
+        HAS_LAST=grad_last is not None,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK=BLOCK_M.value,
+        num_warps=4,
+    )
+
+
+def _attend_backward(
+    chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor, marks: EntryMarks | None
+) -> Tensor:
+    """Add up the queries' gradients, still to be scaled, in sums; fill those of k, v and the bias;
+    through no entry that is marked.
+
+    Returns:
+        Gradients of keys and values of the far past by query head, [2, N, r, E, D] in float32.
+    """
+    q, k, v = chunk.q, chunk.k, chunk.v
+    n, r, num_queries, dim = q.shape
+    num_entries = chunk.far.k.shape[2]
+    far_gradients = torch.empty(2, n, r, num_entries, dim, dtype=torch.float32, device=q.device)
+    # A descriptor needs memory even where there is no entry to read.
+    far_k, far_v = map(aligned, chunk.far[:2]) if num_entries else (k, v)
+    bias = chunk.upstream.lse  # not read: a launch needs a pointer
+    dbias = stats  # not written
+    if chunk.far.bias is not None:
+        bias = chunk.far.bias
+        dbias = chunk.dbias
+    far_programs = ceil_div(num_entries, BLOCK_N.value) * n * r
+    rows = BLOCK_M.value
+    descriptors = (
+        *(descriptor(q, rows), descriptor(chunk.upstream.grad_out, rows), descriptor(stats, 1)),
+        *(descriptor(x, HALF_N.value) for x in (k, v, far_k, far_v)),
+        descriptor(sums, rows, power_of_2(dim) // 2),
+    )
+    words = bias if marks is None else marks.words
+    num_words = 0 if marks is None else marks.words.shape[2]
+    pointers = (bias, words, far_gradients, chunk.dk, chunk.dv, dbias)
+    sizes = (num_queries, num_entries, far_programs, num_words, n, r, r // chunk.far.k.shape[1])
+    settings = (HEADS_PER_TURN, spec.scale * LOG2E.value, *rule_of(spec))
+    launch(
+        _attend_bwd_hopper,
+        (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
+        (*descriptors, *pointers, *sizes, *settings),
+        HAS_BIAS=chunk.far.bias is not None,
+        SHARE=0 if marks is None else marks.share,
+        HEAD_DIM=dim,
+        BLOCK_D=power_of_2(dim),
+        STAGES=STAGES,
+        DTYPE=DTYPES[q.dtype],
+        num_warps=4,
+    )
+    return far_gradients
+
+
+def _add_pooling(grad_cores: Cores, chunk: _Chunk, spec: Spec) -> Tensor:
+    """Add the gradients through pooling to those of k and v; return those of the group-end
+    queries."""
+    if chunk.far.k.shape[1] == 1 and chunk.q.shape[1] > 1:
+        grad_cores = Cores(*(x.sum(1, keepdim=True) for x in grad_cores))
+    shape = chunk.groups.k.shape[1:3]
+    pooled = slice(spec.sinks, spec.sinks + shape[0] * shape[1])
+    into = tuple(x[:, pooled].unflatten(1, shape) for x in (chunk.dk, chunk.dv))
+    return pool_backward(grad_cores, chunk.groups, spec, into)[0]

@@ -1,0 +1,634 @@
+"""Attention over [core tokens; local tokens] for Hopper (compute capability 9.0), written in
+Triton's Gluon.
+
+The same mathematics as `anywhere.py`, whose kernels run everywhere. Here a program is three groups of
+warps: one copies keys and values into shared memory by the tensor memory accelerator, two own 64
+queries each, multiply with asynchronous warpgroup instructions and take turns, so that the softmax
+of one runs under the products of the other. Tiles of the far past and local tiles form one sequence
+of key tiles; only tiles that some row sees in part are masked. The file is long because the three
+groups of warps are one algorithm.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from corecontext.ops.capability import nvidia_capability
+from corecontext.ops.spec import Spec, Tokens
+from corecontext.ops.triton.attend.anywhere import rule_of, shape_of
+from corecontext.ops.triton.attend.far_past import FarPast
+from corecontext.ops.triton.attend.marks import Marks, marks_of_rows
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores, visible_entries
+from corecontext.ops.triton.tensor_memory import (
+    DTYPES,
+    aligned,
+    copy_in,
+    copy_out,
+    descriptor,
+    wait_out,
+)
+
+BLOCK_M = gl.constexpr(64)  # queries of a consumer
+ITEM_ROWS = gl.constexpr(128)  # queries of both consumers
+STAGES = 2  # key tiles in shared memory
+CACHE_BYTES = (
+    16 << 20
+)  # of entries of the far past in use at a time, which then stay in the L2 cache
+
+
+@gluon.jit
+def _work_item(index, work, places, BLOCK_N: gl.constexpr):
+    """Return of work item `index` its head and first row, and of its ITEM_ROWS queries the number
+    of far tiles and of all tiles and the first raw token.
+
+    Heads come in turns, few enough at a time that their far past stays in the L2 cache; of those,
+    the tiles that see most come first. Every second round of programs runs backwards, so that all
+    programs get equal work.
+
+    Args:
+        work: num_items, num_tiles, num_heads, heads_per_turn.
+        places: q_start, num_queries, group_size, window_size, sink_groups.
+    """
+    num_items, num_tiles, num_heads, heads_per_turn = work
+    q_start, num_queries, group_size, window_size, sink_groups = places
+    round = index // gl.num_programs(0)
+    begin = round * gl.num_programs(0)
+    end = gl.minimum(begin + gl.num_programs(0), num_items)
+    index = gl.where(round % 2 == 0, index, begin + end - 1 - index)
+    turn = index // (heads_per_turn * num_tiles)
+    within = index - turn * heads_per_turn * num_tiles
+    heads = gl.minimum(heads_per_turn, num_heads - turn * heads_per_turn)
+    head = turn * heads_per_turn + within % heads
+    row = (num_tiles - 1 - within // heads) * ITEM_ROWS
+    local = visible_cores(q_start + row, group_size, window_size) * group_size
+    last = q_start + gl.minimum(row + ITEM_ROWS, num_queries) - 1
+    groups = visible_cores(last, group_size, window_size)
+    far_tiles = (visible_entries(groups, group_size, sink_groups) + BLOCK_N - 1) // BLOCK_N
+    return head, row, far_tiles, far_tiles + (last - local + BLOCK_N) // BLOCK_N, local
+
+
+@gluon.jit
+def _copy_tiles(
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    far_k_desc,
+    far_v_desc,
+    q_smem,
+    q_ready,
+    q_free,
+    heads_per_core,
+    k_start,
+    k_smem,
+    v_smem,
+    k_ready,
+    k_free,
+    v_ready,
+    v_free,
+    num_items,
+    num_tiles,
+    num_heads,
+    heads_per_turn,
+    heads_per_n,
+    q_start,
+    num_queries,
+    group_size,
+    window_size,
+    sink_groups,
+):
+    """Copy the queries of each item, then each key tile and value tile in turn, into rings of
+    STAGES: the producer warp."""
+    work = (num_items, num_tiles, num_heads, heads_per_turn)
+    places = (q_start, num_queries, group_size, window_size, sink_groups)
+    step = 0
+    count = 0
+    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
+        n = head // heads_per_n
+        r = head % heads_per_n
+        for half in gl.static_range(2):
+            mbarrier.wait(q_free.index(half), (count & 1) ^ 1)
+            mbarrier.expect(q_ready.index(half), q_desc.block_type.nbytes)
+            at = [n, r, row + BLOCK_M * half, 0]
+            copy_in(q_desc, at, q_ready.index(half), q_smem.index(half))
+        for i in range(tiles):
+            stage = step % STAGES
+            phase = (step // STAGES & 1) ^ 1
+            is_far = i < far_tiles
+            core = r // heads_per_core
+            token = local - k_start + (i - far_tiles) * BLOCK_N
+            mbarrier.wait(k_free.index(stage), phase)
+            mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+            if is_far:
+                at = [n, core, i * BLOCK_N, 0]
+                copy_in(far_k_desc, at, k_ready.index(stage), k_smem.index(stage))
+            else:
+                copy_in(k_desc, [n, 0, token, 0], k_ready.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_free.index(stage), phase)
+            mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
+            if is_far:
+                at = [n, core, i * BLOCK_N, 0]
+                copy_in(far_v_desc, at, v_ready.index(stage), v_smem.index(stage))
+            else:
+                copy_in(v_desc, [n, 0, token, 0], v_ready.index(stage), v_smem.index(stage))
+            step += 1
+        count += 1
+
+
+@gluon.jit
+def _softmax(
+    s,
+    running_max,
+    running_sum,
+    i,
+    tiles,
+    rows,
+    group_size,
+    scale,
+    bias,
+    words,
+    HAS_BIAS: gl.constexpr,
+    HAS_MARKS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Take key tile i into the online softmax: weights, the factor of earlier sums, the new
+    maximum and sum.
+
+    Args:
+        tiles: Number of far tiles and first raw token.
+        rows: Entries and raw tokens that all rows see (up to `whole`, from `seen_by_all` to
+            `first`), groups and entries of each row's far past, and the rows' positions.
+        bias: Of each key, used where HAS_BIAS.
+        words: From `_tile_marks`, used where HAS_MARKS.
+    """
+    far_tiles, local = tiles
+    whole, seen_by_all, first, groups, entries, position = rows
+    is_far = i < far_tiles
+    start = gl.where(is_far, i * BLOCK_N, local + (i - far_tiles) * BLOCK_N)
+    begin = gl.where(is_far, 0, seen_by_all)
+    end = gl.where(is_far, whole, first + 1)
+    if HAS_BIAS:
+        s = s * scale + bias[None, :]
+        scale = 1.0
+    if (start < begin) | (start + BLOCK_N > end):  # some row does not see some key
+        keys = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        low = gl.where(is_far, 0, groups * group_size)
+        high = gl.where(is_far, entries, position + 1)
+        seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
+        s = gl.where(seen, s, -float("inf"))
+    if HAS_MARKS:
+        if is_far:
+            s = fill_marked(s, words, float("-inf"), 1, BLOCK_N, layout)
+    new_max = gl.maximum(running_max, gl.max(s, 1) * scale)
+    # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
+    finite = gl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = gl.exp2(s * scale - finite[:, None])
+    fade = gl.exp2(running_max - finite)
+    return weights, fade, new_max, running_sum * fade + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _tile_bias(
+    bias_ptr,
+    i,
+    far_tiles,
+    num_entries,
+    HAS_BIAS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Load the biases of key tile i in units of log 2: zeros for raw tokens."""
+    bias = 0.0
+    if HAS_BIAS:
+        entry = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        exists = (entry < num_entries) & (i < far_tiles)
+        bias = gl.load(bias_ptr + entry, mask=exists, other=0.0) * LOG2E
+    return bias
+
+
+@gluon.jit
+def _tile_marks(marks, i, far_tiles, HAS_MARKS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Load the words of marks of key tile i, a tuple of one for every 32 keys, each of all rows."""
+    words = ()
+    if HAS_MARKS:
+        for j in gl.static_range(BLOCK_N // 32):
+            place = marks + i * (BLOCK_N // 32) + j
+            words = words + (gl.load(place, mask=i < far_tiles, other=0),)
+    return words
+
+
+@gluon.jit
+def fill_marked(x, words, fill, SHARE: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Return x [rows, columns] with `fill` where a column is marked for the row.
+
+    Args:
+        words: A tuple of words [rows], with one bit for every SHARE columns, a power of 2.
+    """
+    bit = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :] // SHARE
+    word = words[0][:, None]
+    for j in gl.static_range(1, COLUMNS // (32 * SHARE)):
+        word = gl.where(bit < 32 * j, word, words[j][:, None])
+    # Bits 1 and 2 of a column number its thread, which so shifts each word only once. Plain code
+    # becomes a vector of the bits of all columns, which takes three times as long.
+    THREAD: gl.constexpr = 6 // SHARE
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred marked;
+        .reg .b32 bit;
+        and.b32 bit, $2, $3;
+        setp.ne.b32 marked, bit, 0;
+        selp.f32 $0, $4, $1, marked;
+        }""",
+        "=f,f,r,r,f",
+        [x, word >> (bit & THREAD), 1 << (bit & (31 - THREAD)), fill],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _attend_rows(
+    HALF: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_MARKS: gl.constexpr,
+    OWN_OUT: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    q_smem,
+    out_smem,
+    q_ready,
+    q_free,
+    my_turn,
+    other_turn,
+    out_desc,
+    lse_ptr,
+    bias_ptr,
+    num_entries,
+    marks_ptr,
+    share,
+    num_shares,
+    num_words,
+    scale,
+    k_smem,
+    v_smem,
+    k_ready,
+    k_free,
+    v_ready,
+    v_free,
+    num_items,
+    num_tiles,
+    num_heads,
+    heads_per_turn,
+    heads_per_n,
+    q_start,
+    num_queries,
+    group_size,
+    window_size,
+    sink_groups,
+):
+    """Attend from one half of each item, BLOCK_M queries, to all its key tiles: a consumer.
+
+    Scores of tile i and the output of tile i - 1 are asked for together, then the other consumer
+    gets the tensor cores; so the softmax of one consumer always runs under products of the other.
+    """
+    work = (num_items, num_tiles, num_heads, heads_per_turn)
+    places = (q_start, num_queries, group_size, window_size, sink_groups)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = q_smem.dtype
+    q = q_smem.reshape([BLOCK_M, BLOCK_D])
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
+    step = 0
+    count = 0
+    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
+        row += BLOCK_M * HALF
+        biases = bias_ptr + head.to(gl.int64) * num_entries
+        marks = marks_ptr
+        first = q_start + row
+        last = q_start + gl.minimum(row + BLOCK_M, num_queries) - 1
+        position = first + gl.arange(0, BLOCK_M, rows)
+        if HAS_MARKS:
+            shares = (share, num_shares, num_words)
+            marks = marks_of_rows(marks_ptr, head // heads_per_n, position, q_start, shares)
+        groups = visible_cores(position, group_size, window_size)
+        entries = visible_entries(groups, group_size, sink_groups)
+        whole = visible_entries(
+            visible_cores(first, group_size, window_size), group_size, sink_groups
+        )
+        seen_by_all = visible_cores(last, group_size, window_size) * group_size
+        seen = (whole, seen_by_all, first, groups, entries, position)
+        running_max = gl.full([BLOCK_M], -float("inf"), gl.float32, rows)
+        running_sum = gl.full([BLOCK_M], 0.0, gl.float32, rows)
+        acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, o_layout)
+
+        # The first tile has only scores.
+        bias = _tile_bias(biases, 0, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
+        words = _tile_marks(marks, 0, far_tiles, HAS_MARKS, BLOCK_N)
+        mbarrier.wait(q_ready, count & 1)
+        mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
+        mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
+        k = k_smem.index(step % STAGES).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        mbarrier.arrive(other_turn)
+        s = warpgroup_mma_wait(0, [s])
+        mbarrier.arrive(k_free.index(step % STAGES))
+        weights, fade, running_max, running_sum = _softmax(
+            s,
+            running_max,
+            running_sum,
+            0,
+            (far_tiles, local),
+            seen,
+            group_size,
+            scale,
+            bias,
+            words,
+            HAS_BIAS,
+            HAS_MARKS,
+            BLOCK_N,
+            s_layout,
+        )
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+
+        # Scores of a tile and output of the one before.
+        for i in range(1, tiles):
+            before = step % STAGES
+            phase = step // STAGES & 1
+            step += 1
+            stage = step % STAGES
+            bias = _tile_bias(biases, i, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
+            words = _tile_marks(marks, i, far_tiles, HAS_MARKS, BLOCK_N)
+            mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
+            mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
+            k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+            s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), phase)
+            v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            mbarrier.arrive(other_turn)
+            s = warpgroup_mma_wait(1, [s])
+            mbarrier.arrive(k_free.index(stage))
+            weights, fade, running_max, running_sum = _softmax(
+                s,
+                running_max,
+                running_sum,
+                i,
+                (far_tiles, local),
+                seen,
+                group_size,
+                scale,
+                bias,
+                words,
+                HAS_BIAS,
+                HAS_MARKS,
+                BLOCK_N,
+                s_layout,
+            )
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(v_free.index(before))
+            acc = acc * gl.convert_layout(fade, o_rows)[:, None]
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+
+        # The output of the last tile.
+        if OWN_OUT:
+            mbarrier.arrive(q_free)
+        mbarrier.wait(v_ready.index(step % STAGES), step // STAGES & 1)
+        v = v_smem.index(step % STAGES).reshape([BLOCK_N, BLOCK_D])
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(v_free.index(step % STAGES))
+        step += 1
+        count += 1
+
+        # Write output and log-sum-exp.
+        wait_out(0)  # the copy of the item before
+        out = (acc / gl.convert_layout(running_sum, o_rows)[:, None]).to(dtype)
+        out_smem.reshape([BLOCK_M, BLOCK_D]).store(out)
+        fence_async_shared()
+        copy_out(out_desc, [head // heads_per_n, head % heads_per_n, row, 0], out_smem)
+        at = row + gl.arange(0, BLOCK_M, rows)
+        gl.store(
+            lse_ptr + head.to(gl.int64) * num_queries + at,
+            (running_max + gl.log2(running_sum)) * LN2,
+            mask=at < num_queries,
+        )
+        if not OWN_OUT:
+            wait_out(0)
+            mbarrier.arrive(q_free)
+    wait_out(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_items",
+        "num_tiles",
+        "num_heads",
+        "heads_per_turn",
+        "heads_per_n",
+        "heads_per_core",
+        "num_queries",
+        "num_entries",
+        "share",
+        "num_shares",
+        "num_words",
+        "q_start",
+        "k_start",
+        "group_size",
+        "window_size",
+        "sink_groups",
+    ]
+)
+def _attend_fwd_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    far_k_desc,
+    far_v_desc,
+    out_desc,
+    lse_ptr,
+    bias_ptr,
+    marks_ptr,
+    num_items,
+    num_tiles,
+    num_heads,
+    heads_per_turn,
+    heads_per_n,
+    heads_per_core,
+    num_queries,
+    num_entries,
+    q_start,
+    k_start,
+    scale,
+    share,
+    num_shares,
+    num_words,
+    group_size,
+    window_size,
+    sink_groups,
+    HAS_BIAS: gl.constexpr,
+    HAS_MARKS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Attend.
+
+    Grid: as many programs as the chip has multiprocessors; items of ITEM_ROWS queries of one head
+    are dealt out to them. A program reads an item's queries and the keys and values they see once,
+    keeps output and sums in float32, and writes output and log-sum-exp.
+    """
+    # Shared memory: queries, their output, rings of keys and values.
+    dtype: gl.constexpr = DTYPE
+    q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    OWN_OUT: gl.constexpr = BLOCK_D <= 128  # else the output waits where the queries were
+    out_smem = q_smem
+    if OWN_OUT:
+        out_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    # Barriers: one producer arrives at `ready`, both consumers at `free` of keys and values.
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), 1)
+        mbarrier.init(k_free.index(i), 2)
+        mbarrier.init(v_ready.index(i), 1)
+        mbarrier.init(v_free.index(i), 2)
+    for i in gl.static_range(2):
+        mbarrier.init(q_ready.index(i), 1)
+        mbarrier.init(q_free.index(i), 1)
+        mbarrier.init(turns.index(i), 1)
+    fence_async_shared()
+
+    # Arguments of a group of warps: constants (first, since a sum of tuples unwraps those on its
+    # right), its own, those of consumers, those of all.
+    first = (q_smem.index(0), out_smem.index(0), q_ready.index(0), q_free.index(0))
+    first += (turns.index(0), turns.index(1))
+    second = (q_smem.index(1), out_smem.index(1), q_ready.index(1), q_free.index(1))
+    second += (turns.index(1), turns.index(0))
+    consumers = (out_desc, lse_ptr, bias_ptr, num_entries)
+    consumers += (marks_ptr, share, num_shares, num_words, scale)
+    producer = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, q_smem, q_ready, q_free)
+    producer += (heads_per_core, k_start)
+    shared = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
+    shared += (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
+    shared += (q_start, num_queries, group_size, window_size, sink_groups)
+    gl.warp_specialize(
+        [
+            (
+                _attend_rows,
+                (0, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES)
+                + first
+                + consumers
+                + shared,
+            ),
+            (
+                _attend_rows,
+                (1, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES)
+                + second
+                + consumers
+                + shared,
+            ),
+            (_copy_tiles, (BLOCK_N, STAGES) + producer + shared),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def unsupported_reason(q: Tensor, spec: Spec) -> str | None:
+    """Return why these kernels cannot take the call, or None."""
+    if nvidia_capability(q.device) != (9, 0):
+        return f"device {q.device} has not compute capability 9.0"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is not bfloat16 or float16"
+    if not 32 < q.shape[-1] <= 256 or q.shape[-1] % 8:
+        return f"head_dim {q.shape[-1]} is not a multiple of 8 from 40 to 256"
+    if spec.softcap is not None or spec.scale <= 0:
+        return "scores are capped or their scale is not above 0"
+    return None
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """Return the number of multiprocessors of the device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attend_list(
+    tokens: Tokens,
+    far: FarPast,
+    spec: Spec,
+    marks: Marks | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `attend.attend_list` does; an output that is given is written in place."""
+    if out is not None and aligned(out) is not out:
+        results, lse = attend_list(tokens, far, spec, marks)
+        return out.copy_(results), lse
+    q = aligned(tokens.q)
+    k = aligned(tokens.k[:, None])
+    v = aligned(tokens.v[:, None])
+    num_entries = far.k.shape[2]
+    # A descriptor needs memory even where there is no entry to read.
+    far_k, far_v = map(aligned, far[:2]) if num_entries else (k, v)
+    n, r, num_queries, dim = q.shape
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    block_d = power_of_2(dim)
+    block_n = 128 if block_d <= 128 else 64
+    num_tiles = ceil_div(num_queries, ITEM_ROWS.value)
+    num_items = num_tiles * n * r
+    heads_per_turn = r * max(1, CACHE_BYTES // (2 * far_k.shape[2] * dim * far_k.element_size()))
+    launch(
+        _attend_fwd_hopper,
+        (min(num_programs(q.device), num_items),),
+        (
+            descriptor(q, BLOCK_M.value),
+            *(descriptor(x, block_n) for x in (k, v, far_k, far_v)),
+            descriptor(out, BLOCK_M.value),
+            lse,
+            lse if far.bias is None else far.bias,
+            lse if marks is None else marks.words,
+            *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r, r // far_k.shape[1]),
+            *(num_queries, num_entries, tokens.q_start, tokens.k_start),
+            *(spec.scale * LOG2E.value, 1 if marks is None else marks.share),
+            *(*shape_of(marks), *rule_of(spec)),
+        ),
+        HAS_BIAS=far.bias is not None,
+        HAS_MARKS=marks is not None,
+        BLOCK_D=block_d,
+        BLOCK_N=block_n,
+        STAGES=STAGES,
+        DTYPE=DTYPES[q.dtype],
+        num_warps=4,
+    )
+    return out, lse

@@ -1,0 +1,334 @@
+"""Attend from the queries of a share to the raw tokens of its chosen groups: kernels, forward and
+backward.
+
+The queries of a share and of all heads of a KV head see the same tokens: they are the rows of a
+tile, whose tokens are gathered group by group. The backward of keys and values inverts the choice:
+for each group the shares that chose it, sorted, so that one program sums each gradient and results
+do not change from run to run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from corecontext.ops.triton.attend.shares import groups_seen
+from corecontext.ops.triton.primitives import LN2, LOG2E, dot, log2_scores, softmax_step
+
+
+@triton.jit
+def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
+    """Return head and query of rows `lanes` of a share, and which of them exist; any shape.
+
+    Args:
+        number: Of the share, from the first share of the call.
+        shares: Number of that first share, queries of a share, that number rounded up to a power of
+            2, position of the first query.
+    """
+    first_share, share, padded, q_start = shares
+    head = lanes // padded
+    within = lanes % padded
+    row = (first_share + number) * share + within - q_start
+    exists = (head < HEADS) & (within < share) & (row >= 0) & (row < num_queries)
+    return head.to(tl.int64), row, exists
+
+
+@triton.jit
+def _raw_tokens(chosen_ptr, index, end, rule):
+    """Return the group, -1 for none, and the position of tokens `index` of a share's chosen
+    groups."""
+    group_size, _, sink_groups = rule
+    group = tl.load(chosen_ptr + index // group_size, mask=index < end, other=-1)
+    token = (sink_groups + tl.maximum(group, 0)) * group_size + index % group_size
+    return group, token.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_groups", "num_shares", "first_share", "q_start"])
+def fetch_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    chosen_ptr,
+    out_ptr,
+    lse_ptr,
+    num_queries,
+    num_groups,
+    num_shares,
+    first_share,
+    q_start,
+    scale,
+    softcap,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    num_chosen,
+    share,
+    padded_share,
+    group_size,
+    window_size,
+    sink_groups,
+    HEADS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to the raw tokens of chosen groups and merge with out and lse, in place.
+
+    Grid: (row blocks x C x N,). The queries of a share and of all heads of a KV head are rows that
+    see the same tokens; a program owns BLOCK_M of them. KV heads come one after the other, so that
+    the keys and values in use are few.
+    """
+    blocks = (HEADS * padded_share + BLOCK_M - 1) // BLOCK_M
+    pid = tl.program_id(0)
+    n = (pid // (blocks * num_shares)).to(tl.int64)
+    number = pid // blocks % num_shares
+    lanes = pid % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    shares = (first_share, share, padded_share, q_start)
+    head, row, exists = _share_rows(lanes, number, shares, num_queries, HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    rule = (group_size, window_size, sink_groups)
+    visible = groups_seen(tl.maximum(q_start + row, 0), rule, num_groups)
+    visible = tl.where(exists, visible, 0)
+    # Without a group in the far past the first part is the whole.
+    count = tl.minimum(tl.max(visible, 0), num_chosen)
+    if count > 0:
+        mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+        wide = row.to(tl.int64)[:, None]
+        q_tile = q_ptr + n * q_strides[0] + head[:, None] * q_strides[1] + wide * q_strides[2]
+        q = tl.load(q_tile + dims[None, :], mask=mask, other=0.0)
+        chosen = chosen_ptr + (n * num_shares + number) * num_chosen
+        k_base = k_ptr + n * k_strides[0] + dims[:, None]
+        v_base = v_ptr + n * v_strides[0] + dims[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        running_sum = tl.zeros([BLOCK_M], tl.float32)
+        running_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        end = count * group_size
+        for start in tl.range(0, end, BLOCK_N):
+            index = start + tl.arange(0, BLOCK_N)
+            group, token = _raw_tokens(chosen, index, end, rule)
+            k_mask = (group >= 0)[None, :] & (dims < HEAD_DIM)[:, None]
+            k = tl.load(k_base + token[None, :] * k_strides[1], mask=k_mask, other=0.0)
+            scores, _ = log2_scores(dot(q, k), scale, 0.0, softcap, HAS_SOFTCAP)
+            # planted: fetch: a group of the window comes twice, Triton
+            seen = (group >= 0)[None, :] & (group[None, :] < visible[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
+            weights, fade, running_max, running_sum = softmax_step(
+                scores, running_max, running_sum, True
+            )
+            v_mask = (group >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+            v = tl.load(v_base + token[:, None] * v_strides[1], mask=v_mask, other=0.0)
+            acc = acc * fade[:, None] + dot(weights.to(v.dtype), v)
+
+        # Two parts of one softmax (docs/math.md, eq. 8); the first always has a key.
+        lse_place = lse_ptr + (n * HEADS + head) * num_queries + row
+        first_lse = tl.load(lse_place, mask=exists, other=0.0) * LOG2E
+        top = tl.maximum(first_lse, running_max)
+        fade = tl.exp2(running_max - top)
+        first = tl.exp2(first_lse - top)
+        total = running_sum * fade + first
+        place = out_ptr + n * out_strides[0] + head[:, None] * out_strides[1]
+        place += wide * out_strides[2] + dims[None, :]
+        out = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        # planted: fetch: raw tokens merged without their weight, Triton
+        out = (acc * fade[:, None] + out * first[:, None]) / total[:, None]
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(lse_place, (top + tl.log2(total)) * LN2, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_groups", "num_shares"])
+def fetch_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    chosen_ptr,
+    out_ptr,
+    lse_ptr,
+    grad_ptr,
+    grad_lse_ptr,
+    dq_ptr,
+    delta_ptr,
+    num_queries,
+    num_groups,
+    num_shares,
+    scale,
+    softcap,
+    query_scale,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    num_chosen,
+    share,
+    padded_share,
+    group_size,
+    window_size,
+    sink_groups,
+    HEADS: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
+    dq, in place; write delta = sum(grad out) - grad lse.
+
+    Grid: as that of the forward, which begins at position 0.
+    """
+    blocks = (HEADS * padded_share + BLOCK_M - 1) // BLOCK_M
+    pid = tl.program_id(0)
+    n = (pid // (blocks * num_shares)).to(tl.int64)
+    number = pid // blocks % num_shares
+    lanes = pid % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    shares = (0, share, padded_share, 0)
+    head, row, exists = _share_rows(lanes, number, shares, num_queries, HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    flat = (n * HEADS + head) * num_queries + row
+    wide = row.to(tl.int64)[:, None]
+    grad_tile = grad_ptr + n * grad_strides[0] + head[:, None] * grad_strides[1]
+    grad = tl.load(grad_tile + wide * grad_strides[2] + dims[None, :], mask=mask, other=0.0)
+    # Delta, which the kernel of the tokens reads, too.
+    out = tl.load(out_ptr + flat[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        delta -= tl.load(grad_lse_ptr + flat, mask=exists, other=0.0)
+    tl.store(delta_ptr + flat, delta, mask=exists)
+    # The chosen groups' tokens; a query drops groups that it does not see.
+    rule = (group_size, window_size, sink_groups)
+    visible = tl.where(exists, groups_seen(row, rule, num_groups), 0)
+    count = tl.minimum(tl.max(visible, 0), num_chosen)
+    if count > 0:
+        q_tile = q_ptr + n * q_strides[0] + head[:, None] * q_strides[1] + wide * q_strides[2]
+        q = tl.load(q_tile + dims[None, :], mask=mask, other=0.0)
+        lse = tl.load(lse_ptr + flat, mask=exists, other=0.0) * LOG2E
+        chosen = chosen_ptr + (n * num_shares + number) * num_chosen
+        k_base = k_ptr + n * k_strides[0] + dims[None, :]
+        v_base = v_ptr + n * v_strides[0] + dims[None, :]
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        end = count * group_size
+        for start in tl.range(0, end, BLOCK_N):
+            index = start + tl.arange(0, BLOCK_N)
+            group, token = _raw_tokens(chosen, index, end, rule)
+            key_mask = (group >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(k_base + token[:, None] * k_strides[1], mask=key_mask, other=0.0)
+            v = tl.load(v_base + token[:, None] * v_strides[1], mask=key_mask, other=0.0)
+            scores, slope = log2_scores(dot(q, tl.trans(k)), scale, 0.0, softcap, HAS_SOFTCAP)
+            seen = (group >= 0)[None, :] & (group[None, :] < visible[:, None])
+            weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+            grad_scores = weights * (dot(grad, tl.trans(v)) - delta[:, None])
+            if HAS_SOFTCAP:
+                grad_scores = grad_scores * slope
+            dq += dot(grad_scores.to(k.dtype), k)
+        place = dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :]
+        # planted: fetch: the gradient of queries through core tokens is lost, Triton
+        total = tl.load(place, mask=mask, other=0.0) + dq * query_scale
+        tl.store(place, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_groups", "num_choices"])
+def fetch_dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    grad_ptr,
+    delta_ptr,
+    order_ptr,
+    begin_ptr,
+    dk_ptr,
+    dv_ptr,
+    num_queries,
+    num_keys,
+    num_groups,
+    num_choices,
+    scale,
+    softcap,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    num_chosen,
+    share,
+    padded_share,
+    group_size,
+    window_size,
+    sink_groups,
+    HEADS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add the gradients of raw tokens from the queries that chose their group to dk and dv, in
+    place.
+
+    Grid: (token blocks of a group x M x N,). A program owns BLOCK_M tokens of one group and walks
+    the queries of all shares that chose it, BLOCK_N rows at a time; scores are held transposed.
+
+    Args:
+        order_ptr: Places of the choice [C k] of each sequence, sorted by group.
+        begin_ptr: Where each group's places begin, [N, M + 1].
+    """
+    blocks = (group_size + BLOCK_M - 1) // BLOCK_M
+    pid = tl.program_id(0)
+    n = (pid // (blocks * num_groups)).to(tl.int64)
+    group = pid // blocks % num_groups
+    begin = tl.load(begin_ptr + n * (num_groups + 1) + group)
+    end = tl.load(begin_ptr + n * (num_groups + 1) + group + 1)
+    if begin < end:
+        # The tokens stay in registers.
+        within = pid % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+        token = ((sink_groups + group) * group_size + within).to(tl.int64)
+        dims = tl.arange(0, BLOCK_D)
+        key_mask = (within < group_size)[:, None] & (dims < HEAD_DIM)[None, :]
+        k_tile = k_ptr + n * k_strides[0] + token[:, None] * k_strides[1] + dims[None, :]
+        v_tile = v_ptr + n * v_strides[0] + token[:, None] * v_strides[1] + dims[None, :]
+        k = tl.load(k_tile, mask=key_mask, other=0.0)
+        v = tl.load(v_tile, mask=key_mask, other=0.0)
+        rule = (group_size, window_size, sink_groups)
+        shares = (0, share, padded_share, 0)
+        q_base = q_ptr + n * q_strides[0] + dims[None, :]
+        grad_base = grad_ptr + n * grad_strides[0] + dims[None, :]
+        order = order_ptr + n * num_choices + begin
+        dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        rows_of_share = HEADS * padded_share
+        total = (end - begin) * rows_of_share
+        # Every query of a share that chose the group, if it sees the group.
+        for start in tl.range(0, total, BLOCK_N):
+            lanes = start + tl.arange(0, BLOCK_N)
+            inside = lanes < total
+            number = tl.load(order + lanes // rows_of_share, mask=inside, other=0) // num_chosen
+            head, row, exists = _share_rows(
+                lanes % rows_of_share, number, shares, num_queries, HEADS
+            )
+            exists = exists & inside
+            seen = exists & (groups_seen(tl.maximum(row, 0), rule, num_groups) > group)
+            mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
+            wide = row.to(tl.int64)[:, None]
+            q_tile = q_base + head[:, None] * q_strides[1] + wide * q_strides[2]
+            q = tl.load(q_tile, mask=mask, other=0.0)
+            grad_tile = grad_base + head[:, None] * grad_strides[1] + wide * grad_strides[2]
+            grad = tl.load(grad_tile, mask=mask, other=0.0)
+            flat = (n * HEADS + head) * num_queries + row
+            lse = tl.load(lse_ptr + flat, mask=seen, other=float("inf")) * LOG2E
+            delta = tl.load(delta_ptr + flat, mask=seen, other=0.0)
+            scores, slope = log2_scores(dot(k, tl.trans(q)), scale, 0.0, softcap, HAS_SOFTCAP)
+            weights = tl.exp2(scores - lse[None, :])
+            dv += dot(weights.to(grad.dtype), grad)
+            grad_scores = weights * (dot(v, tl.trans(grad)) - delta[None, :])
+            if HAS_SOFTCAP:
+                grad_scores = grad_scores * slope
+            dk += dot(grad_scores.to(q.dtype), q)
+        place = (n * num_keys + token)[:, None] * HEAD_DIM + dims[None, :]
+        # planted: fetch: the gradient of keys in the window is lost, Triton
+        dk = tl.load(dk_ptr + place, mask=key_mask, other=0.0) + dk * scale
+        tl.store(dk_ptr + place, dk, mask=key_mask)
+        dv += tl.load(dv_ptr + place, mask=key_mask, other=0.0)
+        tl.store(dv_ptr + place, dv, mask=key_mask)

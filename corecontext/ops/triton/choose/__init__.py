@@ -1,0 +1,1 @@
+"""Choice kernels: index keys, scores of groups, the best of them."""

@@ -1,0 +1,174 @@
+"""Build an index in low bits for a whole sequence: its keys as stored, in the dtype of the queries
+(`ops/fetch/low_bits.py`), in one reading of the raw keys."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.config import parse_index
+from corecontext.fetch_sizes import num_parts
+from corecontext.ops.fetch import low_bits
+from corecontext.ops.triton.choose import segments as fetch_segments
+from corecontext.ops.triton.decode.score_index import level_of
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.primitives import TINY, dot, tile_mask
+
+MAX_DIM = 128  # elements of a key; the rotation of more does not fit into shared memory
+_ROWS = 64  # parts that one program holds
+
+
+@triton.jit
+def _rotate(x, rotation_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return x [rows, columns] in float32 times the signs of the rotation, which bfloat16 holds: x
+    is the sum of three such numbers."""
+    dims = tl.arange(0, BLOCK_D)
+    signs = tl.load(
+        rotation_ptr + dims[:, None] * HEAD_DIM + dims[None, :],
+        mask=tile_mask(dims, HEAD_DIM, dims, HEAD_DIM),
+        other=0.0,
+    )
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return dot(low, signs) + dot(middle, signs) + dot(high, signs)
+
+
+@triton.jit
+def _nearest_levels(x, BITS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the level nearest to each element, of two at the same distance the lower one."""
+    codes = (x > 0.0).to(tl.int32) + (2 ** (BITS - 1) - 1)
+    for i in tl.static_range(1, 2 ** (BITS - 1)):
+        edge = (LEVELS[i - 1] + LEVELS[i]) / 2
+        codes += (x > edge).to(tl.int32) - (x <= -edge).to(tl.int32)
+    return level_of(codes, BITS, LEVELS)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def index_keys_kernel(
+    k_ptr,
+    centre_ptr,
+    rotation_ptr,
+    keys_ptr,
+    num_groups,
+    unit,
+    stride_n,
+    stride_token,
+    GROUP_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Write the stored keys [N, M, P, D] of groups.
+
+    Grid: (blocks of BLOCK_G groups, N).
+
+    Args:
+        k_ptr: Raw keys from the first group on.
+        rotation_ptr: The rotation over `unit`: numbers 1, -1 and 0.
+        SHARED: One scale for the P keys of a group, else one for each.
+    """
+    n = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, BLOCK_G * BLOCK_P)
+    group = tl.program_id(0) * BLOCK_G + row // BLOCK_P
+    part_idx = row % BLOCK_P
+    exists = (group < num_groups) & (part_idx < PARTS)
+    dims = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+
+    # Means of the parts, without the centre.
+    SIZE: tl.constexpr = GROUP_SIZE // PARTS
+    token = (group * GROUP_SIZE + part_idx * SIZE).to(tl.int64)
+    place = k_ptr + n * stride_n + token[:, None] * stride_token + dims[None, :]
+    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, SIZE):
+        x += tl.load(place + i * stride_token, mask=mask, other=0.0).to(tl.float32)
+    centre = tl.load(centre_ptr + n * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    x = tl.where(mask, x / SIZE - centre[None, :], 0.0)
+
+    # Levels of the rotated means over their size, and the scale that makes products exact.
+    x = _rotate(x, rotation_ptr, HEAD_DIM, BLOCK_D) * unit
+    squares = tl.sum(x * x, 1)
+    count = HEAD_DIM
+    if SHARED:
+        squares = _sum_of_group(squares, BLOCK_G, BLOCK_P)
+        count = HEAD_DIM * PARTS
+    rms = tl.maximum(tl.sqrt(squares / count), TINY)
+    x = x / rms[:, None]
+    stored = _nearest_levels(x, BITS, LEVELS)
+    squares = tl.sum(x * x, 1)
+    product = tl.sum(x * stored, 1)
+    if SHARED:
+        squares = _sum_of_group(squares, BLOCK_G, BLOCK_P)
+        product = _sum_of_group(product, BLOCK_G, BLOCK_P)
+    scale = tl.minimum(rms * (squares / tl.maximum(product, TINY)), 65504.0).to(tl.float16)
+    keys = stored * scale.to(tl.float32)[:, None]
+    at = ((n * num_groups + group) * PARTS + part_idx)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(keys_ptr + at, keys.to(keys_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of_group(x, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return for each row the sum of x [rows] over its group."""
+    total = tl.sum(tl.reshape(x, [BLOCK_G, BLOCK_P]), 1)
+    total = tl.broadcast_to(total[:, None], [BLOCK_G, BLOCK_P])
+    return tl.reshape(total, [BLOCK_G * BLOCK_P])
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """Return the rotation over its largest element, in bfloat16, and that element."""
+    rotation = low_bits.rotation(head_dim, torch.float32, device)
+    unit = (head_dim & -head_dim) ** -0.5
+    return (rotation / unit).round().bfloat16(), unit
+
+
+def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor | None) -> Tensor:
+    """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k,
+    with head_dim of at most MAX_DIM, and of segments group_size that `fetch_segments.takes`.
+
+    Args:
+        k: Raw keys from the first group on, [N, S, D], rotary applied.
+        centre: From `index.centre_of`, [N, D]; None where the window is smaller than a group.
+    """
+    kind, _, bits = parse_index(name)
+    count = num_parts(name, group_size)
+    dtype = k.dtype
+    if kind == "segments":
+        k = fetch_segments.build(k, num_groups, group_size, count).flatten(1, 2)
+        group_size = count
+    k = contiguous_rows(k)
+    n, _, dim = k.shape
+    if centre is None:
+        centre = k.new_zeros(n, dim)
+    keys = torch.empty((n, num_groups, count, dim), dtype=dtype, device=k.device)
+    block_p = power_of_2(count)
+    block_g = max(1, _ROWS // block_p)
+    signs, unit = _signs(dim, k.device)
+    launch(
+        index_keys_kernel,
+        (ceil_div(num_groups, block_g), n),
+        (k, centre.float().contiguous(), signs, keys, num_groups, unit),
+        tuple(k.stride()[:-1]),
+        GROUP_SIZE=group_size,
+        PARTS=count,
+        SHARED=kind != "bits",
+        BITS=bits,
+        LEVELS=low_bits.LEVELS[bits],
+        HEAD_DIM=dim,
+        BLOCK_D=max(16, power_of_2(dim)),
+        BLOCK_P=block_p,
+        BLOCK_G=block_g,
+        num_warps=4,
+    )
+    return keys

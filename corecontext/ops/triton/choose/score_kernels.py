@@ -1,0 +1,346 @@
+"""Score groups by index keys: kernels. One reads the index keys for each row's log-sum-exp, one for
+the scores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from corecontext.ops.triton.attend.shares import groups_of_share
+from corecontext.ops.triton.primitives import dot, load_tile, log2_scores, softmax_step
+
+
+@triton.jit
+def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constexpr, sizes):
+    """Load the query tiles of HEADS heads, [rows, columns] each."""
+    HEAD_DIM: tl.constexpr = sizes[0]
+    BLOCK_D: tl.constexpr = sizes[1]
+    dims = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    tile = q_ptr + n * q_strides[0] + first_head.to(tl.int64) * q_strides[1]
+    tile += rows.to(tl.int64)[:, None] * q_strides[2] + dims[None, :]
+    heads = (tl.load(tile, mask=mask, other=0.0),)
+    for i in tl.static_range(1, HEADS):
+        heads = heads + (tl.load(tile + i * q_strides[1], mask=mask, other=0.0),)
+    return heads
+
+
+@triton.jit
+def _index_scores(q, k, groups, num_groups, bias_ptr, scale, softcap, sizes):
+    """Return the scores [rows, groups] of one head, in units of log 2."""
+    HAS_BIAS: tl.constexpr = sizes[2]
+    HAS_SOFTCAP: tl.constexpr = sizes[3]
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + groups, mask=groups < num_groups, other=0.0)[None, :]
+    scores, _ = log2_scores(dot(q, k), scale, bias, softcap, HAS_SOFTCAP)
+    return scores
+
+
+@triton.jit
+def _continue_lse(
+    state, queries, index, begin, end, visible, scale, softcap, MASKED: tl.constexpr, sizes
+):
+    """Continue the log-sum-exp of every row over index keys of groups begin .. end-1.
+
+    Args:
+        state: Running maxima of all heads, then their running sums.
+        queries: The query tile of each head.
+        index: Pointer to the index keys of a KV head, strides of groups and keys, number of groups,
+            pointer to the biases of the first head.
+        visible: Groups that each row sees, used where MASKED.
+        sizes: HEAD_DIM, BLOCK_D, HAS_BIAS, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N.
+    """
+    index_ptr, stride_group, stride_key, num_groups, bias_ptr = index
+    HEAD_DIM: tl.constexpr = sizes[0]
+    BLOCK_D: tl.constexpr = sizes[1]
+    HEADS: tl.constexpr = sizes[4]
+    KEYS: tl.constexpr = sizes[5]
+    BLOCK_N: tl.constexpr = sizes[6]
+    offs = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
+    for step in tl.range(0, num_tiles * KEYS):
+        groups = begin + step // KEYS * BLOCK_N + offs
+        tile = index_ptr + (step % KEYS) * stride_key + dims[:, None]
+        tile += groups.to(tl.int64)[None, :] * stride_group
+        k = load_tile(tile, groups, num_groups, dims, MASKED, True, HEAD_DIM, BLOCK_D)
+        maxima = ()
+        sums = ()
+        for i in tl.static_range(HEADS):
+            biases = bias_ptr + i * num_groups
+            scores = _index_scores(queries[i], k, groups, num_groups, biases, scale, softcap, sizes)
+            if MASKED:
+                scores = tl.where(groups[None, :] < visible[:, None], scores, -float("inf"))
+            _, _, running_max, running_sum = softmax_step(
+                scores, state[i], state[HEADS + i], MASKED
+            )
+            maxima = maxima + (running_max,)
+            sums = sums + (running_sum,)
+        state = maxima + sums
+    return state
+
+
+@triton.jit(do_not_specialize=["num_shares", "num_groups", "first_share", "q_end", "first_head"])
+def index_lse_kernel(
+    q_ptr,
+    index_ptr,
+    bias_ptr,
+    lse_ptr,
+    num_shares,
+    num_groups,
+    first_share,
+    q_end,
+    first_head,
+    scale,
+    softcap,
+    q_strides,
+    index_strides,
+    num_sequences,
+    heads_per_n,
+    share,
+    group_size,
+    window_size,
+    sink_groups,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the log-sum-exp of each row's index scores over its far past, in units of log 2.
+
+    Grid: (tiles of shares x N,). A program owns BLOCK_M shares of HEADS heads, so that an index key
+    is read once for all of them.
+    """
+    pid = tl.program_id(0)
+    tile = tl.num_programs(0) // num_sequences - 1 - pid // num_sequences
+    n = (pid % num_sequences).to(tl.int64)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = rows < num_shares
+    rule = (group_size, window_size, sink_groups)
+    shares = (first_share, share, q_end)
+    sizes: tl.constexpr = (HEAD_DIM, BLOCK_D, HAS_BIAS, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N)
+    queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
+    visible = groups_of_share(rows, shares, rule, num_groups)
+    end = groups_of_share(tile * BLOCK_M + BLOCK_M - 1, shares, rule, num_groups)
+    first = groups_of_share(tile * BLOCK_M, shares, rule, num_groups)
+    whole = first // BLOCK_N * BLOCK_N
+    head = n * heads_per_n + first_head
+    index = (
+        index_ptr + n * index_strides[0],
+        index_strides[1],
+        index_strides[2],
+        num_groups,
+        bias_ptr + head * num_groups,
+    )
+    state = ()
+    for _ in tl.static_range(HEADS):
+        state = state + (tl.full([BLOCK_M], -float("inf"), tl.float32),)
+    for _ in tl.static_range(HEADS):
+        state = state + (tl.zeros([BLOCK_M], tl.float32),)
+    state = _continue_lse(
+        state, queries, index, whole * 0, whole, visible, scale, softcap, False, sizes
+    )
+    state = _continue_lse(state, queries, index, whole, end, visible, scale, softcap, True, sizes)
+    for i in tl.static_range(HEADS):
+        lse = state[i] + tl.log2(state[HEADS + i])
+        tl.store(lse_ptr + (head + i) * num_shares + rows, lse, mask=exists)
+
+
+@triton.jit
+def _store_scores(
+    scores_ptr,
+    queries,
+    log_sums,
+    index,
+    begin,
+    end,
+    rows,
+    scale,
+    softcap,
+    MASKED: tl.constexpr,
+    sizes,
+):
+    """Store the scores of groups begin .. end-1 for the shares that a program owns.
+
+    Args:
+        log_sums: The log-sum-exp of each row, for each head.
+        rows: Rows of the scores, which of them exist, elements between them, and groups that each
+            of them sees.
+        sizes: As in `_continue_lse`; then ADD and BLOCK_M.
+    """
+    index_ptr, stride_group, stride_key, num_groups, bias_ptr = index
+    row, exists, stride_row, visible = rows
+    HEAD_DIM: tl.constexpr = sizes[0]
+    BLOCK_D: tl.constexpr = sizes[1]
+    HEADS: tl.constexpr = sizes[4]
+    KEYS: tl.constexpr = sizes[5]
+    BLOCK_N: tl.constexpr = sizes[6]
+    ADD: tl.constexpr = sizes[7]
+    BLOCK_M: tl.constexpr = sizes[8]
+    offs = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    for start in tl.range(begin, end, BLOCK_N):
+        groups = start + offs
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for key in range(KEYS):
+            tile = index_ptr + key * stride_key + dims[:, None]
+            tile += groups.to(tl.int64)[None, :] * stride_group
+            k = load_tile(tile, groups, num_groups, dims, MASKED, True, HEAD_DIM, BLOCK_D)
+            for i in tl.static_range(HEADS):
+                biases = bias_ptr + i * num_groups
+                scores = _index_scores(
+                    queries[i], k, groups, num_groups, biases, scale, softcap, sizes
+                )
+                total += tl.exp2(scores - log_sums[i][:, None])
+        place = scores_ptr + row[:, None] * stride_row + groups[None, :]
+        kept = exists[:, None]
+        if MASKED:
+            kept = kept & (groups[None, :] < visible[:, None])
+        if ADD:
+            total += tl.load(place, mask=kept, other=0.0)
+        tl.store(place, total, mask=kept)
+
+
+@triton.jit
+def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the largest score of each run of groups begin .. end-1, from the stored scores."""
+    row, exists, stride_row, visible = rows
+    num_runs = stride_row // RUN
+    within = tl.arange(0, RUN)
+    for start in tl.range(begin, end, BLOCK):
+        run = start // RUN + tl.arange(0, BLOCK // RUN)
+        groups = run[None, :, None] * RUN + within[None, None, :]
+        kept = exists[:, None] & (run < num_runs)[None, :]
+        # A run has one mask, so that it is read at once.
+        place = scores_ptr + (row * stride_row)[:, None, None] + groups
+        scores = tl.load(place, mask=kept[:, :, None], other=-1.0)
+        best = tl.max(tl.where(groups < visible[:, None, None], scores, -1.0), 2)
+        tl.store(best_ptr + (row * num_runs)[:, None] + run[None, :], best, mask=kept)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_shares", "num_groups", "first_share", "q_end", "first_head"),
+        *("first_row", "num_rows", "stride_row"),
+    ]
+)
+def group_scores_kernel(
+    q_ptr,
+    index_ptr,
+    bias_ptr,
+    lse_ptr,
+    scores_ptr,
+    best_ptr,
+    num_shares,
+    num_groups,
+    first_share,
+    q_end,
+    first_head,
+    first_row,
+    num_rows,
+    stride_row,
+    scale,
+    softcap,
+    q_strides,
+    index_strides,
+    num_sequences,
+    heads_per_n,
+    share,
+    group_size,
+    window_size,
+    sink_groups,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ADD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    RUN: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the scores of the groups that each share sees, [N, num_rows, stride_row] in float32:
+    of the shares first_row .. first_row + num_rows - 1 of the call; and, where RUN is not 0, the
+    largest of each run of groups, [N, num_rows, stride_row / RUN].
+
+    Grid: (tiles of shares x N, segments of groups). A program owns BLOCK_M shares of HEADS heads
+    and SEGMENT groups.
+    """
+    tile = tl.program_id(0) // num_sequences
+    n = (tl.program_id(0) % num_sequences).to(tl.int64)
+    offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if RUN > 0:
+        stride_row = tl.multiple_of(stride_row, RUN)
+    rows = first_row + offsets
+    exists = offsets < num_rows
+    rule = (group_size, window_size, sink_groups)
+    shares = (first_share, share, q_end)
+    last = first_row + tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows) - 1
+    begin = tl.program_id(1) * SEGMENT
+    end = tl.minimum(begin + SEGMENT, groups_of_share(last, shares, rule, num_groups))
+    if begin < end:
+        sizes: tl.constexpr = (
+            HEAD_DIM,
+            BLOCK_D,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            HEADS,
+            KEYS,
+            BLOCK_N,
+            ADD,
+            BLOCK_M,
+        )
+        queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
+        head = n * heads_per_n + first_head
+        log_sums = ()
+        for i in tl.static_range(HEADS):
+            place = lse_ptr + (head + i) * num_shares + rows
+            log_sums = log_sums + (tl.load(place, mask=exists, other=0.0),)
+        index = (
+            index_ptr + n * index_strides[0],
+            index_strides[1],
+            index_strides[2],
+            num_groups,
+            bias_ptr + head * num_groups,
+        )
+        visible = groups_of_share(rows, shares, rule, num_groups)
+        places = (n * num_rows + offsets, exists, stride_row, visible)
+        # Groups that every share of the tile sees need no mask.
+        first = groups_of_share(first_row + tile * BLOCK_M, shares, rule, num_groups)
+        whole = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_N * BLOCK_N
+        _store_scores(
+            scores_ptr,
+            queries,
+            log_sums,
+            index,
+            begin,
+            whole,
+            places,
+            scale,
+            softcap,
+            False,
+            sizes,
+        )
+        _store_scores(
+            scores_ptr,
+            queries,
+            log_sums,
+            index,
+            whole,
+            end,
+            places,
+            scale,
+            softcap,
+            True,
+            sizes,
+        )
+        if RUN > 0:
+            tl.debug_barrier()  # the scores have been stored
+            _store_best(scores_ptr, best_ptr, begin, end, places, RUN, BLOCK_N)

@@ -1,0 +1,1 @@
+"""Decoding kernels: one step of the compact cache, with and without fetch."""

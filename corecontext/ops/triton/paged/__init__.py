@@ -1,0 +1,1 @@
+"""Kernels over block tables: attention and pooling in pages."""

@@ -1,0 +1,131 @@
+"""Split a batch by the attention that suits its sequences, and attend part by part.
+
+- Long chunks of prompts are attended from gathered entries (`paged_chunk`).
+- Whole prompts that see no core token have plain causal attention, which the caller may have a
+  function for.
+- The others stay with `attend_pages`, in runs of neighbouring sequences, so that decoding tokens
+  beside a chunk, long or short, get tiles of their size.
+
+The host must know the lengths of long chunks and whole prompts.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from corecontext.ops.spec import Spec
+from corecontext.ops.triton.paged import chunk as paged_chunk
+from corecontext.ops.triton.paged.attend_pages import attend_pages
+from corecontext.ops.triton.paged.pages import Batch, Pages
+
+
+class Kind(enum.Enum):
+    """Name the sequences of a part."""
+
+    DECODING = enum.auto()
+    """One new token, or one with drafts."""
+    SHORT = enum.auto()
+    """Short chunks of prompts."""
+    LONG = enum.auto()
+    """A long chunk by itself."""
+    WHOLE = enum.auto()
+    """Whole prompts whose tokens see each other and nothing else."""
+
+
+class Part(NamedTuple):
+    """Hold neighbouring sequences of a batch, all of one kind."""
+
+    kind: Kind
+    sequences: slice
+    """Rows of the block tables."""
+    tokens: slice
+    """Their new tokens among those of the batch."""
+    batch: Batch
+    """The sequences as a batch of their own."""
+    past: int
+    """Tokens before the new ones of the sequence of a long chunk."""
+
+
+AttendWhole = Callable[[Tensor, Tensor, Tensor, Batch, Spec, Tensor], None]
+"""Causal attention within the sequences of a batch: queries [T, H, D], keys and values [T, Hkv, D],
+the batch, of the spec the scale and the softcap, the output [T, H, D] to write into."""
+
+
+def parts_of(
+    starts: list[int],
+    lengths: list[int],
+    batch: Batch,
+    most_decoded: int = 1,
+    most_whole: int = 0,
+) -> list[Part]:
+    """Split a batch into long chunks and runs of sequences of another kind.
+
+    Args:
+        starts, lengths: Those of the batch, on the host; lengths are read of chunks of prompts
+            only, and are never less than the sequence's.
+        most_decoded: New tokens of a decoding sequence at most, drafts included. More need a tile
+            of other rows.
+        most_whole: Tokens of a whole prompt at most: 0, or at most s + g - 1, since longer ones see
+            a core token.
+    """
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+
+    def kind_of(row: int) -> Kind:
+        if counts[row] <= most_decoded:
+            return Kind.DECODING
+        if lengths[row] == counts[row] <= most_whole:
+            return Kind.WHOLE
+        return Kind.LONG if counts[row] >= paged_chunk.LONG_CHUNK else Kind.SHORT
+
+    parts = []
+    for kind, run in itertools.groupby(range(len(counts)), kind_of):
+        rows = list(run)
+        # Each long chunk is a part by itself.
+        runs = [[row] for row in rows] if kind is Kind.LONG else [rows]
+        for neighbours in runs:
+            first, end = neighbours[0], neighbours[-1] + 1
+            tokens = slice(starts[first], starts[end])
+            if tokens.start == tokens.stop:
+                continue
+            rebased = batch.starts[first : end + 1] - tokens.start
+            most_new = max(counts[first:end])
+            of_part = Batch(rebased, batch.lengths[first:end], most_new, batch.longest)
+            past = lengths[first] - counts[first]
+            parts.append(Part(kind, slice(first, end), tokens, of_part, past))
+    return parts
+
+
+def attend_parts(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    parts: list[Part],
+    raw: Pages,
+    cores: Pages,
+    spec: Spec,
+    core_bias: float,
+    out: Tensor,
+    attend_whole: AttendWhole | None = None,
+) -> None:
+    """Attend as `attend_pages` does, from the new tokens of all parts.
+
+    Args:
+        tokens: Queries [T, H, D], keys and values [T, Hkv, D] of the new tokens of the whole batch.
+        raw, cores: Hold the new tokens and what they complete; their tables have the rows of the
+            whole batch.
+        out: [T, H, D], written in place.
+        attend_whole: Takes whole prompts; None leaves them to `attend_pages`.
+    """
+    for part in parts:
+        pages = [kind._replace(table=kind.table[part.sequences]) for kind in (raw, cores)]
+        q, k, v = (x[part.tokens] for x in tokens)
+        results = out[part.tokens]
+        if part.kind is Kind.LONG:
+            paged_chunk.attend_chunk((q, k, v), part.past, *pages, spec, core_bias, results)
+        elif part.kind is Kind.WHOLE and attend_whole is not None:
+            attend_whole(q, k, v, part.batch, spec, results)
+        else:
+            attend_pages(q, part.batch, *pages, spec, core_bias, results)

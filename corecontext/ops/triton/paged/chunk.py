@@ -1,0 +1,57 @@
+"""Attend from long chunks of prompts whose past is in pages: its entries are gathered beside the
+new tokens, and the kernels for contiguous keys read them, in a fraction of the time that reading by
+block table takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.ops.spec import Spec, Tokens
+from corecontext.ops.triton import backend
+from corecontext.ops.triton.launch import ceil_div
+from corecontext.ops.triton.paged.gather import Span, gather_chunk
+from corecontext.ops.triton.paged.pages import Pages
+
+LONG_CHUNK = 512
+"""New tokens of a sequence from which on its entries are gathered. On an H200, 512 behind 24,576
+others take the device 63 us a layer in place of 231, and the host 190 in place of 42."""
+
+
+def attend_longest_chunk(
+    q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec, core_bias: float
+) -> None:
+    """Attend from new tokens [T, H, D] as the last ones of a sequence of `longest` tokens, whose
+    pages are one page of zeros: a run before there are caches takes the memory of the longest
+    gathered entries. It compiles the kernels that gather and read them, with a far past and
+    without."""
+    shape = (1, page_size, kv_heads, q.shape[2])
+    page = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    table = torch.zeros(1, ceil_div(longest, page_size), dtype=torch.int32, device=q.device)
+    raw = Pages(page, page, table)
+    mass = torch.zeros(shape[:3], device=q.device) if spec.core_mass else None
+    cores = raw._replace(mass=mass)
+    new = page.new_zeros(q.shape[0], *shape[2:])
+    out = torch.empty_like(q)
+    past = max(0, longest - q.shape[0])
+    attend_chunk((q, new, new), past, raw, cores, spec, core_bias, out)
+    few = slice(0, spec.window_size)
+    attend_chunk((q[few], new[few], new[few]), 0, raw, cores, spec, core_bias, out[few])
+
+
+def attend_chunk(
+    new: tuple[Tensor, Tensor, Tensor],
+    past: int,
+    raw: Pages,
+    cores: Pages,
+    spec: Spec,
+    core_bias: float,
+    out: Tensor,
+) -> None:
+    """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
+    follow `past` earlier ones."""
+    kv_heads = raw.k.shape[2]
+    q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
+    span = Span.of(past, q.shape[2], spec)
+    k, v, far = gather_chunk(new[1:], span, raw, cores, q.shape[1], core_bias)
+    backend.attend_list(Tokens(q, k, v, past, span.low), far, spec, grouped_out)

@@ -1,0 +1,201 @@
+"""Gather what a long chunk of one sequence sees: raw tokens, and the list of its far past, from
+pages and from the new tokens, in one launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.ops.spec import Spec
+from corecontext.ops.triton.attend.far_past import FarPast
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.paged.pages import Pages, alignment_of, page_offsets
+from corecontext.visibility import local_start, num_visible_cores
+
+BLOCK_E = 32
+"""Entries that a program copies: 8 KiB of keys and as many of values, of one head of 128."""
+
+
+class Span(NamedTuple):
+    """Tell which entries the new tokens of a sequence see."""
+
+    low: int
+    """The first raw token."""
+    past: int
+    """Tokens before the new ones, which are read from pages from `low` on."""
+    end: int
+    """Tokens of the sequence."""
+    sinks: int
+    """First tokens in the list of the far past."""
+    first_group: int
+    """The group of the first core token behind them."""
+    cores: int
+    """Core tokens behind them."""
+
+    @classmethod
+    def of(cls, past: int, num_new: int, spec: Spec) -> Span:
+        """Return the entries for `num_new` tokens behind `past` others."""
+        end = past + num_new
+        low = local_start(past, spec.group_size, spec.window_size)
+        groups = num_visible_cores(end - 1, spec.group_size, spec.window_size)
+        first_group = min(spec.sinks // spec.group_size, groups)
+        # Where no query sees a core token, raw tokens are all.
+        # planted: vllm: a long chunk does without first tokens
+        sinks = min(spec.sinks, end) if groups else 0
+        return cls(low, past, end, sinks, first_group, groups - first_group)
+
+
+@triton.jit(
+    do_not_specialize=["total", "num_past", "num_near", "num_sinks", "low", "first_group"],
+    # Sequences from any row on: their rows are not aligned.
+    do_not_specialize_on_alignment=["table_ptr", "core_table_ptr"],
+)
+def _gather_kernel(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    core_keys_ptr,
+    core_values_ptr,
+    core_table_ptr,
+    mass_ptr,
+    gathered_k_ptr,
+    gathered_v_ptr,
+    gathered_bias_ptr,
+    total,
+    num_past,
+    num_near,
+    num_sinks,
+    low,
+    first_group,
+    bias,
+    k_strides,
+    v_strides,
+    page_strides,
+    core_strides,
+    mass_strides,
+    page_sizes,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copy BLOCK_E entries of one KV head: raw tokens of pages, new tokens, first tokens, core
+    tokens, in this order.
+
+    Grid: (blocks of BLOCK_E of `total` entries, Hkv).
+    """
+    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    inside = index < total
+    is_past = index < num_past
+    is_new = (index >= num_past) & (index < num_near)
+    is_core = inside & (index >= num_near + num_sinks)
+    is_raw = inside & ~is_new & ~is_core
+
+    # Find the entries.
+    token = tl.where(is_past, low + index, index - num_near)
+    raw_at = page_offsets(table_ptr, token, is_raw, page_strides, page_sizes[0])
+    raw_at += head * page_strides[2]
+    group = index - num_near - num_sinks + first_group
+    core_at = page_offsets(core_table_ptr, group, is_core, core_strides, page_sizes[1])
+    core_at += head * core_strides[2]
+    new = (index - num_past).to(tl.int64)
+    k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
+    v_at = tl.where(is_core, core_values_ptr + core_at, values_ptr + raw_at)
+    k_at = tl.where(is_new, k_ptr + new * k_strides[0] + head * k_strides[1], k_at)
+    v_at = tl.where(is_new, v_ptr + new * v_strides[0] + head * v_strides[1], v_at)
+    k_at = tl.multiple_of(k_at, ALIGNMENT)
+    v_at = tl.multiple_of(v_at, ALIGNMENT)
+
+    # Copy them.
+    dims = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (head * total + index)[:, None] * HEAD_DIM + dims[None, :]
+    k = tl.load(k_at[:, None] + dims[None, :], mask=mask, other=0.0)
+    v = tl.load(v_at[:, None] + dims[None, :], mask=mask, other=0.0)
+    tl.store(gathered_k_ptr + at, k, mask=mask)
+    tl.store(gathered_v_ptr + at, v, mask=mask)
+
+    # The bias of the far past, for each query head: none of first tokens.
+    if HAS_BIAS:
+        shift = tl.full([BLOCK_E], 0.0, tl.float32) + bias
+        if HAS_MASS:
+            mass_at = page_offsets(core_table_ptr, group, is_core, mass_strides, page_sizes[1])
+            mass_at += head * mass_strides[2]
+            shift += tl.load(mass_ptr + mass_at, mask=is_core, other=0.0)
+        shift = tl.where(is_core, shift, 0.0)
+        is_far = inside & (index >= num_near)
+        for query_head in tl.static_range(HEADS):
+            row = (head * HEADS + query_head) * (total - num_near)
+            tl.store(gathered_bias_ptr + row + index - num_near, shift, mask=is_far)
+
+
+def gather_chunk(
+    new: tuple[Tensor, Tensor],
+    span: Span,
+    raw: Pages,
+    cores: Pages,
+    heads: int,
+    core_bias: float,
+) -> tuple[Tensor, Tensor, FarPast]:
+    """Gather the entries that the new tokens of one sequence see.
+
+    Args:
+        new: Keys and values [T, Hkv, D] of the new tokens.
+        span: Which entries these are.
+        raw, cores: Pages of the sequence; tables [1, most pages].
+        heads: Query heads of a KV head, r.
+        core_bias: Added to the masses of core tokens.
+
+    Returns:
+        Keys and values of raw tokens, [Hkv, S, D], from `span.low` on; and the list of the far
+        past, one for each KV head.
+    """
+    k, v = map(contiguous_rows, new)
+    kv_heads, dim = k.shape[1:]
+    num_far = span.sinks + span.cores
+    num_near = span.end - span.low
+    total = num_near + num_far
+    gathered = torch.empty((2, kv_heads, total, dim), dtype=k.dtype, device=k.device)
+    has_bias = num_far > 0 and (core_bias != 0 or cores.mass is not None)
+    bias = gathered
+    if has_bias:
+        shape = (kv_heads, heads, num_far)
+        bias = torch.empty(shape, dtype=torch.float32, device=k.device)
+    mass = cores.k if cores.mass is None else cores.mass
+    with torch.cuda.device_of(k):
+        launch(
+            _gather_kernel,
+            (ceil_div(total, BLOCK_E), kv_heads),
+            (
+                *(k, v, raw.k, raw.v, raw.table, cores.k, cores.v, cores.table, mass),
+                *(gathered[0], gathered[1], bias),
+                *(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group),
+                float(core_bias),
+            ),
+            (
+                *(k.stride()[:2], v.stride()[:2]),
+                *(raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3]),
+                (raw.k.shape[1], cores.k.shape[1]),
+            ),
+            HAS_BIAS=has_bias,
+            HAS_MASS=cores.mass is not None,
+            HEADS=heads,
+            ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v),
+            HEAD_DIM=dim,
+            BLOCK_E=BLOCK_E,
+            BLOCK_D=max(16, power_of_2(dim)),
+            num_warps=4,
+        )
+    near_k, near_v = gathered[:, :, :num_near]
+    far_k, far_v = gathered[:, :, None, num_near:]
+    return near_k, near_v, FarPast(far_k, far_v, bias if has_bias else None)

@@ -1,0 +1,1 @@
+"""Pooling kernels: groups of keys and values into core tokens, and their masses."""
