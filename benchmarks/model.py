@@ -42,7 +42,7 @@ from corecontext.cost import ModelCost
 from corecontext.files import is_out_of_memory, one_line
 from corecontext.heads.budget import Shape
 from corecontext.inference.limits import check_length, free_bytes
-from corecontext.integrations.hf_cache import cache_bytes, host_bytes
+from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress

@@ -10,8 +10,8 @@ from transformers import StaticCache
 from benchmarks.shapes import make_prompt
 from corecontext.config import CCAConfig
 from corecontext.inference import Engine, prefill
-from corecontext.integrations.hf_names import with_cache
-from corecontext.integrations.transformers import enabled
+from corecontext.integrations.hf.cache_name import with_cache
+from corecontext.integrations.hf.enabling import enabled
 
 NEW_TOKENS = 8
 

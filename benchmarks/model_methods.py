@@ -25,8 +25,8 @@ from corecontext.config import CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads
 from corecontext.inference import Engine, prefill
 from corecontext.inference.session import SessionKey
-from corecontext.integrations.hf_cache import GivenLayer
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_layers import GivenLayer
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.model_sizes import ModelSizes
 
 FULL = ("full", *KERNELS)

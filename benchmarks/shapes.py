@@ -59,7 +59,7 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from corecontext.integrations.hf_attention import full_attention
+    from corecontext.integrations.hf.attention_interface import full_attention
     from corecontext.loading import check_architecture, load_config, one_line
 
     logging.set_verbosity_error()

@@ -92,7 +92,7 @@ class _Trial:
     def __init__(self, bench: TrainingBench, rank: int, world: int) -> None:
         from transformers import AutoModelForCausalLM
 
-        from corecontext.integrations.transformers import enable
+        from corecontext.integrations.hf.enabling import enable
         from corecontext.train.loss import compute_loss_in_chunks
 
         self.bench = bench
@@ -144,7 +144,7 @@ class _Trial:
     @contextlib.contextmanager
     def _attention(self, method: str, config: CCAConfig) -> Iterator[None]:
         """Let the model attend, and learn, by a method; `config` is CCA's."""
-        from corecontext.integrations.transformers import enabled
+        from corecontext.integrations.hf.enabling import enabled
 
         context: Any = contextlib.nullcontext()
         if self.handle is None and method in OURS:

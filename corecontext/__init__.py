@@ -15,9 +15,9 @@ _WHERE = {
     "pool_core_tokens": "corecontext.ops.api",
     "merge": "corecontext.ops.merge",
     "CompactKVCache": "corecontext.cache",
-    "enable": "corecontext.integrations.transformers",
-    "enabled": "corecontext.integrations.transformers",
-    "from_pretrained": "corecontext.integrations.transformers",
+    "enable": "corecontext.integrations.hf.enabling",
+    "enabled": "corecontext.integrations.hf.enabling",
+    "from_pretrained": "corecontext.integrations.hf.enabling",
 }
 
 __all__ = sorted(_WHERE)

@@ -118,7 +118,7 @@ class CCAConfig:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.pooling == "max":
             # The maximum has no weights, and the default must not refuse it.
-            # planted: config: a maximum has a mass
+            # mutant config: a maximum has a mass
             object.__setattr__(self, "core_mass", False)
         if self.learned and self.pooling not in ("cca", "mean_query"):
             raise ValueError(
@@ -174,14 +174,14 @@ class CCAConfig:
             if key not in names:
                 hint = did_you_mean(key, names) or f" Known: {', '.join(names)}."
                 raise ValueError(f"unknown CCA setting {key!r}.{hint}")
-        # planted: config: an old checkpoint gets today's default
+        # mutant config: an old checkpoint gets today's default
         return cls(**{**PAPER_RULE, **values})
 
     @classmethod
     def saved_in(cls, hf_config: Any) -> CCAConfig:
         """Return the settings in a checkpoint's config.json, or the defaults if it has none."""
         saved = getattr(hf_config, "cca", None)
-        # planted: config: a checkpoint without settings gets the paper's rule
+        # mutant config: a checkpoint without settings gets the paper's rule
         return cls.from_dict(saved) if saved else cls()
 
     def replace(self, **changes: Any) -> CCAConfig:

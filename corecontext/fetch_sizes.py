@@ -43,7 +43,7 @@ def num_centred(name: str, group_size: int, window_size: int) -> int:
     them."""
     if not parse_index(name).bits:
         return 0
-    # planted: fetch: keys are centred by tokens to come
+    # mutant fetch: keys are centred by tokens to come
     return min(MOST_CENTRED, window_size) // group_size * group_size
 
 

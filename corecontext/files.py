@@ -80,7 +80,7 @@ def read_text(path: str) -> str:
     if not data.strip():
         raise UserError(f"{name} must hold text, got an empty one.")
     try:
-        # planted: loading: a byte order mark is a part of the text
+        # mutant loading: a byte order mark is a part of the text
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.start + len(data) - len(error.object)  # a byte order mark is not in `object`

@@ -31,8 +31,8 @@ def print_info(
     # Bad sizes fail before the model is looked for.
     cca_config(None, sizes)
     from corecontext.inference.limits import position_limit
-    from corecontext.integrations.hf_attention import full_layers
-    from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
+    from corecontext.integrations.hf.attention_interface import full_layers
+    from corecontext.integrations.hf.rotation import check_rope_type, layer_type_of
     from corecontext.integrations.vllm.capacity import capacity_table
 
     hf_config = load_config(name)

@@ -8,8 +8,8 @@ from typing import Any
 
 from corecontext.config import MOST, CCAConfig, listed
 from corecontext.files import UserError, first_line, one_line
-from corecontext.integrations.hf_gguf import local_model
-from corecontext.integrations.hf_weights import check_finite, load_weights
+from corecontext.integrations.hf.gguf_files import local_model
+from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.methods import (
     METHODS,
     AttentionSizes,
@@ -257,7 +257,11 @@ def load_config(name: str) -> Any:
 
 def check_architecture(hf_config: Any, untested: bool = False) -> None:
     """Raise a UserError, before weights are loaded, for an architecture that `enable` refuses."""
-    from corecontext.integrations.hf_attention import NO_FULL_ATTENTION, check_tested, full_layers
+    from corecontext.integrations.hf.attention_interface import (
+        NO_FULL_ATTENTION,
+        check_tested,
+        full_layers,
+    )
 
     with one_line():
         check_tested(hf_config, untested)

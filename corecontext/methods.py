@@ -101,9 +101,9 @@ def cca_config(hf_config: Any, sizes: AttentionSizes) -> CCAConfig:
         changes = {name: value for name, value in given.items() if value is not None}
         config = config.replace(**changes)
         if hf_config is not None and config.varies:
-            from corecontext.integrations.hf_attention import full_layers, layer_configs
+            from corecontext.integrations.hf.attention_interface import full_layers, layer_configs
 
-            # planted: loading: settings that do not fit the model are written
+            # mutant loading: settings that do not fit the model are written
             layer_configs(config, hf_config, len(full_layers(hf_config)))
         return config
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from corecontext.config import DEFAULT_SINK_SIZE
 from corecontext.files import UserError
-from corecontext.integrations.hf_head import head_logits
-from corecontext.integrations.hf_names import returned_cache, with_cache
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
+from corecontext.integrations.hf.enabling import handle_of
+from corecontext.integrations.hf.logits_head import head_logits
 from corecontext.loading import WHOLE, Loaded, encode
 from corecontext.record import Record, make_record
 from corecontext.terminal import console, progress
@@ -61,7 +61,7 @@ class Perplexity:
         length = len(self.nll) + 1
         while start < length:
             # Token 0 has no prediction.
-            # planted: perplexity: buckets shifted by one token
+            # mutant perplexity: buckets shifted by one token
             nll = self.nll[max(0, start - 1) : end - 1]
             if len(nll):
                 yield start, min(end, length), nll.double()
@@ -205,7 +205,7 @@ def document_nll(
             losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
             on_chunk(chunk.shape[1])
     nll = torch.cat(losses)
-    # planted: perplexity: losses that are no numbers pass
+    # mutant perplexity: losses that are no numbers pass
     if not nll.isfinite().all():
         position = int((~nll.isfinite()).nonzero()[0])
         raise UserError(
@@ -220,7 +220,7 @@ def _check_prefill(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         return
     handle = handle_of(model)
-    # planted: prefill: the perplexity of full attention
+    # mutant prefill: the perplexity of full attention
     if handle is not None and handle.config.prefill in ("cca", "full"):
         raise UserError(
             f"prefill must be auto where texts are scored, got {handle.config.prefill!r}: it would "

@@ -30,7 +30,7 @@ def console() -> Console:
     Text is printed as it is: names of data may look like rich's markup.
     """
     width = None if sys.stdout.isatty() else 120
-    # planted: eval: names of data are read as markup
+    # mutant eval: names of data are read as markup
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 

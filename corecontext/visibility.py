@@ -15,7 +15,7 @@ from __future__ import annotations
 
 def num_sinks(sink_size: int, group_size: int) -> int:
     """Count the first tokens n that are never pooled: sink_size, rounded up to whole groups."""
-    # planted: sinks: a group too many stays raw
+    # mutant sinks: a group too many stays raw
     return -(-sink_size // group_size) * group_size
 
 
@@ -34,7 +34,7 @@ def num_complete_groups(seq_len: int, group_size: int) -> int:
 def num_visible_cores(position: int, group_size: int, window_size: int) -> int:
     """Count the core tokens that the query at t = `position` sees, from the first on: j(t) =
     max(0, (t + 1 - s) // g)."""
-    # planted: rule: one core token too late
+    # mutant rule: one core token too late
     return max(0, (position + 1 - window_size) // group_size)
 
 
@@ -79,7 +79,7 @@ def window_capacity(group_size: int, window_size: int) -> int:
 def is_full_attention(seq_len: int, group_size: int, window_size: int, sinks: int = 0) -> bool:
     """Whether CCA is exactly full causal attention: no query sees a core token, or groups are
     single tokens."""
-    # planted: sinks: full attention for one token too many
+    # mutant sinks: full attention for one token too many
     return group_size == 1 or seq_len - sinks <= first_core_query(group_size, window_size)
 
 

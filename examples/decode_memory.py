@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import corecontext
 from corecontext.inference import prefill
-from corecontext.integrations.hf_cache import cache_bytes
+from corecontext.integrations.hf.cache_layers import cache_bytes
 
 
 def cached_bytes(model: torch.nn.Module, length: int) -> int:

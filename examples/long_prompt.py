@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer
 
 import corecontext
-from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.integrations.hf_names import returned_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache
 
 ASSETS = Path(str(files("corecontext"))) / "assets"
 

@@ -27,7 +27,7 @@ from corecontext.files import cache_folder
 from corecontext.heads.budget import Shape, Unit
 from corecontext.heads.findings import needle_rows
 from corecontext.heads.search import find_units
-from corecontext.integrations.hf_attention import full_layers
+from corecontext.integrations.hf.attention_interface import full_layers
 from corecontext.loading import Loaded, load_config, one_line
 from corecontext.model_sizes import ModelSizes
 from corecontext.record import (

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from corecontext.baselines import enabled
 from corecontext.files import UserError
-from corecontext.integrations.hf_cache import cache_bytes, host_bytes
-from corecontext.integrations.hf_names import returned_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
+from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.loading import Loaded, one_line
 from corecontext.perplexity import hidden_nll
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from corecontext.baselines import enabled
 from corecontext.cache import parts_of
 from corecontext.config import CCAConfig
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded
 from reproduction.real_attention import tokens_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corecontext.integrations.hf_attention import full_layers, inner_model
+from corecontext.integrations.hf.attention_interface import full_layers, inner_model
 from reproduction.real_attention import tokens_of
 from reproduction.real_texts import Window
 

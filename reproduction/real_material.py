@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.data.readers import find_file, read_documents
-from corecontext.integrations.hf_gguf import local_model
+from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.loading import Loaded, load
 from reproduction.real_tasks import Question, list_questions, needle_questions
 from reproduction.real_texts import Window, cut_windows

@@ -158,7 +158,7 @@ def adapt(
 
     from corecontext.baselines import enable
     from corecontext.inference.fuse import Fused
-    from corecontext.integrations.hf_attention import inner_model
+    from corecontext.integrations.hf.attention_interface import inner_model
     from corecontext.train.arguments import arguments_of
     from corecontext.train.loss import compute_loss_in_chunks
     from corecontext.train.student import make_model, make_tokenizer, prepare_config
@@ -236,8 +236,8 @@ def adapt(
 
 def _merged(model: Any, config: Any, hf_config: Any, folder: Path) -> Any:
     """Write LoRA's matrices in 8 bits to a folder, and return the original model with them."""
-    from corecontext.integrations.hf_adapter import add_adapter
-    from corecontext.integrations.hf_weights import load_weights
+    from corecontext.integrations.hf.adapter import add_adapter
+    from corecontext.integrations.hf.weights import load_weights
 
     round_factors(model)
     model.save_pretrained(folder)

@@ -22,9 +22,9 @@ from corecontext.files import UserError
 from corecontext.heads.budget import COARSE, Unit, spread
 from corecontext.inference import prefill
 from corecontext.inference.prefill import end_prompt, new_cache, read_chunk
-from corecontext.integrations.hf_cache import cache_bytes as bytes_of
-from corecontext.integrations.hf_cache import host_bytes
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes as bytes_of
+from corecontext.integrations.hf.cache_layers import host_bytes
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import Loaded, one_line
 from reproduction.real_methods import Heads, Sizes, describe, equal_heads
 from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, DynamicCache
 
 from corecontext.config import CCAConfig
-from corecontext.integrations.hf_names import OLD_NAME, given_cache, with_cache
+from corecontext.integrations.hf.cache_name import OLD_NAME, given_cache, with_cache
 from corecontext.integrations.kvpress import CCAPress
 from corecontext.loading import Loaded
 from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from corecontext.files import UserError
-from corecontext.integrations.hf_cache import cache_bytes, host_bytes
-from corecontext.integrations.hf_names import returned_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
+from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.terminal import progress
 from reproduction.miniature import autocast, nll_of
 from reproduction.sizes import Size

@@ -13,7 +13,7 @@ from corecontext.files import atomic_path, write_text
 from corecontext.heads.budget import COARSE, Shape, Unit, spread
 from corecontext.heads.findings import layer_records
 from corecontext.heads.search import search_units
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.record import Record, device_name, read_records
 from corecontext.terminal import progress
 from corecontext.visibility import group_size_for

@@ -45,7 +45,7 @@ from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.sharded_prefill import context_parallel_prefill
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.ops import rules
 from corecontext.ops.spec import Inputs, Spec
 

@@ -41,7 +41,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from corecontext.integrations.hf_attention import full_attention
+from corecontext.integrations.hf.attention_interface import full_attention
 
 SMALL = {
     "vocab_size": 96,

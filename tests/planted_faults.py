@@ -1,7 +1,7 @@
 """Plant a fault in a copy of the package and see that a test catches it: `python
 tests/planted_faults.py [word ...]`.
 
-A fault is a statement that replaces the one below the comment `# planted: <name of the fault>`,
+A fault is a statement that replaces the one below the comment `# mutant <name of the fault>`,
 wherever in the package that comment is. So moving or reformatting code leaves the faults as they
 are; rewriting a marked statement means rewriting its fault.
 
@@ -60,7 +60,7 @@ class Fault(NamedTuple):
     @property
     def marker(self) -> str:
         """The comment above the statement."""
-        return f"# planted: {self.name}"
+        return f"# mutant {self.name}"
 
 
 FAULTS = [

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, HunYuanDenseV1Config
 
 import corecontext
 from corecontext import CCAConfig, baselines
-from corecontext.integrations import hf_attention, transformers
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf import attention_interface as hf_attention
+from corecontext.integrations.hf import enabling as transformers
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
 

@@ -33,7 +33,7 @@ from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, s
 from corecontext.baselines.rivals import offered, takers
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.files import UserError
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 
 LAYER = Layer(0, 0, 4, 2)
 

@@ -28,8 +28,8 @@ from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.inference import Engine
-from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.ops.rotary import Rotary
 
 FAMILIES = (

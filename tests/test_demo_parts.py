@@ -22,7 +22,7 @@ from corecontext.demo.compare import TITLES, DemoResult, DemoSettings, plan, run
 from corecontext.demo.needle_prompts import ChatTask
 from corecontext.demo.task import Question, Task, make_task
 from corecontext.files import UserError
-from corecontext.integrations import hf_adapter
+from corecontext.integrations.hf import adapter as hf_adapter
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import make_record

@@ -36,7 +36,7 @@ from corecontext.eval.summary import (
     to_records,
 )
 from corecontext.files import UserError
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import Record, read_records

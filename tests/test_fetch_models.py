@@ -12,8 +12,8 @@ from corecontext.cli import main
 from corecontext.inference import Engine
 from corecontext.inference.limits import host_bytes_of
 from corecontext.inference.session import configured
-from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.integrations.hf_names import returned_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records

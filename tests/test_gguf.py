@@ -14,8 +14,8 @@ import torch
 
 from corecontext.cli import main
 from corecontext.files import UserError
-from corecontext.integrations import hf_gguf
-from corecontext.integrations.hf_gguf import local_model
+from corecontext.integrations.hf import gguf_files as hf_gguf
+from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.loading import load
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")

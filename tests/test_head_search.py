@@ -31,7 +31,7 @@ from corecontext.heads.budget import (
 )
 from corecontext.heads.findings import find_layers, needle_rows
 from corecontext.heads.search import Trial, far_loss, num_trials, rounds_of, search_units
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records

@@ -22,7 +22,7 @@ from corecontext.files import UserError
 from corecontext.heads import choose, findings, search
 from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads, untrained_heads
 from corecontext.heads.search import Findings, Search, Trial, search_units
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.train import TrainConfig
 
 

@@ -13,8 +13,8 @@ import corecontext
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactKVCache, CompactLayer
 from corecontext.inference import Engine
-from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.integrations.hf_names import returned_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads
 
 pytestmark = pytest.mark.usefixtures("default_device")

@@ -25,8 +25,8 @@ from corecontext.inference.limits import (
 )
 from corecontext.inference.prefill import ANSWER_TOKENS
 from corecontext.inference.sampling import InvalidLogits
-from corecontext.integrations.hf_names import with_cache
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.cache_name import with_cache
+from corecontext.integrations.hf.enabling import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.paper(5, 13)

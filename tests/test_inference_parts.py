@@ -27,8 +27,8 @@ from corecontext.inference.prefill import read_left_padding
 from corecontext.inference.sampling import INVALID, Sampler, _kept, choose_rows
 from corecontext.inference.session import SessionKey, configured
 from corecontext.inference.stream import Generation
-from corecontext.integrations.hf_names import with_cache
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.cache_name import with_cache
+from corecontext.integrations.hf.enabling import handle_of
 
 # The package has the function by the module's name.
 prefilled = importlib.import_module("corecontext.inference.prefill")

@@ -20,7 +20,7 @@ from corecontext.cli import main
 from corecontext.eval.inspect.maps import attention_maps
 from corecontext.eval.inspect.page import WEIGHTS, inspect_text, make_page, split_text
 from corecontext.files import UserError
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.loading import Loaded, load
 from corecontext.visibility import num_visible_cores
 

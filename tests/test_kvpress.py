@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corecontext import CCAConfig, Rotary, cca_attention
-from corecontext.integrations.hf_names import given_cache
+from corecontext.integrations.hf.cache_name import given_cache
 
 kvpress = pytest.importorskip(
     "kvpress", reason="kvpress needs transformers < 5.3, in an environment of its own"

@@ -16,8 +16,9 @@ from tiny_model import save_tiny_model
 from corecontext import CCAConfig, from_pretrained, loading
 from corecontext.cli import main
 from corecontext.files import UserError, first_line
-from corecontext.integrations import hf_attention, transformers
-from corecontext.integrations.hf_weights import check_keys
+from corecontext.integrations.hf import attention_interface as hf_attention
+from corecontext.integrations.hf import enabling as transformers
+from corecontext.integrations.hf.weights import check_keys
 from corecontext.loading import Loaded, encode, load, load_config, load_weights, pick_device
 
 NORM = "model.norm.weight"

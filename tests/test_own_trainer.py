@@ -8,7 +8,7 @@ from families import tiny_model, tokens
 
 import corecontext
 from corecontext import CCAConfig
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 
 CONFIG = CCAConfig.paper(group_size=4, window_size=9)
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")

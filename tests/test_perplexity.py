@@ -10,7 +10,7 @@ import torch
 
 from corecontext import perplexity
 from corecontext.files import UserError
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.perplexity import Perplexity, document_nll, measure, print_table, to_records
 
 NLL = torch.cat((torch.full((511,), 1.0), torch.full((512,), 2.0), torch.full((176,), 3.0)))

@@ -20,17 +20,17 @@ def test_every_marker_has_its_fault():
     text = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "corecontext").rglob("*.py")
     )
-    assert set(re.findall(r"# planted: (.+)", text)) == names
+    assert set(re.findall(r"# mutant (.+)", text)) == names
 
 
 def test_a_fault_that_changes_nothing_is_refused():
     fault = Fault("x", "y = (1 + 2)  # twice", "")
     assert (
-        planted(fault, "# planted: x\ny = (3)\nz = 1\n")
-        == "# planted: x\ny = (1 + 2)  # twice\nz = 1\n"
+        planted(fault, "# mutant x\ny = (3)\nz = 1\n")
+        == "# mutant x\ny = (1 + 2)  # twice\nz = 1\n"
     )
     with pytest.raises(ValueError, match="must differ"):
-        planted(fault, "# planted: x\ny = (1 +\n     2)\n")
+        planted(fault, "# mutant x\ny = (1 +\n     2)\n")
 
 
 @pytest.mark.slow

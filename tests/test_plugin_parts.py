@@ -19,20 +19,28 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.cache import UNDO_LIMIT
 from corecontext.files import UserError
-from corecontext.integrations import hf_attention, hf_call, hf_gguf, hf_learned, lm_eval
-from corecontext.integrations import self_check as checking
-from corecontext.integrations import transformers as plugin
-from corecontext.integrations.hf_attention import full_attention, has_full_attention, padding_mask
-from corecontext.integrations.hf_cache import (
+from corecontext.integrations import lm_eval
+from corecontext.integrations.hf import attention_interface as hf_attention
+from corecontext.integrations.hf import enabling as plugin
+from corecontext.integrations.hf import gguf_files as hf_gguf
+from corecontext.integrations.hf import layer_call as hf_call
+from corecontext.integrations.hf import learned as hf_learned
+from corecontext.integrations.hf import self_check as checking
+from corecontext.integrations.hf.attention_interface import (
+    full_attention,
+    has_full_attention,
+    padding_mask,
+)
+from corecontext.integrations.hf.cache_layers import (
     CCALayer,
     GivenLayer,
     compact_layer,
     host_bytes,
     layer_bytes,
 )
-from corecontext.integrations.hf_names import returned_cache
-from corecontext.integrations.hf_rotary import check_rope_type, layer_type_of
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.cache_name import returned_cache
+from corecontext.integrations.hf.enabling import handle_of
+from corecontext.integrations.hf.rotation import check_rope_type, layer_type_of
 from corecontext.ops.rotary import Rotary
 
 CONFIG = CCAConfig.paper(4, 9)

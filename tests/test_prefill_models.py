@@ -13,9 +13,9 @@ from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.inference import Engine, prefill
 from corecontext.inference.limits import cache_bytes_per_token
-from corecontext.integrations import hf_call
-from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf import layer_call as hf_call
+from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded
 from corecontext.model_sizes import ModelSizes
 from corecontext.perplexity import document_nll

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 
 quantization = pytest.importorskip("torchao.quantization", reason="needs the extra 'quant'")
 

@@ -27,8 +27,8 @@ from corecontext.data.readers import read_lines
 from corecontext.files import UserError
 from corecontext.heads.budget import Shape, Unit
 from corecontext.inference.engine import Engine
-from corecontext.integrations.hf_adapter import add_adapter
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf.adapter import add_adapter
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import load, load_config
 from corecontext.perplexity import hidden_nll
 from corecontext.record import append_records, make_record, read_records

@@ -16,7 +16,7 @@ from corecontext.baselines import enabled
 from corecontext.cost import cache_bytes
 from corecontext.heads.budget import Shape, Unit
 from corecontext.inference import prefill
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import load, one_line
 from corecontext.record import append_records, make_record, read_records
 from reproduction import real_plan, rivals_caches, rivals_plan, rivals_published

@@ -26,7 +26,7 @@ from corecontext.cache import CompactLayer
 from corecontext.config import LEARNED
 from corecontext.files import UserError
 from corecontext.inference import Engine
-from corecontext.integrations.hf_names import returned_cache
+from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.loading import load
 from corecontext.ops import reference, rules
 from corecontext.ops.spec import Groups, Spec

@@ -15,9 +15,9 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.cli import main
 from corecontext.inference import Engine
-from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.integrations.hf_names import returned_cache
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.loading import load
 
 pytestmark = pytest.mark.usefixtures("default_device")

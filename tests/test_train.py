@@ -27,7 +27,7 @@ from train_runs import ROOT, STEPS, assert_equal, stop_at, weights
 import corecontext
 from corecontext.cli import main
 from corecontext.files import UserError
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.train import TrainConfig, arguments, card, folder, run, trainer
 from corecontext.train.checkpoint import checkpoints
 from corecontext.train.run import train

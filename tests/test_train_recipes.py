@@ -24,7 +24,7 @@ from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.heads import choose
 from corecontext.inference import Engine
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.train import TrainConfig
 from corecontext.train.run import train
 from corecontext.train.student import best_settings

@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import corecontext
 from corecontext import CCAConfig
-from corecontext.integrations.hf_cache import CCALayer, cache_bytes
-from corecontext.integrations.hf_names import NAME, OLD_NAME, returned_cache, with_cache
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.cache_layers import CCALayer, cache_bytes
+from corecontext.integrations.hf.cache_name import NAME, OLD_NAME, returned_cache, with_cache
+from corecontext.integrations.hf.enabling import handle_of
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.paper(group_size=4, window_size=9)
@@ -556,7 +556,7 @@ def test_compiled_static_decoding_is_one_graph(model):
 
 def test_no_square_mask_is_built(model, monkeypatch):
     seen = []
-    from corecontext.integrations import hf_call as plugin
+    from corecontext.integrations.hf import layer_call as plugin
 
     original = plugin.attend
 

@@ -80,7 +80,7 @@ else:
 
 from corecontext import CCAConfig, enable
 from corecontext.inference import Engine
-from corecontext.integrations.hf_gguf import local_model
+from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.integrations.vllm import plugin
 from corecontext.ops.triton.paged import chunk as paged_chunk
 

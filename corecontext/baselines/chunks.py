@@ -50,7 +50,7 @@ class _Triangle(NamedTuple):
         """Return the part's rows or keys, [N x chunks, heads, s, ...]."""
         x = x[at]
         if self.is_backwards:
-            # planted: baselines: the chunk before a query's is read forwards
+            # mutant baselines: the chunk before a query's is read forwards
             x = x.flip(3)
         return x.flatten(0, 1)
 

@@ -13,8 +13,8 @@ from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.baselines.sink_methods import SinkMethod
 from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
-from corecontext.integrations.hf_attention import full_layers
-from corecontext.integrations.hf_cache import layer_bytes
+from corecontext.integrations.hf.attention_interface import full_layers
+from corecontext.integrations.hf.cache_layers import layer_bytes
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.head_split import gather_heads, split_heads
 

@@ -15,14 +15,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 from corecontext.baselines.blocks import Scoring
 from corecontext.baselines.method import Call, Layer, Method
 from corecontext.config import CCAConfig
-from corecontext.integrations import transformers as cca_plugin
-from corecontext.integrations.hf_attention import (
+from corecontext.integrations.hf import enabling as cca_plugin
+from corecontext.integrations.hf.attention_interface import (
     AttentionHandle,
     LayerHook,
     check_dropout,
     inner_model,
 )
-from corecontext.integrations.hf_rotary import find_rotary, rotates
+from corecontext.integrations.hf.rotation import find_rotary, rotates
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.api import outside_autocast
 from corecontext.ops.batch import find_segments, has_restarts

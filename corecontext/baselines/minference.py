@@ -191,7 +191,7 @@ def pick_vertical_slash(
     slash = torch.zeros(*weights.shape[:2], int(bands.max()) + 1, device=q.device)
     slash.scatter_add_(2, bands.flatten().expand(*weights.shape[:2], -1), weights.flatten(2))
     slash[:, :, :NEAR_BANDS] = _above_all(min(NEAR_BANDS, slash.shape[2]), q.device)
-    # planted: baselines: a diagonal too few
+    # mutant baselines: a diagonal too few
     count = min(-(-pattern.second // block_size), slash.shape[2])
     return columns, slash.topk(count, -1).indices
 

@@ -41,7 +41,7 @@ def new_tokens(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> NewTokens:
     """Return the tokens of an append, rounded as the cache stores them."""
     stored = entries.encode(k, v)
     raw = stored if entries.config.fetch_groups else [k, v]
-    # planted: prefill: a prompt is read after its tokens are rounded
+    # mutant prefill: a prompt is read after its tokens are rounded
     return NewTokens(q, *entries.decode(stored, k.dtype), stored, raw)
 
 
@@ -54,7 +54,7 @@ def reading_of(entries: Entries, is_prompt: bool) -> str:
     if not is_prompt:
         return "auto"
     prefill = entries.config.prefill
-    # planted: prefill: a prompt is read by CCA
+    # mutant prefill: a prompt is read by CCA
     if prefill == "full" and entries.store is None:
         return "auto"
     return prefill
@@ -91,7 +91,7 @@ def append_rows(
     q = new.q.unflatten(1, (heads, -1)).flatten(0, 1)  # [N, r, count, D], N = rows x Hkv
 
     if entries.store is not None:
-        # planted: fetch: a chunk's raw tokens are not stored
+        # mutant fetch: a chunk's raw tokens are not stored
         entries.store.put(rows, position, new.raw)
 
     # The first tokens have slots of their own and never enter the ring.
@@ -105,7 +105,7 @@ def append_rows(
     start = max(0, position - n)
     end = max(0, position + count - n)
     low = local_start(start, g, entries.spec.window_size)
-    # planted: prefill: core tokens of a prompt are pooled before they are rounded
+    # mutant prefill: core tokens of a prompt are pooled before they are rounded
     k, v = (x[:, :, new_sinks:] for x in (new.k, new.v))
     if low < start:
         old_k, old_v = entries.get_ring(rows, n + low, n + start, k.dtype)
@@ -132,7 +132,7 @@ def append_rows(
         return _attend_fully(entries, new, rows, position)
     spec = spec_of(entries.spec, reading, position + count)
     # Nothing is compressed yet: PyTorch's own attention is the fastest.
-    # planted: 4: plain attention for a prompt one token too long
+    # mutant 4: plain attention for a prompt one token too long
     is_plain = position == 0 and num_visible_cores(end - 1, g, spec.window_size) == 0
     if is_plain and spec.softcap is None:
         return attend_causally(*new[:3], spec.scale)

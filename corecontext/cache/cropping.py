@@ -72,7 +72,7 @@ class CroppedState(LayerState):
         ]
         if not needed:
             return base, 0
-        # planted: 4: crop accepts a window without its first token
+        # mutant 4: crop accepts a window without its first token
         if num_tokens and min(needed) < intact_from:
             raise ValueError(
                 f"crop must leave the window whole, got {num_tokens} tokens to take back from a "
@@ -108,7 +108,7 @@ class CroppedState(LayerState):
         count = min(end - base, self.ring_size)
         slots = self._ring_slots(base, count)
         for buffer, lost in zip(self.buffers, self._undo.lost):
-            # planted: 4: a rejected draft stays in the ring
+            # mutant 4: a rejected draft stays in the ring
             write(buffer, slots, lost[:, :, kept : kept + count])
         rest = [x[:, :, :kept] for x in self._undo.lost]
         self._undo = self._undo._replace(lost=rest) if kept else None

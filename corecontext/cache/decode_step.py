@@ -43,7 +43,7 @@ def decode_step(
             return attend_fetched(entries, entries.store, q, see, position)
     raw_size = entries.raw_size
     keys, values = entries.get(ALL, 0, raw_size + num_cores * entries.core_width, q.dtype)
-    # planted: sinks: core bias added to them
+    # mutant sinks: core bias added to them
     return attend_buffer(
         q,
         keys,
@@ -74,7 +74,7 @@ def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> Non
     n = entries.num_sinks
     slot = position % ring
     if n:
-        # planted: sinks: decoding puts them into the ring
+        # mutant sinks: decoding puts them into the ring
         slot = torch.where((position >= 0) & (position < n), ring + position, slot)
     for buffer, x in zip(entries.buffers, stored):
         write(buffer, slot[:, None], x)
@@ -97,10 +97,10 @@ def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
         return
 
     # Store the core tokens of rows that close a group, and again the old ones of other rows.
-    # planted: 4: every row closes its group with the first row
+    # mutant 4: every row closes its group with the first row
     is_last = ((position + 1) % g == 0)[:, None, None, None]
     # Groups of first tokens write to core slot 0, which is written again before it is seen.
-    # planted: sinks: a core token in another's slot
+    # mutant sinks: a core token in another's slot
     group = (position - n if n else position) // g
     group = group.clamp(0, entries.capacity - 1)
     target = entries.raw_size + group[:, None] * width + torch.arange(width, device=device)
@@ -121,7 +121,7 @@ def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
     later = position - n if n else position
 
     # Core tokens; with w > 1 query head i sees the i-th of each group.
-    # planted: 4: decoding sees one core token too few
+    # mutant 4: decoding sees one core token too few
     see_core = sees_core(torch.arange(num_cores, device=device), later, *sizes)
     see_core = see_core[:, None, :, None]  # [B, 1, M, 1]
     if width > 1:
@@ -129,10 +129,10 @@ def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
 
     # The token in a ring slot is the newest whose position, modulo C, is the slot.
     age = (position - torch.arange(ring, device=device)) % ring
-    # planted: sinks: decoding sees the ring's old slots
+    # mutant sinks: decoding sees the ring's old slots
     see_raw = sees_token(later - age, later, *sizes)
     if n:
-        # planted: sinks: decoding sees those to come
+        # mutant sinks: decoding sees those to come
         see_first = sees_token(torch.arange(n, device=device), position, *sizes, n)
         see_raw = torch.cat((see_raw, see_first), -1)
     see_raw = see_raw[:, None].expand(-1, see_core.shape[1], -1)

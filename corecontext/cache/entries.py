@@ -108,7 +108,7 @@ class Entries:
     @property
     def ring_size(self) -> int:
         """Slots of the ring: C = s + g - 1 + rollback."""
-        # planted: 4: the ring is one token too short
+        # mutant 4: the ring is one token too short
         return window_capacity(self.group_size, self.spec.window_size) + self.rollback
 
     @property
@@ -216,7 +216,7 @@ class Entries:
     def masses(self, rows: slice, count: int) -> Tensor:
         """Return the masses [B, Hkv, M w] of the first `count` groups."""
         start = self.raw_size
-        # planted: mass: that of the group before, from a cache
+        # mutant mass: that of the group before, from a cache
         return self.buffers[-1][rows, :, start : start + count * self.core_width, 0]
 
     def core_bias(self, dtype: torch.dtype) -> float | Tensor:

@@ -52,7 +52,7 @@ def attend_fetched(
     local_lse = compact[..., :num_raw].logsumexp(-1)
     num_fetched = min(spec.fetch_groups, count)
     marks = choose(estimates, visible, local_lse, num_fetched) & visible[:, 0]
-    # planted: fetch: decoding sees a core token beside its raw tokens
+    # mutant fetch: decoding sees a core token beside its raw tokens
     hidden = marks.repeat_interleave(width, 2)[:, None]
     compact[..., num_raw:] = compact[..., num_raw:].masked_fill(hidden, -torch.inf)
 

@@ -92,7 +92,7 @@ class FullLayer:
         # A length on a GPU is not read back; a step that is compiled now runs later.
         is_counted = isinstance(self.seen, int) or not self.seen.is_cuda
         if is_counted and not torch.compiler.is_compiling():
-            # planted: 4: a full cache of full attention goes on
+            # mutant 4: a full cache of full attention goes on
             self._check_room(int(self.seen) + 1 - min(self.pads))
         if choose_backend("auto", q) == "triton":
             # A window that no token leaves: no group is ever pooled.

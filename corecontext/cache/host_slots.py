@@ -108,7 +108,7 @@ class SlotStore(HostStore):
     def select(self, rows: Tensor) -> None:
         """Keep the given rows, [new B], in the given order."""
         super().select(rows)
-        # planted: fetch: rows are reordered without their table
+        # mutant fetch: rows are reordered without their table
         self.table = self.table.index_select(0, rows)
         self.owner = self.owner.index_select(0, rows)
         self.last_used = self.last_used.index_select(0, rows)
@@ -119,7 +119,7 @@ class SlotStore(HostStore):
         """Empty the slots of groups that rows of so many tokens, [B], do not have."""
         counts = ((lengths - self.spec.sinks) // self.spec.group_size).clamp(min=0)
         groups = torch.arange(self.table.shape[2], device=self.table.device)
-        # planted: fetch: a group cropped away keeps its slot
+        # mutant fetch: a group cropped away keeps its slot
         self.table.masked_fill_((groups >= counts[:, None])[:, None], FREE)
         is_gone = self.owner >= counts[:, None, None]
         self.owner.masked_fill_(is_gone, FREE)
@@ -145,7 +145,7 @@ class SlotStore(HostStore):
         """Copy a row of `length` tokens to another row, with its slots."""
         super().move_row(target, source, length)
         for x in self._slot_tensors:
-            # planted: fetch: a row moves without its slots
+            # mutant fetch: a row moves without its slots
             x[target] = x[source]
 
     # Reading
@@ -196,7 +196,7 @@ class SlotStore(HostStore):
         slot = torch.where(is_hit, slot, order.gather(1, rank.clamp(min=0)))
 
         before = owner.gather(1, slot)
-        # planted: fetch: an evicted group keeps its slot
+        # mutant fetch: an evicted group keeps its slot
         table.scatter_(1, torch.where(before >= 0, before, scratch).long(), FREE)
         table.scatter_(1, place, slot.int())
         table[:, scratch] = FREE

@@ -70,7 +70,7 @@ class HostStore(RawStore):
             self.raw = chosen
             return
         for x in self.raw:
-            # planted: fetch: beams keep the host's raw tokens of another
+            # mutant fetch: beams keep the host's raw tokens of another
             _move_rows(x, sources)
 
     def clear(self) -> None:
@@ -89,7 +89,7 @@ class HostStore(RawStore):
         are not read before they are written."""
         end = self.spec.sinks + self.spec.group_size
         for x in self.raw:
-            # planted: fetch: tokens of a text before stay in the first group
+            # mutant fetch: tokens of a text before stay in the first group
             x[:, :, length:end] = 0
 
     # Reading
@@ -107,7 +107,7 @@ class HostStore(RawStore):
         new = slice(position - newest.position, stop - newest.position)
         read = []
         for x, own in zip(buffers, newest.stored):
-            # planted: fetch: a chunk reads its own tokens in place of those before it
+            # mutant fetch: a chunk reads its own tokens in place of those before it
             before = x[rows, :, start:position]
             read.append(torch.cat([before, own[:, :, new].to(x.dtype)], 2))
         return read

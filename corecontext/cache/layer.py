@@ -93,7 +93,7 @@ class CompactLayer(SavedState):
             self.spec = self.spec.replace(scale=scale, softcap=softcap)
         (q, k, v), context = outside_autocast(q, k, v)
         with context:
-            # planted: prefill: a last chunk of one token is a step
+            # mutant prefill: a last chunk of one token is a step
             is_step = q.shape[2] == 1 and attention_mask is None and self._expected is None
             if is_step and not self.is_empty:
                 return self._decode(q, k, v)
@@ -106,7 +106,7 @@ class CompactLayer(SavedState):
         """Append any number of tokens: a prompt, a chunk of it, a second turn, a draft."""
         start = self.seq_len
         end = start + q.shape[2]
-        # planted: 4: an expected length is used twice
+        # mutant 4: an expected length is used twice
         self._expected = None
         tensors = (q, k, v, *self.learned.values())
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -128,13 +128,13 @@ class CompactLayer(SavedState):
             self._note_lost(start, tokens.stored)
             out = self._append_spans(tokens, start, stops, None if needs_grad else reading)
             self.set_length(end)
-            # planted: 4: a chunk forgets the longest length
+            # mutant 4: a chunk forgets the longest length
             self._intact_from = max(self._intact_from, end - self.ring_size)
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out
         inputs = Inputs(q, k, v, self.config.core_bias, self.learned)
         spec = spec_of(self.spec, reading, end)
-        # planted: sinks: lost when the first append is differentiated
+        # mutant sinks: lost when the first append is differentiated
         return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
 
     def _append_spans(
@@ -188,7 +188,7 @@ class CompactLayer(SavedState):
             if not is_fixed:
                 num_cores = self.num_cores(self.seen + 1 - min(self.pads))
             g = self.group_size
-            # planted: 4: decoding never pools
+            # mutant 4: decoding never pools
             closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
             position = self.seen - self.pad
             out = decode_step(self, (q, k, v), position, num_cores=num_cores, closes=closes)
@@ -248,7 +248,7 @@ class CompactLayer(SavedState):
         if self._tables is None or (self._tables[0].shape, self._tables[0].device) != wanted:
             self._tables = tables
         # Tables stay where they are, also with new numbers: a captured step reads them there.
-        # planted: 4: a captured step goes on with the tables of old frequencies
+        # mutant 4: a captured step goes on with the tables of old frequencies
         if self._tables is not tables:
             for table, fresh in zip(self._tables, tables):
                 table.copy_(fresh)
@@ -304,7 +304,7 @@ class CompactLayer(SavedState):
                     pads[row] = segment.start
                     stops[row] = segment.end
             for row, (cached_pad, pad) in enumerate(zip(before, pads)):
-                # planted: 4: cached padding becomes tokens
+                # mutant 4: cached padding becomes tokens
                 if min(cached_pad, start) != min(pad, start):
                     raise ValueError(
                         f"attention_mask must keep the padding of the cached tokens: row {row} has "
@@ -348,14 +348,14 @@ class CompactLayer(SavedState):
         if not self.buffers or ring == old_ring:
             return
         self._intact_from = max(self._intact_from, self.seq_len - ring)
-        # planted: 4: a draft from before a shrink is undone in the smaller ring
+        # mutant 4: a draft from before a shrink is undone in the smaller ring
         self._undo = None
         # Positions that stay; below 0 in short rows, whose entries no query sees.
         kept = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
         buffers = []
         for buffer in self.buffers:
             smaller = buffer[:, :, old_ring - ring :].clone()
-            # planted: inference: a smaller ring filled by old slots
+            # mutant inference: a smaller ring filled by old slots
             write(smaller, kept % ring, read(buffer, kept % old_ring))
             buffers.append(smaller)
         self.buffers = buffers

@@ -314,7 +314,7 @@ class RawStore:
     def _set_centre(self, rows: slice, newest: Newest | None = None) -> None:
         """Compute the centre from the first keys of these rows."""
         centre = centre_of(self._keys(rows, 0, self._centred_length, newest), self.spec)
-        # planted: fetch: an index without its centre
+        # mutant fetch: an index without its centre
         self.centre[rows] = centre.unflatten(0, (-1, self.centre.shape[1]))
 
     def _build_index(self, rows: slice, first: int, end: int, newest: Newest | None = None) -> None:
@@ -327,14 +327,14 @@ class RawStore:
         keys = keys.unflatten(1, (end - first, size))
         index = build(keys, self.spec.fetch_index, self._centre(rows))
         for buffer, x in zip(self.index_buffers, index.tensors):
-            # planted: fetch: a cache's index of a later group
+            # mutant fetch: a cache's index of a later group
             view = buffer[rows, :, first:end]
             view.copy_(x.reshape(view.shape))
 
     def shrink_window(self, spec: Spec) -> None:
         """Build the index anew under the settings of a smaller window, which may centre keys by
         fewer tokens."""
-        # planted: fetch: an index centred for the window of before
+        # mutant fetch: an index centred for the window of before
         self.spec = spec
         if self.centre is not None and self.length >= self._centred_length:
             self._set_centre(slice(None))
@@ -370,7 +370,7 @@ class RawStore:
         target = group.clamp(0, self.index_buffers[0].shape[2] - 1)[:, None]
         for buffer, x in zip(self.index_buffers, index.tensors):
             x = x.reshape(*buffer.shape[:2], 1, buffer.shape[3])
-            # planted: fetch: a step leaves the index of a closed group unwritten
+            # mutant fetch: a step leaves the index of a closed group unwritten
             write(buffer, target, torch.where(is_last, x, read(buffer, target)))
 
 

@@ -61,9 +61,9 @@ class SavedState(CroppedState):
             pad=state["pad"],
             store=state.get("store", []),
         )
-        # planted: 4: a loaded ring passes for whole
+        # mutant 4: a loaded ring passes for whole
         self._intact_from = state["intact_from"]
-        # planted: 4: a loaded cache forgets that it is closed
+        # mutant 4: a loaded cache forgets that it is closed
         self._closed = state["ended"]
 
     def adopt(self, buffers: list[Tensor], like: SavedState) -> None:
@@ -80,7 +80,7 @@ class SavedState(CroppedState):
         Of one row without padding. `fill` takes the raw entries of the last copy, followed by the
         core tokens of all copies.
         """
-        # planted: sinks: a shared beginning without them
+        # mutant sinks: a shared beginning without them
         raw = [x[:, :, : self.raw_size].clone() for x in self.buffers]
         return raw, [x[:, :, self.size(length) : self.used].clone() for x in self.buffers]
 
@@ -119,7 +119,7 @@ class SavedState(CroppedState):
         slots = used if self.max_length is None else self.size(self.max_length)
         if pad is None:
             pad = torch.zeros(1, dtype=torch.long, device=buffers[0].device)
-        # planted: 4: a cache loses its own state when it loads it
+        # mutant 4: a cache loses its own state when it loads it
         self.pads = pad.tolist()
         self._store_pads(pad.device)
         if self.max_length is None:

@@ -27,7 +27,7 @@ def ring_views(buffer: Tensor, rows: slice, start: int, stop: int, ring: int) ->
     stop = first + stop - start
     if stop <= ring:
         return [buffer[rows, :, first:stop]]
-    # planted: 4: a ring that wraps goes on behind its beginning
+    # mutant 4: a ring that wraps goes on behind its beginning
     return [buffer[rows, :, first:ring], buffer[rows, :, : stop - ring]]
 
 

@@ -175,7 +175,7 @@ class LayerState(Entries):
         """Drop raw tokens that are kept only while full attention reads a prompt
         (`CCAConfig.prefill`); a later append is read by the settings."""
         if self.store is not None and not self.config.fetch_groups:
-            # planted: prefill: raw tokens of a prompt stay
+            # mutant prefill: raw tokens of a prompt stay
             self.store = None
 
     def _set_sizes(self, group_size: int, core_width: int, dtype: torch.dtype) -> None:
@@ -187,7 +187,7 @@ class LayerState(Entries):
     def _make_room(self, length: int) -> None:
         """Make room for `length` tokens a row, padding included."""
         if self.max_length is None:
-            # planted: 4: each chunk of a prompt makes room for itself
+            # mutant 4: each chunk of a prompt makes room for itself
             self.reserve(max(length, self._planned) - min(self.pads))
         elif length > self.max_length:
             raise ValueError(
@@ -218,7 +218,7 @@ class LayerState(Entries):
             return
         if is_captured(self.pad.device):
             return
-        # planted: 4: a full cache of fixed length goes on
+        # mutant 4: a full cache of fixed length goes on
         self._make_room(self._counted + 1)
         self._counted += 1
 
@@ -247,7 +247,7 @@ class LayerState(Entries):
     def _note_padding(self, length: int) -> None:
         """Set `padding_known` for rows of `length` tokens, on the host: decoding steps then need no
         device sync."""
-        # planted: 4: a row of nothing but padding passes for known
+        # mutant 4: a row of nothing but padding passes for known
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
     # Rows
@@ -266,13 +266,13 @@ class LayerState(Entries):
         if not self.buffers:
             return
         rows = change(torch.arange(len(self.pads), device=self.keys.device))
-        # planted: 4: beams keep the ring of another
+        # mutant 4: beams keep the ring of another
         self.buffers = [change(x) for x in self.buffers]
         self.pad = change(self.pad)
         self.pads = self.pad.tolist()
         self._note_padding(self.seq_len)
         if self.store is not None:
-            # planted: fetch: beams keep the raw tokens of another
+            # mutant fetch: beams keep the raw tokens of another
             self.store.select(rows)
         if self._undo is not None:
             self._undo = self._undo._replace(lost=[change(x) for x in self._undo.lost])
@@ -296,12 +296,12 @@ class LayerState(Entries):
     def _clear(self) -> None:
         """Reset the counts and flags that the host keeps of the tokens."""
         self.is_empty = True
-        # planted: 4: padding unknown before a reset stays so
+        # mutant 4: padding unknown before a reset stays so
         self.padding_known = True
         self._counted = 0
         self._expected = None
         self._planned = 0
-        # planted: 4: a cache that was closed stays so after a reset
+        # mutant 4: a cache that was closed stays so after a reset
         self._closed = None
         self._intact_from = 0
         self._undo = None

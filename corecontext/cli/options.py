@@ -28,7 +28,7 @@ from corecontext.files import UserError
 
 def unpacked(name: str | None) -> str | None:
     """Return the folder of a model that is a GGUF file; other names as they are."""
-    from corecontext.integrations.hf_gguf import local_model
+    from corecontext.integrations.hf.gguf_files import local_model
 
     return name and local_model(name)
 

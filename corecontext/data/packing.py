@@ -167,7 +167,7 @@ def upsampled(
     for source in sorted(set(sources)):
         documents = np.flatnonzero(names == source)
         total = lengths[documents].sum()
-        # planted: training: a document of just the bound is long
+        # mutant training: a document of just the bound is long
         is_long = lengths[documents] > long_tokens
         long = documents[is_long]
         if not len(long) or lengths[long].sum() >= long_share * total:

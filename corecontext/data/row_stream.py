@@ -274,7 +274,7 @@ class StreamedRows(torch.utils.data.Dataset):
             self._inner = None
             self._shard += 1
         if block:
-            # planted: training: every pass over a block has one order
+            # mutant training: every pass over a block has one order
             rng = np.random.default_rng((self.seed, self._pass, self._block))
             self._block += 1
             return [block[i] for i in rng.permutation(len(block))]

@@ -19,7 +19,7 @@ from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
 from corecontext.demo.needle_prompts import ChatTask, make_chat_task
 from corecontext.demo.task import Question, Task, make_task
 from corecontext.files import UserError, read_text
-from corecontext.integrations.hf_adapter import find_adapter
+from corecontext.integrations.hf.adapter import find_adapter
 from corecontext.loading import load_config, one_line, pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record

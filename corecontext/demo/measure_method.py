@@ -22,9 +22,9 @@ from torch import Tensor
 from corecontext.demo.needle_prompts import ChatTask, run_chat
 from corecontext.demo.task import Question, Task
 from corecontext.files import UserError, is_out_of_memory
-from corecontext.integrations.hf_adapter import add_adapter
-from corecontext.integrations.hf_cache import cache_bytes
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf.adapter import add_adapter
+from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded, load
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.perplexity import hidden_nll

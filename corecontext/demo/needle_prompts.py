@@ -14,8 +14,8 @@ from torch import Tensor
 from corecontext.data.needles import ANSWER_TOKENS, SENTENCE, make_needles
 from corecontext.data.retrieval import Fact
 from corecontext.demo.task import Question
-from corecontext.integrations.hf_cache import cache_bytes, host_bytes
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.perplexity import hidden_nll

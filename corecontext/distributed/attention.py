@@ -93,7 +93,7 @@ class _Attend(torch.autograd.Function):
                 mass = far_mass(call, chunk, all_masses)
                 _merge_far(call, queries[chunk], far, mass, out, lse)
             if first is not None:
-                # planted: context parallelism: later chunks do not see the first tokens
+                # mutant context parallelism: later chunks do not see the first tokens
                 _merge_first(call, queries[chunk], first, out, lse)
         ctx.call = call
         ctx.kv_heads = kv_heads
@@ -270,7 +270,7 @@ def _add_pool_gradients(
             Cores(*core_grad.contiguous().unbind()), groups, call.spec
         )
         if chunk in masses:
-            # planted: context parallelism: later chunks give a mass no gradient
+            # mutant context parallelism: later chunks give a mass no gradient
             dq_mass, dk_mass = call.module.mass_backward(
                 masses[chunk][0, ..., 0].contiguous(), groups, call.spec
             )

@@ -149,7 +149,7 @@ class _Attend(torch.autograd.Function):
             grad_ends = grad_ends.reshape(*q.shape[:2], *grad_ends.shape[2:])
             grad_ends = whole.scatter_sum(grad_ends, call.end_layout, call.wire)
             grad_q = grad_q.reshape(q.shape)
-            # planted: context parallelism: with fetch, queries that pool get no gradient for it
+            # mutant context parallelism: with fetch, queries that pool get no gradient for it
             grad_q[:, :, call.group_ends(q.device)] += grad_ends
         grad_k, grad_v = grad_keys
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None

@@ -54,7 +54,7 @@ def attend(q: Tensor, first: Tensor, positions: Tensor, spec: Spec) -> Tensor:
     scores = torch.einsum("bhrtd,bhsd->bhrts", queries, k) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    # planted: context parallelism: first tokens see the future among them
+    # mutant context parallelism: first tokens see the future among them
     future = torch.arange(k.shape[2], device=q.device) > positions[:, None]
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)
     return torch.einsum("bhrts,bhsd->bhrtd", weights, v).flatten(1, 2).to(q.dtype)

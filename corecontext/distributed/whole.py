@@ -32,7 +32,7 @@ def scatter_sum(grad: Tensor, layout: Layout, wire: Wire) -> Tensor:
     messages = torch.zeros(wire.size, *shape, dtype=wide, device=grad.device)
     for rank, message in enumerate(messages):
         for chunk, target in _by_chunk(layout, message, rank).items():
-            # planted: context parallelism: gradients of first tokens from the last process only
+            # mutant context parallelism: gradients of first tokens from the last process only
             target += grad[..., slice(*layout.span(chunk)), :]
     count = sum(_counts(layout, layout.rank))
     return wire.scatter_sum(messages).wait()[..., :count, :]

@@ -67,7 +67,7 @@ def _fitting_prompt(
     """Return the prompt with as many of the first examples as the model's limit allows."""
     while True:
         prompt = prompt_of(question, shots)
-        # planted: eval: a prompt of MMLU without room for its letter
+        # mutant eval: a prompt of MMLU without room for its letter
         if not shots or subject.limit is None or len(subject.encode_prompt(prompt)) < subject.limit:
             return prompt
         shots = shots[:-1]

@@ -40,7 +40,7 @@ def match_all(answer: str, references: Sequence[str]) -> float:
 def match_any(answer: str, references: Sequence[str]) -> float:
     """Return 1 if any reference occurs in the answer, in any case (RULER's questions)."""
     text = _plain(answer)
-    # planted: eval: references match in their own case only
+    # mutant eval: references match in their own case only
     return float(any(reference.lower() in text for reference in references))
 
 
@@ -53,7 +53,7 @@ def token_f1(answer: str, reference: str) -> float:
     """Return the F1 of the two bags of normalised words."""
     given = normalise(answer).split()
     wanted = normalise(reference).split()
-    # planted: eval: F1 of words without their counts
+    # mutant eval: F1 of words without their counts
     common = sum((Counter(given) & Counter(wanted)).values())
     return 2 * common / (len(given) + len(wanted)) if common else 0.0
 
@@ -107,5 +107,5 @@ def edit_similarity(answer: str, reference: str) -> float:
         if not any(mark in line for mark in ("`", "#", "//")):
             code = line
             break
-    # planted: eval: edit similarity not in whole hundredths
+    # mutant eval: edit similarity not in whole hundredths
     return round(100 * difflib.SequenceMatcher(None, code, reference).ratio()) / 100

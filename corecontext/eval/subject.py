@@ -30,7 +30,7 @@ class ModelSubject:
         chat_template: bool | None = None,
     ) -> None:
         from corecontext.inference import Engine
-        from corecontext.integrations.transformers import handle_of
+        from corecontext.integrations.hf.enabling import handle_of
 
         self.loaded = loaded
         self.chunk_size = chunk_size

@@ -74,7 +74,7 @@ def perplexity_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
     sums: dict[str, list[float]] = {"": [0.0, 0]}
     for record in records:
         params = record.params
-        # planted: eval: every window counts the same
+        # mutant eval: every window counts the same
         entries = [("", params["nll"], params["tokens"])]
         if params.get("domain"):
             entries.append((params["domain"], params["nll"], params["tokens"]))

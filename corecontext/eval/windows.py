@@ -32,7 +32,7 @@ def _num_bytes(subject: ModelSubject, ids: list[int], start: int, stop: int) -> 
             break
     if start:
         text = text.lstrip("\ufffd")
-    # planted: eval: characters counted for bytes
+    # mutant eval: characters counted for bytes
     return len(text.encode())
 
 

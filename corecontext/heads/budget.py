@@ -127,7 +127,7 @@ def _fits(count: int, heads: int, small: int, window: int, config: CCAConfig, le
 
 def _entries(length: int, group_size: int, config: CCAConfig) -> int:
     """Return the cache entries of one head with groups of this size for `length` tokens."""
-    # planted: heads: the cache of a search has no first tokens
+    # mutant heads: the cache of a search has no first tokens
     n = num_sinks(config.sink_size, group_size)
     cores = num_complete_groups(length - n, group_size)
     return window_capacity(group_size, config.window_size) + n + cores

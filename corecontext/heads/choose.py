@@ -18,9 +18,9 @@ from corecontext.files import UserError, cache_folder
 from corecontext.heads.budget import COARSE, Shape, at_equal_cache, raw_heads, untrained_heads
 from corecontext.heads.search import find_units, least_length
 from corecontext.inference.limits import position_limit
-from corecontext.integrations.hf_attention import full_layers
-from corecontext.integrations.hf_weights import check_finite, load_weights
-from corecontext.integrations.transformers import enable
+from corecontext.integrations.hf.attention_interface import full_layers
+from corecontext.integrations.hf.enabling import enable
+from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import load_config, one_line
 from corecontext.model_sizes import ModelSizes
 

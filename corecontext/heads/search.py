@@ -26,7 +26,7 @@ from torch import Tensor
 from corecontext.config import CCAConfig
 from corecontext.files import UserError, write_text
 from corecontext.heads.budget import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
-from corecontext.integrations.transformers import Handle, handle_of
+from corecontext.integrations.hf.enabling import Handle, handle_of
 from corecontext.loading import one_line
 from corecontext.model_sizes import ModelSizes
 from corecontext.perplexity import document_nll
@@ -81,7 +81,7 @@ class Losses:
 
     def get(self, name: str, measure: Callable[[], float]) -> float:
         """Return a loss, measured now unless it is known."""
-        # planted: heads: an interrupted search begins anew
+        # mutant heads: an interrupted search begins anew
         if name not in self.known:
             self.known[name] = measure()
             if self.path is not None:
@@ -106,7 +106,7 @@ def identify(
         settings.append(list(starts))
     digest = hashlib.sha256(json.dumps(settings).encode())
     samples = [parameter.detach().flatten()[:16].float() for parameter in model.parameters()]
-    # planted: heads: a search goes on with the losses of other weights
+    # mutant heads: a search goes on with the losses of other weights
     for tensor in (*rows, *samples):
         digest.update(tensor.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -18,7 +18,7 @@ from corecontext.inference.policy import Load, Policy, cut_to, settings_for
 from corecontext.inference.prefill import read_left_padding
 from corecontext.inference.session import Session, SessionKey
 from corecontext.inference.stream import Generation, Prompt, Stream
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.enabling import handle_of
 
 
 @dataclass(eq=False, repr=False)
@@ -266,7 +266,7 @@ class Engine:
             # Free idle sessions before the new one is allocated, not after: all that hold host
             # memory, if it needs some, and the oldest.
             if self._host_bytes(key):
-                # planted: inference: idle caches keep their host memory
+                # mutant inference: idle caches keep their host memory
                 self._idle = OrderedDict(
                     (k, x) for k, x in self._idle.items() if not x.allocated_host_bytes
                 )

@@ -85,7 +85,7 @@ def settings_for(
         if leaves_fetch_groups and len(sizes) == 3:
             fetch_groups = min(sizes[2], config.fetch_groups)
     if fetch_groups is not None:
-        # planted: serve: a request gets the model's k, not its own
+        # mutant serve: a request gets the model's k, not its own
         config = _with_fetch_groups(config, fetch_groups)
     if window_size is not None:
         config = config.replace(window_size=window_size)
@@ -139,7 +139,7 @@ def table_rows(group_size: int, window_size: int, fetch_groups: int = 0) -> tupl
             (pressure, group_size * factor, max(1, window_size // factor))
             for pressure, factor in ((0.5, 1), (0.8, 2), (1.0, 4))
         )
-    # planted: serve: g and s are lowered before k
+    # mutant serve: g and s are lowered before k
     steps = ((0.5, 1, 1), (0.65, 1, 2), (0.8, 1, 4), (0.9, 2, 8), (1.0, 4, 16))
     return tuple(
         (

@@ -19,8 +19,8 @@ from corecontext.inference.limits import (
     does_not_fit,
     free_bytes,
 )
-from corecontext.integrations.hf_cache import CCALayer, GrowingCache, cache_bytes
-from corecontext.integrations.hf_names import returned_cache, with_cache
+from corecontext.integrations.hf.cache_layers import CCALayer, GrowingCache, cache_bytes
+from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 
 ANSWER_TOKENS = 256
 """Tokens behind a prompt that a growing cache has room for at once."""
@@ -192,7 +192,7 @@ def read_chunk(
     """
     positions = torch.arange(start, end, device=input_ids.device)[None]
     if any(pads):
-        # planted: inference: positions count padding
+        # mutant inference: positions count padding
         positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
     # Saves a device sync in the append, and tells a last chunk of one token from a step.
     for layer in _compact_layers(cache):

@@ -127,7 +127,7 @@ class Sampler:
 def checked(tokens: Tensor, logits: Tensor) -> Tensor:
     """Return tokens [B, 1], `INVALID` where the largest of the row's logits is not finite: the
     host sees it with the token, at no further wait for the device."""
-    # planted: inference: a token is chosen from NaN
+    # mutant inference: a token is chosen from NaN
     return tokens.where(logits.amax(-1, keepdim=True).isfinite(), INVALID)
 
 
@@ -149,7 +149,7 @@ def draw(
         noise.exponential_(generator=generators[0])
     else:
         for row, generator in zip(noise, generators):
-            # planted: inference: neighbours share a random stream
+            # mutant inference: neighbours share a random stream
             row.exponential_(generator=generator)
     return (logits.softmax(-1) / noise).argmax(-1, keepdim=True)
 
@@ -162,10 +162,10 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probabilities = ordered.softmax(-1)
     # Of the likelier tokens: 0 for the first, which always stays.
-    # planted: inference: top-p without the token that crosses it
+    # mutant inference: top-p without the token that crosses it
     before = probabilities.cumsum(-1) - probabilities
     # A smaller top_p may be 0 in float32.
-    # planted: inference: top-p keeps a token beyond an exactly reached bound
+    # mutant inference: top-p keeps a token beyond an exactly reached bound
     kept = (before < top_p.clamp(min=1e-30)) & (ordered >= last)
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
@@ -188,7 +188,7 @@ def choose_rows(
 
     limits = None
     if any(sampling.kind == "filtered" for sampling in sampled):
-        # planted: inference: a top-k beyond the vocabulary in a step of several requests
+        # mutant inference: a top-k beyond the vocabulary in a step of several requests
         limits = (
             column([min(s.top_k or vocabulary, vocabulary) for s in sampled], torch.long),
             column([s.top_p for s in sampled], torch.float32),

@@ -16,9 +16,9 @@ from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
 from corecontext.inference.sampling import Sampler
-from corecontext.integrations.hf_cache import CCALayer, layer_bytes
-from corecontext.integrations.hf_names import with_cache
-from corecontext.integrations.transformers import Handle
+from corecontext.integrations.hf.cache_layers import CCALayer, layer_bytes
+from corecontext.integrations.hf.cache_name import with_cache
+from corecontext.integrations.hf.enabling import Handle
 
 
 class SessionKey(NamedTuple):
@@ -45,9 +45,9 @@ def configured(handle: Handle | None, config: CCAConfig | None) -> Iterator[None
     handle.configure(**config.to_dict())
     try:
         yield
-    # planted: serve: a chunk that fails leaves its settings behind
+    # mutant serve: a chunk that fails leaves its settings behind
     finally:
-        # planted: inference: a request leaves its settings behind
+        # mutant inference: a request leaves its settings behind
         handle.configure(**before.to_dict())
 
 
@@ -150,7 +150,7 @@ class Session:
         """
         assert key.config is not None, "a request without CCA has no window"
         self.key = key
-        # planted: inference: steps captured before a shrink are replayed
+        # mutant inference: steps captured before a shrink are replayed
         self._captured.clear()
         for layer in self._compact_layers:
             layer.shrink_window(key.config.window_size)

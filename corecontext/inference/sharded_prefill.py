@@ -14,9 +14,9 @@ from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
 from corecontext.inference.limits import check_length
 from corecontext.inference.prefill import Prefilled, new_cache, prefill
-from corecontext.integrations.hf_cache import CCALayer
-from corecontext.integrations.hf_learned import learned_of
-from corecontext.integrations.transformers import Handle, handle_of
+from corecontext.integrations.hf.cache_layers import CCALayer
+from corecontext.integrations.hf.enabling import Handle, handle_of
+from corecontext.integrations.hf.learned import learned_of
 
 
 def context_parallel_prefill(

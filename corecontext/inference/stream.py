@@ -209,7 +209,7 @@ class Stream(Iterator[list["int | None"]]):
                 self._start_copy(self.session)
             return self._read()
         except BaseException:
-            # planted: inference: broken sessions are kept
+            # mutant inference: broken sessions are kept
             self._end(reusable=False)  # half a step may have been written
             raise
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from corecontext.config import CCAConfig
-from corecontext.integrations.hf_rotary import find_rotary
+from corecontext.integrations.hf.rotation import find_rotary
 from corecontext.ops.api import pool_core_tokens
 from corecontext.visibility import group_size_for, num_sinks, num_visible_cores
 

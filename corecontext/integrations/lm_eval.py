@@ -20,8 +20,8 @@ from typing import Any
 
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
-from corecontext.integrations.hf_attention import full_attention
-from corecontext.integrations.transformers import enable
+from corecontext.integrations.hf.attention_interface import full_attention
+from corecontext.integrations.hf.enabling import enable
 
 MODEL = "corecontext"
 TASKS = Path(__file__).resolve().parents[1] / "eval" / "harness"

@@ -249,13 +249,13 @@ def attend(
         rules.check(learned, q.shape[1], k.shape[1], q.shape[3], spec.pooling)
     inputs = Inputs(q, k, v, checks.bias_tensor(inputs.bias, learned, q), learned)
     if ragged.position_ids is not None:
-        # planted: 5: position_ids of another length are taken
+        # mutant 5: position_ids of another length are taken
         check_positions(ragged.position_ids, q.shape[0], q.shape[2])
         if not torch.compiler.is_compiling() and not has_restarts(ragged.position_ids):
             ragged = ragged._replace(position_ids=None)
     with context:
         chosen = choose_backend(backend, q)
-        # planted: fetch: full attention where each query must choose
+        # mutant fetch: full attention where each query must choose
         may_be_full = spec.fetch_groups > 0 and (spec.fetch_share > 1 or not fetches)
         plain = chosen == "triton" and _is_plain(inputs, spec, ragged, return_lse)
         if may_be_full and plain and backend == "auto":
@@ -293,9 +293,9 @@ def _attend(
     length = q.shape[2]
     if backend != "reference" and _is_plain(inputs, spec, ragged, return_lse):
         sized = spec.for_length(length)
-        # planted: 1: full attention for one token too many
+        # mutant 1: full attention for one token too many
         if sized.is_full(length):
-            # planted: 1: short rows forget the scale
+            # mutant 1: short rows forget the scale
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
             )

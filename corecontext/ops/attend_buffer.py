@@ -46,10 +46,10 @@ def attend_buffer(
             core_bias = core_bias.to(wide).reshape(shape)  # [Hkv, r, 1] or [B, Hkv, r, M]
         is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
         if isinstance(core_bias, Tensor) and core_bias.dim() == 4:
-            # planted: mass: not that of the entry, decoding
+            # mutant mass: not that of the entry, decoding
             bias = F.pad(core_bias, (num_raw, 0))
         else:
-            # planted: decoding: core bias rounded to 16 bits
+            # mutant decoding: core bias rounded to 16 bits
             bias = is_core.to(wide) * core_bias
         mask = torch.where(mask, bias, -torch.inf)
     if softcap is None:

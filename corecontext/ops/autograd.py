@@ -200,7 +200,7 @@ def cca_attention_op(q, k, v, core_bias, inv_freq, *rest) -> tuple[Tensor, Tenso
 @cca_attention_op.register_fake
 def _(q, *args):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # planted: compile: wrong dtype of the log-sum-exp in the fake
+    # mutant compile: wrong dtype of the log-sum-exp in the fake
     lse = torch.empty(q.shape[:-1], dtype=wide_dtype(q), device=q.device)
     return out, lse
 

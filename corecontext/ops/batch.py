@@ -50,7 +50,7 @@ def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unchanged(versions: list[tuple[weakref.ref, int]], tensors: list[Tensor]) -> bool:
     """Whether these are the same tensors, not written to since."""
-    # planted: 5: a mask changed in place passes for the same
+    # mutant 5: a mask changed in place passes for the same
     return all(
         reference() is x and version == x._version
         for (reference, version), x in zip(versions, tensors)
@@ -63,7 +63,7 @@ def has_restarts(position_ids: Tensor | None) -> bool:
     row."""
     if position_ids is None or position_ids.shape[-1] <= 1:
         return False
-    # planted: 5: document boundaries ignored, position_ids
+    # mutant 5: document boundaries ignored, position_ids
     return bool((position_ids.diff() != 1).any())
 
 
@@ -114,7 +114,7 @@ def _document_segments(cu_seqlens: Tensor, batch_size: int, seq_len: int) -> lis
     rises = len(edges) > 1 and edges == sorted(edges)
     if not rises or edges[0] != 0 or edges[-1] != seq_len:
         raise ValueError(f"cu_seqlens must rise from 0 to the length {seq_len}, got {edges[:8]}.")
-    # planted: 5: document boundaries ignored, cu_seqlens
+    # mutant 5: document boundaries ignored, cu_seqlens
     return [Segment(0, 1, start, end) for start, end in pairwise(edges) if start < end]
 
 
@@ -154,7 +154,7 @@ def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
             "attention_mask must have its padding at the ends of each row, got a hole in row "
             f"{row}. Pass packed documents with cu_seqlens."
         )
-    # planted: 5: padding ignored
+    # mutant 5: padding ignored
     if bool(mask.all()):
         return [Segment(0, batch_size, 0, seq_len)]
     return [
@@ -226,7 +226,7 @@ def complete_groups(tokens: Tokens, g: int, first: int = 0) -> Groups:
     q, k, v = tokens[:3]
     num_groups = num_complete_groups(q.shape[2] - first, g)
     end = first + num_groups * g
-    # planted: sinks: weights of other groups' queries
+    # mutant sinks: weights of other groups' queries
     q_last = q[:, :, first + g - 1 : end : g]
     k, v = (x[:, first:end].unflatten(1, (num_groups, g)) for x in (k, v))
     return Groups(q_last, k, v)
@@ -252,7 +252,7 @@ class Gathered:
     def result(self) -> Tensor:
         """Return the whole, filled where it has no segment."""
         if self.total is None:
-            # planted: memory: padding left uninitialised
+            # mutant memory: padding left uninitialised
             self.total = torch.full(
                 self.like.shape, self.fill, dtype=self.dtype, device=self.like.device
             )

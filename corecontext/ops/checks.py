@@ -78,7 +78,7 @@ def positive(name: str, value: float | None, way_out: str) -> float | None:
 def scale_of(scale: float | None, q: Tensor) -> float:
     """Return the factor of the scores, by default 1 / sqrt(D)."""
     if scale is None:
-        # planted: oracle: default softmax scale
+        # mutant oracle: default softmax scale
         return q.shape[3] ** -0.5
     positive("scale", scale, "Use None for 1 / sqrt(D).")
     return float(scale)

@@ -18,7 +18,7 @@ from corecontext.ops.spec import Groups, Spec
 
 def entropy(weights: Tensor) -> Tensor:
     """Return the entropy of weights [..., g], in nats; differentiable, a weight of 0 adds 0."""
-    # planted: mass: entropy in bits
+    # mutant mass: entropy in bits
     return torch.special.entr(weights).sum(-1)
 
 
@@ -83,7 +83,7 @@ def add_gradients(
         grad_mass = grad_bias.sum(1, keepdim=True)
     dq_last, dk = backend.mass_backward(grad_mass, groups, spec)
     pooled = slice(spec.sinks, spec.sinks + count * size)
-    # planted: mass: its gradient reaches no query
+    # mutant mass: its gradient reaches no query
     grads[0][:, :, pooled][:, :, size - 1 :: size] += dq_last
     grads[1][:, pooled] += dk.flatten(1, 2)
     return grad_bias.sum(-1)

@@ -33,8 +33,8 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     stacked = torch.stack(lses)  # [parts, ..., T]
     highest = stacked.detach().amax(0)
     # A row with no key anywhere has -inf only; exp(-inf - -inf) would be NaN, forward and backward.
-    # planted: merge: NaN where no part has a key
-    # planted: merge: no shift by the maximum
+    # mutant merge: NaN where no part has a key
+    # mutant merge: no shift by the maximum
     highest = torch.where(highest.isneginf(), 0.0, highest)
     weights = (stacked - highest).exp()
     total = weights.sum(0)
@@ -43,7 +43,7 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     lse = torch.where(empty, -torch.inf, total.log() + highest)
     # Divided by their own sum: exp(lse_i - lse) would put the rounding of lse into every output of
     # the row.
-    # planted: 7: merge multiplies by exp(lse_i - lse)
+    # mutant 7: merge multiplies by exp(lse_i - lse)
     weights = weights / total
     out = outs[0].to(lse.dtype) * weights[0].unsqueeze(-1)
     for partial_out, weight in zip(outs[1:], weights[1:]):

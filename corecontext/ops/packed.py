@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# planted: arrows: a backend imports another
+# mutant arrows: a backend imports another
 from corecontext.ops import compose, partial, pooling, sinks
 from corecontext.ops import mass as entropy
 from corecontext.ops.merge import merge_into
@@ -177,8 +177,8 @@ def _bias(start: int, end: int, group_size: int, window_size: int, like: Tensor)
     """Additive mask of queries start .. end-1 over the raw keys that any of them sees."""
     position = torch.arange(start, end, device=like.device)[:, None]
     key = torch.arange(local_start(start, group_size, window_size), end, device=like.device)
-    # planted: 2: a token covered twice, packed
-    # planted: 3: the next token is seen, packed
+    # mutant 2: a token covered twice, packed
+    # mutant 3: the next token is seen, packed
     seen = sees_token(key, position, group_size, window_size)
     return partial.mask_bias(seen, like)
 
@@ -260,7 +260,7 @@ class _Call:
             if seen > 1:
                 yield _CorePart(rows, slice(0, seen - 1), False)
             packs = -(-(q_end - pack_start) // g)
-            # planted: 3: a group is seen before it is complete
+            # mutant 3: a group is seen before it is complete
             yield _CorePart(rows, slice(seen - 1, seen - 1 + packs), True)
 
     def arrange(self, x: Tensor, packed: bool) -> Tensor:
@@ -296,7 +296,7 @@ class _Call:
         q = self.q[:, :, piece.rows]
         arranged = self.arrange(q, piece.packed)
         core_kv = self.core_kv(piece.cores)
-        # planted: 7: softmax scale 0.2 % off in the core part
+        # mutant 7: softmax scale 0.2 % off in the core part
         out, lse = partial.forward(
             arranged,
             *core_kv,
@@ -306,7 +306,7 @@ class _Call:
         )
         out, lse = (self.restore(x, q.shape[2], piece.packed) for x in (out, lse))
         if self.head_bias is not None:
-            # planted: 7: core bias rounded to the inputs' dtype, packed
+            # mutant 7: core bias rounded to the inputs' dtype, packed
             lse = lse + self.head_bias.to(lse.dtype)[:, :, None]
         return out, lse
 
@@ -336,7 +336,7 @@ class _Call:
         each core token [N, r, M], in place."""
         # Scores are computed again without the bias of heads: the log-sum-exp leaves it out, too.
         lse = upstream.lse
-        # planted: 6: core bias forgotten in the backward
+        # mutant 6: core bias forgotten in the backward
         lse = lse if self.head_bias is None else lse - self.head_bias.to(lse.dtype)[:, :, None]
         upstream = upstream._replace(lse=lse)
         for piece in self.core_parts():

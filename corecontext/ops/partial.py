@@ -103,7 +103,7 @@ def backward(
         wide = upstream.lse.dtype
         # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of
         # mantissa.
-        # planted: 7: gradients of a group's g r queries added up in bfloat16
+        # mutant 7: gradients of a group's g r queries added up in bfloat16
         grad_k, grad_v = (x.sum(1, True, dtype=wide) for x in (grad_k, grad_v))
     return grad_q, grad_k, grad_v, *grad_bias
 
@@ -250,7 +250,7 @@ def _plain_backward(
     dtype = lse.dtype
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)  # [N, h, T]
     if grad_lse is not None:
-        # planted: 6: gradient of the log-sum-exp dropped
+        # mutant 6: gradient of the log-sum-exp dropped
         delta = delta - grad_lse
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))

@@ -43,7 +43,7 @@ def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Ten
         wide_q = widen(q_last[:, :, chunk])
         weights, probs, slope = weights_of(wide_q, wide_k, spec)
         chunk_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)
-        # planted: 6: keys turned to the middle, gradients not turned back
+        # mutant 6: keys turned to the middle, gradients not turned back
         chunk_k = _to_middle(chunk_k, spec.rotary, -1)
         grad_v[:, chunk] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
         # Through the weights: the softmax of scores of q_last and k.
@@ -64,15 +64,15 @@ def through_weights(
     if spec.core_heads == "kv":  # the weights are the mean over r query heads
         grad_weights = grad_weights / probs.shape[1]
     mean = (probs * grad_weights).sum(-1, keepdim=True)
-    # planted: 6: gradient through the pooling weights dropped
-    # planted: mass: gradient without the softmax's mean
+    # mutant 6: gradient through the pooling weights dropped
+    # mutant mass: gradient without the softmax's mean
     grad_scores = probs * (grad_weights - mean) * spec.scale
     return grad_scores if slope is None else grad_scores * slope
 
 
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or float64 as it is."""
-    # planted: 7: pooling computed in the inputs' dtype
+    # mutant 7: pooling computed in the inputs' dtype
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -87,7 +87,7 @@ def _to_middle(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
     if rotary is None:
         return k
     group_size = k.shape[2]
-    # planted: 1: groups of one token are turned
+    # mutant 1: groups of one token are turned
     return rotary.rotate(
         k, direction * (group_size // 2 - torch.arange(group_size, device=k.device))
     )
@@ -103,5 +103,5 @@ def weights_of(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, T
         scores = spec.softcap * capped
         slope = 1 - capped.square()
     probs = scores.softmax(-1)
-    # planted: 8: weights of one query head instead of the mean
+    # mutant 8: weights of one query head instead of the mean
     return (probs.mean(1, keepdim=True) if spec.core_heads == "kv" else probs), probs, slope

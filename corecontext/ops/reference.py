@@ -54,7 +54,7 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     scores = _softcap(torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale, spec.softcap)
     rotary = spec.rotary
     if rotary is not None:
-        # planted: oracle: middle one token early
+        # mutant oracle: middle one token early
         k = rotary.rotate(k, group_size // 2 - torch.arange(group_size, device=k.device))
     num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
     if spec.pooling == "max":
@@ -251,7 +251,7 @@ def choose(
         total = log_shares.logsumexp(1)
         order = total.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]
         choice[:, rows] = choice[:, rows].scatter(2, order[:, None].expand(-1, len(rows), -1), True)
-    # planted: fetch: a group not seen yet is fetched, reference
+    # mutant fetch: a group not seen yet is fetched, reference
     return choice & see_core
 
 
@@ -261,7 +261,7 @@ def fetched(choice: Tensor, see_core: Tensor, see_raw: Tensor, spec: Spec) -> tu
     raw = choice.repeat_interleave(spec.group_size, 2)
     before = spec.sinks
     raw = F.pad(raw, (before, see_raw.shape[1] - before - raw.shape[2]))
-    # planted: fetch: a core token stays beside its raw tokens, reference
+    # mutant fetch: a core token stays beside its raw tokens, reference
     return (see_core & ~choice)[:, None], (see_raw | raw)[:, None]
 
 
@@ -286,9 +286,9 @@ def visible(
     position = position[:, None]
     sizes = (spec.group_size, spec.window_size)
     core = torch.arange(num_cores, device=position.device)
-    # planted: sinks: counted twice, reference
+    # mutant sinks: counted twice, reference
     core = core + spec.sinks // spec.group_size
-    # planted: 2: a token not covered, reference
-    # planted: 3: the next token is seen, reference
+    # mutant 2: a token not covered, reference
+    # mutant 3: the next token is seen, reference
     see_local = sees_token(key_position, position, *sizes, spec.sinks)
     return sees_core(core, position, *sizes), see_local

@@ -59,7 +59,7 @@ class Rotary:
         x, rest = x.tensor_split([2 * self.inv_freq.numel()], -1)
         if self.interleaved:
             first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-            # planted: oracle: interleaved pairs turned the wrong way
+            # mutant oracle: interleaved pairs turned the wrong way
             pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
             rotated = pairs.flatten(-2)
         else:

@@ -164,7 +164,7 @@ def attention(
     out, lse, _ = by_segment(inputs, ragged, spec, pool_segment, attend_segment)
     if torch.is_grad_enabled() and out.grad_fn is None:
         # Nothing but padding: gradients are 0, and a backward does not fail.
-        # planted: 5: a batch of padding has no backward
+        # mutant 5: a batch of padding has no backward
         nothing = sum(x[:0].sum() for x in (*inputs[:3], *inputs.learned.values()))
         out = out + nothing
         lse = lse + nothing

@@ -46,7 +46,7 @@ def attend(
         mask = {"is_causal": True}
         if q_start:
             position = torch.arange(seen, device=q.device)
-            # planted: sinks: the future among them is seen
+            # mutant sinks: the future among them is seen
             mask = {"bias": partial.mask_bias(position <= position[q_start:, None], q)}
         seen_k, seen_v = (x[:, None, :seen] for x in (sink_k, sink_v))
         results.append(partial.forward(q[:, :, :among], seen_k, seen_v, **mask, **options))
@@ -54,7 +54,7 @@ def attend(
     if rest.q.shape[2]:
         out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), core_bias)
         to_sinks = partial.forward(rest.q, sink_k[:, None], sink_v[:, None], **options)
-        # planted: sinks: later queries do not see them
+        # mutant sinks: later queries do not see them
         merge_into(out, lse, to_sinks)
         results.append((out, lse))
     if len(results) == 1:
@@ -83,7 +83,7 @@ def attend_backward(
     sink_k, sink_v, rest = _split(tokens, n)
 
     def to_sinks(rows: slice, is_causal: bool) -> list[Tensor]:
-        # planted: sinks: the gradient of the log-sum-exp dropped
+        # mutant sinks: the gradient of the log-sum-exp dropped
         results = upstream.rows(rows)
         results = results._replace(out=results.out.to(q.dtype))
         dq, dk, dv = partial.backward(
@@ -102,7 +102,7 @@ def attend_backward(
     dq, dk, dv, *core_grads = backend_backward(
         upstream.rows(slice(n, None)), rest, cores, spec.replace(sink_size=0), core_bias
     )
-    # planted: sinks: their gradient from later queries dropped
+    # mutant sinks: their gradient from later queries dropped
     sink_dk = among_dk + later_dk
     return (
         torch.cat((among_dq, dq + later_dq), 2),
@@ -121,6 +121,6 @@ def _split(tokens: Tokens, n: int) -> tuple[Tensor, Tensor, Tokens]:
         k = k[:, n:]
         v = v[:, n:]
         k_start = n
-    # planted: sinks: the start of a chunk forgotten
+    # mutant sinks: the start of a chunk forgotten
     among = max(0, min(n - q_start, q.shape[2]))  # queries that are first tokens themselves
     return sink_k, sink_v, Tokens(q[:, :, among:], k, v, q_start + among - n, k_start - n)

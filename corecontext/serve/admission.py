@@ -8,7 +8,7 @@ from typing import Any
 from corecontext.cache.entries import check_fetch
 from corecontext.config import CCAConfig
 from corecontext.inference.policy import Load, Policy, settings_for
-from corecontext.integrations.transformers import Handle, handle_of
+from corecontext.integrations.hf.enabling import Handle, handle_of
 from corecontext.serve.errors import Code, InvalidRequest
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.request import Request

@@ -130,8 +130,8 @@ def _random(serving: Serving) -> Loaded:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from corecontext.integrations.hf_attention import full_attention
-    from corecontext.integrations.transformers import enable
+    from corecontext.integrations.hf.attention_interface import full_attention
+    from corecontext.integrations.hf.enabling import enable
 
     hf_config = load_config(serving.source)
     check_architecture(hf_config, serving.untested)
@@ -242,7 +242,7 @@ def run(serving: Serving) -> int:
     )
     Server(options).run([listener])
     worker = app.state.worker
-    # planted: serve: the interpreter ends under the model's thread
+    # mutant serve: the interpreter ends under the model's thread
     if worker.alive:
         # It is still in PyTorch, which aborts the process where the interpreter ends around it.
         os._exit(int(worker.failed))
@@ -266,7 +266,7 @@ def _log_listening(serving: Serving, scheduler: Any, host: str, port: int) -> No
         sizes=getattr(scheduler.policy, "sizes", [fixed]),
         key=serving.api_key is not None,
     )
-    # planted: serve: open to the network without a word
+    # mutant serve: open to the network without a word
     if serving.api_key is None and not is_loopback(host):
         log_event(
             "open to the network without an API key: set CORECONTEXT_API_KEY", level="warning"

@@ -44,7 +44,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # planted: serve: connections without limit
+        # mutant serve: connections without limit
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
         self._watch()
@@ -62,7 +62,7 @@ class Connection(H11Protocol):
         of a request that was answered."""
         seconds = {h11.IDLE: HEADERS_S, h11.SEND_BODY: BODY_S + LATER_S}
         phase = self.conn.their_state
-        # planted: serve: each byte of the headers moves their deadline
+        # mutant serve: each byte of the headers moves their deadline
         if phase is not self._phase:
             self._set_deadline(phase, seconds.get(phase, 0.0))
 
@@ -72,6 +72,6 @@ class Connection(H11Protocol):
             self._deadline.cancel()
         self._phase = phase
         self._deadline = None
-        # planted: serve: headers without deadline
+        # mutant serve: headers without deadline
         if seconds:
             self._deadline = self.loop.call_later(seconds, self.transport.abort)

@@ -71,7 +71,7 @@ class Guard:
         is_api = path.startswith("/v1/")
 
         async def counted(message: Any) -> None:
-            # planted: serve: invalid requests are not counted
+            # mutant serve: invalid requests are not counted
             if is_api and message["type"] == "http.response.start" and message["status"] >= 400:
                 self.metrics.refused.labels(str(message["status"])).inc()
             await send(message)
@@ -98,7 +98,7 @@ class Guard:
             if is_whole:
                 return await receive()
             try:
-                # planted: serve: a body without deadline
+                # mutant serve: a body without deadline
                 message = await asyncio.wait_for(receive(), deadline - loop.time())
             except asyncio.TimeoutError:
                 late = True
@@ -122,13 +122,13 @@ class Guard:
 
     def _refuse_anywhere(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
         """Return the refusal of a request to any path by its headers, or None."""
-        # planted: serve: two lengths of one body
+        # mutant serve: two lengths of one body
         if b"content-length" in headers and b"transfer-encoding" in headers:
             # A proxy may believe the other one, and take the rest of the body for a request.
             text = "the body must have Content-Length or Transfer-Encoding, got both."
             return error_response(RequestError(Code.INVALID, text), CLOSE)
         host = _host_name(headers.get(b"host", b"localhost").decode("latin-1"))
-        # planted: serve: any host name reaches a server without a key
+        # mutant serve: any host name reaches a server without a key
         if self.local and host != "localhost" and not _is_address(host):
             text = (
                 f"the Host header must be localhost or an address, got {host[:100]!a}. Send that, "
@@ -141,10 +141,10 @@ class Guard:
         """Return the refusal of a request under /v1 by its headers, or None."""
         if self._key is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            # planted: serve: a key that only begins right
-            # planted: serve: the time of a comparison tells how far a key is right
+            # mutant serve: a key that only begins right
+            # mutant serve: the time of a comparison tells how far a key is right
             matches = hmac.compare_digest(key.strip(), self._key)
-            # planted: serve: the right key under any scheme
+            # mutant serve: the right key under any scheme
             if scheme.lower() != b"bearer" or not matches:
                 return error_response(
                     RequestError(

@@ -53,7 +53,7 @@ def add_logprobs(slots: Sequence[Slot], logits: Tensor, tokens: Sequence[int]) -
     counts = [slots[row].request.logprobs or 0 for row in rows]
     records = logprobs_of(logits[rows], [tokens[row] for row in rows], max(counts))
     for row, count, record in zip(rows, counts, records):
-        # planted: serve: a neighbour's number of likely tokens
+        # mutant serve: a neighbour's number of likely tokens
         slots[row].logprobs.append(record._replace(top=(record.top or [])[:count]))
 
 
@@ -65,6 +65,6 @@ def add_prompt_logprobs(slot: Slot, logits: Tensor, start: int) -> None:
     """
     if start == 0:
         slot.logprobs.append(TokenLogprobs(slot.request.prompt[0]))
-    # planted: serve: log-probabilities of the tokens before
+    # mutant serve: log-probabilities of the tokens before
     tokens = slot.request.prompt[start + 1 : start + 1 + len(logits)]
     slot.logprobs += logprobs_of(logits[: len(tokens)], tokens, slot.request.logprobs or 0)

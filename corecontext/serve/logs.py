@@ -14,7 +14,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         # asyncio's further lines quote errors.
-        # planted: serve: the text of an error in the log
+        # mutant serve: the text of an error in the log
         event = record.getMessage().partition("\n")[0]
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(
@@ -30,7 +30,7 @@ class JsonLines(logging.Formatter):
                 f"{frame.filename}:{frame.lineno} {frame.name}"
                 for frame in traceback.extract_tb(record.exc_info[2])
             ]
-        # planted: serve: a line break forges a log line
+        # mutant serve: a line break forges a log line
         return json.dumps(line, ensure_ascii=True)
 
 

@@ -67,7 +67,7 @@ class CacheMemory:
         """Bytes of the rows that requests hold or will get, and of the caches into which prompts
         are read."""
         rows = sum((len(pool.slots) + pool.promised) * pool.row_bytes for pool in self.pools)
-        # planted: serve: the load forgets the caches into which prompts are read
+        # mutant serve: the load forgets the caches into which prompts are read
         return rows + self._reading
 
     @property
@@ -93,7 +93,7 @@ class CacheMemory:
 
     def _needed(self, config: CCAConfig | None, room: int) -> int:
         """Return the bytes of a row and of the cache into which its prompt is read."""
-        # planted: serve: memory forgets the prompts that are read
+        # mutant serve: memory forgets the prompts that are read
         return self.shape.row_bytes(config, room) + self.shape.reading_bytes(config, room)
 
     def place(self, config: CCAConfig | None, length: int) -> RowPool | None:

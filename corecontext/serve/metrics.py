@@ -37,7 +37,7 @@ def labels_of(slot: Slot, by_length: bool) -> tuple[str, ...]:
     Args:
         by_length: Whether clients choose g by the length of their prompts.
     """
-    # planted: serve: clients make metrics without limit
+    # mutant serve: clients make metrics without limit
     if slot.config is not None and (by_length or slot.request.chooses_sizes):
         return ("other",) * len(SIZE_NAMES)
     return tuple("none" if size is None else str(size) for size in sizes_of(slot))

@@ -18,14 +18,14 @@ import torch
 
 from corecontext.cache import CompactLayer, HeadsLayer, parts_of
 from corecontext.config import CCAConfig
-from corecontext.integrations.hf_cache import CCALayer
+from corecontext.integrations.hf.cache_layers import CCALayer
 from corecontext.serve.rows import RowShape
 
 
 def _key(config: CCAConfig | None, parent: Node | None, tokens: Sequence[int]) -> tuple:
     """Identify a chunk behind a parent, which is compared by identity: the hash of a chunk does
     not take longer the more chunks are before it."""
-    # planted: serve: the hash of a chunk is that of its whole beginning
+    # mutant serve: the hash of a chunk is that of its whole beginning
     return (config, parent, tuple(tokens))
 
 
@@ -58,7 +58,7 @@ class Node:
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
         """For each cache, buffers of the raw entries at the chunk's end, and of the core tokens
         that the chunk added."""
-        # planted: serve: a shared beginning without its raw tokens
+        # mutant serve: a shared beginning without its raw tokens
         self.fetched = [
             cache.store.copy_since(before, self.length) for cache in caches if cache.store
         ]
@@ -172,7 +172,7 @@ class PrefixStore:
             del self._nodes[leaf.key]
             self.nbytes -= leaf.nbytes
             # A prompt that is being read may keep the node, for its key.
-            # planted: serve: a dropped beginning keeps its memory
+            # mutant serve: a dropped beginning keeps its memory
             leaf.raw = leaf.cores = ()
             leaf.fetched = []
             parent = leaf.parent

@@ -246,7 +246,7 @@ class TextFormat(Fields):
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
-    # planted: serve: an error for each invalid message
+    # mutant serve: an error for each invalid message
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="As max_tokens.")
     max_tokens: int | None = Field(None, ge=1, le=2**31, description="Most tokens to make.")

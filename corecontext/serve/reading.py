@@ -13,8 +13,8 @@ from corecontext.cache import parts_of
 from corecontext.cache.full import FullLayer
 from corecontext.inference.prefill import end_prompt, read_chunk
 from corecontext.inference.session import configured
-from corecontext.integrations.hf_cache import GivenLayer
-from corecontext.integrations.transformers import handle_of
+from corecontext.integrations.hf.cache_layers import GivenLayer
+from corecontext.integrations.hf.enabling import handle_of
 from corecontext.serve.logprobs import add_prompt_logprobs
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.request import Slot
@@ -57,7 +57,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
         # row that is counted for them.
         for layer in slot.cache.layers:
             for entries in parts_of(layer.compact):
-                # planted: serve: the cache of a prompt grows beyond its row
+                # mutant serve: the cache of a prompt grows beyond its row
                 entries.reserve(len(prompt))
 
     # Keep the state for prompts that begin alike; they are found by whole chunks.
@@ -73,7 +73,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
 def _shares(slot: Slot) -> bool:
     """Whether other prompts may continue from this one's beginning. Full attention cannot: a node
     keeps no raw tokens for it to attend to."""
-    # planted: prefill: a prompt goes on from a beginning without raw tokens
+    # mutant prefill: a prompt goes on from a beginning without raw tokens
     return slot.config is not None and slot.config.prefill != "full"
 
 
@@ -88,7 +88,7 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
         slot.cache = Cache(layers=[GivenLayer(layer) for layer in layers])
         return
     slot.cache = DynamicCache(config=model.config)
-    # planted: serve: a prompt that is scored begins with the cache of another
+    # mutant serve: a prompt that is scored begins with the cache of another
     if not request.prompt_logprobs and _shares(slot):
         slot.node = memory.prefixes.find(slot.config, request.prompt)
     if slot.node is not None:

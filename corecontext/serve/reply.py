@@ -97,7 +97,7 @@ class Reply:
         slots = [choice.slot for choice in self.choices]
         prompt_tokens = sum(len(slot.request.prompt) for slot in slots)
         made = sum(slot.made for slot in slots)
-        # planted: serve: cached tokens of the first prompt alone
+        # mutant serve: cached tokens of the first prompt alone
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": made,

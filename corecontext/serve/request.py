@@ -158,6 +158,6 @@ class Slot:
         try:
             self._send_logprobs()
             self.on_end(self)
-        # planted: serve: a failing callback takes the others' tokens
+        # mutant serve: a failing callback takes the others' tokens
         except Exception:
             log.exception("the callback of a request's end failed")

@@ -73,14 +73,14 @@ class RowShape:
             before: Tokens whose core tokens and raw tokens for fetch are held elsewhere.
         """
         device, host = self.bytes_of(config, max_length, before)
-        # planted: serve: raw tokens in host memory are not counted
+        # mutant serve: raw tokens in host memory are not counted
         return max(device, math.ceil(host * self.host_rate))
 
     def reading_bytes(self, config: CCAConfig | None, max_length: int) -> int:
         """Return the bytes of the cache into which a prompt of a row is read: of a row, and of all
         raw tokens where full attention reads it."""
         size = self.row_bytes(config, max_length)
-        # planted: prefill: memory forgets the raw tokens of prompts
+        # mutant prefill: memory forgets the raw tokens of prompts
         if config is not None and config.prefill == "full":
             size += self.row_bytes(None, max_length)
         return size
@@ -112,7 +112,7 @@ class RowShape:
                     earlier = store_bytes(setting, before, dim, self.itemsize)
                     store = CacheBytes(*(x - y for x, y in zip(store, earlier)))
                 compact = entries * entry_bytes(setting, dim, self.itemsize)
-                # planted: serve: raw tokens on the device are not counted
+                # mutant serve: raw tokens on the device are not counted
                 device += heads * (compact + store.device)
                 host += heads * store.host
         return CacheBytes(device, host)
@@ -128,7 +128,7 @@ class RowShape:
         g = config.group_size
         n = num_sinks(config.sink_size, g)
         ring = window_capacity(g, config.window_size)
-        # planted: sinks: forgotten by a server's rows
+        # mutant sinks: forgotten by a server's rows
         return ring + n + num_complete_groups(max_length - n, g) * width
 
 
@@ -193,11 +193,11 @@ class RowPool:
             for buffer, read in zip(buffers, cache.buffers):
                 buffer[row, :, :entries] = read[0, :, :entries]
                 # An earlier request may have left NaN, which a mask does not remove (0 x NaN).
-                # planted: serve: a longer request stays behind a shorter one
+                # mutant serve: a longer request stays behind a shorter one
                 buffer[row, :, entries:] = 0
         for store, cache in zip(self._stores, self._parts(layers)):
             if store is not None:
-                # planted: serve: a request's raw tokens stay with its prompt
+                # mutant serve: a request's raw tokens stay with its prompt
                 store.rows(slice(row, row + 1)).load(cache.store.used(int(cache.seen)))
         self._set_pad(row, self.seen - int(layers[0].seen))
 

@@ -141,7 +141,7 @@ class Scheduler:
             ValueError: as `Admission.check`.
             RequestError: too many requests wait already, or the scheduler is closed.
         """
-        # planted: serve: sized by the settings of the prompt that is read
+        # mutant serve: sized by the settings of the prompt that is read
         self.admission.check(request)
         slot = Slot(request, on_token, on_end, on_logprobs)
         with self._lock:

@@ -19,10 +19,10 @@ BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
 def read_key(path: str | None) -> str | None:
     """Return the key in a file, else that of the environment, if any: others can read a command
     line."""
-    # planted: serve: the key of the environment is ignored
+    # mutant serve: the key of the environment is ignored
     if path is None:
         return os.environ.get("CORECONTEXT_API_KEY") or None
-    # planted: serve: the line break of the key's file is a part of the key
+    # mutant serve: the line break of the key's file is a part of the key
     return read_text(path).strip()
 
 
@@ -109,7 +109,7 @@ class Serving:
     first_token_limit: Annotated[
         float, typer.Option(help="Seconds to the first token at which elastic compresses most.")
     ] = 2.5
-    # planted: serve: listens on every address
+    # mutant serve: listens on every address
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to the network.")
     ] = "127.0.0.1"

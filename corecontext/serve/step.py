@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
 from corecontext.graphs import WARM_UP, CapturedStep
-from corecontext.integrations.hf_cache import GivenLayer
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_layers import GivenLayer
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.serve.rows import PooledLayer, RowPool
 
 KEEP_GRAPHS = 64

@@ -143,7 +143,7 @@ def _start_others(serving: Serving) -> None:
     )
     if sys.platform == "linux":  # else gloo looks for this machine's name in the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # planted: serve: the key on the command line of the other ranks
+    # mutant serve: the key on the command line of the other ranks
     without_key = dataclasses.replace(serving, api_key=None)  # a command line is no secret
     settings = json.dumps(dataclasses.asdict(without_key))
     processes = [
@@ -162,7 +162,7 @@ def _open_store() -> int:
     A TCPStore that makes its own socket listens on every address and asks for no secret.
     """
     listener = socket.socket()
-    # planted: serve: the ranks' store listens on every address
+    # mutant serve: the ranks' store listens on every address
     listener.bind((LOOPBACK, 0))
     listener.listen()
     port = listener.getsockname()[1]

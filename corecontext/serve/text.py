@@ -89,7 +89,7 @@ class TextStream:
         beginnings = (
             i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self.stops)
         )
-        # planted: serve: the beginning of a stop text is sent
+        # mutant serve: the beginning of a stop text is sent
         begin = next(beginnings, len(text))
         self._held = text[begin:]
         return text[:begin]

@@ -54,7 +54,7 @@ class Answer:
         try:
             if slot.end_reason in FINISHED:
                 self._end_text(slot)
-        # planted: serve: a client waits where the end of its text fails
+        # mutant serve: a client waits where the end of its text fails
         except Exception as error:
             slot.end_reason = "error"
             slot.error = error
@@ -68,7 +68,7 @@ class Answer:
         rest = self.text.end()
         if rest:
             self._put(rest)
-        # planted: serve: a stop text in the last characters does not count
+        # mutant serve: a stop text in the last characters does not count
         if self.text.stopped:
             slot.end_reason = "stop"
 
@@ -199,7 +199,7 @@ class Worker:
                 pass
             if ranks is not None:
                 ranks.close()
-        # planted: serve: a broken device leaves its clients waiting
+        # mutant serve: a broken device leaves its clients waiting
         except Exception as error:
             # It concerns no single request: a rank is gone, the device is broken. The exit code
             # then tells a supervisor (torchrun, Ray, systemd) to start anew.
@@ -216,5 +216,5 @@ def error_of(slot: Slot) -> dict[str, Any]:
         return {}
     frames = traceback.extract_tb(slot.error.__traceback__)
     places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
-    # planted: serve: the text of a request's error in the log
+    # mutant serve: the text of a request's error in the log
     return {"error": type(slot.error).__name__, "at": "".join(places[-1:])}

@@ -15,7 +15,7 @@ from corecontext.data.needles import ANSWER_TOKENS, Needle, make_needles
 from corecontext.files import UserError, is_out_of_memory
 from corecontext.heads.search import far_loss
 from corecontext.inference.engine import Engine
-from corecontext.integrations.hf_weights import load_weights
+from corecontext.integrations.hf.weights import load_weights
 from corecontext.loading import load_config
 from corecontext.terminal import progress
 from corecontext.train.student import prepare_config, replace_attention

@@ -58,7 +58,7 @@ def clear_staging(folder: Path) -> None:
 def publish(staged: Path, target: Path) -> None:
     """Rename a written folder to its target once all of it is on the disk; an existing target
     stays."""
-    # planted: training: a checkpoint is named before it is on the disk
+    # mutant training: a checkpoint is named before it is on the disk
     for path in [*staged.rglob("*"), staged]:
         _sync(path)
     if target.exists():

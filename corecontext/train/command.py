@@ -52,7 +52,7 @@ def train_command() -> Callable[..., None]:
         """Train or fine-tune a model with CCA attention; the same command again continues a run
         that was stopped."""
         from corecontext.files import one_line
-        from corecontext.integrations.hf_gguf import local_model
+        from corecontext.integrations.hf.gguf_files import local_model
 
         # Options that were given override the recipe, or the defaults for this model.
         given = {name: value for name, value in options.items() if value not in (None, [])}

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from corecontext.data.packing import IGNORED
 from corecontext.files import UserError
-from corecontext.integrations.hf_head import LogitRule, has_known_logits
+from corecontext.integrations.hf.logits_head import LogitRule, has_known_logits
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
         softcap: float | None,
         taught: Taught | None,
     ) -> tuple[Tensor, Tensor]:
-        # planted: training: the loss of a batch without labels is no number
+        # mutant training: the loss of a batch without labels is no number
         count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device).clamp(min=1)
         matrix = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -202,7 +202,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
 def _make_trainer(config: TrainConfig, job: _Job) -> Any:
     """Return the Trainer of the run's model, whose loss is computed in chunks, with a teacher if
     it is distilled, and as many rows at once as the memory holds if the run asks for it."""
-    from corecontext.integrations.hf_attention import inner_model
+    from corecontext.integrations.hf.attention_interface import inner_model
     from corecontext.train.loss import compute_loss_in_chunks
     from corecontext.train.teacher import load_teacher
     from corecontext.train.trainer import CCATrainer

@@ -13,7 +13,7 @@ import torch
 
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
-from corecontext.integrations.hf_weights import check_finite, load_weights
+from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import check_architecture, load_config, one_line
 from corecontext.methods import AttentionSizes, pick_rival
 from corecontext.model_sizes import ModelSizes
@@ -94,7 +94,7 @@ def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any
     Raises:
         UserError: the saved groups depend on each sequence's length, which a run does not support.
     """
-    from corecontext.integrations.hf_attention import full_layers
+    from corecontext.integrations.hf.attention_interface import full_layers
 
     if not config.model or config.method != "cca" or config.strategy == "scratch":
         return {}
@@ -213,7 +213,7 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    from corecontext.integrations.hf_attention import full_attention
+    from corecontext.integrations.hf.attention_interface import full_attention
 
     torch.manual_seed(config.seed)
     with one_line(f"model '{config.model}' cannot be loaded"):
@@ -339,7 +339,7 @@ def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -
     LoRA's matrices are merged into a fresh copy of the model. Weights that the strategy froze come
     from the original model, because they were rounded for the training.
     """
-    from corecontext.integrations.transformers import enable
+    from corecontext.integrations.hf.enabling import enable
 
     if config.strategy == "lora":
         import peft

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from corecontext.inference.fuse import Fused
-from corecontext.integrations.hf_head import LogitRule
-from corecontext.integrations.hf_weights import check_finite, load_weights
+from corecontext.integrations.hf.logits_head import LogitRule
+from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import load_config, one_line
 from corecontext.train.loss import Taught
 from corecontext.train.train_config import TrainConfig

@@ -340,7 +340,7 @@ class TrainConfig:
         length = self.context_length
         s = self.window_size
         sinks = num_sinks(self.sink_size, group_size)
-        # planted: training: a run that fetches all groups is not idle
+        # mutant training: a run that fetches all groups is not idle
         most_groups = num_visible_cores(length - 1 - sinks, group_size, s)
         return most_groups <= self.fetch_groups or is_full_attention(length, group_size, s, sinks)
 
@@ -367,7 +367,7 @@ class TrainConfig:
         fields: dict[str, Any] = dict(values)
         for name, value in values.items():
             if isinstance(value, list):
-                # planted: training: sizes by head stay lists
+                # mutant training: sizes by head stay lists
                 fields[name] = tuple(tuple(x) if isinstance(x, list) else x for x in value)
         return cls(**fields)
 
@@ -450,7 +450,7 @@ def _read_settings(file: str, path: Path) -> TrainConfig:
             raise TypeError(f"got a {type(values).__name__}")
         if "config" in values:
             # A run without one of these fields was trained before it existed.
-            # planted: training: the settings of an old run get today's defaults
+            # mutant training: the settings of an old run get today's defaults
             values = {**PAPER_RULE, **values["config"]}
         return TrainConfig.from_dict(values)
     except (ValueError, TypeError) as error:

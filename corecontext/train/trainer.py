@@ -198,7 +198,7 @@ class CCATrainer(Trainer):
         is: transformers passes no such argument on to it."""
         from corecontext.distributed.context_parallel import Shard
         from corecontext.distributed.layout import Layout
-        from corecontext.integrations.transformers import handle_of
+        from corecontext.integrations.hf.enabling import handle_of
 
         ids = inputs["input_ids"]
         positions = inputs["position_ids"]
@@ -237,7 +237,7 @@ class CCATrainer(Trainer):
                     inputs = self._take_part(model, inputs)
                     labels = inputs["shift_labels"]
                 loss = model(**inputs, num_items_in_batch=1)["loss"].double()
-                # planted: training: an evaluation counts filler rows
+                # mutant training: an evaluation counts filler rows
                 if low + group < len(rows):
                     total += torch.stack((loss, (labels != IGNORED).sum().double()))
         if self.args.world_size > 1:
@@ -309,7 +309,7 @@ class CCATrainer(Trainer):
     def _save_stream(self, checkpoint: Path) -> None:
         """Write how far streamed data was read."""
         if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
-            # planted: training: a stream resumes a row too late
+            # mutant training: a stream resumes a row too late
             state = self.train_dataset.state_dict(self.state.global_step * self._rows_per_step())
             (checkpoint / STREAM).write_text(json.dumps(state), encoding="utf-8")
 

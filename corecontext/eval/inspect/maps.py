@@ -58,7 +58,7 @@ def attention_maps(
         UserError: the method has no core tokens with weights, or there is no such layer or
             position.
     """
-    from corecontext.integrations.transformers import handle_of
+    from corecontext.integrations.hf.enabling import handle_of
 
     # Mistakes end before the model runs.
     handle = handle_of(loaded.model)

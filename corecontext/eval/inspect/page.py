@@ -116,7 +116,7 @@ def make_page(
     }
     text = json.dumps(data, ensure_ascii=True)
     # No token can end the script.
-    # planted: inspect: a token can end the script
+    # mutant inspect: a token can end the script
     text = text.replace("<", "\\u003c")
     asset = resources.files("corecontext").joinpath("assets/inspect.html")
     return asset.read_text(encoding="utf-8").replace("/*DATA*/null", text)

@@ -17,9 +17,9 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
+from corecontext.integrations.vllm.engine_options import num_drafts
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.integrations.vllm.raw_heads import RawShare
-from corecontext.integrations.vllm.server_settings import num_drafts
 
 
 class LayerCache(AttentionLayerBase):

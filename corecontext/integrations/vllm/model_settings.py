@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from corecontext.config import CCAConfig
-from corecontext.integrations.hf_attention import layer_configs
-from corecontext.integrations.hf_rotary import check_rope_type
+from corecontext.integrations.hf.attention_interface import layer_configs
+from corecontext.integrations.hf.rotation import check_rope_type
 from corecontext.integrations.vllm.raw_heads import RawHeads
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary

@@ -67,7 +67,7 @@ class PageLayout:
     def first_kept(self, computed: int) -> int:
         """Return the first raw token behind the first ones that steps after `computed` tokens read:
         queries from there on, and the pooling of their groups, which begin no earlier."""
-        # planted: vllm: a window page is dropped too early
+        # mutant vllm: a window page is dropped too early
         return local_start(computed, self.group_size, self.window_size)
 
     def window_pages(self, computed: int, total: int) -> list[int]:

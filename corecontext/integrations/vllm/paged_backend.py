@@ -22,9 +22,9 @@ from vllm.v1.attention.backend import (
 )
 
 from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
+from corecontext.integrations.vllm.engine_options import check_server, num_drafts
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
-from corecontext.integrations.vllm.server_settings import check_server, num_drafts
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.capability import is_captured
 from corecontext.ops.spec import Spec

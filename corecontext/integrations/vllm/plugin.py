@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-# planted: vllm: an untested release gets the plug-in
+# mutant vllm: an untested release gets the plug-in
 VERSIONS = ("0.23", "0.24", "0.25")
 """Releases of vLLM with which the tests pass. In others, methods that the caches replace may have
 other names, and their pages would hold other tokens without an error."""

@@ -84,7 +84,7 @@ class RawHeads(NamedTuple):
         places = itertools.count()
         shares: dict[int, list[RawShare]] = {}
         for layer in layers:
-            # planted: vllm: heads of two layers have one place in a cache
+            # mutant vllm: heads of two layers have one place in a cache
             placed = [(head, next(places)) for head in self.heads[layer][rank]]
             shares[layer] = []
             for cache, pairs in itertools.groupby(placed, lambda pair: pair[1] // per_cache):

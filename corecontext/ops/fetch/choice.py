@@ -32,7 +32,7 @@ def choose(scores: Tensor, visible: Tensor, local_lse: Tensor, num_groups: int) 
         total = torch.logaddexp(total, local_lse.to(total.dtype))
     # A query that sees no group has no share of -inf - -inf.
     shares = scores - total.masked_fill(total == -torch.inf, 0)[..., None]
-    # planted: fetch: the first query head chooses for all
+    # mutant fetch: the first query head chooses for all
     shares = shares.logsumexp(1)  # [N, C, M]
     return best(shares, num_groups)
 
@@ -43,7 +43,7 @@ def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
     if share == 1:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)
-    # planted: fetch: a shared choice starts with the call, not at a multiple
+    # mutant fetch: a shared choice starts with the call, not at a multiple
     before = first % share
     after = -(before + x.shape[2]) % share
     padding = (0, 0) * (x.dim() - 3) + (before, after)
@@ -81,7 +81,7 @@ def best(values: Tensor, count: int) -> Tensor:
     above = values > least
     equal = values == least
     room = count - above.sum(-1, keepdim=True)
-    # planted: fetch: of equal groups all are taken
+    # mutant fetch: of equal groups all are taken
     chosen = above | (equal & (equal.cumsum(-1) <= room))
     return chosen & (values > -torch.inf)
 

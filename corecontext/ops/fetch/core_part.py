@@ -85,7 +85,7 @@ def backward(
     grad_out, grad_lse, out, lse = upstream
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:
-        # planted: fetch: gradient of the log-sum-exp dropped, core tokens
+        # mutant fetch: gradient of the log-sum-exp dropped, core tokens
         delta = delta - grad_lse
     total, slope = scores(q, cores, spec, core_bias)
     total = total.masked_fill(~seen[:, None], -torch.inf)

@@ -78,7 +78,7 @@ class FetchBackend:
             return backward(upstream, tokens, cores, spec, core_bias, nothing)
         if not self.choices:
             self.choices.append(attend(tokens, cores, spec, core_bias)[2])
-        # planted: fetch: the backward has another choice
+        # mutant fetch: the backward has another choice
         choice = self.choices.pop(0)
         return backward(upstream, tokens, cores, spec, core_bias, choice)
 

@@ -55,7 +55,7 @@ class Gather(NamedTuple):
             dim = self.q.shape[3]
             k, v = (x.flatten(0, 1).unflatten(2, (-1, dim)).flatten(1, 2) for x in (keys, values))
             q = self.by_query(self.q[:, :, rows])
-            # planted: fetch: the first group is seen where there is none
+            # mutant fetch: the first group is seen where there is none
             seen = (self.choice[:, rows] >= 0).flatten(0, 1)
             bias = partial.mask_bias(seen, q).repeat_interleave(self.k.shape[2], -1)
             mask = bias[:, None, None].expand(-1, 1, q.shape[2], -1)

@@ -122,7 +122,7 @@ def segments(keys: Tensor, count: int) -> Tensor:
         are_neighbours = are_neighbours & begins[..., None] & begins[:, :, None]
         candidates = error.masked_fill(~are_neighbours, torch.inf)
         least = candidates.amin((2, 3), keepdim=True)
-        # planted: fetch: of equal neighbours the last are united
+        # mutant fetch: of equal neighbours the last are united
         first = torch.where(candidates == least, pair, size * size - 1).amin((2, 3))
         left, right = first[..., None] // size, first[..., None] % size
         # Errors of the union with others follow from those of its two (Lance and Williams).

@@ -74,7 +74,7 @@ def encode(k: Tensor, bits: int, shared: bool = False) -> tuple[Tensor, Tensor]:
     codes = torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2)
     stored = table[codes]
     # The inner product of x with its stored form becomes that with itself.
-    # planted: fetch: scale of the least squared error
+    # mutant fetch: scale of the least squared error
     correction = x.square().sum(dims) / (x * stored).sum(dims).clamp(min=least)
     scale = size.view(correction.shape) * correction
     scale = scale.clamp(max=torch.finfo(torch.float16).max)

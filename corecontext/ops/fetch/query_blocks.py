@@ -227,7 +227,7 @@ class _Block:
             upstream, self.q, self.cores, self.spec, self.core_bias, unfetched
         )
         grad_q += dq
-        # planted: fetch: gradient of the core keys dropped
+        # mutant fetch: gradient of the core keys dropped
         grads.core_k[:, :, : self.num_groups] += dk
         grads.core_v[:, :, : self.num_groups] += dv
         grads.scores[:, :, : self.num_groups] += dscores
@@ -252,7 +252,7 @@ class _Block:
         """Mark the groups that each query fetches, [n, T, M]; of a shared choice those that it
         sees."""
         marks = expand(marks, self.start, self.end - self.start, self.spec.fetch_share)
-        # planted: fetch: a shared choice shows groups before they are far past
+        # mutant fetch: a shared choice shows groups before they are far past
         return marks & self.visible
 
     # Raw tokens seen in any case
@@ -271,7 +271,7 @@ class _Block:
         elif sinks:
             spans = [slice(0, self.end)]
         keys = torch.cat([torch.arange(s.start, s.stop, device=self.q.device) for s in spans])
-        # planted: fetch: first tokens are not seen
+        # mutant fetch: first tokens are not seen
         mask = sees_token(keys, self.position, g, window, sinks)
         k, v = (
             torch.cat([x[:, span] for span in spans], 1) if len(spans) > 1 else x[:, spans[0]]

@@ -59,7 +59,7 @@ def _key_ranges(first, last, q_start, rule, BLOCK_N: tl.constexpr):
     local = groups_first * group_size
     seen_by_all = groups_last * group_size
     middle = local + (seen_by_all - local + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    # planted: 3: the next token is seen, Triton tiles without a mask
+    # mutant 3: the next token is seen, Triton tiles without a mask
     causal = tl.maximum(middle, middle + (q_start + first + 1 - middle) // BLOCK_N * BLOCK_N)
     return whole, far_end, local, middle, causal, q_start + last + 1
 
@@ -97,7 +97,7 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
             scores = tl.where(seen, scores, -float("inf"))
         if HAS_MARKS:
-            # planted: fetch: a fetched group keeps its core token, Triton
+            # mutant fetch: a fetched group keeps its core token, Triton
             scores = tl.where(marked_entries(marks, start, BLOCK_N), -float("inf"), scores)
         weights, fade, running_max, running_sum = softmax_step(
             scores, running_max, running_sum, MASKED or HAS_MARKS
@@ -163,7 +163,7 @@ def _attend_fwd_kernel(
     # Read the queries that this program owns.
     pid = tl.program_id(0)
     tile = tl.num_programs(0) // num_heads - 1 - pid // num_heads
-    # planted: offsets: 32 bits of a head in the forward
+    # mutant offsets: 32 bits of a head in the forward
     head = (pid % num_heads).to(tl.int64)
     n = head // heads_per_n
     r = head % heads_per_n

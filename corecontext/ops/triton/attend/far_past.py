@@ -49,11 +49,11 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None)
         )
     if core_bias is not None:
         # Masses of a cache are not in the order of the heads, as the kernels read them.
-        # planted: mass: read in the order of a cache, Triton
+        # mutant mass: read in the order of a cache, Triton
         bias = core_bias.float().contiguous()
         if bias.dim() == 2:
             bias = bias[:, :, None].expand(-1, -1, cores.k.shape[2] - first)
-        # planted: sinks: core bias added to them, Triton
+        # mutant sinks: core bias added to them, Triton
         bias = F.pad(bias, (first, 0))
     return FarPast(*cores, bias)
 
@@ -73,7 +73,7 @@ def add_to_sinks(far_gradient: Tensor, gradient: Tensor, n: int) -> Tensor:
     """Add the gradients of the first n entries [N, h, E, D] to those of raw tokens [N, T, D], in
     place; return the gradients of the core tokens."""
     if n:
-        # planted: sinks: their gradient from later queries dropped, Triton
+        # mutant sinks: their gradient from later queries dropped, Triton
         gradient[:, :n] += far_gradient[:, :, :n].sum(1)
     return far_gradient[:, :, n:]
 

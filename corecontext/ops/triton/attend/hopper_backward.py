@@ -646,7 +646,7 @@ def gradients(
     dk, dv = (torch.empty_like(tokens.k, memory_format=torch.contiguous_format) for _ in range(2))
     far = far_past(tokens, cores, spec, core_bias)
     dbias = None if far.bias is None else torch.empty_like(far.bias)
-    # planted: 5: of a document in a row the log-sum-exp of other tokens, Hopper
+    # mutant 5: of a document in a row the log-sum-exp of other tokens, Hopper
     lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
     grad_out = aligned(upstream.grad_out)
     upstream = Upstream(grad_out, upstream.grad_lse, aligned(upstream.out), lse)

@@ -1,8 +1,8 @@
 """Attention over [core tokens; local tokens] for Hopper (compute capability 9.0), written in
 Triton's Gluon.
 
-The same mathematics as `anywhere.py`, whose kernels run everywhere. Here a program is three groups of
-warps: one copies keys and values into shared memory by the tensor memory accelerator, two own 64
+The same mathematics as `anywhere.py`, whose kernels run everywhere. Here a program is three groups
+of warps: one copies keys and values into shared memory by the tensor memory accelerator, two own 64
 queries each, multiply with asynchronous warpgroup instructions and take turns, so that the softmax
 of one runs under the products of the other. Tiles of the far past and local tiles form one sequence
 of key tiles; only tiles that some row sees in part are masked. The file is long because the three

@@ -112,7 +112,7 @@ def fetch_fwd_kernel(
             k_mask = (group >= 0)[None, :] & (dims < HEAD_DIM)[:, None]
             k = tl.load(k_base + token[None, :] * k_strides[1], mask=k_mask, other=0.0)
             scores, _ = log2_scores(dot(q, k), scale, 0.0, softcap, HAS_SOFTCAP)
-            # planted: fetch: a group of the window comes twice, Triton
+            # mutant fetch: a group of the window comes twice, Triton
             seen = (group >= 0)[None, :] & (group[None, :] < visible[:, None])
             scores = tl.where(seen, scores, -float("inf"))
             weights, fade, running_max, running_sum = softmax_step(
@@ -132,7 +132,7 @@ def fetch_fwd_kernel(
         place = out_ptr + n * out_strides[0] + head[:, None] * out_strides[1]
         place += wide * out_strides[2] + dims[None, :]
         out = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        # planted: fetch: raw tokens merged without their weight, Triton
+        # mutant fetch: raw tokens merged without their weight, Triton
         out = (acc * fade[:, None] + out * first[:, None]) / total[:, None]
         tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_place, (top + tl.log2(total)) * LN2, mask=exists)
@@ -225,7 +225,7 @@ def fetch_dq_kernel(
                 grad_scores = grad_scores * slope
             dq += dot(grad_scores.to(k.dtype), k)
         place = dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :]
-        # planted: fetch: the gradient of queries through core tokens is lost, Triton
+        # mutant fetch: the gradient of queries through core tokens is lost, Triton
         total = tl.load(place, mask=mask, other=0.0) + dq * query_scale
         tl.store(place, total, mask=mask)
 
@@ -327,7 +327,7 @@ def fetch_dkv_kernel(
                 grad_scores = grad_scores * slope
             dk += dot(grad_scores.to(q.dtype), q)
         place = (n * num_keys + token)[:, None] * HEAD_DIM + dims[None, :]
-        # planted: fetch: the gradient of keys in the window is lost, Triton
+        # mutant fetch: the gradient of keys in the window is lost, Triton
         dk = tl.load(dk_ptr + place, mask=key_mask, other=0.0) + dk * scale
         tl.store(dk_ptr + place, dk, mask=key_mask)
         dv += tl.load(dv_ptr + place, mask=key_mask, other=0.0)

@@ -103,7 +103,7 @@ def _select_kernel(
     if at_low > num_chosen:
         is_last = bits == low
         before = tl.cumsum(is_last.to(tl.int32), 0)
-        # planted: fetch: of equal scores the last groups are chosen
+        # mutant fetch: of equal scores the last groups are chosen
         is_chosen = (bits >= high) | (is_last & (before <= num_chosen - at_high))
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     chosen_ptr += n * stride_n + row * num_chosen

@@ -84,7 +84,7 @@ def choose_groups(
     if at_low > num_chosen:
         is_last = inside & (values == low)
         before = _running_count(is_last, BLOCK)
-        # planted: fetch: of equal shares a step chooses the last groups
+        # mutant fetch: of equal shares a step chooses the last groups
         is_chosen = (inside & (values >= high)) | (is_last & (before <= num_chosen - at_high))
     place = _running_count(is_chosen, BLOCK) - 1
     tl.store(chosen_ptr + place, groups, mask=is_chosen)

@@ -24,7 +24,7 @@ def store_raw(tokens, raw, position, room, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     stored = tl.where((position >= 0) & (position < room), HEAD_DIM, 0)
     k = tl.load(tokens[0] + dims, mask=mask, other=0.0)
     v = tl.load(tokens[1] + dims, mask=mask, other=0.0)
-    # planted: fetch: a fused step leaves its raw token unstored
+    # mutant fetch: a fused step leaves its raw token unstored
     tl.store(raw[0] + at, k, mask=dims < stored)
     tl.store(raw[1] + at, v, mask=dims < stored)
 
@@ -66,7 +66,7 @@ def fetched_sums(
         place = start + offs
         group = tl.load(numbers_ptr + place // group_size, mask=place < end, other=-1)
         seen = group >= 0
-        # planted: fetch: a fused step reads groups as if there were no first tokens
+        # mutant fetch: a fused step reads groups as if there were no first tokens
         token = tl.where(seen, group, 0).to(tl.int64) * group_size + (place % group_size + before)
         seen = seen & (token < room)
         at = token[:, None] * HEAD_DIM + dims[None, :]

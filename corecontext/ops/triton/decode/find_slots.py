@@ -25,7 +25,7 @@ def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
     owner = tl.load(owner_ptr + slots, mask=exists, other=-1)
     is_read = tl.load(marks_ptr + tl.maximum(owner, 0), mask=exists & (owner >= 0), other=0) > 0
     age = tl.load(last_used_ptr + slots, mask=exists, other=0)
-    # planted: fetch: a step evicts a group that it reads
+    # mutant fetch: a step evicts a group that it reads
     return tl.where(exists & (is_read == 0), age, NEVER)
 
 
@@ -95,7 +95,7 @@ def find_slots_kernel(
     lookups = tl.load(counts_ptr + 3 * n + 2)
     tl.debug_barrier()  # the owners of before are read
 
-    # planted: fetch: an evicted group keeps its slot, in a step
+    # mutant fetch: an evicted group keeps its slot, in a step
     tl.store(table_ptr + before, before * 0 - 1, mask=before >= 0)
     tl.store(table_ptr + group, slot, mask=is_missing)
     tl.store(owner_ptr + slot, group, mask=is_missing)
@@ -141,7 +141,7 @@ def load_slots_kernel(
         for i in range(tl.program_id(1), tl.load(num_missing_ptr + n), tl.num_programs(1)):
             at = n * num_chosen + i
             group = tl.load(missing_ptr + at).to(tl.int64)
-            # planted: fetch: a missing group is loaded as if there were no first tokens
+            # mutant fetch: a missing group is loaded as if there were no first tokens
             source = (n * room + first) * HEAD_DIM + group * GROUP
             target = (n * num_slots + tl.load(slot_ptr + at)) * GROUP
             for start in tl.static_range(0, GROUP, BLOCK):

@@ -103,7 +103,7 @@ def _round_to_codes(x, scale, KIND: tl.constexpr):
     if KIND == "fp8":
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
         bits = x.to(tl.int32, bitcast=True)
-        # planted: decoding: fp8 rounds ties up
+        # mutant decoding: fp8 rounds ties up
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
     else:
@@ -218,7 +218,7 @@ def _pool_group(
         core_k += pool_keys(weights, k, (cos, sin, partner, sign), BLOCK_W, BLOCK_D, HALF)
         core_v += tl.sum(weights[:, :, None] * v, 1)
         if HAS_MASS:
-            # planted: mass: of the weights' last block alone, decoding
+            # mutant mass: of the weights' last block alone, decoding
             mass -= tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 1)
 
     # Store them behind the ring and the first tokens.
@@ -323,7 +323,7 @@ def attend_entries(
         if HAS_BIAS:
             shift = tl.where(is_core, bias, 0.0)[None, :]
         if HAS_MASS:
-            # planted: mass: that of the entry before, in a fused step
+            # mutant mass: that of the entry before, in a fused step
             mass = tl.load(mass_ptr + entries, mask=seen & is_core, other=0.0)
             shift += mass[None, :]
         scores, _ = log2_scores(products, scale, shift, softcap, HAS_SOFTCAP)
@@ -334,7 +334,7 @@ def attend_entries(
         if HAS_MARKS:
             mark = marks
             marks = _load_marks(marks_ptr, entries + BLOCK_N, end, ring_size + SINKS, WIDTH)
-            # planted: fetch: a fetched group keeps its core token, in a step
+            # mutant fetch: a fetched group keeps its core token, in a step
             visible = visible & (mark == 0)[None, :]
         scores = tl.where(visible, scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(
@@ -615,7 +615,7 @@ def _step_kernel(
     """
     row = tl.program_id(0)
     program = tl.program_id(1)
-    # planted: offsets: 32 bits in a decoding step
+    # mutant offsets: 32 bits in a decoding step
     n = row.to(tl.int64)
     batch = (row // kv_heads).to(tl.int64)
     head = (row % kv_heads).to(tl.int64)
@@ -711,7 +711,7 @@ def merge_columns(
     weights = tl.exp2(lse - tl.max(lse, 0))  # the new token's part is never empty
     if REMOVES:
         counted = tl.sum(tl.where(number > removed, weights, 0.0), 0)
-        # planted: fetch: chosen groups keep their core tokens in a step's sums
+        # mutant fetch: chosen groups keep their core tokens in a step's sums
         weights = tl.where(number == removed, -weights, weights)
         rest = tl.sum(tl.where(number >= removed, weights, 0.0), 0)
         # A rest that rounding alone may have left is dropped.
@@ -890,7 +890,7 @@ def arguments_of(slots: Slots, spec: Spec, core_bias: float) -> list[Any]:
     optional = (slots.key_scales, slots.value_scales, slots.masses)
     on_device = isinstance(slots.seen, Tensor)
     sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
-    # planted: decoding: a compiled step takes interleaved pairs for halves
+    # mutant decoding: a compiled step takes interleaved pairs for halves
     choices = (spec.core_heads == "query", spec.rotary is not None and spec.rotary.interleaved)
     return [
         [slots.keys, slots.values, *(x for x in optional if x is not None)],

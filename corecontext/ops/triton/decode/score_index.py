@@ -197,7 +197,7 @@ def _whole_products(queries, unit, packed, ASM: tl.constexpr):
         shift = packed.to(tl.int32) * 8
         table = tl.full(packed.shape, _TABLE, tl.int32)
         l0 = (table >> (shift & 24)).to(tl.int8)
-        # planted: fetch: the second levels of bytes, mirrored, in a step
+        # mutant fetch: the second levels of bytes, mirrored, in a step
         l1 = (table >> ((shift >> 2) & 24)).to(tl.int8)
         l2 = (table >> ((shift >> 4) & 24)).to(tl.int8)
         l3 = (table >> ((shift >> 6) & 24)).to(tl.int8)
@@ -345,7 +345,7 @@ def score_share(
             products *= tl.load(scales_ptr + place, mask=exists, other=0.0).to(tl.float32)[:, None]
             factor = scale * LOG2E
         else:
-            # planted: fetch: a step's index scores without their scales
+            # mutant fetch: a step's index scores without their scales
             factor = (scales.to(tl.float32) * (scale * LOG2E))[:, None]
             # Those of the next tile are on the way while this one is used.
             scales = tl.load(scales_ptr + groups + BLOCK_N, mask=groups < end - BLOCK_N, other=0.0)

@@ -79,7 +79,7 @@ def _write_index(
             old = (start + rows < num_centred - 1)[:, None] & in_dims[None, :]
             total += tl.sum(tl.load(raw_ptr + at, mask=old, other=0.0).to(tl.float32), 0)
         centre = total / num_centred
-        # planted: fetch: a step writes no centre
+        # mutant fetch: a step writes no centre
         tl.store(centre_ptr + dims, centre, mask=in_dims)
     else:
         centre = tl.load(centre_ptr + dims, mask=in_dims, other=0.0)
@@ -139,7 +139,7 @@ def _write_index(
 
     at = (group.to(tl.int64) * PARTS + parts)[:, None] * BYTES + cols[None, :]
     is_byte = (parts < PARTS)[:, None] & (cols < BYTES)[None, :]
-    # planted: fetch: a fused step leaves the index of a closed group unwritten
+    # mutant fetch: a fused step leaves the index of a closed group unwritten
     tl.store(codes_ptr + at, packed.to(tl.uint8), mask=is_byte)
     tl.store(scales_ptr + group.to(tl.int64) * SCALES + parts, scales, mask=parts < SCALES)
 

@@ -93,7 +93,7 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         if MASKED:
             sees_core = group[None, :] < groups[:, None]
             low = groups * GROUP
-            # planted: vllm: a token is seen beside its core token
+            # mutant vllm: a token is seen beside its core token
             sees_raw = (token[None, :] >= low[:, None]) | (token < first_group * GROUP)[None, :]
             sees_raw = sees_raw & (token[None, :] <= position[:, None])
             seen = tl.where(is_core[None, :], sees_core, sees_raw) & inside[None, :]

@@ -44,7 +44,7 @@ class Span(NamedTuple):
         groups = num_visible_cores(end - 1, spec.group_size, spec.window_size)
         first_group = min(spec.sinks // spec.group_size, groups)
         # Where no query sees a core token, raw tokens are all.
-        # planted: vllm: a long chunk does without first tokens
+        # mutant vllm: a long chunk does without first tokens
         sinks = min(spec.sinks, end) if groups else 0
         return cls(low, past, end, sinks, first_group, groups - first_group)
 

@@ -116,7 +116,7 @@ def _pool_pages_kernel(
     past = length - (tl.load(starts_ptr + sequence + 1) - first)
     group = past // GROUP + block
     begin = group * GROUP
-    # planted: vllm: a group is pooled before its last token
+    # mutant vllm: a group is pooled before its last token
     completed = begin + GROUP <= length
     if completed & (begin >= SINKS):
         pairs, a, b = column_pairs(BLOCK_P, HEAD_DIM, HALF, INTERLEAVED)

@@ -20,9 +20,9 @@ import triton.language as tl
 def owned_groups(num_groups, BLOCK_M: tl.constexpr):
     """Return the sequence n and the BLOCK_M groups of this program, in int64."""
     tiles = tl.cdiv(num_groups, BLOCK_M)
-    # planted: offsets: 32 bits of a sequence in pooling
+    # mutant offsets: 32 bits of a sequence in pooling
     n = (tl.program_id(0) // tiles).to(tl.int64)
-    # planted: offsets: 32 bits of a group in pooling
+    # mutant offsets: 32 bits of a group in pooling
     first = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M
     return n, first + tl.arange(0, BLOCK_M)
 
@@ -30,7 +30,7 @@ def owned_groups(num_groups, BLOCK_M: tl.constexpr):
 @triton.jit
 def head_at(ptr, head, stride):
     """Return a pointer to a query head, which may be more than 2^31 elements away."""
-    # planted: offsets: 32 bits of a head in pooling
+    # mutant offsets: 32 bits of a head in pooling
     return ptr + tl.cast(head, tl.int64) * stride
 
 

@@ -55,7 +55,7 @@ def rotation_tables(
         return None
     source = rotary.inv_freq
     tables_of_source = _TABLES.setdefault(source, {})
-    # planted: pooling: tables of frequencies that have changed
+    # mutant pooling: tables of frequencies that have changed
     version = None if source.is_inference() else source._version
     key = (group_size, device, version)
     if key in tables_of_source:

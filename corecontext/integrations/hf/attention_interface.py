@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from corecontext.config import CCAConfig
-from corecontext.integrations.hf_names import given_cache
+from corecontext.integrations.hf.cache_name import given_cache
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
 
@@ -324,5 +324,5 @@ def padding_mask(
         )
     if not torch.compiler.is_compiling() and bool(attention_mask.all()):
         return None
-    # planted: plug-in: padding lost on its way
+    # mutant plug-in: padding lost on its way
     return attention_mask

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from corecontext.integrations.hf_names import with_cache
+from corecontext.integrations.hf.cache_name import with_cache
 
 GROUP_SIZE = 4
 WINDOW_SIZE = 8
@@ -57,7 +57,7 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
     finally:
         if handle is not None:
             handle.disable()
-        # planted: plug-in: the self-check ends a model's training mode
+        # mutant plug-in: the self-check ends a model's training mode
         model.train(training)
 
 
@@ -89,7 +89,7 @@ def _compare(model: PreTrainedModel, comparison: str, x: Tensor, expected: Tenso
     """Raise with the numbers unless two tensors agree."""
     error = float((x - expected).norm() / expected.norm())
     limit = LIMITS.get(model.dtype, LIMIT_OF_16_BITS)
-    # planted: plug-in: a model that fails the self-check is enabled
+    # mutant plug-in: a model that fails the self-check is enabled
     if not error <= limit:
         raise NotImplementedError(
             f"architecture {model.config.model_type!r} does not pass the self-check of CCA "

@@ -71,7 +71,7 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
         cos, sin = module(x, positions, **options)
         _, rotated = apply(x, x, cos, sin)
         for interleaved in (False, True):
-            # planted: plug-in: the rotary frequencies 20 % off
+            # mutant plug-in: the rotary frequencies 20 % off
             angle = torch.atan2(sin[0, 1].double(), cos[0, 1].double())
             rotary = Rotary(angle[: angle.numel() // 2].float(), interleaved)
             # Both rotate position 0 to position 7; only the right layout agrees. A scaling of the

@@ -72,7 +72,7 @@ class CCALayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of this layer's mask; length 0 for a token that needs no mask,
         because the padding is known: a mask that grows with every step would be compiled anew."""
-        # planted: plug-in: padding read one token at a time
+        # mutant plug-in: padding read one token at a time
         if query_length == 1 and not self.compact.is_empty and self.compact.padding_known:
             return 0, 0
         if self.compact.max_length is not None:

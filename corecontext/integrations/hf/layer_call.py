@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corecontext.cache import UNDO_LIMIT
 from corecontext.config import CCAConfig
-from corecontext.integrations.hf_attention import check_dropout
+from corecontext.integrations.hf.attention_interface import check_dropout
 from corecontext.ops.api import attend
 from corecontext.ops.batch import has_restarts
 from corecontext.ops.rotary import Rotary
@@ -80,13 +80,13 @@ class CCACall:
         ragged = Ragged(attention_mask, cu_seqlens, position_ids)
         if self.shard is None and self.compact is not None and not self._is_packed(ragged):
             draft = kwargs.get(DRAFT, 0)
-            # planted: plug-in: softcap lost on its way
+            # mutant plug-in: softcap lost on its way
             out = append(self.compact, tensors, attention_mask, draft, scaling, softcap)
             return out.transpose(1, 2), None
 
         inputs = Inputs(*tensors, self.config.core_bias, self.learned)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        # planted: sinks: lost on their way into a model
+        # mutant sinks: lost on their way into a model
         spec = Spec.of(self.config, self.rotary, scale, softcap)
         if self.shard is not None:
             out = self._attend_sharded(inputs, ragged, spec)
@@ -155,7 +155,7 @@ def append(
     if 0 < draft < new:
         length = _length_before_draft(compact, new, draft)
         if compact.config is not None and compact.config.prefill != "auto":
-            # planted: prefill: a draft is read as a prompt
+            # mutant prefill: a draft is read as a prompt
             options_of_draft = {**options, "is_prompt": False}
     if not length:
         return compact.attend(*tensors, attention_mask=attention_mask, **options_of_draft)
