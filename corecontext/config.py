@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,10 +25,7 @@ LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-FETCH_INDICES = (
-    *("core", "mean", "bounds", "parts:P", "parts:P:B", "pairs:B", "segments:P:B", "bits:B"),
-    "oracle",
-)
+FETCH_INDICES = ("mean", "parts:P:B", "pairs:B", "bits:B", "oracle")
 """Indices of fetch; P is a number of parts, at least 1, and B of bits, 1, 2 or 4."""
 STORES = ("none", "device", "host")
 PREFILLS = ("auto", "cca", "fetch", "full")
@@ -92,11 +90,9 @@ class CCAConfig:
     index, chosen by KV head; each head's own g counts. 0 is CCA; with all groups that a query sees,
     this is full attention (docs/fetch.md)."""
     fetch_index: str = "pairs:2"
-    """Scores that choose the groups: of the "core" token, the "mean" key, "bounds" (least and
-    largest value of each channel), "parts:P" (means of P parts of a group), "parts:P:B" (these in
-    B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "segments:P:B" (P segments of the
-    group, united from keys that are alike), "bits:B" (all keys), or "oracle" (all keys as they
-    are)."""
+    """Scores that choose the groups: of the "mean" key, "parts:P:B" (means of P parts of a group,
+    in B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "bits:B" (all keys), or "oracle" (all
+    keys as they are)."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice, aligned to absolute positions. Above 1 the choice
     looks up to fetch_share - 1 tokens ahead: for prompts only, never where perplexity is measured
@@ -115,6 +111,7 @@ class CCAConfig:
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
+            check_not_removed(name, getattr(self, name))
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.pooling == "max":
             # The maximum has no weights, and the default must not refuse it.
@@ -170,12 +167,15 @@ class CCAConfig:
         if not isinstance(values, Mapping):
             raise TypeError(f"CCA settings must map names to values, got {values!r}.")
         names = cls.__dataclass_fields__
-        for key in values:
-            if key not in names:
+        gone = {row.field for row in REMOVED} - set(names)
+        for key, value in values.items():
+            check_not_removed(key, value)
+            if key not in names and key not in gone:
                 hint = did_you_mean(key, names) or f" Known: {', '.join(names)}."
                 raise ValueError(f"unknown CCA setting {key!r}.{hint}")
+        kept = {key: value for key, value in values.items() if key not in gone}
         # mutant config: an old checkpoint gets today's default
-        return cls(**{**PAPER_RULE, **values})
+        return cls(**{**PAPER_RULE, **kept})
 
     @classmethod
     def saved_in(cls, hf_config: Any) -> CCAConfig:
@@ -237,6 +237,42 @@ class CCAConfig:
         return self.replace(head_group_sizes=share)
 
 
+class Removed(NamedTuple):
+    """Describe values of a setting that an earlier version had."""
+
+    field: str
+    """Of `CCAConfig`, in that version; a saved config may have others of its values."""
+    values: str
+    """A regular expression of all that are gone."""
+    what: str
+    """What they were."""
+    instead: str
+    """What to use: a sentence."""
+    since: str = "0.2"
+    """The first version without them."""
+
+
+REMOVED = (
+    Removed("fetch_index", "core", "the index of core tokens", "Use 'mean' or 'pairs:2'."),
+    Removed("fetch_index", "bounds", "the index of least and largest values", "Use 'pairs:2'."),
+    Removed(
+        "fetch_index", r"segments:\d+:\d+", "an index of segments of a group", "Use 'pairs:2'."
+    ),
+    Removed("fetch_index", r"parts:\d+", "an index of means as they are", "Use 'parts:P:B'."),
+)
+"""Settings that are gone: a saved config, a command or a keyword that has one is refused."""
+
+
+def check_not_removed(field: str, value: Any) -> None:
+    """Raise ValueError where an earlier version had this value of a setting."""
+    for row in REMOVED:
+        if field == row.field and re.fullmatch(row.values, str(value)):
+            raise ValueError(
+                f"{field} must not be {value!r}, {row.what}, which is gone since version "
+                f"{row.since}. {row.instead}"
+            )
+
+
 def check_int(name: str, value: Any, least: int, why: str = "") -> int:
     """Return value, or raise unless it is an int of at least `least` (a bool is no size)."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -252,9 +288,9 @@ class IndexKind(NamedTuple):
     """Describe an index of fetch by the parts of its name."""
 
     kind: str
-    """"core", "mean", "bounds", "parts", "pairs", "segments", "bits" or "oracle"."""
+    """"mean", "parts", "pairs", "bits" or "oracle"."""
     parts: int = 0
-    """P of "parts" and "segments"."""
+    """P of "parts"."""
     bits: int = 0
     """B, or 0 for keys as they are."""
 
@@ -268,12 +304,10 @@ def parse_index(name: str) -> IndexKind:
     kind, *numbers = name.split(":") if isinstance(name, str) else [""]
     are_numbers = all(x.isascii() and x.isdigit() and len(x) < 10 for x in numbers)
     values = [int(x) for x in numbers] if are_numbers else [-1]
-    if kind in ("core", "mean", "bounds", "oracle") and not values:
+    if kind in ("mean", "oracle") and not values:
         return IndexKind(kind)
-    if kind == "parts" and len(values) == 1 and values[0] >= 1:
-        return IndexKind(kind, values[0])
     has_bits = bool(values) and values[-1] in (1, 2, 4)
-    if kind in ("parts", "segments") and len(values) == 2 and values[0] >= 1 and has_bits:
+    if kind == "parts" and len(values) == 2 and values[0] >= 1 and has_bits:
         return IndexKind(kind, *values)
     if kind in ("pairs", "bits") and len(values) == 1 and has_bits:
         return IndexKind(kind, 0, values[0])

@@ -169,8 +169,6 @@ def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int
     most = num_visible_cores(length - 1, g, s)
     fetched = _num_visible(length, g, s, min(config.fetch_groups, most)) * (g - 1)
     scored = _num_visible(length, g, s, most) // config.fetch_share
-    if config.fetch_index == "core":
-        scored = 0
     scored *= num_parts(config.fetch_index, g)
     return 2 * query_heads * head_dim * (FORWARD_PRODUCTS * fetched + scored)
 

@@ -12,7 +12,7 @@ MOST_CENTRED = 512
 def num_parts(name: str, group_size: int) -> int:
     """Count the keys of a group that an index has: P."""
     kind, parts, _ = parse_index(name)
-    if kind in ("parts", "segments"):
+    if kind == "parts":
         return min(parts, group_size)
     return {"pairs": -(-group_size // 2), "bits": group_size, "oracle": group_size}.get(kind, 1)
 
@@ -25,14 +25,12 @@ def index_bytes(name: str, group_size: int, head_dim: int, itemsize: int) -> int
     if bits:
         num_scales = parts if kind == "bits" else 1
         return parts * -(-head_dim * bits // 8) + 2 * num_scales
-    return {"core": 0, "bounds": 2}.get(kind, parts) * head_dim * itemsize
+    return parts * head_dim * itemsize
 
 
 def stored_index_bytes(name: str, group_size: int, head_dim: int, itemsize: int) -> int:
     """Count the bytes that a cache stores for a group beside its raw tokens."""
-    kind, _, bits = parse_index(name)
-    are_raw = kind in ("parts", "oracle") and num_parts(name, group_size) == group_size
-    if are_raw and not bits:
+    if name == "oracle":
         return 0
     return index_bytes(name, group_size, head_dim, itemsize)
 

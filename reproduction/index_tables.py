@@ -32,11 +32,23 @@ class Indexed(NamedTuple):
         if name.startswith(("learned:", "projected:")):
             _, rank, name = name.split(":", 2)
             dim = int(rank)
-        return index_bytes(name, self.group_size, dim, 2) / self.group_size
+        return _bytes_of(name, self.group_size, dim) / self.group_size
 
     def values_of(self, count: int) -> dict[str, dict[int, float]]:
         """Return the values with so many raw tokens fetched, as a line has them."""
         return self.lines[count].values if count in self.lines else {}
+
+
+def _bytes_of(name: str, group_size: int, dim: int) -> int:
+    """Return the bytes of a group in an index; records have indices that are gone, too."""
+    kind, *numbers = name.split(":")
+    if kind in ("core", "bounds"):
+        return {"core": 0, "bounds": 2}[kind] * 2 * dim
+    if kind == "segments":
+        name = f"parts:{numbers[0]}:{numbers[1]}"
+    if kind == "parts" and len(numbers) == 1:
+        return int(numbers[0]) * 2 * dim
+    return index_bytes(name, group_size, dim, 2)
 
 
 def index_markdown(records: Sequence[Record]) -> str:

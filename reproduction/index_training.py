@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corecontext.config import parse_index
 from corecontext.fetch_sizes import num_parts
-from corecontext.ops.fetch.index import centre_of, part_means, segments
+from corecontext.ops.fetch.index import centre_of, part_means
 from corecontext.ops.fetch.low_bits import decode, encode, rotation
 from corecontext.ops.spec import Spec
 from corecontext.visibility import sees_core
@@ -149,9 +149,8 @@ def divergence(shares: Tensor, guess: Tensor, visible: Tensor) -> Tensor:
 def stored(keys: Tensor, name: str) -> Tensor:
     """Return keys [N, M, g, R] as an index in low bits stores them [N, M, P, R]; the gradient
     passes over the rounding."""
-    kind, _, bits = parse_index(name)
-    count = num_parts(name, keys.shape[2])
-    means = segments(keys, count) if kind == "segments" else part_means(keys, count)
+    bits = parse_index(name).bits
+    means = part_means(keys, num_parts(name, keys.shape[2]))
     with torch.no_grad():
         codes, scales = encode(means, bits, shared=True)
         levels = decode(codes, bits, means.shape[3], means.dtype)

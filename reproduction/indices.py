@@ -19,12 +19,9 @@ from corecontext.baselines.method import Call
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
 from corecontext.fetch_sizes import index_bytes
-from corecontext.ops import packed
-from corecontext.ops.batch import complete_groups
 from corecontext.ops.fetch.choice import choose
 from corecontext.ops.fetch.index import build, centre_of, scores
-from corecontext.ops.mass import add_to_bias
-from corecontext.ops.spec import Spec, Tokens
+from corecontext.ops.spec import Spec
 from corecontext.perplexity import hidden_nll
 from corecontext.record import Record, append_records, device_name, make_record
 from reproduction.index_methods import LearnedFetch, Shown
@@ -156,14 +153,9 @@ class IndexStudy:
         config = config_of(setting)
         spec = self._spec(config).replace(rotary=call.rotary)
         q = by_kv_head(call).float()
-        k, v = call.k[0].float(), call.v[0].float()
-        tokens = Tokens(q, k, v)
-        groups = complete_groups(tokens, spec.group_size, spec.sinks)
-        cores = packed.pool(groups, spec)
-        bias = add_to_bias(None, packed.mass(groups, spec), q.shape[1])
+        k = call.k[0].float()
         q = q[:, :, place]
-        visible = sees_groups(place, groups.k.shape[1], spec)
-        nearest = torch.zeros(q.shape[:3], device=q.device)  # shares are of the far past alone
+        visible = sees_groups(place, groups_of(k, spec).shape[1], spec)
         marks = []
         for name in ("oracle", config.fetch_index):
             keys, centre, queries = groups_of(k, spec), centre_of(k, spec), q
@@ -172,8 +164,8 @@ class IndexStudy:
                 keys = keys @ projections.key[:, None]
                 centre = (centre[:, None] @ projections.key)[:, 0]
                 queries = q @ projections.query[:, None]
-            each = scores(build(keys, name, centre), queries, cores, spec, bias)
-            marks.append(choose(each, visible, nearest, spec.fetch_groups))
+            each = scores(build(keys, name, centre), queries, spec)
+            marks.append(choose(each, visible, spec.fetch_groups))
         return float((marks[0] & marks[1]).sum() / marks[0].sum())
 
     def measure(self, setting: CCAConfig | LearnedFetch | None, windows: int) -> list[Record]:

@@ -13,10 +13,7 @@ from corecontext.files import UserError
 from reproduction.real_methods import Sizes
 from reproduction.real_training import Adaptation
 
-DEFAULT_INDICES = (
-    *("core", "mean", "bounds@32", "parts:4:4", "parts:16:1", "pairs:2", "segments:8:2", "bits:2"),
-    "bits:2@32",
-)
+DEFAULT_INDICES = (*("mean", "parts:4:4", "parts:16:1", "pairs:2", "bits:2", "bits:2@32"),)
 
 
 def indices(

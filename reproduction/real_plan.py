@@ -91,11 +91,8 @@ PLAIN = Sizes()
 MASS = Sizes(core_mass=True)
 PAIRS = replace(MASS, fetch_groups=64)
 """64 groups of 16 by pairs:2."""
-SEGMENTS = replace(PAIRS, fetch_index="segments:8:2")
 BITS = replace(MASS, fetch_groups=32, fetch_index="bits:2", fetch_group_size=32)
 """32 groups of 32 by bits:2: at equal bytes the default recipe of `corecontext train`."""
-BOUNDS = replace(MASS, fetch_groups=64, fetch_index="bounds")
-"""The selection of Quest."""
 RECIPE = replace(BITS, group_size=32, window_size=160, fetch_group_size=None, store="host")
 """The sizes of that recipe, for windows of any length."""
 ADAPTED = Adaptation(120, rows_at_once=8, fuse=True)
@@ -150,7 +147,6 @@ ROWS = (
     # 1. As it is, with many needles.
     Row("full", needles=100),
     Row("fetch_equal_bytes", BITS, needles=100),
-    Row("fetch", BOUNDS, needles=100),
     # 2. Trained at equal bytes: three seeds of the best setting, of DuoAttention and of the ends;
     # the questions of a seed are made once in a run.
     FULL,
@@ -210,7 +206,7 @@ ROWS = (
     Row("fetch", replace(PAIRS, fetch_groups=128)),
     *(Row("fetch", replace(MASS, store="host", fetch_groups=count)) for count in (32, 64)),
     *(Row("fetch", replace(MASS, fetch_index="bits:2", fetch_groups=count)) for count in (32, 64)),
-    *(Row("fetch_equal_bytes", sizes) for sizes in (PAIRS, SEGMENTS, BITS)),
+    *(Row("fetch_equal_bytes", sizes) for sizes in (PAIRS, BITS)),
     Row("fetch_raw_heads", MASS, full_heads=HEADS),
     # 7. Windows of 32,768 tokens, alone on a GPU.
     _extended("full"),

@@ -32,7 +32,6 @@ from corecontext.ops.triton.attend import marks
 from corecontext.ops.triton.attend import raw as fetch_kernels
 from corecontext.ops.triton.choose import index_keys as fetch_index_keys
 from corecontext.ops.triton.choose import score_kernels as fetch_score_kernels
-from corecontext.ops.triton.choose import segments as fetch_segments
 from corecontext.ops.triton.choose import select as fetch_choose
 from corecontext.ops.triton.decode import fetch_kernel as fetch_decode_kernel
 from corecontext.ops.triton.decode import find_slots as fetch_decode_slots
@@ -81,7 +80,6 @@ FETCH = (
     fetch_kernels.fetch_dkv_kernel,
 )
 CHOICE = (
-    fetch_segments.segment_means_kernel,
     fetch_index_keys.index_keys_kernel,
     fetch_score_kernels.index_lse_kernel,
     fetch_score_kernels.group_scores_kernel,
@@ -215,7 +213,6 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     sizes = {
         **plain,
         "KEYS": 1,
-        "HAS_BIAS": False,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "num_warps": tiles.num_warps,
@@ -226,8 +223,6 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
     blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
     wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16"}
-    segments = {"GROUP_SIZE": 16, "PARTS": 8, **blocks, "BLOCK_G": 16, "num_warps": 1}
-    yield Kernel(fetch_segments.segment_means_kernel, segments, {"means_ptr": "fp32"})
     if dim <= fetch_index_keys.MAX_DIM:
         yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
     scoring |= {"ADD": True, "SEGMENT": 1024, "RUN": 16}
@@ -278,8 +273,8 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
-    """Those of a decoding step with fetch, of segments in 2 bits: with a branch and without."""
-    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="segments:8:2")
+    """Those of a decoding step with fetch, of pairs in 2 bits: with a branch and without."""
+    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="pairs:2")
     floats = ("scores", "score_lse", "lse", "acc", "mass", "centre", "cos", "sin", "wide_rotation")
     types = {f"{name}_ptr": "fp32" for name in (*floats, "unit")}
     types |= {"seen_ptr": "i64", "pad_ptr": "i64", "chosen_ptr": "i32", "marks_ptr": "i8"}

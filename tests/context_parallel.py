@@ -175,7 +175,7 @@ def varied_settings() -> list[dict]:
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
         {**BASE, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
         {**BASE, "fetch_groups": 5, "sink_size": 6, "core_mass": True, "softcap": 3.0},
-        {**BASE, "fetch_groups": 2, "fetch_index": "core", "core_heads": "query"},
+        {**BASE, "fetch_groups": 2, "fetch_index": "mean", "core_heads": "query"},
         {**BASE, "fetch_groups": 99, "group_size": (1, 5), "core_mass": True},
     ]
 

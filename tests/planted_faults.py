@@ -884,11 +884,6 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         "tests/test_fetch.py::test_the_best_are_those_of_a_stable_sort",
     ),
     Fault(
-        "fetch: of equal neighbours the last are united",
-        "first = torch.where(candidates == least, pair, 0).amax((2, 3))",
-        "tests/test_fetch.py::test_segments_unite_the_neighbours_that_are_most_alike",
-    ),
-    Fault(
         "fetch: scale of the least squared error",
         "correction = (x * stored).sum(dims) / stored.square().sum(dims)",
         "tests/test_fetch.py::test_stored_keys_keep_their_own_product",

@@ -10,16 +10,15 @@ from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, new_layer
 from corecontext.cache.raw_store import Newest
 from corecontext.fetch_sizes import index_bytes
-from corecontext.ops.fetch import choice
 
 ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 60
-INDICES = ["core", "mean", "bounds", "parts:2", "oracle", "bits:2", "pairs:2", "segments:3:2"]
+INDICES = ["mean", "oracle", "bits:2", "pairs:2", "parts:3:4"]
 KINDS = {
     "plain": {},
     "query": {"core_heads": "query", "core_mass": True},
     "sinks": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
-    "learned": {"learned": ("temperature", "bias"), "fetch_index": "core"},
+    "learned": {"learned": ("temperature", "bias"), "fetch_index": "mean"},
     "mean_query": {"pooling": "mean_query", "core_bias": 0.5},
     "heads": {"head_group_sizes": (4, 3), "core_mass": True},
     "single tokens": {"head_group_sizes": (4, 1)},
@@ -115,12 +114,9 @@ def test_a_prompt_reads_only_earlier_tokens_from_host_memory():
     torch.testing.assert_close(index.view_as(expected), expected)
 
 
-@pytest.mark.parametrize(
-    "store, with_local", [("device", True), ("device", False), ("slots", False)]
-)
+@pytest.mark.parametrize("store", ["device", "slots"])
 @pytest.mark.parametrize("index", INDICES)
-def test_any_index_is_kept_as_it_is_built(index, store, with_local, monkeypatch):
-    monkeypatch.setattr(choice, "WITH_LOCAL", with_local)
+def test_any_index_is_kept_as_it_is_built(index, store):
     settings = {"fetch_index": index, "sink_size": 5, **in_store(store, 2)}
     check_ways(CCAConfig.paper(4, 9, fetch_groups=2, **settings), False)
 
@@ -162,7 +158,7 @@ def test_bytes_are_those_of_tokens_and_index(index):
         fed(x, tensors, 0, [30, 1, 1])
     heads = 2 * 2  # rows x KV heads
     # Keys in low bits wait for 4 of the 8 tokens that centre them.
-    groups = (32 - 4 - 4 * (":2" in index and index != "parts:2")) // 4
+    groups = (32 - 4 - 4 * (":" in index)) // 4
     index_size = 0 if index == "oracle" else index_bytes(index, 4, 16, 4)
     assert layer.store_bytes == heads * (32 * 2 * 16 * 4 + groups * index_size)
     assert layer.nbytes == plain.nbytes + layer.store_bytes

@@ -213,10 +213,10 @@ def test_host_memory_may_be_taken_to_the_last_byte(monkeypatch):
             host_memory.host_zeros(shape, torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("index", ["core", "parts:3", "parts:4", "pairs:2", "bits:1"])
+@pytest.mark.parametrize("index", ["mean", "oracle", "parts:3:4", "bits:1"])
 @pytest.mark.parametrize("store, num_slots", [("device", 4), ("host", 4), ("host", 0)])
 def test_bytes_are_those_of_the_formula(index, store, num_slots):
-    kinds = {"cache_dtype": "fp8" if index == "core" else "auto", "fetch_index": index}
+    kinds = {"cache_dtype": "fp8" if index == "mean" else "auto", "fetch_index": index}
     config = CONFIG.replace(store=store, **kinds, fetch_slots=num_slots)
     tensors = texts()
     layer = CompactLayer(config, ROTARY)

@@ -40,8 +40,8 @@ SIZES = ["--untested", "--no-core-mass"]
 for _name in ("group_size", "window_size", "sinks", "dtype", "device"):
     SIZES += [f"--{_name.replace('_', '-')}", str(SIZE_VALUES[_name])]
 
-FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2"]
-FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2"}
+FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2:4"]
+FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2:4"}
 STORED = [*FETCH, "--store", "host", "--fetch-slots", "8"]
 STORED_VALUES = {**FETCH_VALUES, "store": "host", "fetch_slots": 8}
 READ = [*STORED, "--prefill", "cca"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from corecontext.config import PAPER_RULE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig, Removed
 
 
 def test_defaults_are_those_that_a_pretrained_model_needs():
@@ -202,9 +202,35 @@ def test_fetch_has_its_defaults_and_bounds():
     for name, least in (("fetch_groups", 0), ("fetch_share", 1), ("fetch_slots", 0)):
         with pytest.raises(ValueError, match=f"^{name} must be at least {least}, got {least - 1}"):
             CCAConfig(**{name: least - 1})
-    for index in ("pairs:\u00b2", "parts:0", "parts:1234567890", "bits:3", "bits", "mean:2", 5):
-        with pytest.raises(ValueError, match="^fetch_index must be 'core', .* or 'oracle', got "):
+    for index in ("pairs:\u00b2", "parts:0:2", "parts:1234567890:2", "bits:3", "bits", "mean:2", 5):
+        with pytest.raises(ValueError, match="^fetch_index must be 'mean', .* or 'oracle', got "):
             CCAConfig(fetch_index=index)
+
+
+@pytest.mark.parametrize(
+    "name, value, instead",
+    [
+        ("fetch_index", "core", "Use 'mean' or 'pairs:2'"),
+        ("fetch_index", "bounds", "Use 'pairs:2'"),
+        ("fetch_index", "segments:8:2", "Use 'pairs:2'"),
+        ("fetch_index", "parts:4", "Use 'parts:P:B'"),
+    ],
+)
+def test_a_setting_that_is_gone_is_refused_in_one_line(name, value, instead):
+    message = rf"^{name} must not be {value!r}, .* gone since version 0.2\. {instead}\.$"
+    for make in (CCAConfig, lambda **settings: CCAConfig.from_dict(settings)):
+        with pytest.raises(ValueError, match=message):
+            make(**{name: value})
+
+
+def test_a_saved_field_that_is_gone_is_ignored_unless_its_value_is(monkeypatch):
+    row = Removed("lost", r"yes|\(.+\)", "a try", "Use 'pooling'.")
+    monkeypatch.setattr("corecontext.config.REMOVED", (row,))
+    for value in ("no", ()):
+        assert CCAConfig.from_dict({"lost": value}) == CCAConfig.from_dict({})
+    for value in ("yes", (1,)):
+        with pytest.raises(ValueError, match="^lost must not be .*, a try, which is gone since"):
+            CCAConfig.from_dict({"lost": value})
 
 
 def test_bounds_are_the_last_that_are_taken():

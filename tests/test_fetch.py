@@ -25,7 +25,6 @@ from corecontext.ops.fetch.index import (
     centre_of,
     num_centred,
     scores,
-    segments,
 )
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
@@ -34,8 +33,8 @@ from corecontext.visibility import num_visible_cores
 ROTARY = Rotary.from_theta(100.0, 16)
 SIZES = {"group_size": 4, "window_size": 9, "sink_size": 0}
 INDICES = [
-    *("core", "mean", "bounds", "parts:2", "parts:3", "oracle", "bits:1", "bits:2", "bits:4"),
-    *("pairs:2", "parts:3:4", "segments:3:2"),
+    *("mean", "oracle", "bits:1", "bits:2", "bits:4"),
+    *("pairs:2", "parts:2:4", "parts:3:4"),
 ]
 OPTIONS = [
     {},
@@ -82,7 +81,7 @@ def test_no_group_fetched_is_cca_bit_for_bit(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "packed"])
 @pytest.mark.parametrize("sinks", [0, 6])
-@pytest.mark.parametrize("index", ["core", "bits:1"])
+@pytest.mark.parametrize("index", ["mean", "bits:1"])
 def test_all_groups_fetched_are_full_attention(backend, sinks, index):
     """Also where the call is not recognised as full attention beforehand."""
     spec = Spec(4, 9, 0.25, sink_size=sinks, core_mass=True, fetch_groups=100, fetch_index=index)
@@ -240,7 +239,7 @@ def compare(x, index: str, **options) -> None:
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_results_and_gradients_are_the_references(options, with_lse):
     x = make_inputs(80, batch_size=2, dtype=torch.float64, with_lse=with_lse)
-    compare(x, "parts:2", **options)
+    compare(x, "parts:2:4", **options)
 
 
 @pytest.mark.parametrize("index", INDICES)
@@ -343,7 +342,7 @@ def test_an_index_has_the_bytes_that_it_says(index, dtype):
     assert build(keys, index).nbytes == 36 * index_bytes(index, 5, 16, dtype.itemsize)
 
 
-@pytest.mark.parametrize("index", ["mean", "parts:2", "parts:2:4", "pairs:2"])
+@pytest.mark.parametrize("index", ["mean", "parts:2:4", "pairs:2"])
 def test_means_of_keys_in_16_bits_are_summed_in_more(index):
     keys = make_inputs(60, dtype=torch.bfloat16, num_kv_heads=3).k[0].unflatten(1, (12, 5))
     for x, wide in zip(build(keys, index).tensors, build(keys.float(), index).tensors):
@@ -422,7 +421,7 @@ def test_low_bits_are_centred_by_tokens_that_every_query_sees(window):
     for k in (x.k[:, 0], x.k[:, 0] + 100):
         groups = k[:, 4:].unflatten(1, (174, 4))
         index = build(groups, spec.fetch_index, centre_of(k, spec))
-        found.append(scores(index, x.q, None, spec, None).log_softmax(-1))
+        found.append(scores(index, x.q, spec).log_softmax(-1))
     error = float((found[1] - found[0]).abs().max())
     assert (error < 1e-6) == (window > 3)
 
@@ -432,7 +431,7 @@ def test_products_for_kernels_are_those_of_the_scores():
     spec = Spec(4, 9, 1.0)
     x = make_inputs(60, dtype=torch.float64, num_heads=3, num_kv_heads=1)
     groups = x.k[:, 0].unflatten(1, (15, 4))
-    for name in ("pairs:2", "bits:1", "parts:3:4", "segments:3:2"):
+    for name in ("pairs:2", "bits:1", "parts:3:4"):
         index = build(groups, name, x.k[:, 0].mean(1))
         q, keys = as_products(index, x.q)
         each = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
@@ -441,43 +440,8 @@ def test_products_for_kernels_are_those_of_the_scores():
         elif name == "pairs:2":
             each = each + math.log(2)
         centre = x.q @ index.centre[:, None, :, None]
-        truth = scores(index, x.q, None, spec, None)
+        truth = scores(index, x.q, spec)
         torch.testing.assert_close(each.logsumexp(-1) + centre, truth, rtol=0, atol=1e-9)
-
-
-def test_segments_unite_the_neighbours_that_are_most_alike():
-    """By the squared error that their union adds; of equal ones the first."""
-
-    def of(keys, count):
-        keys = torch.tensor(keys)[None, None, :, None].expand(2, 3, -1, 5)
-        means = segments(keys, count)
-        assert means.shape == (2, 3, count, 5) and torch.equal(
-            means, means[:1, :1, :, :1] + 0 * means
-        )
-        return means[0, 0, :, 0].tolist()
-
-    assert of([9.0, 0, 1, 5, 5.5, 9], 4) == [9, 0.5, 5.25, 9]
-    assert of([9.0, 9, 0, 1, 5, 5.5], 2) == [9, 2.875]
-    assert of([0.0, 1, 2, 3], 3) == [0.5, 2, 3]
-    assert of([0.0, 1, 2, 3], 2) == [0.5, 2.5]
-    # Large segments attract less: 8 - 5 is less than 12 - 8, but 5 stands for three.
-    assert of([5.0, 5, 5, 8, 12], 3) == [5, 8, 12] and of([5.0, 5, 5, 8, 11.3], 2)[0] == 5
-    assert of([4.0, 2, 7], 3) == [4, 2, 7]
-
-
-def test_parts_as_many_as_tokens_are_the_oracle():
-    keys = make_inputs(60, num_kv_heads=3).k[0].unflatten(1, (12, 5))
-    assert torch.equal(build(keys, "parts:9").tensors[0], keys)
-    assert index_bytes("parts:9", 5, 16, 4) == index_bytes("oracle", 5, 16, 4)
-
-
-def test_bounds_bound_each_member():
-    spec = Spec(4, 9, 0.25, fetch_index="bounds")
-    x = make_inputs(40, dtype=torch.float64, num_heads=3, num_kv_heads=1)
-    keys = x.k[:, 0].unflatten(1, (10, 4))
-    bound = reference.index_scores(x.q, x.k[:, 0], torch.zeros(1, 3, 40, 10), spec)
-    each = 0.25 * torch.einsum("nrtd,nmgd->nrtmg", x.q, keys)
-    assert (bound >= each.logsumexp(-1) - 1e-12).all()
 
 
 # Settings
@@ -490,7 +454,11 @@ def test_bounds_bound_each_member():
         ({"fetch_groups": -1}, ValueError, "fetch_groups must be at least 0, got -1"),
         ({"fetch_groups": True}, TypeError, "fetch_groups must be an integer"),
         ({"fetch_share": 0}, ValueError, "fetch_share must be at least 1, got 0"),
-        ({"fetch_index": "part:4"}, ValueError, "fetch_index must be .* Did you mean 'parts:P'"),
+        (
+            {"fetch_index": "parts:4:B"},
+            ValueError,
+            "fetch_index must be .* Did you mean 'parts:P:B'",
+        ),
         ({"fetch_index": "bits:3"}, ValueError, "fetch_index must be .*, got 'bits:3'"),
         ({"fetch_index": 3}, ValueError, "fetch_index must be .*, got 3"),
     ],
@@ -501,17 +469,15 @@ def test_refused_settings(settings, error, message):
 
 
 def test_names_of_indices():
-    assert parse_index("parts:12") == ("parts", 12, 0) and parse_index("core") == ("core", 0, 0)
-    assert parse_index("segments:8:2") == ("segments", 8, 2)
+    assert parse_index("mean") == ("mean", 0, 0)
     assert parse_index("parts:3:4") == ("parts", 3, 4) and parse_index("pairs:2") == ("pairs", 0, 2)
-    refused = ("parts", "parts:", "parts:0", "parts:x", "core:1", "bits", "oracle:", "", "pairs")
+    refused = ("parts", "parts:", "parts:0", "parts:x", "mean:1", "bits", "oracle:", "", "pairs")
     for name in (
         *refused,
         "parts:0:2",
         "parts:2:3",
         "parts:2:2:2",
         "segments:2",
-        "segments:0:2",
         "pairs:3",
         "bits:16",
         "bits:2:2",

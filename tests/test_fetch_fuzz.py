@@ -29,8 +29,7 @@ ALLOWED = {torch.float64: 1e-11, torch.float32: 2e-5}
 NUDGE = 1e-6
 """Relative distance of inputs that are a few roundings away."""
 NUDGES = 16
-INDICES = ("core", "mean", "bounds", "oracle", "parts:{}", "parts:{}:{}", "pairs:{}", "bits:{}")
-INDICES += ("segments:{}:{}",)
+INDICES = ("mean", "oracle", "parts:{}:{}", "pairs:{}", "bits:{}")
 
 
 class Case(NamedTuple):

@@ -41,7 +41,7 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
         "--index",
         "oracle",
         "--index",
-        "core",
+        "pairs:2",
         "--index",
         "mean@8",
     ]
@@ -67,7 +67,7 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
         p = record.params
         values[record.name, p["index"], p["fetch_groups"]] = record
     assert values["real.recall", "oracle", 2].value == 1
-    assert 0 < values["real.recall", "core", 2].value < 1
+    assert 0 < values["real.recall", "pairs:2", 2].value < 1
     assert values["real.recall", "mean", 1].params["group_size"] == 8
     full = values["real.accuracy", None, None].params
     assert (full["method"], full["host_bytes"]) == ("full", 0)

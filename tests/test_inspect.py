@@ -50,7 +50,7 @@ def model(tmp_path_factory) -> str:
         {"sink_size": 60},
         {"learned": ("temperature", "distance", "bias", "key_gain")},
         {"fetch_groups": 2, "core_mass": True, "sink_size": 4},
-        {"fetch_groups": 3, "fetch_index": "core", "core_heads": "query", "fetch_share": 4},
+        {"fetch_groups": 3, "fetch_index": "mean", "core_heads": "query", "fetch_share": 4},
         {"fetch_groups": 99, "layer_group_sizes": (5, (1, 4))},
     ],
     ids=str,

@@ -67,7 +67,7 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> tup
         core_heads=draw.choice(("kv", "query")),
         store=draw.choice(("device", "host")),
         fetch_slots=draw.choice((0, 0, 6, 9)),
-        fetch_index=draw.choice(("pairs:2", "mean", "bits:1", "core")),
+        fetch_index=draw.choice(("pairs:2", "mean", "bits:1")),
         prefill=draw.choice(("auto", "auto", "cca", "fetch", "full")),
     )
     lengths = [draw.randint(1, 70) for _ in range(draw.randint(1, 4))]

@@ -729,7 +729,7 @@ def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch)
     spec = call.spec.replace(fetch_groups=3, fetch_index="mean", fetch_share=4)
     assert gradients(spec) == Fetched(call.fetched.chosen, 4)
     assert gradients(spec, has_chip=False) is None
-    for refused in ({"softcap": 2.0}, {"fetch_index": "parts:3"}):
+    for refused in ({"softcap": 2.0}, {"fetch_index": "parts:3:4"}):
         assert gradients(spec.replace(**refused)) is None
 
 

@@ -15,7 +15,7 @@ from corecontext.ops import api, compose
 from corecontext.ops.api import cca_attention
 from corecontext.ops.batch import complete_groups
 from corecontext.ops.fetch import crossover, fetching
-from corecontext.ops.fetch.index import build, centre_of, scores, segments
+from corecontext.ops.fetch.index import build, centre_of, scores
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import backend, fetch_backend
 from corecontext.ops.triton.attend import chosen as fetch_attend
@@ -23,7 +23,6 @@ from corecontext.ops.triton.attend import marks
 from corecontext.ops.triton.attend.chosen import Fetched
 from corecontext.ops.triton.attend.shares import Choosing
 from corecontext.ops.triton.choose import group_scores as fetch_scores
-from corecontext.ops.triton.choose import segments as fetch_segments
 from corecontext.ops.triton.choose import select as fetch_choose
 from corecontext.visibility import sees_core, sees_token
 
@@ -54,14 +53,12 @@ def with_extras(cases):
 # -------------------------------------------------------------------------------------------------
 
 
-def dense_scores(q, index, settings, bias=None):
+def dense_scores(q, index, settings):
     """Scores of groups [N, C, M] in float64, -1 for groups that a share does not see."""
     q, index = q.double(), index.double()
     scores = torch.einsum("nrcd,nmpd->nrcmp", q, index) * settings.scale
     if settings.softcap is not None:
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
-    if bias is not None:
-        scores = scores + bias.double()[:, :, None, :, None]
     count, num_groups = q.shape[2], index.shape[1]
     seen = [settings.visible_groups(share, num_groups) for share in range(count)]
     numbers = torch.arange(num_groups, device=q.device)
@@ -91,16 +88,15 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("case, extra", with_extras(CHOICES), ids=str)
-def test_choice(case, extra):
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("case", CHOICES, ids=str)
+def test_choice(case, softcap):
     n, r, t, d, g, s, sinks, m, p, k, share, start = case
-    softcap = 3.0 if "softcap" in extra else None
     settings = Choosing((g, s, sinks), d**-0.5, softcap, k, share, start, start + t)
     q, index = normal(n, r, settings.num_shares, d), normal(n, m, p, d)
-    bias = normal(n, r, m) if "bias" in extra else None
-    got = fetch_choose.choose(q, index, settings, bias)
+    got = fetch_choose.choose(q, index, settings)
     assert got.dtype == torch.int32
-    assert got.tolist() == best(dense_scores(q, index, settings, bias), k).tolist()
+    assert got.tolist() == best(dense_scores(q, index, settings), k).tolist()
 
 
 @pytest.mark.parametrize("k, p", [(3, 1), (20, 1), (3, 4)])
@@ -118,9 +114,7 @@ def test_choice_in_pieces(k, p, monkeypatch):
     assert got.tolist() == best(dense_scores(q, index, settings), k).tolist()
 
 
-@pytest.mark.parametrize(
-    "name, g", [("pairs:2", 4), ("bits:1", 3), ("parts:3:4", 6), ("segments:3:2", 5)]
-)
+@pytest.mark.parametrize("name, g", [("pairs:2", 4), ("bits:1", 3), ("parts:3:4", 6)])
 def test_index_keys_are_those_of_the_scores(name, g):
     """Their products with rotated queries, of each index in low bits."""
     spec = Spec(g, 9, 1.0, fetch_groups=1, fetch_index=name)
@@ -128,12 +122,11 @@ def test_index_keys_are_those_of_the_scores(name, g):
     core = normal(2, 1, 41 // g, 20)
     q, keys = fetch_backend._index(tokens.q, tokens, Cores(core, core), spec)
     products = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
-    if "segments" not in name:
-        products += math.log(g / keys.shape[2])
+    products += math.log(g / keys.shape[2])
     centre = centre_of(tokens.k, spec)
     groups = tokens.k[:, : 41 // g * g].unflatten(1, (-1, g))
     got = products.logsumexp(-1) + tokens.q @ centre[:, None, :, None]
-    right = scores(build(groups, name, centre), tokens.q, None, spec, None)
+    right = scores(build(groups, name, centre), tokens.q, spec)
     torch.testing.assert_close(got, right, rtol=0, atol=1e-4)
 
 
@@ -327,8 +320,8 @@ def test_marks_by_entry():
 @pytest.mark.parametrize(
     "index, share, window_size",
     [
-        *(("core", 4, 9), ("mean", 8, 9), ("bounds", 4, 9), ("parts:2", 1, 9), ("oracle", 8, 9)),
-        *(("bits:4", 4, 9), ("pairs:2", 1, 9), ("pairs:2", 8, 9), ("segments:3:2", 1, 9)),
+        *(("mean", 8, 9), ("parts:2:4", 1, 9), ("oracle", 8, 9)),
+        *(("bits:4", 4, 9), ("pairs:2", 1, 9), ("pairs:2", 8, 9)),
         ("bits:2", 1, 3),  # no token centres the keys
     ],
 )
@@ -356,27 +349,11 @@ def test_operator(index, share, window_size):
         assert_rows(got, right, torch.float32, "out, q, k or v")
 
 
-@pytest.mark.parametrize("g, parts, dim", [(5, 2, 16), (16, 8, 18), (3, 3, 8), (4, 1, 16)])
-def test_segments_are_those_of_the_index(g, parts, dim):
-    k = normal(2, 7 * g + 2, 2, dim)[:, :, 1]  # not contiguous
-    means = fetch_segments.build(k[:, 1:], 7, g, parts)
-    right = segments(k[:, 1 : 1 + 7 * g].unflatten(1, (7, g)), parts)
-    torch.testing.assert_close(means, right, rtol=0, atol=1e-5)
-
-
-def test_large_groups_have_their_segments_from_pytorch(monkeypatch):
-    monkeypatch.setattr(fetch_segments, "MAX_GROUP", 3)
-    assert fetch_segments.takes(3) != GPU and not fetch_segments.takes(4)
-    monkeypatch.setattr(fetch_segments, "launch", None)
-    test_operator("segments:3:2", 1, 9)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"fetch_index": "core", "core_heads": "query"},
         {"fetch_index": "bits:4", "softcap": 2.0},
-        {"fetch_index": "parts:2", "group_size": 3},
+        {"fetch_index": "parts:2:4", "group_size": 3},
         {"fetch_index": "pairs:2", "group_size": 3},
     ],
     ids=str,
@@ -397,23 +374,12 @@ def test_the_kernels_say_what_they_cannot_choose():
         q = torch.empty(1, 2, 3, dim)
         return backend.fetch_unsupported_reason(spec, Tokens(q, q[:, 0], q[:, 0]))
 
-    for index in (
-        "core",
-        "mean",
-        "bounds",
-        "parts:2",
-        "pairs:2",
-        "bits:1",
-        "segments:3:2",
-        "oracle",
-    ):
+    for index in ("mean", "parts:2:4", "pairs:2", "bits:1", "oracle"):
         assert reason(index) is None
-    assert reason("bounds", dim=128) is None and reason("mean", dim=256) is None
-    assert "more than 256 elements" in reason("bounds", dim=130)
-    assert "query heads" in reason("core", core_heads="query")
+    assert reason("mean", dim=256) is None
     assert reason("mean", core_heads="query", softcap=2.0) is None
     assert "softcap" in reason("pairs:2", softcap=2.0)
-    assert "differ in size" in reason("parts:3") and "differ" in reason("pairs:2", group_size=5)
+    assert "differ in size" in reason("parts:3:4") and "differ" in reason("pairs:2", group_size=5)
     assert reason("bits:2", group_size=5) is None
 
 

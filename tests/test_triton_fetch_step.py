@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
 from corecontext.ops.triton import backend
-from corecontext.ops.triton.choose import segments as fetch_segments
 from corecontext.ops.triton.decode import fetch_kernel as fetch_decode_kernel
 from corecontext.ops.triton.decode import plan as fetch_decode_plan
 from corecontext.ops.triton.decode import step_with_fetch as fetch_decode
@@ -73,7 +72,6 @@ CASES = {
     "half": (4, 8, 4, 1, 16, 3, 38, 44, {"core_bias": 0.5, "store": "host"}),
     "half, without bias": (4, 8, 4, 2, 16, 3, 38, 44, {"core_mass": True}),
     "query": (5, 11, 7, 1, 18, 2, 43, 46, {"core_heads": "query", "fetch_index": "parts:1:4"}),
-    "segments": (6, 12, 2, 1, 16, 2, 40, 43, {"fetch_index": "segments:4:2", "sink_size": 6}),
     "more than there are": (4, 9, 1, 1, 16, 9, 30, 32, {"fetch_index": "bits:1"}),
     # The groups and index of the default recipe of `corecontext train`.
     "half, recipe": (32, 64, 3, 1, 64, 2, 256, 262, {**RECIPE, "sink_size": 16}),
@@ -92,8 +90,7 @@ if GPU:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_step_of_every_row(case, monkeypatch):
-    monkeypatch.setattr(fetch_segments, "_ON_GPU", True)
+def test_every_step_of_every_row(case):
     g, s, heads, kv_heads, dim, k, prefill, length, settings = CASES[case]
     config = CCAConfig.paper(g, s, backend="triton", fetch_groups=k, **settings)
     dtype = HALF if "half" in case else torch.float32
@@ -115,10 +112,10 @@ def test_every_step_of_every_row(case, monkeypatch):
         assert same.float().mean() > 0.999
 
 
-@pytest.mark.parametrize("case", ["kv", "half, without bias", "more than there are", "segments"])
+@pytest.mark.parametrize("case", ["kv", "half, without bias", "more than there are"])
 def test_every_step_that_chooses_before_it_attends(case, monkeypatch):
     monkeypatch.setattr(fetch_decode_plan, "can_take_out", lambda *given: False)
-    test_every_step_of_every_row(case, monkeypatch)
+    test_every_step_of_every_row(case)
 
 
 @pytest.mark.parametrize("slots", [None, 3])

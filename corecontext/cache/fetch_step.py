@@ -46,12 +46,9 @@ def attend_fetched(
     later = (position - entries.num_sinks).repeat_interleave(heads)[:, None]
     groups = torch.arange(count, device=q.device)
     visible = sees_core(groups, later, spec.group_size, spec.window_size)[:, None, None]
-    estimates = scores(
-        store.index(count), queries, entries.get_cores(ALL, count, q.dtype), spec, core_bias
-    )
-    local_lse = compact[..., :num_raw].logsumexp(-1)
+    estimates = scores(store.index(count), queries, spec)
     num_fetched = min(spec.fetch_groups, count)
-    marks = choose(estimates, visible, local_lse, num_fetched) & visible[:, 0]
+    marks = choose(estimates, visible, num_fetched) & visible[:, 0]
     # mutant fetch: decoding sees a core token beside its raw tokens
     hidden = marks.repeat_interleave(width, 2)[:, None]
     compact[..., num_raw:] = compact[..., num_raw:].masked_fill(hidden, -torch.inf)

@@ -140,7 +140,7 @@ def cca_attention(
         fetch_groups: Groups whose raw tokens each query sees instead of their core tokens (k): the
             best by the index, chosen for each KV head. 0 is CCA; where all groups that are seen are
             fetched, this is full attention (docs/fetch.md).
-        fetch_index: Scores that choose, as `CCAConfig.fetch_index`: "core", "mean", "segments:8:2".
+        fetch_index: Scores that choose, as `CCAConfig.fetch_index`: "mean", "bits:2".
         fetch_share: Neighbouring queries, aligned to absolute positions, that share one choice.
             Above 1 the choice looks up to fetch_share - 1 tokens ahead: for prompts only, never
             where perplexity is measured or a model is trained. By default each query chooses by

@@ -116,7 +116,7 @@ def attend(
     if spec.fetch_groups and core_k.shape[2]:
         if choice is None:
             with torch.no_grad():
-                choice = choose(q, position, see_core, k, core_k, spec, core_bias)
+                choice = choose(q, position, see_core, k, core_k.shape[2], spec)
         see_core, see_local = fetched(choice, see_core, see_local, spec)
     scores = torch.cat(
         (
@@ -151,58 +151,26 @@ def group_keys(k: Tensor, spec: Spec, num_cores: int) -> Tensor:
     return k.unflatten(1, (num_cores, spec.group_size))
 
 
-def index_scores(q: Tensor, k: Tensor, core_scores: Tensor, spec: Spec) -> Tensor:
+def index_scores(q: Tensor, k: Tensor, num_cores: int, spec: Spec) -> Tensor:
     """Estimate the log mass of each group for each query, [N, r, T, M] (docs/fetch.md).
 
     Args:
         q: [N, r, T, D].
         k: Raw keys from position 0 on, [N, S, D].
-        core_scores: Scores of their core tokens with bias and mass, [N, r, T, M].
+        num_cores: Groups that have core tokens: M.
     """
     kind, parts, bits = parse_index(spec.fetch_index)
     size = spec.group_size
-    if kind == "core":
-        return core_scores
-    keys = group_keys(k, spec, core_scores.shape[3])
-    if kind == "bounds":
-        q = q[:, :, :, None]
-        bound = torch.maximum(q * keys.amin(2)[:, None, None], q * keys.amax(2)[:, None, None])
-        return _softcap(bound.sum(-1) * spec.scale, spec.softcap) + math.log(size)
+    keys = group_keys(k, spec, num_cores)
     # Means of parts of consecutive keys, each weighing as its keys; a part may be a single key.
     count = {"mean": 1, "parts": min(parts, size), "pairs": (size + 1) // 2}.get(kind, size)
     split = keys.tensor_split(count, 2)
     means = torch.stack([part.mean(2) for part in split], 2)  # [N, M, P, D]
     sizes = torch.tensor([part.shape[2] for part in split], dtype=q.dtype, device=q.device)
-    if kind == "segments":
-        means = _segments(keys, min(parts, size))
-        sizes = torch.ones_like(sizes[:1])
     if bits:
         means = _in_low_bits(means, k, spec, bits, kind != "bits")
     scores = _softcap(torch.einsum("nrtd,nmpd->nrtmp", q, means) * spec.scale, spec.softcap)
     return (scores + sizes.log()).logsumexp(-1)
-
-
-def _segments(keys: Tensor, count: int) -> Tensor:
-    """The means [N, M, P, D] of segments of a group's keys, from single keys by uniting the two
-    neighbours of the least error added."""
-    size = keys.shape[2]
-    segment = torch.arange(size, device=keys.device).expand(keys.shape[:3])
-    for number in range(size, count, -1):
-        means, sizes = _means_of(keys, segment, number)
-        difference = (means[:, :, 1:] - means[:, :, :-1]).square().sum(3)
-        error = (
-            difference * sizes[:, :, 1:] * sizes[:, :, :-1] / (sizes[:, :, 1:] + sizes[:, :, :-1])
-        )
-        segment = segment - (segment > error.argmin(2, keepdim=True)).long()
-    return _means_of(keys, segment, count)[0]
-
-
-def _means_of(keys: Tensor, segment: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The means [N, M, P, D] and sizes [N, M, P] of segments of groups; `segment` [N, M, g] is
-    the number of each key's."""
-    members = torch.nn.functional.one_hot(segment, count).to(keys.dtype)
-    sizes = members.sum(2)
-    return torch.einsum("nmgp,nmgd->nmpd", members, keys) / sizes[..., None], sizes
 
 
 def _in_low_bits(means: Tensor, k: Tensor, spec: Spec, bits: int, shared: bool) -> Tensor:
@@ -225,9 +193,8 @@ def choose(
     position: Tensor,
     see_core: Tensor,
     k: Tensor,
-    core_k: Tensor,
+    num_cores: int,
     spec: Spec,
-    core_bias: Tensor | None,
 ) -> Tensor:
     """Return the k groups that each query fetches, [N, T, M], True where it does: of the groups
     visible to it those with the largest sums over the query heads of their shares, of equal sums
@@ -238,15 +205,14 @@ def choose(
         q: [N, r, T, D], at `position` [T].
         see_core: Groups that each query sees, [T, M].
         k: Raw keys from position 0 on, [N, S, D].
-        core_k: [N, 1 or r, M, D].
-        core_bias: As in `attend`.
+        num_cores: Groups that have core tokens: M.
     """
     choice = torch.zeros_like(see_core).repeat(len(q), 1, 1)
     number = position // spec.fetch_share
     for share in number.unique():
         rows = (number == share).nonzero()[:, 0]
         query = q[:, :, rows].mean(2, keepdim=True)
-        sigma = index_scores(query, k, _core_scores(query, core_k, spec, core_bias), spec)
+        sigma = index_scores(query, k, num_cores, spec)
         log_shares = sigma[:, :, 0, see_core[rows[-1]]].log_softmax(-1)  # [N, r, groups seen]
         total = log_shares.logsumexp(1)
         order = total.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]

@@ -45,7 +45,7 @@ class Spec:
     """Whether the entropy of its pooling weights is added to a core token's score."""
     fetch_groups: int = 0
     """Groups whose raw tokens each query sees instead of their core tokens (k)."""
-    fetch_index: str = "core"
+    fetch_index: str = CCAConfig.fetch_index
     """The index that chooses them, as `CCAConfig.fetch_index`."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice."""

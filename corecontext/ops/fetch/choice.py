@@ -6,12 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WITH_LOCAL = False
-"""Whether a head's share counts the raw tokens that the query sees in any case, too; this decides
-between query heads only."""
 
-
-def choose(scores: Tensor, visible: Tensor, local_lse: Tensor, num_groups: int) -> Tensor:
+def choose(scores: Tensor, visible: Tensor, num_groups: int) -> Tensor:
     """Mark the k groups with the largest sums, over the query heads, of their shares of a softmax
     over the scores of visible groups; of equal sums the lower group.
 
@@ -20,7 +16,6 @@ def choose(scores: Tensor, visible: Tensor, local_lse: Tensor, num_groups: int) 
     Args:
         scores: Index scores, [N, r, C, M] in float32 or wider.
         visible: [C, M], True where the query sees the group.
-        local_lse: Log-sum-exp of the query's raw tokens, [N, r, C].
         num_groups: k.
 
     Returns:
@@ -28,8 +23,6 @@ def choose(scores: Tensor, visible: Tensor, local_lse: Tensor, num_groups: int) 
     """
     scores = scores.masked_fill(~visible, -torch.inf)
     total = scores.logsumexp(-1)
-    if WITH_LOCAL:
-        total = torch.logaddexp(total, local_lse.to(total.dtype))
     # A query that sees no group has no share of -inf - -inf.
     shares = scores - total.masked_fill(total == -torch.inf, 0)[..., None]
     # mutant fetch: the first query head chooses for all

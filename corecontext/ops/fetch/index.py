@@ -2,8 +2,7 @@
 group's share of a query's softmax.
 
 A score estimates the log of the group's mass, log sum_o exp(score of token o), so that scores of
-several query heads and of raw tokens can be compared. The index "core" has no tensors: its score is
-that of the core token, with bias and mass.
+several query heads can be compared.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor
 from corecontext import fetch_sizes
 from corecontext.config import parse_index
 from corecontext.fetch_sizes import num_parts
-from corecontext.ops.fetch import core_part, low_bits
+from corecontext.ops.fetch import low_bits
 from corecontext.ops.fetch.core_part import cap, products
 from corecontext.ops.pooling import widen
-from corecontext.ops.spec import Cores, Spec
+from corecontext.ops.spec import Spec
 
 
 class Index(NamedTuple):
@@ -31,9 +30,8 @@ class Index(NamedTuple):
     group_size: int
     """Tokens of a group: g."""
     tensors: tuple[Tensor, ...]
-    """"mean": keys [N, M, D]. "bounds": least and largest, [N, M, D] each. "parts:P" and "oracle":
-    keys [N, M, P, D]. In B bits: codes [N, M, P, D B / 8], then scales, [N, M, g] of "bits" and
-    [N, M] of the others. "core": none."""
+    """"mean": keys [N, M, D]. "oracle": keys [N, M, g, D]. In B bits: codes [N, M, P, D B / 8],
+    then scales, [N, M, g] of "bits" and [N, M] of the others."""
     centre: Tensor | None = None
     """Subtracted from keys before they are stored in low bits, [N, D]."""
 
@@ -76,23 +74,14 @@ def build(keys: Tensor, name: str, centre: Tensor | None = None) -> Index:
     kind, _, bits = parse_index(name)
     size = keys.shape[2]
     count = num_parts(name, size)
-    if kind == "core":
-        return Index(name, size, ())
-    if kind == "bounds":
-        return Index(name, size, (keys.amin(2), keys.amax(2)))
     if bits:
-        if kind == "segments":
-            means = segments(widen(keys), count)
-        else:
-            means = part_means(widen(keys), count)
+        means = part_means(widen(keys), count)
         if centre is not None:
             means = means - centre[:, None, None]
         return Index(name, size, low_bits.encode(means, bits, kind != "bits"), centre)
     if kind == "mean":
         return Index(name, size, (widen(keys).mean(2).to(keys.dtype),))
-    if count == size:
-        return Index(name, size, (keys,))
-    return Index(name, size, (part_means(widen(keys), count).to(keys.dtype),))
+    return Index(name, size, (keys,))
 
 
 def part_means(keys: Tensor, count: int) -> Tensor:
@@ -102,70 +91,17 @@ def part_means(keys: Tensor, count: int) -> Tensor:
     return torch.stack([part.mean(2) for part in keys.tensor_split(count, 2)], 2)
 
 
-def segments(keys: Tensor, count: int) -> Tensor:
-    """Return the means [N, M, P, D] of `count` segments of each group's consecutive keys
-    [N, M, g, D]: of single keys, the two neighbours whose union adds the least squared error become
-    one, of equal ones the first, until so many are left."""
-    size = keys.shape[2]
-    x = keys - keys.mean(2, keepdim=True)
-    products = x @ x.mT
-    squares = products.diagonal(dim1=2, dim2=3)
-    # The squared error that the union of two segments adds, by their first tokens [N, M, g, g].
-    error = (squares[..., None] + squares[:, :, None]) / 2 - products
-    token = torch.arange(size, device=keys.device)
-    pair = token[:, None] * size + token
-    begins = torch.ones_like(squares, dtype=torch.bool)
-    number = torch.ones_like(squares)  # of a segment's tokens
-    for _ in range(size - count):
-        rank = begins.cumsum(2)
-        are_neighbours = rank[:, :, None] - rank[..., None] == 1
-        are_neighbours = are_neighbours & begins[..., None] & begins[:, :, None]
-        candidates = error.masked_fill(~are_neighbours, torch.inf)
-        least = candidates.amin((2, 3), keepdim=True)
-        # mutant fetch: of equal neighbours the last are united
-        first = torch.where(candidates == least, pair, size * size - 1).amin((2, 3))
-        left, right = first[..., None] // size, first[..., None] % size
-        # Errors of the union with others follow from those of its two (Lance and Williams).
-        rows = [
-            error.gather(2, i[..., None].expand(-1, -1, 1, size))[:, :, 0] for i in (left, right)
-        ]
-        sizes = [number.gather(2, i) for i in (left, right)]
-        total = sizes[0] + sizes[1]
-        united = (sizes[0] + number) * rows[0] + (sizes[1] + number) * rows[1]
-        united = (united - number * least[..., 0]) / (total + number)
-        is_left = token == left
-        error = torch.where(is_left[..., None], united[:, :, None], error)
-        error = torch.where(is_left[:, :, None], united[..., None], error)
-        number = torch.where(is_left, total, number)
-        begins = begins & (token != right)
-    segment = begins.cumsum(2) - 1
-    members = segment[:, :, None] == torch.arange(count, device=keys.device)[:, None]
-    members = members.to(keys.dtype)
-    return members @ keys / members.sum(3, keepdim=True)
-
-
-def scores(index: Index, q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None) -> Tensor:
-    """Return the estimated log mass of each group for each query, [N, r, T, M] in float32 or wider.
-
-    Args:
-        q: [N, r, T, D].
-        cores: Core tokens of the same groups, [N, 1 or r, M, D]; "core" alone reads them.
-        core_bias: Added to their scores, [N, r] or [N, r, M], or None.
-    """
+def scores(index: Index, q: Tensor, spec: Spec) -> Tensor:
+    """Return the estimated log mass of each group for each query of q [N, r, T, D], [N, r, T, M] in
+    float32 or wider."""
     kind, _, bits = parse_index(index.name)
     size = index.group_size
-    if kind == "core":
-        return core_part.scores(q, cores, spec, core_bias)[0]
     if kind == "mean":
         return cap(products(q, index.tensors[0]) * spec.scale, spec) + math.log(size)
-    if kind == "bounds":
-        least, largest = index.tensors
-        bound = products(q.clamp(min=0), largest) + products(q.clamp(max=0), least)
-        return cap(bound * spec.scale, spec) + math.log(size)
     each = _low_bit_products(index, q) if bits else products(q, index.tensors[0].flatten(1, 2))
     count = num_parts(index.name, size)
     each = cap(each * spec.scale, spec).unflatten(3, (-1, count))
-    if count < size and kind != "segments":  # each of which counts as one key
+    if count < size:
         each = each + part_sizes(size, count, each).log()
     return each.logsumexp(-1)
 

@@ -198,7 +198,7 @@ class _Block:
         k, v, bias, _ = self._local()
         results = [partial.forward(self.q, k, v, bias=bias, **self.options)]
         if self.num_groups:
-            marks = self._choose(index, results[0][1])
+            marks = self._choose(index)
             k = self.spec.fetch_groups
             choice.copy_(to_indices(marks, k))
             fetched = self._fetched(marks)
@@ -233,20 +233,14 @@ class _Block:
         grads.scores[:, :, : self.num_groups] += dscores
         grad_q += self._raw_backward(upstream, fetched, choice, grads)
 
-    def _choose(self, index: Index, local_lse: Tensor) -> Tensor:
+    def _choose(self, index: Index) -> Tensor:
         """Mark the groups of each choice, [n, C, M]: of each query, or of the mean query of a share
         and the groups that its last query sees."""
         sharing = (self.start, self.spec.fetch_share)
-        estimates = scores(
-            index.sequences(self.heads).first(self.num_groups),
-            mean_of_shares(self.q, *sharing),
-            self.cores,
-            self.spec,
-            self.core_bias,
-        )
+        index = index.sequences(self.heads).first(self.num_groups)
+        estimates = scores(index, mean_of_shares(self.q, *sharing), self.spec)
         visible = last_of_shares(self.visible, *sharing)
-        local_lse = mean_of_shares(local_lse, *sharing)
-        return choose(estimates, visible, local_lse, self.spec.fetch_groups)
+        return choose(estimates, visible, self.spec.fetch_groups)
 
     def _fetched(self, marks: Tensor) -> Tensor:
         """Mark the groups that each query fetches, [n, T, M]; of a shared choice those that it

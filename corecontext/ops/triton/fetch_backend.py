@@ -16,24 +16,17 @@ from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Fetched, Kernels
 from corecontext.ops.triton.attend.shares import Choosing
 from corecontext.ops.triton.choose import index_keys
-from corecontext.ops.triton.choose import segments as fetch_segments
 from corecontext.ops.triton.choose.select import choose
-
-_MAX_DIM = 256  # elements of an index key
 
 
 def fetch_unsupported_reason(spec: Spec, tokens: Tokens) -> str | None:
     """Return why the kernels cannot take the call, or None."""
     kind, _, bits = parse_index(spec.fetch_index)
     number = fetch_index.num_parts(spec.fetch_index, spec.group_size)
-    if kind == "core" and spec.core_heads == "query":
-        return "the index is the core tokens of query heads"
     if bits and spec.softcap is not None:
         return "a softcap acts on low bits with their centre"
     if kind in ("parts", "pairs") and spec.group_size % number:
         return f"{number} parts of {spec.group_size} tokens differ in size"
-    if kind == "bounds" and 2 * tokens.q.shape[3] > _MAX_DIM:
-        return f"bounds of head_dim {tokens.q.shape[3]} are more than {_MAX_DIM} elements"
     return None
 
 
@@ -60,13 +53,7 @@ def fetch_attend(
     numbers = (spec.softcap, count, spec.fetch_share, start, end)
     settings = Choosing(rule_of(spec), spec.scale, *numbers)
     q, keys = _index(mean_queries(tokens.q, settings), tokens, cores, spec)
-    bias = None
-    if spec.fetch_index == "core" and core_bias is not None:
-        bias = core_bias.float()
-        if bias.dim() == 2:
-            bias = bias[:, :, None].expand(-1, -1, cores.k.shape[2])
-        bias = bias.contiguous()
-    choice = choose(q, keys, settings, bias)
+    choice = choose(q, keys, settings)
     fetched = Fetched(choice, spec.fetch_share)
     out, lse = attention.attend(tokens, cores, spec, core_bias, fetched, kernels)
     return out, lse, choice
@@ -108,14 +95,10 @@ def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor,
     """Return queries and index keys [N, M, p, D] whose products are the index scores, up to a
     constant."""
     kind, _, bits = parse_index(spec.fetch_index)
-    if kind == "core":
-        return q, cores.k[:, 0, :, None]
     g = spec.group_size
     first = spec.sinks
     centre = fetch_index.centre_of(tokens.k, spec)
     has_kernel = q.shape[3] <= index_keys.MAX_DIM
-    if kind == "segments" and not fetch_segments.takes(g):
-        has_kernel = False
     if bits and has_kernel:
         rotation = low_bits.rotation(q.shape[3], q.dtype, q.device)
         k = tokens.k[:, first:]
@@ -126,10 +109,6 @@ def _index(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor,
     tensors = index.tensors
     if kind == "mean":
         return q, tensors[0][:, :, None]
-    if kind == "bounds":
-        # Of each product with the least and the largest element the larger one.
-        bounds = torch.cat((tensors[1], tensors[0]), -1)
-        return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1), bounds[:, :, None]
     if bits:
         return fetch_index.as_products(index, q)
     return q, tensors[0]

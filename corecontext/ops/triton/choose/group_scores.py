@@ -26,7 +26,6 @@ class Queries(NamedTuple):
 
     q: Tensor
     index: Tensor
-    bias: Tensor | None
     settings: Choosing
 
     def head_blocks(self) -> list[tuple[int, int]]:
@@ -66,7 +65,7 @@ class Queries(NamedTuple):
 
 def log_sums(call: Queries) -> Tensor:
     """Return the log-sum-exp of each row's index scores, [N, r, C], in units of log 2."""
-    q, index, bias, settings = call
+    q, index, settings = call
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for first_head, heads in call.head_blocks():
         constants = call.constants(heads)
@@ -74,11 +73,10 @@ def log_sums(call: Queries) -> Tensor:
             index_lse_kernel,
             (ceil_div(q.shape[2], constants["BLOCK_M"]) * q.shape[0],),
             (
-                *(q, index, lse if bias is None else bias, lse),
+                *(q, index, lse),
                 *(q.shape[2], *call.positions(), first_head, *call.numbers()),
             ),
             call.specialized(),
-            HAS_BIAS=bias is not None,
             HAS_SOFTCAP=settings.softcap is not None,
             **constants,
         )
@@ -93,7 +91,7 @@ def score_groups(
     Args:
         best: [N, rows, groups / RUN], filled with the largest score of each run of groups.
     """
-    q, index, bias, settings = call
+    q, index, settings = call
     rows, width = scores.shape[1:]
     for first_head, heads in call.head_blocks():
         constants = call.constants(heads)
@@ -102,13 +100,12 @@ def score_groups(
             group_scores_kernel,
             (tiles, ceil_div(width, _SEGMENT)),
             (
-                *(q, index, lse if bias is None else bias, lse),
+                *(q, index, lse),
                 *(scores, scores if best is None else best),
                 *(q.shape[2], *call.positions(), first_head, first_row, rows, width),
                 *call.numbers(),
             ),
             call.specialized(),
-            HAS_BIAS=bias is not None,
             HAS_SOFTCAP=settings.softcap is not None,
             ADD=first_head > 0,
             SEGMENT=_SEGMENT,

@@ -13,7 +13,6 @@ from torch import Tensor
 from corecontext.config import parse_index
 from corecontext.fetch_sizes import num_parts
 from corecontext.ops.fetch import low_bits
-from corecontext.ops.triton.choose import segments as fetch_segments
 from corecontext.ops.triton.decode.score_index import level_of
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.primitives import TINY, dot, tile_mask
@@ -135,7 +134,7 @@ def _signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
 
 def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor | None) -> Tensor:
     """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k,
-    with head_dim of at most MAX_DIM, and of segments group_size that `fetch_segments.takes`.
+    with head_dim of at most MAX_DIM.
 
     Args:
         k: Raw keys from the first group on, [N, S, D], rotary applied.
@@ -143,15 +142,11 @@ def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor
     """
     kind, _, bits = parse_index(name)
     count = num_parts(name, group_size)
-    dtype = k.dtype
-    if kind == "segments":
-        k = fetch_segments.build(k, num_groups, group_size, count).flatten(1, 2)
-        group_size = count
     k = contiguous_rows(k)
     n, _, dim = k.shape
     if centre is None:
         centre = k.new_zeros(n, dim)
-    keys = torch.empty((n, num_groups, count, dim), dtype=dtype, device=k.device)
+    keys = torch.empty((n, num_groups, count, dim), dtype=k.dtype, device=k.device)
     block_p = power_of_2(count)
     block_g = max(1, _ROWS // block_p)
     signs, unit = _signs(dim, k.device)

@@ -26,18 +26,6 @@ def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constex
 
 
 @triton.jit
-def _index_scores(q, k, groups, num_groups, bias_ptr, scale, softcap, sizes):
-    """Return the scores [rows, groups] of one head, in units of log 2."""
-    HAS_BIAS: tl.constexpr = sizes[2]
-    HAS_SOFTCAP: tl.constexpr = sizes[3]
-    bias = 0.0
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + groups, mask=groups < num_groups, other=0.0)[None, :]
-    scores, _ = log2_scores(dot(q, k), scale, bias, softcap, HAS_SOFTCAP)
-    return scores
-
-
-@triton.jit
 def _continue_lse(
     state, queries, index, begin, end, visible, scale, softcap, MASKED: tl.constexpr, sizes
 ):
@@ -46,17 +34,17 @@ def _continue_lse(
     Args:
         state: Running maxima of all heads, then their running sums.
         queries: The query tile of each head.
-        index: Pointer to the index keys of a KV head, strides of groups and keys, number of groups,
-            pointer to the biases of the first head.
+        index: Pointer to the index keys of a KV head, strides of groups and keys, number of groups.
         visible: Groups that each row sees, used where MASKED.
-        sizes: HEAD_DIM, BLOCK_D, HAS_BIAS, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N.
+        sizes: HEAD_DIM, BLOCK_D, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N.
     """
-    index_ptr, stride_group, stride_key, num_groups, bias_ptr = index
+    index_ptr, stride_group, stride_key, num_groups = index
     HEAD_DIM: tl.constexpr = sizes[0]
     BLOCK_D: tl.constexpr = sizes[1]
-    HEADS: tl.constexpr = sizes[4]
-    KEYS: tl.constexpr = sizes[5]
-    BLOCK_N: tl.constexpr = sizes[6]
+    HAS_SOFTCAP: tl.constexpr = sizes[2]
+    HEADS: tl.constexpr = sizes[3]
+    KEYS: tl.constexpr = sizes[4]
+    BLOCK_N: tl.constexpr = sizes[5]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
@@ -68,8 +56,7 @@ def _continue_lse(
         maxima = ()
         sums = ()
         for i in tl.static_range(HEADS):
-            biases = bias_ptr + i * num_groups
-            scores = _index_scores(queries[i], k, groups, num_groups, biases, scale, softcap, sizes)
+            scores, _ = log2_scores(dot(queries[i], k), scale, 0.0, softcap, HAS_SOFTCAP)
             if MASKED:
                 scores = tl.where(groups[None, :] < visible[:, None], scores, -float("inf"))
             _, _, running_max, running_sum = softmax_step(
@@ -85,7 +72,6 @@ def _continue_lse(
 def index_lse_kernel(
     q_ptr,
     index_ptr,
-    bias_ptr,
     lse_ptr,
     num_shares,
     num_groups,
@@ -102,7 +88,6 @@ def index_lse_kernel(
     group_size,
     window_size,
     sink_groups,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -123,7 +108,7 @@ def index_lse_kernel(
     exists = rows < num_shares
     rule = (group_size, window_size, sink_groups)
     shares = (first_share, share, q_end)
-    sizes: tl.constexpr = (HEAD_DIM, BLOCK_D, HAS_BIAS, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N)
+    sizes: tl.constexpr = (HEAD_DIM, BLOCK_D, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N)
     queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
     visible = groups_of_share(rows, shares, rule, num_groups)
     end = groups_of_share(tile * BLOCK_M + BLOCK_M - 1, shares, rule, num_groups)
@@ -135,7 +120,6 @@ def index_lse_kernel(
         index_strides[1],
         index_strides[2],
         num_groups,
-        bias_ptr + head * num_groups,
     )
     state = ()
     for _ in tl.static_range(HEADS):
@@ -173,15 +157,16 @@ def _store_scores(
             of them sees.
         sizes: As in `_continue_lse`; then ADD and BLOCK_M.
     """
-    index_ptr, stride_group, stride_key, num_groups, bias_ptr = index
+    index_ptr, stride_group, stride_key, num_groups = index
     row, exists, stride_row, visible = rows
     HEAD_DIM: tl.constexpr = sizes[0]
     BLOCK_D: tl.constexpr = sizes[1]
-    HEADS: tl.constexpr = sizes[4]
-    KEYS: tl.constexpr = sizes[5]
-    BLOCK_N: tl.constexpr = sizes[6]
-    ADD: tl.constexpr = sizes[7]
-    BLOCK_M: tl.constexpr = sizes[8]
+    HAS_SOFTCAP: tl.constexpr = sizes[2]
+    HEADS: tl.constexpr = sizes[3]
+    KEYS: tl.constexpr = sizes[4]
+    BLOCK_N: tl.constexpr = sizes[5]
+    ADD: tl.constexpr = sizes[6]
+    BLOCK_M: tl.constexpr = sizes[7]
     offs = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     for start in tl.range(begin, end, BLOCK_N):
@@ -192,10 +177,7 @@ def _store_scores(
             tile += groups.to(tl.int64)[None, :] * stride_group
             k = load_tile(tile, groups, num_groups, dims, MASKED, True, HEAD_DIM, BLOCK_D)
             for i in tl.static_range(HEADS):
-                biases = bias_ptr + i * num_groups
-                scores = _index_scores(
-                    queries[i], k, groups, num_groups, biases, scale, softcap, sizes
-                )
+                scores, _ = log2_scores(dot(queries[i], k), scale, 0.0, softcap, HAS_SOFTCAP)
                 total += tl.exp2(scores - log_sums[i][:, None])
         place = scores_ptr + row[:, None] * stride_row + groups[None, :]
         kept = exists[:, None]
@@ -232,7 +214,6 @@ def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK
 def group_scores_kernel(
     q_ptr,
     index_ptr,
-    bias_ptr,
     lse_ptr,
     scores_ptr,
     best_ptr,
@@ -254,7 +235,6 @@ def group_scores_kernel(
     group_size,
     window_size,
     sink_groups,
-    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ADD: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -289,7 +269,6 @@ def group_scores_kernel(
         sizes: tl.constexpr = (
             HEAD_DIM,
             BLOCK_D,
-            HAS_BIAS,
             HAS_SOFTCAP,
             HEADS,
             KEYS,
@@ -308,7 +287,6 @@ def group_scores_kernel(
             index_strides[1],
             index_strides[2],
             num_groups,
-            bias_ptr + head * num_groups,
         )
         visible = groups_of_share(rows, shares, rule, num_groups)
         places = (n * num_rows + offsets, exists, stride_row, visible)

@@ -113,14 +113,13 @@ def _select_kernel(
     tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
 
 
-def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = None) -> Tensor:
+def choose(q: Tensor, index: Tensor, settings: Choosing) -> Tensor:
     """Choose groups for each share of queries.
 
     Args:
         q: The mean query of each of the C shares that the call touches, [N, r, C, D].
         index: Index keys, p for each group, [N, M, p, D]; a group's score is the log-sum-exp of
             its keys' scores.
-        bias: Added to the scores of each group, [N, r, M] in float32, or None for zeros.
 
     Returns:
         The numbers of the chosen groups of each share, [N, C, k] in int32, ascending, then -1 where
@@ -135,7 +134,7 @@ def choose(q: Tensor, index: Tensor, settings: Choosing, bias: Tensor | None = N
         return chosen
     if not settings.visible_groups(count - 1, num_groups):
         return chosen.fill_(-1)
-    call = Queries(q, index, bias, settings)
+    call = Queries(q, index, settings)
     lse = log_sums(call)
     # Scores of as many shares as fit into the memory.
     first = 0

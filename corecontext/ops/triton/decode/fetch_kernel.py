@@ -114,8 +114,6 @@ def fetch_step_kernel(
     SCORE_P: tl.constexpr,
     SCORE_STAGES: tl.constexpr,
     CLOSE_P: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -367,8 +365,6 @@ def fetch_step_kernel(
                     CLOSE_P,
                     BLOCK_C,
                     BLOCK_D,
-                    SEGMENTS,
-                    GROUP,
                 )
 
     # Merge the parts of a head, some columns a program.

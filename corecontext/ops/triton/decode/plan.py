@@ -140,8 +140,6 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
         **index,
         **scoring,
         "CLOSE_P": max(16, scoring["SCORE_P"]),
-        "SEGMENTS": parse_index(spec.fetch_index).kind == "segments",
-        "GROUP": power_of_2(spec.group_size),
         "BLOCK_S": power_of_2(num_scoring),
         "BLOCK_K": power_of_2(sizes.num_chosen),
         "BLOCK_P": power_of_2(num_parts),

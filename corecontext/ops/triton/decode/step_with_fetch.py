@@ -29,7 +29,6 @@ from corecontext.config import parse_index
 from corecontext.ops.capability import is_captured, nvidia_capability
 from corecontext.ops.fetch.index import num_centred, num_parts
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
-from corecontext.ops.triton.choose.segments import takes
 from corecontext.ops.triton.decode.fetch_kernel import ATTEND, MERGE, fetch_step_kernel
 from corecontext.ops.triton.decode.find_slots import MOST_SLOTS, find_and_load
 from corecontext.ops.triton.decode.plain_step import arguments_of, slots_of
@@ -46,11 +45,8 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     The cache stores keys and values as they are; `spec` has its group size.
     """
     g = spec.group_size
-    kind, _, bits = parse_index(spec.fetch_index)
-    if not bits or (kind != "segments" and g % num_parts(spec.fetch_index, g)):
+    if not parse_index(spec.fetch_index).bits or g % num_parts(spec.fetch_index, g):
         return f"index {spec.fetch_index} of groups of {g} has no parts of one size in low bits"
-    if kind == "segments" and not takes(g):
-        return f"no kernel unites keys of groups of {g}"
     if spec.softcap is not None:
         return "a softcap needs the products with the centre"
     if num_centred(spec) < 2 * g:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from corecontext.ops.triton.choose.segments import segment_means
 from corecontext.ops.triton.decode.score_index import level_of
 from corecontext.ops.triton.primitives import TINY, dot, tile_mask
 
@@ -48,8 +47,6 @@ def _write_index(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
 ):
     """Write the centre of a row's index with the last token that it counts, and the index of a
     group (`RawStore.put_step`, `low_bits.encode`), at a step that closes a group.
@@ -86,19 +83,13 @@ def _write_index(
 
     # The means of its parts, without the centre.
     first = group.to(tl.int64) * group_size
-    if SEGMENTS:
-        keys_ptr = raw_ptr + first * HEAD_DIM
-        means = segment_means(
-            keys_ptr, HEAD_DIM, group_size, PARTS, HEAD_DIM, BLOCK_G, BLOCK_P, BLOCK_D
-        )
-    else:
-        size = group_size // PARTS
-        means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-        for i in range(size):
-            token = first + parts * size + i
-            at = token[:, None] * HEAD_DIM + dims[None, :]
-            means += tl.load(raw_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        means = means / size
+    size = group_size // PARTS
+    means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    for i in range(size):
+        token = first + parts * size + i
+        at = token[:, None] * HEAD_DIM + dims[None, :]
+        means += tl.load(raw_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    means = means / size
     means = tl.where(mask, means - centre[None, :], 0.0)
 
     # Codes of the rotated means over their size, and the scale that makes products exact.
@@ -158,8 +149,6 @@ def close_group(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
 ):
     """Write the index of an earlier group, which no query sees yet, where the new token closes one.
 
@@ -184,6 +173,4 @@ def close_group(
             BLOCK_P,
             BLOCK_C,
             BLOCK_D,
-            SEGMENTS,
-            BLOCK_G,
         )
