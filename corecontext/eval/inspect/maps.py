@@ -150,7 +150,6 @@ def _map(
             used = weights.mean(1, keepdim=True).expand_as(weights).flatten(0, 1)
         core_k = rules.pool(groups, spec, learned).k
     # Keys, biases and masses by query head: a query adds the latter two to its scores.
-    cores_of_kv = core_k
     core_k = core_k.expand(-1, len(q) // kv_heads, -1, -1).flatten(0, 1)  # [H, M, D]
     raw_k = k.repeat_interleave(len(q) // kv_heads, 0)
     bias: Any = inputs.bias
@@ -159,14 +158,8 @@ def _map(
 
     mass = entropy(used) if spec.core_mass else torch.zeros_like(used[..., 0])  # [H, M]
     by_kv_head = (kv_heads, len(q) // kv_heads)
-    chosen = _fetched_groups(
-        q.unflatten(0, by_kv_head),
-        k,
-        cores_of_kv,
-        spec,
-        queries,
-        (bias + mass).unflatten(0, by_kv_head),
-    ).repeat_interleave(by_kv_head[1], 0)  # [H, Q, M]
+    chosen = _fetched_groups(q.unflatten(0, by_kv_head), k, num_groups, spec, queries)
+    chosen = chosen.repeat_interleave(by_kv_head[1], 0)  # [H, Q, M]
 
     # Attend with one query at a time, over core tokens and all raw tokens up to itself.
     starts = [local_start(t, g, spec.window_size) for t in queries]
@@ -201,17 +194,15 @@ def _map(
 
 
 def _fetched_groups(
-    q: Tensor, k: Tensor, core_k: Tensor, spec: Spec, queries: Sequence[int], core_bias: Tensor
+    q: Tensor, k: Tensor, num_groups: int, spec: Spec, queries: Sequence[int]
 ) -> Tensor:
     """Return the groups that each query fetches, [Hkv, Q, M], True where it does.
 
     Args:
         q: Of all positions, [Hkv, r, L, D].
         k: [Hkv, L, D].
-        core_k: [Hkv, 1 or r, M, D].
-        core_bias: With masses, [Hkv, r, M].
+        num_groups: Complete groups, those of first tokens too: M.
     """
-    num_groups = core_k.shape[2]
     chosen = torch.zeros(len(k), len(queries), num_groups, dtype=torch.bool, device=k.device)
     without = spec.sinks // spec.group_size
     if not spec.fetch_groups or num_groups <= without:
@@ -221,14 +212,6 @@ def _fetched_groups(
     asked = [t for t in range(k.shape[1]) if t // spec.fetch_share in shares]
     position = torch.tensor(asked, device=k.device)
     see_core, _ = reference.visible(position, position, num_groups - without, spec)
-    choice = reference.choose(
-        q[:, :, position],
-        position,
-        see_core,
-        k,
-        core_k[:, :, without:],
-        spec,
-        core_bias[:, :, without:],
-    )
+    choice = reference.choose(q[:, :, position], position, see_core, k, num_groups - without, spec)
     chosen[:, :, without:] = choice[:, [asked.index(t) for t in queries]]
     return chosen
