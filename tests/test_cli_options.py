@@ -99,8 +99,8 @@ def test_demo(monkeypatch, calls, here):
     assert calls[2][1] == (result.records, "p.png")
     assert read_records("r.jsonl") == result.records
     calls.clear()
-    assert main("demo --model m --sinks 0") == 0
-    assert calls[0][1] == (demo_compare.DemoSettings(model="m"),)
+    assert main("demo --model m --document d --sinks 0") == 0
+    assert calls[0][1] == (demo_compare.DemoSettings(model="m", document="d", sinks=0),)
 
 
 def test_generate(monkeypatch, calls, here, capsys):

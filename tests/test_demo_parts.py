@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import pickle
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +15,15 @@ from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from corecontext.cost import cache_entries
 from corecontext.data.retrieval import Fact
 from corecontext.demo import compare, measure_method, report
 from corecontext.demo.compare import TITLES, DemoResult, DemoSettings, plan, run_demo
-from corecontext.demo.needle_prompts import ChatTask
-from corecontext.demo.task import Question, Task, make_task
+from corecontext.demo.measure_method import Reading
+from corecontext.demo.prompts import Prompt, Question, fact_prompt
 from corecontext.files import UserError
 from corecontext.integrations.hf import adapter as hf_adapter
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
-from corecontext.record import make_record
 
 FACT = Fact("passkey", "The pass key is 12.", "The pass key is", "12")
 
@@ -46,17 +44,19 @@ class Script:
         return SimpleNamespace(logits=logits[:, -logits_to_keep:])
 
 
+@pytest.mark.parametrize("asked", [[7, 8, 9], []], ids=["after the prompt", "in the prompt"])
 @pytest.mark.parametrize(
-    "made, most, answer, calls",
+    "made, most, answer, tokens",
     [
-        (" ab.c", 9, "ab.", 4),
         ("ab\ncd", 9, "ab", 3),
         ("ab\0cd", 9, "ab", 3),
         ("abcd", 2, "ab", 2),
+        ("abcd", 1, "a", 1),
+        ("\nabc", 9, "", 1),
     ],
 )
-def test_an_answer_ends_with_its_sentence_its_line_the_model_or_the_most_tokens(
-    made, most, answer, calls
+def test_an_answer_ends_with_its_line_its_message_or_the_most_tokens(
+    asked, made, most, answer, tokens
 ):
     tokenizer = SimpleNamespace(
         eos_token_id=0,
@@ -64,11 +64,12 @@ def test_an_answer_ends_with_its_sentence_its_line_the_model_or_the_most_tokens(
             chr(i) for i in ids if i or not skip_special_tokens
         ),
     )
-    model = Script(made)
+    model = Script(made if asked else made[1:])
     loaded = SimpleNamespace(model=model, tokenizer=tokenizer)
-    question = Question(FACT, 0.5, 3, [7, 8, 9], most)
-    assert measure_method._answer(loaded, None, question) == answer
-    assert model.read == [[7, 8, 9], *([ord(c)] for c in made[: calls - 1])]
+    reading = Reading(1.0, torch.empty(0), None, torch.tensor([[ord(made[0])]]))
+    question = Question(FACT, 0.5, 3, most, asked)
+    assert measure_method._answer(loaded, reading, question) == answer
+    assert model.read == [*([asked] if asked else []), *([ord(c)] for c in made[: tokens - 1])]
 
 
 @pytest.fixture(scope="module")
@@ -76,121 +77,107 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("demo") / "model", max_length=2048)
 
 
-def test_a_method_is_measured_on_the_whole_task(model, monkeypatch):
+def prompt_of(ids: torch.Tensor, questions: list[Question]) -> Prompt:
+    return Prompt(ids[0].tolist(), [i % 7 == 3 for i in range(ids.shape[1])], questions)
+
+
+def test_a_method_is_measured_on_whole_prompts(model, monkeypatch):
     monkeypatch.setattr(measure_method, "DECODE_STEPS", 3)
     monkeypatch.setattr(measure_method, "DECODE_WARM_UP", 2)
-    monkeypatch.setattr(measure_method, "PREFILL_REPEATS", 2)
     original = measure_method._answer
 
-    def answer(loaded, cache, question):
-        length = cache.get_seq_length()
-        original(loaded, cache, question)
+    def answer(loaded, reading, question):
+        length = reading.cache.get_seq_length()
+        original(loaded, reading, question)
         return str(length)
 
     monkeypatch.setattr(measure_method, "_answer", answer)
-    loaded = load(model, group_size=4, window_size=16, device="cpu")
-    ids = torch.randint(1, 256, (1, 120), generator=torch.Generator().manual_seed(0))
-    mask = [i % 7 == 3 for i in range(120)]
-    question = Question(FACT, 0.5, 3, [65, 66, 67], 4)
-    task = Task(ids[0].tolist(), mask, [question, question])
+    loaded = load(model, group_size=4, window_size=16, device="cpu", warn=False)
+    random = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, 256, (1, length), generator=random) for length in (110, 120)]
+    question = Question(FACT, 0.5, 3, 4, [65, 66, 67])
+    prompts = [prompt_of(texts[0], [question]), prompt_of(texts[1], [question, question])]
     done: list[float] = []
-    result = measure_method.run_method(loaded, task, done.append)
-    assert sum(done) == pytest.approx(1.0)
+    with torch.inference_mode():
+        result = measure_method.measure(loaded, prompts, done.append)
+    assert sum(done) == pytest.approx(len(prompts))
     assert not any(layer._forward_hooks for layer in loaded.model.model.layers)
-    nll = document_nll(loaded.model, ids)[torch.tensor(mask[1:])]
-    assert result["perplexity"] == pytest.approx(float(nll.double().mean().exp()), rel=1e-5)
+    losses = [
+        float(document_nll(loaded.model, ids)[torch.tensor(prompt.is_counted[1:])].double().mean())
+        for ids, prompt in zip(texts, prompts)
+    ]
+    assert result["perplexity"] == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
     assert result["tokens"] == 120 and result["sizes"] == loaded.sizes()
-    assert len(result["first_token_s"]) == 2 and len(result["next_token_ms"]) == 3
-    assert result["answers"] == ["120", "120"]  # each is asked on the prompt's own cache
+    assert len(result["first_token_s"]) == 3 and len(result["next_token_ms"]) == 3
+    assert result["answers"] == ["110", "120", "120"]  # each is asked on its prompt's own cache
+    assert result["compact_bytes"] == [result["formula_bytes"]] * 2
     monkeypatch.setattr(measure_method, "PREFILL_BUDGET_S", 0.0)
-    task = dataclasses.replace(task, questions=[])
-    assert len(measure_method.run_method(loaded, task, done.append)["first_token_s"]) == 1
+    with torch.inference_mode():
+        assert len(measure_method.measure(loaded, prompts, done.append)["first_token_s"]) == 2
+
+
+OUT_OF_MEMORY = "out of memory. Use --max-tokens with a smaller number."
 
 
 @pytest.mark.parametrize(
-    "error, answer",
+    "error, outcome",
     [
-        (UserError("no such model"), {"error": "no such model"}),
-        (MemoryError(), {"error": "out of memory. Use --max-tokens with a smaller number."}),
-        (torch.OutOfMemoryError(), {"error": "out of memory. Use --max-tokens with a smaller n"}),
+        (UserError("no such model"), "no such model"),
+        (MemoryError(), OUT_OF_MEMORY),
+        (torch.OutOfMemoryError(), OUT_OF_MEMORY),
         (RuntimeError("a bug"), None),
-        (None, {"result": 5}),
+        (None, {"answers": 5}),
     ],
     ids=repr,
 )
-def test_a_child_answers_in_lines_of_json(error, answer, monkeypatch, capsys):
-    order = ("m", {"method": "cca"}, "task")
+def test_a_process_writes_its_outcome(error, outcome, monkeypatch):
+    order = ("CCA", "m", {"method": "cca", "adapter": "a"}, [Prompt([1], [True], [])])
+    written = io.BytesIO()
     stdin = SimpleNamespace(buffer=io.BytesIO(pickle.dumps(order)))
-    monkeypatch.setattr(measure_method.sys, "stdin", stdin)
+    stdout = SimpleNamespace(buffer=written)
+    monkeypatch.setattr(measure_method, "sys", SimpleNamespace(stdin=stdin, stdout=stdout))
     asked = []
 
     def load(name, **options):
         asked.append((name, options))
         if error is not None:
             raise error
-        return "loaded"
-
-    def run_method(loaded, task, advance):
-        asked.append((loaded, task))
-        advance(0.25)
-        return 5
+        return SimpleNamespace(model="weights")
 
     monkeypatch.setattr(measure_method, "load", load)
-    monkeypatch.setattr(measure_method, "run_method", run_method)
-    if answer is None:
+    monkeypatch.setattr(measure_method, "add_adapter", lambda *given: asked.append(given))
+    monkeypatch.setattr(measure_method, "measure", lambda *given: {"answers": 5})
+    if outcome is None:
         with pytest.raises(RuntimeError, match="a bug"):
             measure_method.main()
         return
     assert measure_method.main() == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert asked[0] == ("m", {"method": "cca"})
-    if error is None:
-        assert asked[1] == ("loaded", "task")
-        assert lines == [{"advance": 0.25}, answer]
-    else:
-        assert lines[0]["error"].startswith(answer["error"]) and len(lines) == 1
+    read = pickle.loads(written.getvalue())
+    assert (str(read) if isinstance(read, UserError) else read) == outcome
+    assert asked[0] == ("m", {"method": "cca", "warn": False})
+    assert asked[1:] == ([] if error else [("weights", "a")])
 
 
-def test_a_childs_result_is_kept_whatever_it_says_after_it(monkeypatch):
-    lines = ['{"advance": 0.5}', '{"result": {"tokens": 3}}', '{"advance": 0.5}']
-    code = "".join(f"print({line!r});" for line in lines)
-    monkeypatch.setattr(compare, "CHILD_COMMAND", [sys.executable, "-S", "-c", code])
-    result = compare._run_in_subprocess("cca", DemoSettings(), Task([1], [True], []))
-    assert result == {"tokens": 3}
-
-
-def test_a_window_with_first_tokens_holds_as_many_entries_as_cca():
+def test_a_users_model_fetches_adapted_where_the_package_has_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_adapter, "ASSETS", tmp_path)
+    (tmp_path / "smollm2_fetch").mkdir()
     common = {"dtype": "float16", "device": "meta"}
-    settings = DemoSettings(8, 64, sinks=10, **common)
-    task = Task([1] * 1000, [], [])
-    methods = compare._methods(settings, task)
-    assert list(methods) == ["full", "cca", "streaming_llm"]
+    settings = DemoSettings(8, 64, sinks=10, model="SmolLM2-135M-Instruct.gguf", **common)
+    methods = compare._methods(settings)
+    assert list(methods) == ["full", "cca", "fetch"]
     assert methods["full"] == {"method": "full", **common}
     cca = {"method": "cca", "group_size": 8, "window_size": 64, "sinks": 10, **common}
     assert methods["cca"] == cca
-    window = cache_entries(1000, 8, 64, sinks=16) - 10
-    rival = {"method": "streaming_llm", "window_size": window, "sinks": 10, **common}
-    assert methods["streaming_llm"] == rival
-    assert list(compare._methods(DemoSettings(), task)) == ["full", "cca"]
-
-
-def test_a_chat_model_fetches_adapted_where_the_package_has_an_adapter(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_adapter, "ASSETS", tmp_path)
-    (tmp_path / "smollm2_fetch").mkdir()
-    settings = DemoSettings(8, 64, sinks=10, model="cache/SmolLM2-135M-Instruct.Q8_0.gguf")
-    task = ChatTask([Question(FACT, 0.5, 3, [1, 2], 5)])
-    methods = compare._methods(settings, task)
-    assert list(methods) == ["full", "cca", "fetch"]
     sizes = {"group_size": 32, "window_size": 160, "fetch_groups": 32, "fetch_index": "bits:2"}
     assert methods["fetch"] == {**methods["cca"], **sizes, "store": "host"}
     (tmp_path / "smollm2_fetch/adapter_config.json").write_text("{}")
-    methods = compare._methods(settings, task)
+    methods = compare._methods(settings)
     assert methods["adapted"] == {**methods["fetch"], "adapter": "smollm2"}
     assert hf_adapter.find_adapter("smollm2") == "smollm2"
     # Other sizes of the same family have no adapter.
     for name in ("cache/Other", "SmolLM2-360M-Instruct", "cache/smollm2-135m"):
         other = dataclasses.replace(settings, model=name)
-        assert list(compare._methods(other, task)) == ["full", "cca", "fetch"]
+        assert list(compare._methods(other)) == ["full", "cca", "fetch"]
 
 
 def test_an_adapter_is_added_to_the_weights(model, tmp_path):
@@ -261,20 +248,21 @@ def test_an_adapter_of_another_formula_is_refused(tmp_path):
     torch.testing.assert_close(weight, before + 6)
 
 
-def test_a_task_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):
+def test_a_prompt_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("Some words. " * 200)
-    settings = DemoSettings(8, 64, model=model, document=str(tmp_path / "text.txt"))
+    monkeypatch.setattr(compare, "BUNDLED_MODEL", model)
+    settings = DemoSettings(8, 64, document=str(tmp_path / "text.txt"))
     limit = 2048 - compare.SPARE_TOKENS
     seen = []
 
-    def make_task(tokenizer, document, num_questions, max_tokens):
-        seen.append((num_questions, max_tokens))
-        return Task([1] * length, [False] * 9 + [True] * (length - 9), [])
+    def make(tokenizer, document, count, max_tokens):
+        seen.append((count, max_tokens))
+        return Prompt([1] * length, [False] * 9 + [True] * (length - 9), [])
 
-    monkeypatch.setattr(compare, "make_task", make_task)
+    monkeypatch.setattr(compare, "fact_prompt", make)
     length = 64 + 8 + 9
     for changes in ({}, {"max_tokens": limit, "num_questions": 300}, {"max_tokens": 100}):
-        assert len(plan(dataclasses.replace(settings, **changes)).token_ids) == length
+        assert len(plan(dataclasses.replace(settings, **changes))[0].token_ids) == length
     assert seen == [(6, limit), (300, limit), (6, 100)]
     length -= 1
     with pytest.raises(UserError, match="max-tokens must be at least 81: .* got 80 tokens"):
@@ -282,30 +270,37 @@ def test_a_task_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):
     for changes, message in (
         ({"max_tokens": limit + 1}, "at most 1792 for this model, got 1793"),
         ({"num_questions": 301}, "questions must be at most 300, got 301"),
+        ({"num_questions": 0}, "questions must be at least 1, got 0"),
         ({"sinks": -1}, "sink_size must be at least 0, got -1"),
     ):
         with pytest.raises(UserError, match=message):
             plan(dataclasses.replace(settings, **changes))
+    monkeypatch.setattr(compare, "needle_prompts", lambda *given: [make(*given)])
+    length = 64 + 8 + compare.NEEDLE_TOKENS
+    assert len(plan(dataclasses.replace(settings, model=model))[0].token_ids) == length
+    length -= 1
+    with pytest.raises(UserError, match="max-tokens must be at least 200: .* got 199 tokens"):
+        plan(dataclasses.replace(settings, model=model))
 
 
 def test_facts_stand_at_equal_distances_and_have_room_for_an_answer(model):
     tokenizer = load(model, method="full", device="cpu").tokenizer
-    task = make_task(tokenizer, "Some more words. " * 200, 4, 2000, seed=3)
-    assert 1900 < len(task.token_ids) <= 2000
-    for i, question in enumerate(task.questions):
+    prompt = fact_prompt(tokenizer, "Some more words. " * 200, 4, 2000, seed=3)
+    assert 1900 < len(prompt.token_ids) <= 2000
+    for i, question in enumerate(prompt.questions):
         assert question.depth == pytest.approx((i + 0.5) / 4, abs=0.06)
-        assert question.distance == round(len(task.token_ids) * (1 - question.depth))
+        assert question.distance == round(len(prompt.token_ids) * (1 - question.depth))
         assert question.max_new_tokens == len(question.fact.completion) + 2
-        end = len(task.token_ids) - question.distance
+        end = len(prompt.token_ids) - question.distance
         planted = len(question.fact.sentence) + 1
-        assert not any(task.document_mask[end - planted : end])
-        assert task.document_mask[end] and task.document_mask[end - planted - 1]
-        before = tokenizer.decode(task.token_ids[end - planted : end])
+        assert not any(prompt.is_counted[end - planted : end])
+        assert prompt.is_counted[end] and prompt.is_counted[end - planted - 1]
+        before = tokenizer.decode(prompt.token_ids[end - planted : end])
         assert before.strip() == question.fact.sentence
-    other = make_task(tokenizer, "Some more words. " * 200, 4, 2000, seed=4)
-    assert other.token_ids != task.token_ids
-    assert task.questions[0].is_correct(f" {task.questions[0].fact.answer}. More")
-    assert not task.questions[0].is_correct("")
+    other = fact_prompt(tokenizer, "Some more words. " * 200, 4, 2000, seed=4)
+    assert other.token_ids != prompt.token_ids
+    assert prompt.questions[0].is_correct(f" {prompt.questions[0].fact.answer}. More")
+    assert not prompt.questions[0].is_correct("")
 
 
 # Results
@@ -320,21 +315,22 @@ VALUES = {
 }
 
 
-def run_of(method: str, settings: DemoSettings, task: Task) -> dict:
-    i = ("full", "cca").index(method)
+def result_of(title: str, *order) -> dict:
+    i = ("full attention", "CCA").index(title)
     sizes = {"layers": 2, "dtype": "float32"}
     if i:
         sizes |= {"group_size": 4, "window_size": 16}
     answers = [["12", "no", "12"], ["12", "no", "no"]][i]
     values = {name: pair[i] for name, pair in VALUES.items()}
-    return {**values, "answers": answers, "tokens": 100, "sizes": sizes}
+    bytes_ = {"host_bytes": 0, "compact_bytes": [7] * 2, "formula_bytes": 7}
+    return {**values, **bytes_, "answers": answers, "tokens": 100, "sizes": sizes}
 
 
 @pytest.fixture
 def result(monkeypatch) -> DemoResult:
-    questions = [Question(FACT, depth, 9, [1], 5) for depth in (0.25, 0.5, 0.75)]
-    monkeypatch.setattr(compare, "plan", lambda settings: Task([1] * 100, [], questions))
-    monkeypatch.setattr(compare, "_run_in_subprocess", run_of)
+    questions = [Question(FACT, depth, 9, 5, [1]) for depth in (0.25, 0.5, 0.75)]
+    monkeypatch.setattr(compare, "plan", lambda settings: [Prompt([1] * 100, [], questions)])
+    monkeypatch.setattr(compare, "_measure_apart", result_of)
     return run_demo(DemoSettings(4, 16, device="cpu"))
 
 
@@ -374,62 +370,50 @@ def rows(table) -> list[list[str]]:
 
 
 def test_tables_lay_the_methods_side_by_side(result):
-    table = report.measured_table(result)
+    table = report.measured_table(result.records)
     assert [str(column.header) for column in table.columns] == [
         "",
         "full attention",
         "CCA",
         "CCA to full",
     ]
-    assert str(table.title).startswith("100 tokens, 2 layers, g = 4, s = 16, float32\n")
+    caption = f"{result.records[0].device}: 100 tokens, float32, g = 4, s = 16"
+    assert str(table.title) == caption
     assert rows(table) == [
         ["time to first token", "4.00 s", "1.00 s", "4.0x faster"],
         ["time per further token", "10.0 ms", "20.0 ms", "2.0x slower"],
         ["cache", "8.0 MiB", "2.0 MiB", "4.0x less"],
         ["peak memory of the prefill", "1.0 MiB", "3.0 MiB", "3.0x more"],
         ["perplexity", "10.000", "11.000", "+10.0 %"],
-        ["answers right", "2 of 3", "1 of 3", ""],
+        ["planted facts found", "67%", "33%", ""],
     ]
     answers = report.answers_table(result)
     assert rows(answers)[2] == ["75%", "9", "The pass key is", "12", "12", "no"]
     cells = [list(column.cells)[2] for column in answers.columns[-2:]]
     assert [cell.style for cell in cells] == ["green", "red"]
     lines = report.demo_table(result.records).splitlines()
-    assert lines[0].endswith(": 100 tokens, float32, g = 4, s = 16.")
+    assert lines[0].endswith(f"` on {caption}.")
     assert lines[2:4] == ["| | full attention | CCA |", "|---|---:|---:|"]
     assert lines[4] == "| time to first token | 4.00 s | 1.00 s |"
     assert lines[-1] == "| planted facts found | 67% | 33% |"
     sizes = {"group_size": 8, "window_size": 5, "fetch_groups": 3, "fetch_index": "bits:2"}
-    chat = [
+    all_methods = [
         dataclasses.replace(record, params={**record.params, **sizes, "method": name})
         for name in TITLES
         for record in result.records
         if record.params["method"] == "cca"
     ]
-    caption = report.demo_table(chat).splitlines()[0]
+    caption = report.demo_table(all_methods).splitlines()[0]
     assert caption.endswith(
         "fetch: 3 groups of 8 by `bits:2`, s = 5; adapted: with this package's adapter."
     )
 
 
-def test_a_cache_of_another_size_than_the_formulas_is_said(result, capsys, monkeypatch):
-    sizes = {"kv_heads": 1, "head_dim": 8, "group_size": 4, "window_size": 16, "length": 100}
-    params = {"method": "cca", "layers": 2, "dtype": "float16", **sizes}
-    entries = 100 // 4 + 16 + 3
-    for extra, word in ((0, "equals"), (2, "DIFFERS FROM")):
-        record = make_record("demo.cache_bytes", 2 * 2 * 8 * 2 * entries + extra, params)
-        assert (compare.formula_bytes(record) == record.value) is (extra == 0)
-        records = [r for r in result.records if r.name != "demo.cache_bytes"]
-        full = make_record("demo.cache_bytes", 1, {**params, "method": "full"})
-        records = [full, record, *records]
-        report.print_report(dataclasses.replace(result, records=records))
+def test_a_cache_of_another_size_than_the_formulas_is_said(result, capsys):
+    for layers, word in (([7, 7], "equals"), ([7, 8], "DIFFERS FROM")):
+        report.print_report(dataclasses.replace(result, compact_bytes=layers))
         shown = " ".join(capsys.readouterr().out.split())
         assert f"The cache {word} the formula: L // g + s + g - 1 = 25 + 16 + 4 - 1" in shown
+        assert "entries in each of 2 layers." in shown
         assert "The model is tiny and trained to show the machinery" in shown
         assert "second half" not in shown
-    of_full = make_record(
-        "demo.cache_bytes",
-        1,
-        {"length": 100, "layers": 2, "kv_heads": 1, "head_dim": 8, "dtype": "float32"},
-    )
-    assert compare.formula_bytes(of_full) == 2 * 2 * 8 * 4 * 100

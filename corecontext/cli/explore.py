@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -69,7 +68,7 @@ def demo(
     questions: Annotated[
         int | None,
         typer.Option(
-            help="Facts to plant and ask for (default 6), or prompts for a chat model, each with a "
+            help="Facts to plant and ask for (default 6), or with --model prompts, each with a "
             "number to find (default 3)."
         ),
     ] = None,
@@ -79,21 +78,16 @@ def demo(
     json: Json = None,
     force: Force = False,
 ) -> None:
-    """Compare full attention and CCA on a bundled model and document, or on a chat model and a text
-    of yours beside fetch: time, memory, perplexity, retrieval."""
+    """Compare full attention and CCA on a bundled model and document, or on a model and a text of
+    yours, beside fetch: time, memory, perplexity, retrieval."""
     check_drawn(plot, force)
     check_appended(json)
     from corecontext.demo.compare import DemoSettings, run_demo
     from corecontext.demo.report import print_report
 
     settings = DemoSettings(
-        group_size, window_size, questions, max_tokens, sinks or 0, dtype=dtype, device=device
+        group_size, window_size, questions, max_tokens, sinks, model, document, dtype, device
     )
-    if model is not None:
-        used = DEFAULT_SINK_SIZE if sinks is None else sinks
-        settings = replace(settings, model=model, sinks=used)
-    if document is not None:
-        settings = replace(settings, document=document)
     result = run_demo(settings)
     publish(json, lambda: print_report(result), lambda: result.records)
     if plot is not None:

@@ -1,56 +1,50 @@
-"""Run the demo: measure each method in its own process and make the records."""
+"""Run the demo: every method reads the same prompts, and what was measured becomes records."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import pickle
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corecontext import cost
-from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
-from corecontext.demo.needle_prompts import ChatTask, make_chat_task
-from corecontext.demo.task import Question, Task, make_task
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, CCAConfig
+from corecontext.demo.prompts import Prompt, Question, fact_prompt, needle_prompts
 from corecontext.files import UserError, read_text
 from corecontext.integrations.hf.adapter import find_adapter
 from corecontext.loading import load_config, one_line, pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record
-from corecontext.terminal import progress
 from corecontext.train.train_config import RECIPES
-from corecontext.visibility import num_sinks
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
 TITLES = {
     "full": "full attention",
     "cca": "CCA",
-    "streaming_llm": "sinks + window",
     "fetch": "fetch",
     "adapted": "fetch, adapted",
 }
 FETCH_SIZES = ("group_size", "window_size", "fetch_groups", "fetch_index", "store")
 FETCH = {name: RECIPES["fetch"][name] for name in FETCH_SIZES}
-"""Fetch on a chat model: as `corecontext train` adapts it."""
-CHILD_COMMAND = [sys.executable, "-m", "corecontext.demo.measure_method"]
+"""Fetch on a model of the user's: as `corecontext train` adapts it."""
+CHILD_COMMAND = [sys.executable, "-W", "ignore", "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+BUNDLED_MODEL = str(ASSETS / "demo_model")
+DOCUMENT = str(ASSETS / "document.txt")
 SPARE_TOKENS = 256
 """Room for a question, its answer and the timed tokens."""
 CPU_TOKENS = 2560
 """Tokens of the document that another model than the bundled one reads on a CPU by default: within
 minutes, each method for itself."""
 FACTS = 6
-"""Questions by default, of a model without a chat template."""
+"""Questions by default, of the bundled model."""
 NEEDLES = 3
-"""Questions by default of a chat model, which reads a prompt for each."""
-CHAT_TOKENS = 128
-"""Room for the template and the question of a chat."""
+"""Questions by default of another model, which reads a prompt for each."""
+NEEDLE_TOKENS = 128
+"""Room in a prompt for the template and the question."""
 MOST_QUESTIONS = 300
 """Most questions of a run: no two ask the same, and the supply of names is limited."""
 
@@ -62,17 +56,26 @@ class DemoSettings:
     group_size: int = DEFAULT_GROUP_SIZE
     window_size: int = 512
     num_questions: int | None = None
-    """Facts planted, or for a chat model prompts with a number each; None: FACTS or NEEDLES."""
+    """Facts planted for the bundled model, or prompts with a number each for another; None: FACTS
+    or NEEDLES."""
     max_tokens: int | None = None
     """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
     at most CPU_TOKENS for another model than the bundled one."""
-    sinks: int = 0
-    """First tokens kept raw under CCA. With them a model without a chat template has a third
-    method, which keeps only them and a window, as many entries."""
-    model: str = str(ASSETS / "demo_model")
-    document: str = str(ASSETS / "document.txt")
+    sinks: int | None = None
+    """First tokens kept raw under CCA; None: 0 for the bundled model, else DEFAULT_SINK_SIZE."""
+    model: str | None = None
+    """None: the bundled model, which answers facts in the form that it was trained on."""
+    document: str | None = None
+    """None: the bundled document."""
     dtype: str = "auto"
     device: str = "auto"
+
+    @property
+    def sink_size(self) -> int:
+        """The first tokens kept raw under CCA."""
+        if self.sinks is not None:
+            return self.sinks
+        return 0 if self.model is None else DEFAULT_SINK_SIZE
 
 
 @dataclass(frozen=True)
@@ -82,25 +85,33 @@ class DemoResult:
     records: list[Record]
     questions: list[Question]
     answers: Mapping[str, list[str]]
+    compact_bytes: list[int]
+    """Bytes of the cache of each layer that CCA attends in."""
+    formula_bytes: int
+    """The same of one layer, by the formula."""
 
 
 def run_demo(settings: DemoSettings) -> DemoResult:
-    """Measure every method on the same document at the same weights.
+    """Measure every method on the same prompts at the same weights.
 
     Raises:
         UserError: a setting is bad, the document does not fit, or memory ran out.
     """
-    task = plan(settings)
+    prompts = plan(settings)
+    device = pick_device(settings.device)
+    measure = _measure_apart if device == "cpu" else _measure_here
+    model = settings.model or BUNDLED_MODEL
     results = {
-        method: _run_in_subprocess(method, settings, task) for method in _methods(settings, task)
+        method: measure(TITLES[method], model, options, prompts)
+        for method, options in _methods(settings).items()
     }
-    device = device_name(pick_device(settings.device))
+    questions = [question for prompt in prompts for question in prompt.questions]
     measured = list(MEASURED)
-    if any(result.get("host_bytes") for result in results.values()):
+    if any(result["host_bytes"] for result in results.values()):
         measured.append("host_bytes")
     records = []
     for method, result in results.items():
-        answers = zip(task.questions, result["answers"])
+        answers = zip(questions, result["answers"])
         right = [question.is_correct(answer) for question, answer in answers]
         params = {
             "method": method,
@@ -112,129 +123,102 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         values = {name: result[name] for name in measured}
         values["retrieval_accuracy"] = sum(right) / len(right)
         for name, value in values.items():
-            records.append(make_record(f"demo.{name}", value, params, device=device))
+            records.append(make_record(f"demo.{name}", value, params, device=device_name(device)))
     texts = {method: result["answers"] for method, result in results.items()}
-    return DemoResult(records, task.questions, texts)
+    cca = results["cca"]
+    return DemoResult(records, questions, texts, cca["compact_bytes"], cca["formula_bytes"])
 
 
-def _methods(settings: DemoSettings, task: Task | ChatTask) -> dict[str, dict[str, Any]]:
+def _methods(settings: DemoSettings) -> dict[str, dict[str, Any]]:
     """Return the options of each method to load, full attention first."""
-    g = settings.group_size
-    s = settings.window_size
-    sinks = settings.sinks
     common = {"dtype": settings.dtype, "device": settings.device}
-    cca = {"method": "cca", "group_size": g, "window_size": s, "sinks": sinks, **common}
+    cca = {
+        "method": "cca",
+        "group_size": settings.group_size,
+        "window_size": settings.window_size,
+        "sinks": settings.sink_size,
+        **common,
+    }
     methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}, "cca": cca}
-    if isinstance(task, ChatTask):
+    if settings.model is not None:
         methods["fetch"] = {**cca, **FETCH}
         adapter = find_adapter(settings.model)
         if adapter is not None:
             methods["adapted"] = {**methods["fetch"], "adapter": adapter}
-    elif sinks:
-        length = len(task.token_ids)
-        entries = cost.cache_entries(length, g, s, sinks=num_sinks(sinks, g))
-        sizes = {"window_size": entries - sinks, "sinks": sinks}
-        methods["streaming_llm"] = {"method": "streaming_llm", **sizes, **common}
     return methods
 
 
-def plan(settings: DemoSettings) -> Task | ChatTask:
-    """Make the task, and check the settings before any model runs.
+def plan(settings: DemoSettings) -> list[Prompt]:
+    """Make the prompts, and check the settings before any model runs.
 
     Raises:
         UserError: a setting is bad, or the document does not fit.
     """
     # Checks that need no model come first.
+    g = settings.group_size
+    s = settings.window_size
     with one_line():
-        CCAConfig(settings.group_size, settings.window_size, sink_size=settings.sinks)
+        CCAConfig(g, s, sink_size=settings.sink_size)
+    is_bundled = settings.model is None
     count = settings.num_questions
     if count is None:
-        count = FACTS
+        count = FACTS if is_bundled else NEEDLES
     if count < 1:
         raise UserError(f"questions must be at least 1, got {count}.")
     if count > MOST_QUESTIONS:
         raise UserError(f"questions must be at most {MOST_QUESTIONS}, got {count}.")
     # The length of the document.
-    text_config = load_config(settings.model).get_text_config(decoder=True)
-    limit = text_config.max_position_embeddings - SPARE_TOKENS
+    model = settings.model or BUNDLED_MODEL
+    limit = load_config(model).get_text_config(decoder=True).max_position_embeddings - SPARE_TOKENS
     max_tokens = settings.max_tokens
     if max_tokens is None:
-        is_slow = settings.model != DemoSettings.model and pick_device(settings.device) == "cpu"
+        is_slow = not is_bundled and pick_device(settings.device) == "cpu"
         max_tokens = min(limit, CPU_TOKENS) if is_slow else limit
     from transformers import AutoTokenizer
 
-    with one_line(f"model '{settings.model}' cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    with one_line(f"model '{model}' cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(model)
     if max_tokens > limit:
         raise UserError(f"max-tokens must be at most {limit} for this model, got {max_tokens}.")
-    # The questions, in the form that the model was trained on.
-    document = read_text(settings.document)
-    task: Task | ChatTask
-    if tokenizer.chat_template:
-        prompts = settings.num_questions or NEEDLES
-        task = make_chat_task(tokenizer, document, prompts, max_tokens)
-        planted = CHAT_TOKENS
+    # The questions, in a form that the model was trained on.
+    document = read_text(settings.document or DOCUMENT)
+    if is_bundled:
+        prompts = [fact_prompt(tokenizer, document, count, max_tokens)]
+        asked = prompts[0].is_counted.count(False)
     else:
-        task = make_task(tokenizer, document, num_questions=count, max_tokens=max_tokens)
-        planted = task.document_mask.count(False)
-    needed = settings.window_size + settings.group_size + planted
-    if len(task.token_ids) < needed:
+        prompts = needle_prompts(tokenizer, document, count, max_tokens)
+        asked = NEEDLE_TOKENS
+    tokens = len(prompts[0].token_ids)
+    if tokens < s + g + asked:
         raise UserError(
-            f"max-tokens must be at least {needed}: the planted facts, and window-size + "
+            f"max-tokens must be at least {s + g + asked}: the planted facts, and window-size + "
             "group-size tokens of the document for CCA to differ from full attention, got "
-            f"{len(task.token_ids)} tokens."
+            f"{tokens} tokens."
         )
-    return task
+    return prompts
 
 
-def formula_bytes(record: Record) -> int:
-    """Return the cache size of a record's method by the formula."""
-    import torch
-
-    params = record.params
-    g = params.get("group_size", 1)
-    sinks = num_sinks(params.get("sinks", 0), g)
-    entries = cost.cache_entries(params["length"], g, params.get("window_size", 1), sinks=sinks)
-    itemsize = getattr(torch, params["dtype"]).itemsize
-    config = CCAConfig(g, core_mass=params.get("core_mass", False))
-    heads = params["layers"] * params["kv_heads"]
-    return entries * heads * cost.entry_bytes(config, params["head_dim"], itemsize)
-
-
-def _run_in_subprocess(
-    method: str, settings: DemoSettings, task: Task | ChatTask
+def _measure_here(
+    title: str, model: str, options: Mapping[str, Any], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """Run one method in a fresh process; its progress becomes a bar here."""
-    options = _methods(settings, task)[method]
-    title = TITLES[method]
-    result = None
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        progress(f"{title}, {len(task.token_ids)} tokens", 1.0) as advance,
-    ):
-        child = subprocess.Popen(CHILD_COMMAND, stderr=errors, env=package_path(), **pipes)
-        try:
-            assert child.stdin is not None and child.stdout is not None
-            # A child that died at once breaks the pipe; its exit code says why.
-            with contextlib.suppress(BrokenPipeError), child.stdin:
-                pickle.dump((settings.model, options, task), child.stdin)
-            for line in child.stdout:
-                message = json.loads(line)
-                if "error" in message:
-                    raise UserError(message["error"])
-                advance(message.get("advance", 0.0))
-                result = message.get("result", result)
-            child.wait()
-        finally:
-            child.kill()
-            child.wait()
-        if result is not None:
-            return result
-        if child.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
-            raise UserError(
-                "out of memory: the system stopped the demo. Use --max-tokens with a smaller "
-                "number."
-            )
-        errors.seek(0)
-        raise RuntimeError(f"the process that measures {title} failed:\n{errors.read()}")
+    """Measure a method in this process: a GPU's allocator counts its peak memory."""
+    from corecontext.demo.measure_method import measure_method
+
+    return measure_method(title, model, options, prompts)
+
+
+def _measure_apart(*order: Any) -> dict[str, Any]:
+    """Measure a method in a process of its own: on a CPU the peak memory is the process's."""
+    done = subprocess.run(
+        CHILD_COMMAND, input=pickle.dumps(order), stdout=subprocess.PIPE, env=package_path()
+    )
+    if done.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
+        raise UserError(
+            "out of memory: the system stopped the demo. Use --max-tokens with a smaller number."
+        )
+    if done.returncode:
+        raise RuntimeError(f"the process that measures {order[0]} failed; its error is above.")
+    outcome = pickle.loads(done.stdout)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome

@@ -1,159 +1,211 @@
-"""Measure one method of the demo, in a process of its own so that the peak memory is its alone.
+"""Measure one method of the demo: one reading of a prompt gives its first token, peak memory and
+perplexity, and the cache from which further tokens are timed and questions answered.
 
-One prefill serves all: its last token gives the first new token, its hidden states the perplexity,
-its cache the answers. The parent starts `python -m corecontext.demo.measure_method`, pickles the
-model, the options and the task to standard input, and reads JSON lines from standard output:
-{"advance": fraction of the work just done}, and at the end {"result": ...} or {"error": one line}.
+On a CPU `compare` runs this file as a process for each method, so that the peak memory is the
+method's own: it reads the pickled arguments of `measure_method` from standard input and writes
+the pickled outcome, a result or a UserError, to standard output.
 """
 
 from __future__ import annotations
 
 import copy
-import json
+import math
 import pickle
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from corecontext.demo.needle_prompts import ChatTask, run_chat
-from corecontext.demo.task import Question, Task
+from corecontext import cost
+from corecontext.demo.prompts import Prompt, Question
 from corecontext.files import UserError, is_out_of_memory
 from corecontext.integrations.hf.adapter import add_adapter
-from corecontext.integrations.hf.cache_layers import cache_bytes
+from corecontext.integrations.hf.cache_layers import CCALayer, cache_bytes, host_bytes
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded, load
 from corecontext.measure import PeakMemory, synchronize
+from corecontext.model_sizes import ModelSizes
 from corecontext.perplexity import hidden_nll
+from corecontext.terminal import Advance, progress
+from corecontext.visibility import num_sinks
 
-SHARES = {"prefill": 0.6, "perplexity": 0.05, "decode": 0.1, "questions": 0.25}
-"""Of the progress bar."""
-PREFILL_REPEATS = 3
+WARM_UP_TOKENS = 64
+PREFILLS = 3
 PREFILL_BUDGET_S = 12.0
-"""The prefill is repeated only while its repetitions fit into this time."""
+"""Prompts are read again, up to PREFILLS times in all, only while that fits into this time."""
 DECODE_STEPS = 32
 DECODE_WARM_UP = 4
 
 
-def run_method(loaded: Loaded, task: Task, advance: Callable[[float], Any]) -> dict[str, Any]:
-    """Measure a method on the task."""
-    model = loaded.model
-    device = str(model.device)
-    input_ids = torch.tensor([task.token_ids], device=device)
-    layers = model.get_decoder().layers
-    with torch.inference_mode():
-        # Loading code and starting threads are no cost of the method: warm up.
-        warm_up = 64
-        if loaded.config is not None:
-            warm_up = loaded.config.window_size + 4 * loaded.config.group_size
-        model(input_ids[:, :warm_up], use_cache=True, logits_to_keep=1)
+class Reading(NamedTuple):
+    """The reading of a prompt."""
 
-        # The prefill of which memory is measured; each layer moves the progress bar.
+    seconds: float
+    """To the first new token."""
+    hidden: Tensor
+    """Last hidden states [1, L, C]."""
+    cache: Cache
+    first: Tensor
+    """The first new token [1, 1]."""
+
+
+def measure_method(
+    title: str, model: str, options: Mapping[str, Any], prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Load a model under a method and measure it; progress becomes a bar.
+
+    Args:
+        options: For `load`; "adapter" besides is added to the weights.
+
+    Raises:
+        UserError: the model cannot be loaded, or memory ran out.
+    """
+    for_load = dict(options)
+    adapter = for_load.pop("adapter", None)
+    tokens = len(prompts[-1].token_ids)
+    try:
+        loaded = load(model, warn=False, **for_load)
+        if adapter is not None:
+            add_adapter(loaded.model, adapter)
+        with progress(f"{title}, {tokens} tokens", len(prompts)) as advance, torch.inference_mode():
+            return measure(loaded, prompts, advance)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError("out of memory. Use --max-tokens with a smaller number.") from None
+
+
+def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict[str, Any]:
+    """Measure a method on prompts: each gives a sample of every quantity, the last one the size of
+    the cache and the times of further tokens."""
+    model = loaded.model
+    layers = model.get_decoder().layers
+    # Loading code and starting threads are no cost of the method: warm up.
+    warm_up = WARM_UP_TOKENS
+    if loaded.config is not None:
+        warm_up = loaded.config.window_size + 4 * loaded.config.group_size
+    _read(model, prompts[0].token_ids[:warm_up])
+
+    # Read and answer each prompt; each layer moves the progress bar.
+    seconds = []
+    peaks = []
+    losses = []
+    answers = []
+    for prompt in prompts:
         hooks = [
-            layer.register_forward_hook(lambda *_: advance(SHARES["prefill"] / len(layers)))
-            for layer in layers
+            layer.register_forward_hook(lambda *_: advance(1 / len(layers))) for layer in layers
         ]
-        peak = PeakMemory(device)
-        seconds, hidden, cache, first = _prefill(model, input_ids, device)
-        peak_bytes = peak.read()
+        peak = PeakMemory(str(model.device))
+        reading = _read(model, prompt.token_ids)
+        peaks.append(peak.read())
         for hook in hooks:
             hook.remove()
+        seconds.append(reading.seconds)
+        nll = hidden_nll(model, reading.hidden, torch.tensor([prompt.token_ids]).to(model.device))
+        losses.append(float(nll[torch.tensor(prompt.is_counted[1:])].double().mean()))
+        for question in prompt.questions:
+            answers.append(_answer(loaded, reading, question))
 
-        nll = hidden_nll(model, hidden, input_ids)
-        advance(SHARES["perplexity"])
-        del hidden
-
-        # Times: further prefills, and steps from a copy of the cache.
-        samples = [seconds]
-        while len(samples) < PREFILL_REPEATS and sum(samples) + seconds <= PREFILL_BUDGET_S:
-            samples.append(_prefill(model, input_ids, device)[0])
-        next_ms = _decode_times(model, copy.deepcopy(cache), first, device)
-        advance(SHARES["decode"])
-
-        answers = []
-        for question in task.questions:
-            answers.append(_answer(loaded, copy.deepcopy(cache), question))
-            advance(SHARES["questions"] / len(task.questions))
-    keep = torch.tensor(task.document_mask[1:])
+    # Time further prefills, and steps from a copy of the cache.
+    length = len(prompts[-1].token_ids)
+    while len(seconds) < PREFILLS and sum(seconds) + seconds[-1] <= PREFILL_BUDGET_S:
+        seconds.append(_read(model, prompts[-1].token_ids).seconds)
+    cache = reading.cache
     return {
-        "tokens": len(task.token_ids),
-        "first_token_s": samples,
-        "next_token_ms": next_ms,
+        "tokens": length,
+        "first_token_s": seconds,
+        "next_token_ms": _step_times(model, reading),
         "cache_bytes": cache_bytes(cache),
-        "peak_bytes": peak_bytes,
-        "perplexity": float(nll[keep].double().mean().exp()),
+        "host_bytes": host_bytes(cache),
+        "compact_bytes": [layer.nbytes for layer in cache.layers if isinstance(layer, CCALayer)],
+        "formula_bytes": _formula_bytes(loaded, length),
+        "peak_bytes": max(peaks),
+        "perplexity": math.exp(sum(losses) / len(losses)),
         "answers": answers,
         "sizes": loaded.sizes(),
     }
 
 
-def _prefill(model: Any, input_ids: Tensor, device: str) -> tuple[float, Tensor, Any, Tensor]:
-    """Return seconds to the first token, last hidden states [1, L, C], the cache and the first
-    token [1, 1]."""
+def _read(model: Any, token_ids: list[int]) -> Reading:
+    """Read a prompt."""
+    device = str(model.device)
+    input_ids = torch.tensor([token_ids], device=device)
     synchronize(device)
     start = time.perf_counter()
     out = model.get_decoder()(input_ids, use_cache=True)
     first = model.get_output_embeddings()(out.last_hidden_state[:, -1:]).argmax(-1)
     synchronize(device)
-    return time.perf_counter() - start, out.last_hidden_state, returned_cache(out), first
+    seconds = time.perf_counter() - start
+    return Reading(seconds, out.last_hidden_state, returned_cache(out), first)
 
 
-def _decode_times(model: Any, cache: Any, token: Tensor, device: str) -> list[float]:
+def _step(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
+    """Append tokens to a cache; return the likeliest next one [1, 1]."""
+    out = model(tokens, **with_cache(cache), use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1:].argmax(-1)
+
+
+def _step_times(model: Any, reading: Reading) -> list[float]:
     """Return milliseconds of each further token, greedily."""
+    device = str(model.device)
+    cache = copy.deepcopy(reading.cache)
+    token = reading.first
     samples = []
     for _ in range(DECODE_WARM_UP + DECODE_STEPS):
         synchronize(device)
         start = time.perf_counter()
-        token = model(token, **with_cache(cache), use_cache=True).logits[:, -1:].argmax(-1)
+        token = _step(model, token, cache)
         synchronize(device)
         samples.append(1e3 * (time.perf_counter() - start))
     return samples[DECODE_WARM_UP:]
 
 
-def _answer(loaded: Loaded, cache: Any, question: Question) -> str:
-    """Continue the document by a question, and generate greedily to the end of the answer."""
-    model = loaded.model
+def _answer(loaded: Loaded, reading: Reading, question: Question) -> str:
+    """Answer a question about a prompt greedily, to the end of the answer's line or message."""
     tokenizer = loaded.tokenizer
-    tokens = torch.tensor([question.token_ids], device=model.device)
-    answer: list[int] = []
-    for _ in range(question.max_new_tokens):
-        out = model(tokens, **with_cache(cache), use_cache=True, logits_to_keep=1)
-        tokens = out.logits[:, -1:].argmax(-1)
-        answer.append(int(tokens))
-        if _ends(tokenizer, answer[-1]):
-            break
+    cache = copy.deepcopy(reading.cache)
+    token = reading.first
+    if question.token_ids:
+        tokens = torch.tensor([question.token_ids], device=token.device)
+        token = _step(loaded.model, tokens, cache)
+    answer = [int(token)]
+    while len(answer) < question.max_new_tokens and not _ends(tokenizer, answer[-1]):
+        token = _step(loaded.model, token, cache)
+        answer.append(int(token))
     return tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
 def _ends(tokenizer: Any, token: int) -> bool:
-    """Whether a token ends an answer: the text, or the answer's sentence or line."""
-    text = tokenizer.decode([token])
-    return token == tokenizer.eos_token_id or "." in text or "\n" in text
+    """Return whether a token ends an answer."""
+    return token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token])
+
+
+def _formula_bytes(loaded: Loaded, length: int) -> int:
+    """Return the bytes of a layer's compact cache by the formula; 0 without CCA."""
+    config = loaded.config
+    if config is None:
+        return 0
+    sizes = ModelSizes.of(loaded.model.config)
+    entry = cost.entry_bytes(config, sizes.head_dim, loaded.model.dtype.itemsize)
+    g = config.group_size
+    sinks = num_sinks(config.sink_size, g)
+    return sizes.kv_heads * entry * cost.cache_entries(length, g, config.window_size, sinks=sinks)
 
 
 def main() -> int:
-    """Read the order from standard input, measure and write the result."""
-
-    def send(**message: Any) -> None:
-        print(json.dumps(message), flush=True)
-
-    model, options, task = pickle.load(sys.stdin.buffer)
-    adapter = options.pop("adapter", None)
-    measure: Any = run_chat if isinstance(task, ChatTask) else run_method
+    """Read the arguments from standard input and write the outcome to standard output."""
+    outcome: dict[str, Any] | UserError
     try:
-        loaded = load(model, **options)
-        if adapter is not None:
-            add_adapter(loaded.model, adapter)
-        send(result=measure(loaded, task, lambda amount: send(advance=amount)))
+        outcome = measure_method(*pickle.load(sys.stdin.buffer))
     except UserError as error:
-        send(error=str(error))
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        send(error="out of memory. Use --max-tokens with a smaller number.")
+        outcome = error
+    except KeyboardInterrupt:  # sent to the whole group; the parent says so
+        return 130
+    pickle.dump(outcome, sys.stdout.buffer)
     return 0
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from corecontext.demo.compare import FETCH, TITLES, DemoResult, formula_bytes
+from corecontext.demo.compare import FETCH, TITLES, DemoResult
 from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record, newest
 from corecontext.terminal import console
@@ -19,76 +18,50 @@ DEMO_ROWS = (
     ("time to first token", "first_token_s", "{:.2f} s", 1),
     ("time per further token", "next_token_ms", "{:.1f} ms", 1),
     ("cache", "cache_bytes", "{:.1f} MiB", 2**20),
+    ("cache in host memory", "host_bytes", "{:.1f} MiB", 2**20),
     ("peak memory of the prefill", "peak_bytes", "{:.1f} MiB", 2**20),
     ("perplexity", "perplexity", "{:.3f}", 1),
     ("planted facts found", "retrieval_accuracy", "{:.0%}", 1),
 )
 """Label, record, format and unit of each quantity."""
-HOST_ROW = ("cache in host memory", "host_bytes", "{:.1f} MiB", 2**20)
-"""Behind the cache's row, where a method keeps tokens in host memory."""
+WITHOUT_RATIO = ("host_bytes", "retrieval_accuracy")
 
 
 def print_report(result: DemoResult) -> None:
     """Print the measured values side by side, and the answers of each method."""
-    console().print(measured_table(result))
+    console().print(measured_table(result.records))
     console().print(answers_table(result))
-    cache = newest(result.records, "demo.cache_bytes", method="cca")
-    length, g, s = (cache.params[key] for key in ("length", "group_size", "window_size"))
-    sinks = num_sinks(cache.params.get("sinks", 0), g)
-    agrees = "equals" if formula_bytes(cache) == cache.value else "DIFFERS FROM"
-    formula = f"L // g + s + g - 1 = {length // g} + {s} + {g} - 1"
-    if sinks:
-        groups = (length - sinks) // g
-        formula = f"(L - n) // g + n + s + g - 1 = {groups} + {sinks} + {s} + {g} - 1"
-    entries = "entries"
-    if cache.params.get("core_mass"):
-        entries += ", each with a mass,"
-    console().print(
-        f"The cache {agrees} the formula: {formula} {entries} a layer. Peak memory is the "
-        "prefill's, on top of the loaded model."
-    )
+    console().print(_formula(result))
     note = (
         "The model is tiny and trained to show the machinery: its prose is poor, and it answers "
         "only facts in the form that it was trained on."
     )
-    if sinks:
-        note = "The model runs as it is: `corecontext train` adapts it to CCA."
-    if result.questions[0].in_chat:
+    if "fetch" in result.answers:
         note = (
             "Perplexity is that of the prompts' second halves. Fetch sees the raw tokens of each "
             f"query's best {FETCH['fetch_groups']} groups of {FETCH['group_size']} and has a "
-            f"window of {FETCH['window_size']}. The model runs as it is, but for "
-            f"'{TITLES['adapted']}': to that this package's adapter is added."
+            f"window of {FETCH['window_size']}. The model runs as it is; `corecontext train` "
+            f"adapts it, and '{TITLES['adapted']}' is with this package's adapter."
         )
     console().print(f"{note} The numbers are this machine's.")
 
 
-def measured_table(result: DemoResult) -> Table:
+def measured_table(records: Sequence[Record]) -> Table:
     """Make the table of each method, and the ratio of full attention to CCA."""
-    cca = newest(result.records, "demo.cache_bytes", method="cca").params
-    table = Table(title=f"{_sizes(cca)}\n{result.records[0].device}", box=SIMPLE_HEAD)
+    table = Table(title=_caption(records), box=SIMPLE_HEAD)
     table.add_column("")
-    for column in (*_titles(result.records), "CCA to full"):
+    for column in (*_titles(records), "CCA to full"):
         table.add_column(column, justify="right")
-    count = len(result.questions)
-    for label, name, shown, unit in _rows(result.records):
-        values = _values(result.records, name)
-        if name == "retrieval_accuracy":
-            table.add_row("answers right", *[f"{round(x * count)} of {count}" for x in values], "")
-        elif name == "host_bytes":
-            table.add_row(label, *[shown.format(value / unit) for value in values], "")
-        else:
-            cells = [shown.format(value / unit) for value in values]
-            table.add_row(label, *cells, _ratio(name, *values[:2]))
+    for label, name, shown, unit in _rows(records):
+        values = _values(records, name)
+        ratio = "" if name in WITHOUT_RATIO else _ratio(name, *values[:2])
+        table.add_row(label, *[shown.format(value / unit) for value in values], ratio)
     return table
 
 
 def answers_table(result: DemoResult) -> Table:
     """Make the table of each question, its right answer and the answer of each method."""
-    title = "facts planted in the document, asked at its end"
-    if result.questions[0].in_chat:
-        title = "a number hidden in the document, asked for in the chat template"
-    table = Table(title=title, box=SIMPLE_HEAD)
+    table = Table(title="facts planted in the document, and asked for", box=SIMPLE_HEAD)
     for column in ("depth", "tokens back", "question", "right", *_titles(result.records)):
         table.add_column(column, overflow="fold")
     for question, *answers in zip(result.questions, *result.answers.values()):
@@ -99,49 +72,12 @@ def answers_table(result: DemoResult) -> Table:
     return table
 
 
-def _rows(records: Sequence[Record]) -> list[tuple[str, str, str, int]]:
-    """Return the rows of the quantities that were recorded."""
-    rows = list(DEMO_ROWS)
-    if any(record.name == "demo.host_bytes" for record in records):
-        rows.insert(3, HOST_ROW)
-    return rows
-
-
-def _ratio(name: str, full: float, cca: float) -> str:
-    """Format how much less CCA takes, for perplexity how much more; "" where one took nothing that
-    can be measured, as the memory of a short prefill."""
-    if name == "perplexity":
-        return f"{100 * (cca / full - 1):+.1f} %"
-    if not full or not cca:
-        return ""
-    less, more = ("faster", "slower") if name.endswith(("_s", "_ms")) else ("less", "more")
-    if full >= cca:
-        return f"{full / cca:.1f}x {less}"
-    return f"{cca / full:.1f}x {more}"
-
-
 def demo_table(records: Sequence[Record]) -> str:
     """Return a page's table of the demo, in Markdown."""
-    firsts = {
-        record.params["method"]: record.params
-        for record in records
-        if record.name == "demo.first_token_s"
-    }
-    params = firsts["cca"]
-    sizes = f"g = {params['group_size']}, s = {params['window_size']}"
-    if "fetch" in firsts:
-        fetch = firsts["fetch"]
-        sizes += (
-            f"; fetch: {fetch['fetch_groups']} groups of {fetch['group_size']} by "
-            f"`{fetch['fetch_index']}`, s = {fetch['window_size']}"
-        )
-    if "adapted" in firsts:
-        sizes += "; adapted: with this package's adapter"
     command = records[-1].command.partition(" --json")[0]
     titles = _titles(records)
     lines = [
-        f"`{command}` on {records[-1].device}: {params['length']} tokens, {params['dtype']}, "
-        f"{sizes}.",
+        f"`{command}` on {_caption(records)}.",
         "",
         "| | " + " | ".join(titles) + " |",
         "|---|" + "---:|" * len(titles),
@@ -157,7 +93,7 @@ def draw_demo(records: Sequence[Record], path: str) -> None:
     rows = [row for row in _rows(records) if row[1] != "retrieval_accuracy"]
     size = (2.3 * len(rows), 2.6)
     figure, axes = pyplot().subplots(1, len(rows), figsize=size, layout="constrained")
-    labels = [title.removesuffix(" attention").replace(" + ", " +\n") for title in _titles(records)]
+    labels = [title.removesuffix(" attention").replace(", ", ",\n") for title in _titles(records)]
     for axis, (label, name, shown, unit) in zip(axes, rows):
         values = [value / unit for value in _values(records, name)]
         bars = axis.bar(labels, values, color=(FULL, CCA, FLOOR, FLOOR)[: len(values)])
@@ -166,20 +102,64 @@ def draw_demo(records: Sequence[Record], path: str) -> None:
         axis.set_yticks([])
         axis.margins(y=0.15)
         axis.spines[["top", "right", "left"]].set_visible(False)
-    params = newest(records, "demo.first_token_s", method="cca").params
-    figure.supxlabel(
-        f"{params['length']} tokens, g = {params['group_size']}, s = {params['window_size']}; "
-        f"{records[0].device}",
-        fontsize=8,
-    )
+    figure.supxlabel(_caption(records), fontsize=8)
     save(figure, path)
 
 
-def _sizes(params: Mapping[str, Any]) -> str:
-    """Describe the sizes of the model and of CCA."""
-    text = f"{params['length']} tokens, {params['layers']} layers, g = {params['group_size']}, "
-    sinks = f", {params['sinks']} sinks" if "sinks" in params else ""
-    return f"{text}s = {params['window_size']}{sinks}, {params['dtype']}"
+def _caption(records: Sequence[Record]) -> str:
+    """Describe the machine, the prompts and the sizes of CCA and fetch."""
+    params = {record.params["method"]: record.params for record in records}
+    cca = params["cca"]
+    text = (
+        f"{records[0].device}: {cca['length']} tokens, {cca['dtype']}, "
+        f"g = {cca['group_size']}, s = {cca['window_size']}"
+    )
+    if "fetch" in params:
+        fetch = params["fetch"]
+        text += (
+            f"; fetch: {fetch['fetch_groups']} groups of {fetch['group_size']} by "
+            f"`{fetch['fetch_index']}`, s = {fetch['window_size']}"
+        )
+    if "adapted" in params:
+        text += "; adapted: with this package's adapter"
+    return text
+
+
+def _formula(result: DemoResult) -> str:
+    """Say whether CCA's cache has the size of the formula."""
+    params = newest(result.records, "demo.cache_bytes", method="cca").params
+    length, g, s = (params[key] for key in ("length", "group_size", "window_size"))
+    sinks = num_sinks(params.get("sinks", 0), g)
+    formula = f"L // g + s + g - 1 = {length // g} + {s} + {g} - 1"
+    if sinks:
+        groups = (length - sinks) // g
+        formula = f"(L - n) // g + n + s + g - 1 = {groups} + {sinks} + {s} + {g} - 1"
+    agrees = set(result.compact_bytes) == {result.formula_bytes}
+    mass = ", each with a mass," if params.get("core_mass") else ""
+    return (
+        f"The cache {'equals' if agrees else 'DIFFERS FROM'} the formula: {formula} entries{mass} "
+        f"in each of {len(result.compact_bytes)} layers. Peak memory is the prefill's, on top of "
+        "the loaded model."
+    )
+
+
+def _rows(records: Sequence[Record]) -> list[tuple[str, str, str, int]]:
+    """Return the rows of the quantities that were recorded."""
+    names = {record.name for record in records}
+    return [row for row in DEMO_ROWS if f"demo.{row[1]}" in names]
+
+
+def _ratio(name: str, full: float, cca: float) -> str:
+    """Format how much less CCA takes, for perplexity how much more; "" where one took nothing that
+    can be measured, as the memory of a short prefill."""
+    if name == "perplexity":
+        return f"{100 * (cca / full - 1):+.1f} %"
+    if not full or not cca:
+        return ""
+    less, more = ("faster", "slower") if name.endswith(("_s", "_ms")) else ("less", "more")
+    if full >= cca:
+        return f"{full / cca:.1f}x {less}"
+    return f"{cca / full:.1f}x {more}"
 
 
 def _titles(records: Sequence[Record]) -> list[str]:
