@@ -16,8 +16,7 @@ import pytest
 import torch
 from served import Asgi
 from tiny_model import save_tiny_model
-from tokenizers import Tokenizer, decoders, models, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
 pytest.importorskip("fastapi")
 httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
@@ -756,61 +755,6 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
 
 # Text
 # ------------------------------------------------------------------------------------------------
-
-
-def test_text_comes_in_whole_characters_and_stops_are_held_back(tiny):
-    tokenizer = tiny.loaded.tokenizer
-    text = "na\u00efve \u4f60\u597d \U0001f600 end of it"
-    ids = tokenizer(text)["input_ids"]
-    for stops, expected in (
-        ((), text),
-        (("end of",), text[: -len("end of it")]),
-        (("\u597d",), text[:7]),
-        (("it!", "xx"), text),
-        (("t", "of it"), text[: -len("of it")]),
-    ):
-        stream = TextStream(tokenizer, stops)
-        pieces = []
-        for token in ids:
-            pieces.append(stream.push(token))
-            if stream.stopped:
-                break
-        pieces.append(stream.end())
-        assert "".join(pieces) == expected and "\ufffd" not in "".join(pieces)
-    broken = TextStream(tokenizer)
-    byte = ids[2]  # the first of two bytes
-    assert "".join([*(broken.push(byte) for _ in range(20)), broken.end()]).count("\ufffd") >= 10
-
-
-def test_spaces_between_words_are_kept():
-    """As in tokenizers of Llama 2, which write a word with the space before it and drop that of the
-    first one."""
-    words = ["<s>", "▁The", "▁sea", "▁was", "▁calm", "</s>", "▁then", "▁"]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    inner.add_special_tokens(["<s>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-
-    def text(prompt: list[int], answer: list[int]) -> str:
-        stream = TextStream(tokenizer, (), prompt)
-        return "".join([*map(stream.push, answer), stream.end()])
-
-    assert (
-        text([0, 1, 2], [3, 4]) == " was calm"
-        and text([0], [1, 2]) == text([], [1, 2]) == "The sea"
-    )
-    assert text([0, 1, 2], [3, 5, 6]) == text([0, 1, 2], [3, 5, 5, 5, 6]) == " was then"
-    many = TextStream(tokenizer)
-    assert "".join(map(many.push, [1] + [5] * 500)) == "The" and len(many._ids) - many._context < 40
-
-
-def test_an_answer_that_ends_a_character_of_the_prompt_keeps_its_text(tiny):
-    tokenizer = tiny.loaded.tokenizer
-    half, rest = tokenizer("a\u00ef")["input_ids"][:-1], tokenizer("bcd")["input_ids"]
-    stream = TextStream(tokenizer, (), half)
-    assert "".join(map(stream.push, rest)) == "bcd"
 
 
 def test_chats_without_a_template_are_lines(tiny, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -41,6 +42,15 @@ def _is_off(value: bool) -> bool:
     if value:
         raise ValueError
     return value
+
+
+def _none_for_empty(value: Any) -> Any:
+    return None if _is_empty(value) else value
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a field's value changes nothing, whatever the field means."""
+    return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _rule(rule: str) -> WrapValidator:
@@ -78,6 +88,9 @@ Off = (
 Zero = Annotated[float, Field(ge=0, le=0), _rule("0: it is not supported")] | None
 One = Annotated[float, Field(ge=1, le=1), _rule("1: it is not supported")] | None
 Single = Annotated[int, Field(ge=1, le=1), _rule("1: a prompt gets one answer")] | None
+Empty = Annotated[
+    None, BeforeValidator(_none_for_empty), _rule("null or empty: it is not supported")
+]
 Ignored = Annotated[Any, Field(description="Ignored.")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None
 
@@ -90,11 +103,13 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, body: Any) -> Any:
-        """Drop unknown fields but the first, so that one error is built and not one for each."""
+        """Drop unknown fields that are empty, and those after the first other one: one error is
+        built, not one for each."""
         if not isinstance(body, dict):
             return body
         unknown = [name for name in body if name not in cls.model_fields]
-        dropped = set(unknown[1:])
+        full = [name for name in unknown if not _is_empty(body[name])]
+        dropped = set(unknown) - set(full[:1])
         return {name: value for name, value in body.items() if name not in dropped}
 
 
@@ -102,6 +117,7 @@ class StreamOptions(Fields):
     """Contents of a stream besides the text."""
 
     include_usage: bool | None = None
+    include_obfuscation: Ignored = None
 
 
 class GenerateRequest(Fields):
@@ -188,7 +204,7 @@ class CompletionRequest(GenerateRequest):
     logprobs: Logprobs = Field(
         None, description="Log-probabilities, with those of so many likeliest tokens."
     )
-    suffix: None = None
+    suffix: Empty = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -223,11 +239,11 @@ class Message(Fields):
     ]
     name: Text | None = None
     # Added by the official client to an answer that it sends back as part of the next chat:
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
+    refusal: Empty = None
+    annotations: Empty = None
+    audio: Empty = None
+    function_call: Empty = None
+    tool_calls: Empty = None
 
     @property
     def text(self) -> str:
@@ -256,9 +272,17 @@ class ChatRequest(GenerateRequest):
     )
     # Accepted with the value that has no effect:
     parallel_tool_calls: Ignored = None
-    tool_choice: Literal["none", "auto"] | None = None
-    response_format: TextFormat | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    tool_choice: (
+        Annotated[Literal["none", "auto"], _rule("none or auto: tools are not supported")] | None
+    ) = None
+    response_format: (
+        Annotated[TextFormat, _rule("{'type': 'text'}: JSON mode and schemas are not supported")]
+        | None
+    ) = None
+    modalities: (
+        Annotated[list[Literal["text"]], Field(fail_fast=True), _rule("['text'], the only one")]
+        | None
+    ) = None
     echo: ClassVar[bool] = False
 
     @property

@@ -18,8 +18,8 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.special = frozenset(tokenizer.all_special_ids)
         self.text = functools.lru_cache(2**16)(self._text)
+        self.shown = functools.lru_cache(2**16)(self._shown)
         # Some tokenizers drop the space before a first word, so a token is decoded behind another.
         self._anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
 
@@ -40,14 +40,16 @@ class TokenText:
             return text, text.encode()
         return "".join(f"\\x{number:02x}" for number in raw), raw
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def shown(self, token: int) -> bytes:
+    def _shown(self, token: int) -> bytes:
         """Return a token's bytes in a text, which leaves special tokens out."""
-        return b"" if token in self.special else self.text(token)[1]
+        text = self._decode([*self._anchor, token], skip_special_tokens=True)
+        is_special = text == self._decode(self._anchor)
+        return b"" if is_special else self.text(token)[1]
 
     def length(self, tokens: Iterable[int]) -> int:
         """Return the characters of a text of these tokens."""
