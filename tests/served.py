@@ -41,11 +41,19 @@ class Served:
                 stdout=out,
                 env=env,
             )
-        deadline = time.monotonic() + 120
+        try:
+            self.url = self.wait()
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait(self) -> str:
+        """Wait until it listens; return its address."""
+        deadline = time.monotonic() + 250
         while not (found := [line for line in self.lines() if line["event"] == "listening"]):
-            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
-        self.url = f"http://127.0.0.1:{found[0]['port']}"
+        return f"http://127.0.0.1:{found[0]['port']}"
 
     def lines(self) -> list[dict]:
         """What it has logged; a line that is only half written is left out."""

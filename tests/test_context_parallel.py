@@ -55,7 +55,7 @@ def running(world: int, settings: str) -> Iterator[None]:
     ) as program:
         try:
             yield
-            output, _ = program.communicate(timeout=200)
+            output, _ = program.communicate(timeout=250)
         finally:
             program.kill()
     assert program.returncode == 0, output
@@ -366,5 +366,5 @@ def test_gpus_equal_one():
             (str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", ""))
         ),
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from families import tiny_model, tokens
+from transformers import AutoConfig, LlamaConfig
 
 import corecontext
 from corecontext import CCAConfig
@@ -501,6 +502,12 @@ def test_settings_follow_the_request_the_policy_and_the_prompt():
         varied.settings_for(Request([1], 1, group_size=5), load)
     fetches = admission(CONFIG.replace(fetch_groups=4), policy=policy)
     assert fetches.settings_for(Request([1], 1, fetch_groups=2), load).fetch_groups == 2
+    # A request costs by its own tokens, whatever sizes it names.
+    large = rules.settings_for(Request([1], 9, group_size=2**20, window_size=2**24), load)
+    assert (large.group_size, large.window_size) == (64, 64)
+    wide = admission(CCAConfig.paper(100, 200))
+    chosen = Request([1], 9, group_size=90, window_size=300)
+    assert wide.settings_for(chosen, load) == CCAConfig.paper(90, 200)
     with pytest.raises(ValueError, match="^fetch_groups must be at most the model's 4, got 5. Ask"):
         fetches.check(Request([1], 1, fetch_groups=5))
 
@@ -623,6 +630,24 @@ def test_the_queue_is_locked_and_no_request_is_ever_missing(model, monkeypatch):
     assert slot.made and lock.__enter__.call_count == lock.__exit__.call_count == 2
     scheduler.abandon(RuntimeError("gone"))
     assert lock.__enter__.call_count == 3
+
+
+def test_requests_choose_few_sizes_at_once(model):
+    """Each set of sizes takes rows and a part of every step of its own."""
+    scheduler = Scheduler(model, client_sizes=2)
+    for sizes in ({}, {"group_size": 2}, {"window_size": 4}, {"group_size": 2}):
+        scheduler.submit(Request([2] * 5, 2, **sizes))
+    with pytest.raises(RequestError, match="^requests of 2 other sizes run already") as refused:
+        scheduler.submit(Request([2] * 5, 2, group_size=3))
+    assert refused.value.code is Code.QUEUE_FULL
+    finish(scheduler)
+    scheduler.submit(Request([2] * 5, 2, group_size=3))
+    scheduler = Scheduler(model, client_sizes=0)
+    scheduler.submit(Request([2] * 5, 2))
+    with pytest.raises(InvalidRequest, match="lets no request choose them"):
+        scheduler.submit(Request([2] * 5, 2, group_size=3))
+    with pytest.raises(ValueError, match="^client_sizes must be at least 0, got -1"):
+        Scheduler(model, client_sizes=-1)
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
@@ -1107,7 +1132,9 @@ def test_other_ranks_are_started_with_their_numbers_and_end_with_the_first(monke
 @pytest.fixture
 def made(monkeypatch):
     """What a server is made of: the arguments of `load` and of the scheduler."""
-    made = SimpleNamespace(device=torch.device("cpu"), ranks=None, config=A)
+    made = SimpleNamespace(device=torch.device("cpu"), ranks=None, config=A, load=None)
+    made.hf_config = LlamaConfig()
+    monkeypatch.setattr(build, "load_config", lambda source: made.hf_config)
 
     def load(source, **options):
         made.load = (source, options)
@@ -1144,7 +1171,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
             "device": "auto",
             "tensor_parallel": False,
             "untested": False,
-            "warn": False,
+            "warn": True,
         },
     )
     defaults = {
@@ -1155,6 +1182,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
         "max_rows": 64,
         "rows_per_pool": 8,
         "queue_limit": 256,
+        "client_sizes": 8,
         "chunk_size": 256,
         "max_length": 2**40,
         "ranks": None,
@@ -1165,7 +1193,13 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     assert made.options == {**defaults, "rows_per_pool": 16, "chunk_size": 2048}
     build.make_scheduler(Serving("m", host_cache_mib=3))
     assert made.options["host_bytes"] == 3 * 2**20
-    chosen = {"rows_per_pool": 3, "queue_limit": 5, "chunk_size": 7, "max_length": 90}
+    chosen = {
+        "rows_per_pool": 3,
+        "queue_limit": 5,
+        "client_sizes": 0,
+        "chunk_size": 7,
+        "max_length": 90,
+    }
     build.make_scheduler(
         Serving("m", policy="elastic", first_token_limit=3.0, max_running=2, **chosen)
     )
@@ -1185,22 +1219,32 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
         "device": "cpu",
         "tensor_parallel": False,
         "untested": True,
-        "warn": False,
+        "warn": True,
     }
     build.make_scheduler(Serving("m", method="full"))
-    assert made.options["full"]
+    assert made.options["full"] and not made.load[1]["warn"]
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_loaded(made):
+    for name, words in (
+        ("gemma3_text", "^model must have full attention in all layers .*`corecontext generate`"),
+        ("gpt2", "^architecture 'gpt2' is not tested"),
+    ):
+        made.hf_config = AutoConfig.for_model(name)
+        with pytest.raises(UserError, match=words):
+            build.make_scheduler(Serving("m"))
+    assert made.load is None
 
 
 def test_the_other_ranks_have_followers(made, monkeypatch):
     checked = mock.Mock()
-    monkeypatch.setattr(build, "load_config", lambda source: "config")
     monkeypatch.setattr("corecontext.serve.rows.RowShape.of", checked)
     for is_rank_0, kind in ((True, "scheduler"), (False, "follower")):
         made.ranks = SimpleNamespace(is_rank_0=is_rank_0)
         build.make_scheduler(Serving("m", tensor_parallel=2))
         assert made.kind == kind and made.options["ranks"] is made.ranks
         assert made.load[1]["tensor_parallel"]
-    assert checked.call_args.args == ("config", torch.float32, 2)
+    assert checked.call_args.args == (made.hf_config, torch.float32, 2)
 
 
 def test_a_server_on_a_gpu_is_warmed_up_with_its_tables_sizes(made, monkeypatch):
@@ -1254,7 +1298,7 @@ def test_a_port_is_taken_at_once_after_the_server_before(host, family):
 
 def test_the_first_signal_drains_and_the_second_ends(monkeypatch):
     servers, worker = [], mock.Mock(draining=False, idle=False, alive=False, failed=False)
-    app = SimpleNamespace(state=SimpleNamespace(worker=worker))
+    app = SimpleNamespace(state=SimpleNamespace(worker=worker, service=mock.Mock()))
     monkeypatch.setattr(build, "make_app", lambda serving: app)
     monkeypatch.setattr("corecontext.serve.logs.start_logging", lambda: None)
     monkeypatch.setattr("corecontext.serve.logs.log_event", lambda event, **fields: None)
@@ -1363,6 +1407,7 @@ def test_a_deployment_on_ray_has_its_scale_and_its_server(monkeypatch):
         ({"max_replicas": "many"}, "max_replicas must be a number, got 'many'"),
         ({"untested": "perhaps"}, "untested must be true or false, got 'perhaps'"),
         ({"model": 5}, "model must be a text, got 5"),
+        ({"api_key": 12345}, "api_key must be a text, got another type.$"),
         ({"cache_mib": "0"}, "cache-mib must be at least 1, got 0"),
     ):
         with pytest.raises(UserError, match=f"^{message}"):

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from pathlib import Path
 
@@ -340,11 +339,7 @@ def test_torchrun_starts_them_too(model, tmp_path):
     server = Served.__new__(Served)
     server.log, server.process = log, run
     try:
-        deadline = time.monotonic() + 120
-        while not (up := [line for line in server.lines() if line["event"] == "listening"]):
-            assert run.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        server.url = f"http://127.0.0.1:{up[0]['port']}"
+        server.url = server.wait()
         with open_client(server) as client:
             asked = ASKED[1:3]
             found = [ask(client, body) for body in asked]

@@ -49,10 +49,13 @@ class Letters:
     """A tokenizer whose tokens are characters; token 3 is special."""
 
     chat_template = None
-    all_special_ids = (3,)
+    eos_token_id = None
 
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) for letter in text]}
+
+    def convert_ids_to_tokens(self, token):
+        return chr(token)
 
     def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=True):
         text = "".join(chr(i) for i in ids if not (skip_special_tokens and i == 3))
@@ -297,7 +300,7 @@ def test_fields_that_have_two_forms_are_read_as_one():
         ({"suffix": "b"}, "suffix must be null or empty: it is not supported, got 'b'.", "suffix"),
         (
             {"prompt": ..., "messages": [USER], "response_format": {"type": "json_object"}},
-            "response_format must be {'type': 'text'}: JSON mode and schemas are not supported, got",
+            "response_format must be {'type': 'text'}: JSON mode and schemas are not supported",
             "response_format",
         ),
         ({"stream_options": {"x": 1}}, "field 'stream_options.x' is not supp", "stream_options"),
@@ -577,8 +580,6 @@ def test_the_text_of_a_token_is_its_bytes_where_it_is_no_character():
     names = {1: "<0xE2>", 2: "\u0120\u00c3", 3: "\ufffdx", 4: "abc"}
 
     class Tokenizer:
-        all_special_ids = (4,)
-
         def __call__(self, text, add_special_tokens):
             assert not add_special_tokens
             return {"input_ids": [0]}
@@ -587,10 +588,12 @@ def test_the_text_of_a_token_is_its_bytes_where_it_is_no_character():
             return names[token]
 
         def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
-            assert not skip_special_tokens and not clean_up_tokenization_spaces
+            assert not clean_up_tokenization_spaces
             assert ids[0] == 0, "a token is decoded behind another"
             return "a" + "".join(
-                {1: "\ufffd", 2: " \ufffd", 3: "\ufffdx", 4: "abc"}[i] for i in ids[1:]
+                {1: "\ufffd", 2: " \ufffd", 3: "\ufffdx", 4: "abc"}[i]
+                for i in ids[1:]
+                if not (skip_special_tokens and i == 4)
             )
 
     texts = TokenText(Tokenizer())
@@ -645,9 +648,11 @@ def test_the_fields_of_a_body_reach_the_scheduler():
     assert translated(max_tokens=0, echo=True).max_new_tokens == 0
 
 
-def test_end_of_text_tokens_are_one_several_or_none():
-    for eos, tokens in ((5, {5}), ([5, 6], {5, 6}), (None, set()), (0, {0})):
-        assert Scripted(eos=eos).service._eos == tokens
+def test_the_next_turn_ends_a_chat_without_a_template():
+    text = "a\nuser: b"
+    answer = Scripted(text).ask("/v1/chat/completions").json()["choices"][0]
+    assert answer["message"]["content"] == "a" and answer["finish_reason"] == "stop"
+    assert Scripted(text).ask().json()["choices"][0]["text"] == text
 
 
 def test_a_chat_without_a_limit_gets_as_many_tokens_as_fit():
@@ -665,14 +670,14 @@ def test_a_chat_without_a_limit_gets_as_many_tokens_as_fit():
 
 
 def test_a_texts_context_is_its_prompt_and_a_chats_is_none():
-    server = Scripted("x", "x")
+    server = Scripted(["length"], ["length"])
     server.ask(stop=["q"])
     server.ask("/v1/chat/completions")
     spaced = Scripted("x .").ask(prompt=[97, 32, 46], echo=True, logprobs=0, max_tokens=3).json()
     assert spaced["choices"][0]["text"] == "a .x ."
     assert spaced["choices"][0]["logprobs"]["tokens"] == ["x", " ", "."]
-    assert server.texts[0]._ids[:2] == [97, 98] and server.texts[0].stops == ["q"]
-    assert server.texts[1]._ids == [ord("x")] and server.texts[1].stops == []
+    assert server.texts[0]._ids == [97, 98] and server.texts[0].stops == ["q"]
+    assert server.texts[1]._ids == [] and server.texts[1].stops == ["\nuser:"]
 
 
 @pytest.mark.parametrize(
@@ -786,7 +791,7 @@ def test_the_page_of_metrics_is_prometheus_text():
     memory = SimpleNamespace(
         budget=9,
         counted=lambda: counted,
-        prefixes=SimpleNamespace(nbytes=2),
+        prefixes=SimpleNamespace(counted=lambda: CacheBytes(2, 3)),
         shape=SimpleNamespace(host_rate=0.5),
     )
     server.scheduler.memory, server.scheduler.waiting = memory, []
@@ -795,7 +800,7 @@ def test_the_page_of_metrics_is_prometheus_text():
     page = server.ask("/metrics", "GET")
     assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = ['requests_total{outcome="length"} 1.0', 'cache_bytes{what="allocated"} 3.0']
-    in_host = {"budget": 18, "used": 5, "allocated": 7}
+    in_host = {"budget": 18, "used": 5, "allocated": 10, "prefixes": 3}
     lines += [f'host_bytes{{what="{x}"}} {y}.0' for x, y in in_host.items()]
     for line in lines:
         assert f"corecontext_{line}" in page.text
@@ -1179,7 +1184,7 @@ def test_metrics_count_the_requests_that_ended():
     memory = SimpleNamespace(
         budget=90,
         counted=lambda: (CacheBytes(30, 0), CacheBytes(43, 0)),
-        prefixes=SimpleNamespace(nbytes=7),
+        prefixes=SimpleNamespace(counted=lambda: CacheBytes(7, 5)),
         shape=SimpleNamespace(host_rate=0.0),
     )
     running = [Slot(Request([1], 1), config=CONFIG) for _ in range(2)]

@@ -28,6 +28,7 @@ from corecontext.inference.policy import (  # noqa: E402
     table_rows,
 )
 from corecontext.serve import build, connection, guard, logs, tensor_parallel  # noqa: E402
+from corecontext.serve.ends import Ends  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
 from corecontext.serve.http import create_app  # noqa: E402
 from corecontext.serve.metrics import Metrics  # noqa: E402
@@ -41,6 +42,12 @@ KEY = "the-right-key"
 
 class Letters:
     """A tokenizer whose tokens are letters."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def convert_ids_to_tokens(self, token):
+        return chr(token)
 
     def decode(self, ids, **options) -> str:
         return "".join(map(chr, ids))
@@ -95,15 +102,21 @@ def test_the_command_takes_the_key_of_the_environment_or_of_a_file(monkeypatch, 
     assert serving_of_command(monkeypatch).api_key == "of-the-environment"
     file = tmp_path / "key.txt"
     file.write_bytes(b"of-the-file\r\n")
-    assert serving_of_command(monkeypatch, "--api-key-file", str(file)).api_key == "of-the-file"
+    serving = serving_of_command(monkeypatch, "--api-key-file", str(file))
+    assert serving.api_key == "of-the-file" and "of-the-file" not in repr(serving)
 
 
-def events_of_start(monkeypatch, serving: Serving) -> list[dict]:
+NO_ENDS = Ends(frozenset(), frozenset(), (), ())
+
+
+def events_of_start(monkeypatch, serving: Serving, ends=NO_ENDS) -> list[dict]:
     """Return the log lines of a server's start."""
     events = []
     app = SimpleNamespace(state=mock.Mock())
     app.state.worker.alive = app.state.worker.failed = False
-    app.state.worker.scheduler.policy = TablePolicy(table_rows(16, 512))
+    app.state.service.scheduler.policy = TablePolicy(table_rows(16, 512))
+    app.state.service.scheduler.admission.config = CCAConfig(4, 8)
+    app.state.service.ends = ends
     monkeypatch.setattr(build, "make_app", lambda serving: app)
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())
     monkeypatch.setattr(logs, "start_logging", lambda: None)
@@ -112,6 +125,14 @@ def events_of_start(monkeypatch, serving: Serving) -> list[dict]:
     )
     assert build.run(serving) == 0
     return events
+
+
+def test_the_log_says_what_is_served_and_what_ends_answers(monkeypatch):
+    listening, endless = events_of_start(monkeypatch, Serving(port=0))
+    assert listening["settings"]["group_size"] == 4 and "no token ends" in endless["event"]
+    ends = Ends(frozenset([5]), frozenset([5, 6]), (), ("</s>",))
+    listening, added = events_of_start(monkeypatch, Serving(port=0, method="full"), ends)
+    assert listening["settings"] is None and added["tokens"] == ("</s>",)
 
 
 def test_an_open_address_without_a_key_is_a_warning(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi")
 
+from corecontext.serve.ends import Ends
 from corecontext.serve.text import HELD_TOKENS, TextStream
 from corecontext.serve.token_text import BYTE_OF, TokenText
 
@@ -127,3 +129,29 @@ def test_special_tokens_take_no_characters_of_a_text():
     """Also those that the tokenizer's settings do not name."""
     texts = TokenText(tokenizer_of("level"))
     assert texts.length([257, 260, *b"ab"]) == len(" seaab")
+
+
+@pytest.mark.parametrize(
+    "eos, eos_token, template, ends, chat_ends",
+    [
+        (5, None, None, {5}, {5}),
+        ([5, 0], "</s>", None, {5, 0, 261}, {5, 0, 261}),
+        (5, "</s>", "{c}<|im_end|>", {5, 261}, {5, 261, 260}),
+        (None, None, "{c}\n<|im_end|></s>\n", set(), {260}),
+        (None, None, "{c}the", set(), set()),
+        (None, None, "{{{{ raise_exception('no') }}}}", set(), set()),
+    ],
+)
+def test_answers_end_at_the_tokens_of_the_model_its_tokenizer_and_its_template(
+    eos, eos_token, template, ends, chat_ends
+):
+    """vLLM stops at the tokenizer's, too; a chat's answer is over where its template ends it."""
+    inner = tokenizer_of("level").backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos_token)
+    if template:
+        content = template.format(c="{{ m.content }}")
+        tokenizer.chat_template = "{% for m in messages %}" + content + "{% endfor %}"
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=eos))
+    found = Ends.of(model, tokenizer)
+    assert (found.tokens, found.chat_tokens) == (ends, chat_ends)
+    assert found.added == tuple(SPECIAL[token - 260] for token in sorted(chat_ends) if token > 259)

@@ -36,7 +36,7 @@ def start(folder: str, output: Path, device: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout
 

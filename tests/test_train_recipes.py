@@ -186,7 +186,7 @@ def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, mon
 
     monkeypatch.setattr(choose, "_find", find)
     with ThreadPoolExecutor(2) as pool:
-        for one in pool.map(process, (1, 0), timeout=20):
+        for one in pool.map(process, (1, 0), timeout=200):
             assert (one.window_size, one.layer_group_sizes, one.raw_heads) == (9, (8, (8, 1)), 0)
         monkeypatch.setattr(choose, "_find", mock.Mock(side_effect=UserError("too short")))
         second, first = pool.submit(process, 1), pool.submit(process, 0)

@@ -9,6 +9,29 @@ PLAIN = "{role}: {text}\n"
 """A message, for models without a chat template."""
 
 
+NEXT = "\nuser:"
+"""Begins the turn after an answer, for models without a chat template."""
+_MARK = "answer"
+
+
+def next_turn(tokenizer: Any) -> tuple[str, ...]:
+    """Return the text with which the turn after an answer begins, of a model without a chat
+    template."""
+    return () if getattr(tokenizer, "chat_template", None) else (NEXT,)
+
+
+def text_after_answer(tokenizer: Any) -> str:
+    """Return the text that the model's chat template writes after an answer; "" without one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # as of `chat_prompt`, which refuses a chat then
+        return ""
+    return text.rpartition(_MARK)[2]
+
+
 def chat_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:
     """Format a chat by the model's own chat template, else as lines of `role: text`.
 

@@ -7,11 +7,18 @@ from typing import Any
 
 from corecontext.cache.entries import check_fetch
 from corecontext.config import CCAConfig
+from corecontext.inference.limits import rounded_up
 from corecontext.inference.policy import Load, Policy, settings_for
 from corecontext.integrations.hf.enabling import Handle, handle_of
 from corecontext.serve.errors import Code, InvalidRequest
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.request import Request
+
+SLIDING = (
+    "model must have full attention in all layers to be served, got sliding-window layers, whose "
+    "caches have no rows that come and go. Use `corecontext generate`, corecontext.inference."
+    "Engine, or another model."
+)
 
 
 def servable_handle(model: Any, full: bool) -> Handle:
@@ -31,10 +38,7 @@ def servable_handle(model: Any, full: bool) -> Handle:
             "model must have CCA enabled, got one without. Call corecontext.enable(model)."
         )
     if handle.hybrid:
-        raise NotImplementedError(
-            "models with sliding-window layers cannot be served yet: their caches have no rows "
-            "that come and go."
-        )
+        raise NotImplementedError(SLIDING)
     if not full:
         check_fetch(handle.config)
     if handle.rollback and not full:
@@ -43,6 +47,12 @@ def servable_handle(model: Any, full: bool) -> Handle:
             "nothing back. Enable it without."
         )
     return handle
+
+
+def _at_most(size: int | None, most: int) -> int | None:
+    """Return a request's own g or s, cut to a text that it covers whole: a larger one changes no
+    number, but takes larger buffers."""
+    return None if size is None else min(size, most)
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,9 @@ class Admission:
                 )
             return None
         config = self.config
+        room = rounded_up(request.length)
+        group_size = _at_most(request.group_size, max(room, config.group_size))
+        window_size = _at_most(request.window_size, max(room, config.window_size))
         if config.varies and request.group_size is not None:
             raise ValueError(
                 f"group_size must be left out, got {request.group_size} for a model with a g for "
@@ -112,8 +125,8 @@ class Admission:
             )
         return settings_for(
             config,
-            request.group_size,
-            request.window_size,
+            group_size,
+            window_size,
             len(request.prompt),
             None if load is None else self.policy,
             load or Load(),

@@ -69,6 +69,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     import torch
 
     from corecontext.inference.policy import TablePolicy, load_policy, table_rows
+    from corecontext.integrations.hf.attention_interface import full_layers
+    from corecontext.serve.admission import SLIDING
     from corecontext.serve.rows import RowShape
     from corecontext.serve.scheduler import UNLIMITED, Scheduler
     from corecontext.serve.tensor_parallel import Follower, join
@@ -79,8 +81,12 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     with one_line():
         if serving.policy not in ("elastic", "fixed"):
             policy = load_policy(serving.policy)
+        hf_config = load_config(serving.source)
+        check_architecture(hf_config, serving.untested)
+        if len(full_layers(hf_config)) < hf_config.num_hidden_layers:
+            raise NotImplementedError(SLIDING)
         if serving.tensor_parallel > 1:
-            RowShape.of(load_config(serving.source), torch.float32, serving.tensor_parallel)
+            RowShape.of(hf_config, torch.float32, serving.tensor_parallel)
 
     ranks = join(serving)
     if serving.random_weights:
@@ -93,7 +99,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             device=serving.device,
             tensor_parallel=ranks is not None,
             untested=serving.untested,
-            warn=False,
+            warn=serving.method == "cca" and (ranks is None or ranks.is_rank_0),
         )
     config = loaded.config
     assert config is not None, (
@@ -116,6 +122,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             max_rows=serving.max_running,
             rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
             queue_limit=serving.queue_limit,
+            client_sizes=serving.client_sizes,
             chunk_size=serving.chunk_size or (2048 if cuda else 256),
             max_length=serving.max_length or UNLIMITED,
             ranks=ranks,
@@ -231,7 +238,7 @@ def run(serving: Serving) -> int:
     start_logging()
     with _one_line_of_listening(serving):
         listener.listen(BACKLOG)  # before the log names the port: early clients queue
-    _log_listening(serving, app.state.worker.scheduler, *listener.getsockname()[:2])
+    _log_listening(serving, app.state.service, *listener.getsockname()[:2])
     options = uvicorn.Config(
         app,
         http=Connection,
@@ -249,11 +256,13 @@ def run(serving: Serving) -> int:
     return int(worker.failed)
 
 
-def _log_listening(serving: Serving, scheduler: Any, host: str, port: int) -> None:
-    """Log the address and the settings of a server, and warn where any machine may use it."""
+def _log_listening(serving: Serving, service: Any, host: str, port: int) -> None:
+    """Log the address and the settings of a server and what else ends its answers, and warn where
+    any machine may use it."""
     from corecontext.serve.guard import is_loopback
     from corecontext.serve.logs import log_event
 
+    scheduler = service.scheduler
     config = scheduler.admission.config
     fixed = (config.group_size, config.window_size, config.fetch_groups)
     log_event(
@@ -264,8 +273,16 @@ def _log_listening(serving: Serving, scheduler: Any, host: str, port: int) -> No
         method=serving.method,
         policy=serving.policy,
         sizes=getattr(scheduler.policy, "sizes", [fixed]),
+        settings=None if serving.method == "full" else config.to_dict(),
         key=serving.api_key is not None,
     )
+    ends = service.ends
+    if ends.added:
+        log_event(
+            "answers also end with tokens that generation_config.json lacks", tokens=ends.added
+        )
+    if not ends.tokens:
+        log_event("no token ends a text: answers go on to max_tokens")
     # mutant serve: open to the network without a word
     if serving.api_key is None and not is_loopback(host):
         log_event(

@@ -102,10 +102,11 @@ class Metrics:
             "corecontext_cache_bytes", "Bytes of caches.", labels=["what"]
         )
         used, allocated = memory.counted()
+        prefixes = memory.prefixes.counted()
         cache_bytes.add_metric(["budget"], memory.budget)
         cache_bytes.add_metric(["used"], used.device)
-        cache_bytes.add_metric(["allocated"], allocated.device + memory.prefixes.nbytes)
-        cache_bytes.add_metric(["prefixes"], memory.prefixes.nbytes)
+        cache_bytes.add_metric(["allocated"], allocated.device + prefixes.device)
+        cache_bytes.add_metric(["prefixes"], prefixes.device)
         yield cache_bytes
         if memory.shape.host_rate:
             host_bytes = GaugeMetricFamily(
@@ -113,7 +114,8 @@ class Metrics:
             )
             host_bytes.add_metric(["budget"], memory.budget / memory.shape.host_rate)
             host_bytes.add_metric(["used"], used.host)
-            host_bytes.add_metric(["allocated"], allocated.host)
+            host_bytes.add_metric(["allocated"], allocated.host + prefixes.host)
+            host_bytes.add_metric(["prefixes"], prefixes.host)
             yield host_bytes
         running = GaugeMetricFamily(
             "corecontext_running", "Requests that run, by g, s and k.", labels=SIZE_NAMES

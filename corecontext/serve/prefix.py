@@ -18,6 +18,7 @@ import torch
 
 from corecontext.cache import CompactLayer, HeadsLayer, parts_of
 from corecontext.config import CCAConfig
+from corecontext.cost import CacheBytes
 from corecontext.integrations.hf.cache_layers import CCALayer
 from corecontext.serve.rows import RowShape
 
@@ -65,6 +66,8 @@ class Node:
         """The chunk's raw tokens and index in each cache with fetch."""
         self.nbytes = shape.row_bytes(config, self.length, before)
         """Bytes of the budget that the node takes beside its ancestors."""
+        self.counted = shape.bytes_of(config, self.length, before)
+        """Its bytes on the device and in host memory."""
 
 
 @dataclass(eq=False)
@@ -83,6 +86,11 @@ class PrefixStore:
         self.nbytes = 0
         self._nodes: dict[tuple, Node] = {}
         self._clock = itertools.count()
+
+    def counted(self) -> CacheBytes:
+        """Count the bytes of all beginnings on the device and in host memory."""
+        counts = [node.counted for node in list(self._nodes.values())]
+        return CacheBytes(*(sum(count) for count in zip((0, 0), *counts)))
 
     def find(self, config: CCAConfig | None, prompt: Sequence[int]) -> Node | None:
         """Find the longest beginning that leaves at least one token of the prompt to read."""

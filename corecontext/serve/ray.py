@@ -103,7 +103,8 @@ def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
         except ValidationError:
             kinds = {str: "a text", bool: "true or false"}
             rule = kinds.get(get_args(types[name] | None)[0], "a number")
-            raise UserError(f"{name} must be {rule}, got {value!r}.") from None
+            got = "another type" if name == "api_key" else repr(value)
+            raise UserError(f"{name} must be {rule}, got {got}.") from None
     # As on the command line: who sets the variable believes that clients need the key.
     values.setdefault("api_key", read_key(None))
     scale = Scale(**{name: values.pop(name) for name in scale_types if name in values})

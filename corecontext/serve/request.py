@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from corecontext.config import CCAConfig
 from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling
@@ -53,11 +53,17 @@ class Request:
     """Whether the prompt's tokens get log-probabilities too, so that no beginning of it is taken
     from the prefix store."""
 
+    NO_SIZES: ClassVar = (None, None, None)
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None, int | None]:
+        """The g, s and k of its own."""
+        return self.group_size, self.window_size, self.fetch_groups
+
     @property
     def chooses_sizes(self) -> bool:
         """Whether the request has a g, s or k of its own."""
-        sizes = (self.group_size, self.window_size, self.fetch_groups)
-        return any(size is not None for size in sizes)
+        return self.sizes != self.NO_SIZES
 
     @property
     def length(self) -> int:

@@ -24,7 +24,7 @@ from corecontext.inference.limits import position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
 from corecontext.serve.admission import Admission, servable_handle
-from corecontext.serve.errors import Code, RequestError, draining
+from corecontext.serve.errors import Code, InvalidRequest, RequestError, draining
 from corecontext.serve.logprobs import add_logprobs
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
@@ -70,6 +70,8 @@ class Scheduler:
     """Rows that are allocated at once for requests of one (g, s) and similar length."""
     queue_limit: int = 256
     """Requests that may wait."""
+    client_sizes: int = 8
+    """Different (g, s, k) that requests may choose at once; 0 forbids a choice."""
     chunk_size: int = 256
     """Tokens of a prompt read in a turn."""
     policy: Policy | None = None
@@ -85,8 +87,8 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
         positive = ("cache_bytes", "host_bytes", "max_rows", "rows_per_pool", "chunk_size")
-        for name in (*positive, "max_length", "queue_limit"):
-            least = 0 if name == "queue_limit" else 1
+        for name in (*positive, "max_length", "queue_limit", "client_sizes"):
+            least = 0 if name in ("queue_limit", "client_sizes") else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.max_length = min(self.max_length, position_limit(self.model.config) or UNLIMITED)
@@ -139,7 +141,8 @@ class Scheduler:
 
         Raises:
             ValueError: as `Admission.check`.
-            RequestError: too many requests wait already, or the scheduler is closed.
+            RequestError: too many requests wait already, or chose other sizes, or the scheduler is
+                closed.
         """
         # mutant serve: sized by the settings of the prompt that is read
         self.admission.check(request)
@@ -153,8 +156,27 @@ class Scheduler:
                     Code.QUEUE_FULL,
                     f"{len(self.waiting)} requests wait already. Try again later.",
                 )
+            if request.chooses_sizes:
+                self._check_choice(request)
             self.waiting.append(slot)
         return slot
+
+    def _check_choice(self, request: Request) -> None:
+        """Refuse sizes that would be one choice too many beside those of other requests."""
+        if not self.client_sizes:
+            raise InvalidRequest(
+                Code.INVALID,
+                "group_size, window_size and fetch_groups must be left out: this server lets no "
+                "request choose them.",
+            )
+        choices = {slot.request.sizes for slot in [*self.waiting, *self.active()]}
+        choices -= {request.sizes, Request.NO_SIZES}
+        if len(choices) >= self.client_sizes:
+            raise RequestError(
+                Code.QUEUE_FULL,
+                f"requests of {len(choices)} other sizes run already. Leave group_size, "
+                "window_size and fetch_groups out, or try again later.",
+            )
 
     def cancel(self, slot: Slot) -> None:
         """End a request; its memory is free before the next step."""

@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from corecontext.inference.sampling import Sampling
 from corecontext.loading import begins_too_long
 from corecontext.serve import protocol
+from corecontext.serve.ends import Ends
 from corecontext.serve.errors import Code, InvalidRequest, RequestError
 from corecontext.serve.logprobs_writer import LogprobsWriter
 from corecontext.serve.metrics import Metrics, sizes_of
@@ -49,8 +50,7 @@ class Service:
         # Long prompts take a while, which must not hold up the event loop.
         self._texts = TokenText(tokenizer)
         self._tokenizing = ThreadPoolExecutor(1, "corecontext-tokenizer")
-        eos = scheduler.model.generation_config.eos_token_id
-        self._eos = frozenset([eos] if isinstance(eos, int) else eos or [])
+        self.ends = Ends.of(scheduler.model, tokenizer)
         self._vocabulary = scheduler.model.config.get_text_config(decoder=True).vocab_size
         self.model_card = protocol.Model(
             id=serving.model_name, created=int(time.time()), max_model_len=scheduler.max_length
@@ -126,8 +126,9 @@ class Service:
         Raises:
             RequestError: it cannot run, or its settings break a rule.
         """
-        context = () if isinstance(body, protocol.ChatRequest) else ids
-        text = TextStream(self.tokenizer, body.stops, context)
+        chat = isinstance(body, protocol.ChatRequest)
+        stops = [*body.stops, *(self.ends.chat_stops if chat else ())]
+        text = TextStream(self.tokenizer, stops, () if chat else ids)
         try:
             return self.worker.submit(self._request(body, ids, limit, arrived), text)
         except RequestError:
@@ -171,13 +172,16 @@ class Service:
         if limit is None:
             left = self.scheduler.max_length - len(ids)
             limit = max(1, min(DEFAULT_MAX_TOKENS, left))
+        ends = self.ends.tokens
+        if isinstance(body, protocol.ChatRequest):
+            ends = self.ends.chat_tokens
         temperature = 1.0 if body.temperature is None else body.temperature
         return Request(
             ids,
             limit,
             Sampling(temperature, body.top_k, body.top_p or 1.0),
             random.getrandbits(63) if body.seed is None else body.seed,
-            frozenset() if body.ignore_eos else self._eos,
+            frozenset() if body.ignore_eos else ends,
             body.group_size,
             body.window_size,
             body.fetch_groups,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,7 +124,7 @@ class Serving:
             help="File with the key that clients must send. Default: the variable "
             "CORECONTEXT_API_KEY; none: no key.",
         ),
-    ] = None
+    ] = field(default=None, repr=False)
     cache_mib: Annotated[
         int | None, typer.Option(help="Budget of all caches, MiB. Default: by the free memory.")
     ] = None
@@ -141,6 +141,13 @@ class Serving:
         typer.Option(help="Slots of cache allocated at once. Default: 8; on a GPU 16."),
     ] = None
     queue_limit: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256
+    client_sizes: Annotated[
+        int,
+        typer.Option(
+            help="Different g, s and k that requests may choose at once: each takes slots of its "
+            "own and slows every step. 0 forbids a choice."
+        ),
+    ] = 8
     chunk_size: Annotated[
         int | None,
         typer.Option(help="Tokens of a prompt read between steps. Default: 256; on a GPU 2048."),
@@ -185,9 +192,9 @@ class Serving:
                 option = name.removesuffix("_s").replace("_", "-")
                 raise UserError(f"{option} must be more than 0 seconds, got {value}.")
         positive = ("cache_mib", "host_cache_mib", "max_running", "rows_per_pool", "chunk_size")
-        for name in (*positive, "max_length", "queue_limit"):
+        for name in (*positive, "max_length", "queue_limit", "client_sizes"):
             value = getattr(self, name)
-            least = 0 if name == "queue_limit" else 1
+            least = 0 if name in ("queue_limit", "client_sizes") else 1
             if value is not None and value < least:
                 raise UserError(f"{name.replace('_', '-')} must be at least {least}, got {value}.")
         is_one_process = self.device != "auto" or self.random_weights

@@ -93,16 +93,15 @@ class TextStream:
         # One byte that joins no character makes all bytes beside it invalid.
         if _BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or ""):
             return self._sent
-        # mutant serve: half a character is sent
         if text.endswith("\ufffd"):
             return max(self._sent, len(text) - 1)
         return len(text)
 
     def _holds_too_many(self) -> bool:
         """Whether text must be sent though it may change; if possible, behind a whole character."""
-        held = len(self._ids) - self._whole
+        count = len(self._ids) - self._whole
         is_broken = self._text.endswith("\ufffd")
-        return held > (HELD_TOKENS + MOST_BYTES if is_broken else HELD_TOKENS)
+        return count > (HELD_TOKENS + MOST_BYTES if is_broken else HELD_TOKENS)
 
     def _rest(self) -> str:
         """Return the text that was not certain; the next token begins anew."""
@@ -138,7 +137,7 @@ class TextStream:
         """Return the answer's text with which no stop text can begin any more; set `stopped` where
         a stop text is whole."""
         self._held.append((piece, shown))
-        text = "".join(part for part, _ in self._held)
+        text = "".join(piece for piece, _ in self._held)
         starts = [text.find(stop) for stop in self.stops if stop in text]
         if starts:
             self.stopped = True
@@ -155,14 +154,14 @@ class TextStream:
     def _take(self, count: int) -> str:
         """Remove the first characters of the held text; return those that the answer has."""
         taken = ""
-        held = []
+        kept = []
         for text, shown in self._held:
             if shown:
                 taken += text[:count]
             if text[count:]:
-                held.append((text[count:], shown))
+                kept.append((text[count:], shown))
             count = max(0, count - len(text))
-        self._held = held
+        self._held = kept
         return taken
 
 
@@ -171,8 +170,12 @@ def _special_texts(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
     texts = {}
     for stop in stops:
         for token in tokenizer(stop, add_special_tokens=False, verbose=False)["input_ids"]:
-            shown = tokenizer.decode([token], skip_special_tokens=True)
-            text = tokenizer.decode([token], skip_special_tokens=False)
-            if text and not shown:
-                texts[token] = text
-    return texts
+            texts[token] = special_text(tokenizer, token)
+    return {token: text for token, text in texts.items() if text}
+
+
+def special_text(tokenizer: Any, token: int) -> str:
+    """Return a special token's text; "" of a token that is text itself."""
+    if tokenizer.decode([token], skip_special_tokens=True):
+        return ""
+    return tokenizer.decode([token], skip_special_tokens=False)

@@ -212,7 +212,8 @@ def enable(
             assistant in assisted decoding; the model that verifies drafts needs none.
         untested: Accept other architectures after a self-check on the model itself: groups of one
             token equal full attention, the cache one pass, and keys rotate as the model says.
-        warn: Warn where the model's config says nothing of CCA, so that it was not trained with it.
+        warn: Warn where the model's config says nothing of CCA, so that it was not trained with it,
+            and no raw tokens are fetched.
 
     Returns:
         A handle with `disable()` and `configure()`.
@@ -239,7 +240,7 @@ def enable(
         config = CCAConfig.saved_in(inner.config)
     admit(inner, untested, needs_rotary=config.core_position == "middle")
     # mutant plug-in: a model that was never adapted is enabled in silence
-    if warn and getattr(inner.config, NAME, None) is None:
+    if warn and not config.fetch_groups and getattr(inner.config, NAME, None) is None:
         advice = "" if config.sink_size else NO_SINKS
         warnings.warn(NOT_ADAPTED.format(advice), stacklevel=2)
     return Handle(inner, config, rollback)
