@@ -186,8 +186,8 @@ def test_no_command_runs_on_two_pages():
 
 def test_readme_is_short():
     lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 135
-    assert sum(line.startswith("|") for line in lines) <= 25
+    assert len(lines) <= 130
+    assert sum(line.startswith("|") for line in lines) <= 24
 
 
 def test_the_tables_say_what_the_records_say():
@@ -254,10 +254,11 @@ def test_links_lead_somewhere(document):
             assert anchor in heading_anchors(page), f"{document.name} links to {target}#{anchor}"
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_but_the_lab_book_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
-        assert f": {page.relative_to(ROOT / 'docs').as_posix()}\n" in navigation, page.name
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert (f": {name}\n" in navigation) is (name != "tuning-notes.md"), name
 
 
 def test_the_reference_names_what_exists():
