@@ -67,8 +67,9 @@ def headline_markdown(records: Sequence[Record]) -> str:
     note = (
         f"{comparison.params['dtype']}, g = {comparison.params['group_size']}, s = "
         f"{comparison.params['window_size']}, one sequence, random weights. Full attention is the "
-        f"fastest that was measured, by the kernel in brackets; its next token cannot take less "
-        f"than {least}, the time to read weights and cache once."
+        "fastest that was measured, by the kernel in brackets.\n"
+        f"Lower bound for full attention's next token: {least} (weights and cache read once at "
+        "peak bandwidth)."
     )
     lines = [*_operator_lines(records), *_model_lines(comparison)]
     return "\n".join([*markdown(columns, lines), "", note]) + "\n"

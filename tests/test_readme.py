@@ -197,12 +197,10 @@ def test_the_tables_say_what_the_records_say():
         assert figures.update_tables(text, ROOT / "results", tables) == text, page.name
 
 
-@pytest.mark.parametrize("words, page", [("SmolLM2", "real-model"), ("miniature", "reproduction")])
-def test_the_shares_in_readme_are_those_of_the_page_about_the_model(words, page):
-    tables = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
-    points = re.split(r"\n(?=- |\n)", README.read_text(encoding="utf-8"))
-    shares = [x for point in points if words in point for x in re.findall(r"\d+\.\d %", point)]
-    assert len(shares) >= 2 and all(share in tables for share in shares)
+def test_the_shares_in_readme_are_those_of_the_page_about_the_model():
+    tables = (ROOT / "docs/real-model.md").read_text(encoding="utf-8")
+    shares = re.findall(r"\d+\.\d %", README.read_text(encoding="utf-8"))
+    assert len(shares) >= 5 and all(share in tables for share in shares)
 
 
 def test_the_table_of_planted_faults_names_each_fault_and_its_test():
