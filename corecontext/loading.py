@@ -12,10 +12,9 @@ from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.methods import (
     METHODS,
-    AttentionSizes,
     bounded,
     cca_config,
-    check_sizes,
+    check_settings,
     pick_rival,
 )
 from corecontext.model_sizes import ModelSizes, check_counts
@@ -123,7 +122,7 @@ def load(
     tensor_parallel: bool = False,
     untested: bool = False,
     warn: bool = True,
-    **sizes: Any,
+    **settings: Any,
 ) -> Loaded:
     """Load a causal language model with CCA, a rival's attention or full attention.
 
@@ -135,7 +134,8 @@ def load(
         device: A torch device; "auto" is the first GPU, or the CPU.
         tensor_parallel: Split the model over the ranks of torch.distributed, each on its device.
         untested, warn: As for `corecontext.enable`.
-        sizes: Fields of `AttentionSizes`.
+        settings: Those of the method, by name (`methods.takes`). None is not given: the
+            checkpoint's, or else the method's default.
 
     Raises:
         UserError: the model is missing, broken, of an unsupported architecture, or a setting breaks
@@ -146,8 +146,7 @@ def load(
     from corecontext.inference.limits import position_limit
 
     # Bad settings fail before anything is loaded.
-    given = AttentionSizes(**sizes)
-    check_sizes(method, given)
+    check_settings(method, settings)
     check_dtype(dtype)
     device = pick_device(device)
     if dtype == "auto" and device == "cpu":
@@ -158,7 +157,7 @@ def load(
         check_architecture(hf_config, untested)
     rival = None
     if method not in METHODS:
-        rival = pick_rival(method, given, hf_config)
+        rival = pick_rival(method, settings, hf_config)
 
     with one_line(
         f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json is usually beside "
@@ -180,7 +179,7 @@ def load(
 
     config = rival
     if method == "cca":
-        config = cca_config(hf_config, given)
+        config = cca_config(hf_config, settings)
     config = bounded(config, position_limit(hf_config) or MOST)
     adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
     with one_line():

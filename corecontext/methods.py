@@ -3,55 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from corecontext.config import CCAConfig, listed
 from corecontext.files import UserError, one_line
 
 METHODS = ("cca", "full")
-
-
-@dataclass(frozen=True)
-class AttentionSizes:
-    """Settings of a method that the user may give; None is the checkpoint's, else the method's
-    default."""
-
-    group_size: int | None = None
-    """g; of CCA, and of rivals that have it."""
-    window_size: int | None = None
-    """s; of CCA, and of rivals that have it."""
-    sinks: int | None = None
-    """First tokens that a rival keeps, or that CCA keeps raw (`CCAConfig.sink_size`)."""
-    patterns: str | None = None
-    """File with MInference's patterns of this model."""
-    core_mass: bool | None = None
-    """Whether CCA adds masses to core tokens' scores."""
-    cache_dtype: str | None = None
-    """Format of keys and values in CCA's cache."""
-    full_heads: str | None = None
-    """DuoAttention's KV heads that see all tokens, "LAYER:HEAD,..."."""
-    fetch_groups: int | None = None
-    """k of CCA's fetch."""
-    fetch_index: str | None = None
-    """The index of CCA's fetch."""
-    store: str | None = None
-    """Where CCA's cache keeps raw tokens for fetch."""
-    fetch_slots: int | None = None
-    """Slots of fetched groups on the device beside raw tokens in host memory."""
-    prefill: str | None = None
-    """The attention by which CCA reads a prompt."""
-
-
 CCA_SETTINGS = (
-    *("core_mass", "cache_dtype", "prefill"),
-    *("fetch_groups", "fetch_index", "store", "fetch_slots"),
+    *("group_size", "window_size", "sinks", "core_mass", "cache_dtype"),
+    *("fetch_groups", "fetch_index", "store", "fetch_slots", "prefill"),
 )
-"""Fields of `AttentionSizes` that CCA alone has, by the names of `CCAConfig`."""
+"""Settings of CCA that the user may give; others are the checkpoint's, or the defaults. `sinks`,
+which rivals have too, is `sink_size` of `CCAConfig`."""
+
+
+def field_of(setting: str) -> str:
+    """Return the field of `CCAConfig` that a setting is."""
+    return "sink_size" if setting == "sinks" else setting
 
 
 def takes(method: str) -> tuple[str, ...]:
-    """Return the fields of `AttentionSizes` that a method has.
+    """Return the settings that a method has.
 
     Raises:
         UserError: there is no such method.
@@ -63,7 +36,7 @@ def takes(method: str) -> tuple[str, ...]:
     if method == "full":
         return ()
     if method == "cca":
-        return ("group_size", "window_size", "sinks", *CCA_SETTINGS)
+        return CCA_SETTINGS
     return RIVALS[method].takes
 
 
@@ -74,32 +47,30 @@ def settings_for(method: str, methods: Sequence[str], given: Mapping[str, Any]) 
     return {name: value for name, value in given.items() if name not in others}
 
 
-def check_sizes(method: str, sizes: AttentionSizes) -> None:
+def check_settings(method: str, given: Mapping[str, Any]) -> None:
     """Raise a UserError where a setting breaks a rule, or the method does not exist or have it."""
     names = takes(method)
-    for name, value in vars(sizes).items():
+    for name, value in given.items():
         if value is not None and name not in names:
             option = name.replace("_", "-")
             raise UserError(
                 f"{option} must be left out with method {method!r}, which would ignore it, got "
                 f"{value}."
             )
-    cca_config(None, sizes if method == "cca" else replace(sizes, sinks=None))
+    cca_config(None, given if method == "cca" else {**given, "sinks": None})
 
 
-def cca_config(hf_config: Any, sizes: AttentionSizes) -> CCAConfig:
-    """Return the checkpoint's CCA settings, or the defaults, with the user's own on top.
+def cca_config(hf_config: Any, given: Mapping[str, Any]) -> CCAConfig:
+    """Return the checkpoint's CCA settings, or the defaults, with the user's own on top; None is
+    not given.
 
     Raises:
         UserError: they break a rule, or do not fit the model.
     """
-    names = ("group_size", "window_size", *CCA_SETTINGS)
-    given = {name: getattr(sizes, name) for name in names}
-    given["sink_size"] = sizes.sinks
+    names = [name for name in CCA_SETTINGS if given.get(name) is not None]
     with one_line():
         config = CCAConfig.saved_in(hf_config)
-        changes = {name: value for name, value in given.items() if value is not None}
-        config = config.replace(**changes)
+        config = config.replace(**{field_of(name): given[name] for name in names})
         if hf_config is not None and config.varies:
             from corecontext.integrations.hf.attention_interface import full_layers, layer_configs
 
@@ -108,29 +79,27 @@ def cca_config(hf_config: Any, sizes: AttentionSizes) -> CCAConfig:
         return config
 
 
-def pick_rival(method: str, sizes: AttentionSizes, hf_config: Any = None) -> Any:
-    """Make a rival's settings by its name, with those of the shared sizes that it has.
+def pick_rival(method: str, given: Mapping[str, Any], hf_config: Any = None) -> Any:
+    """Make a rival by its name, with those of the given settings that it has.
 
     Args:
         hf_config: The model's config, for a rival whose heads may come from the checkpoint.
 
     Raises:
-        UserError: it has no such setting.
+        UserError: a setting breaks a rule.
     """
     from corecontext.baselines.rivals import RIVALS, make_rival
 
-    shared = {"group_size", "window_size"}.intersection(RIVALS[method].takes)
-    settings: dict[str, Any] = {name: getattr(sizes, name) for name in shared}
-    settings["sinks"] = sizes.sinks
+    settings = {name: given.get(name) for name in RIVALS[method].takes}
     with one_line():
-        if "full_heads" in RIVALS[method].takes:
+        if "full_heads" in settings:
             from corecontext.baselines.duo_attention import find_heads
 
-            settings["full_heads"] = find_heads(sizes.full_heads, hf_config)
-        if sizes.patterns is not None:
+            settings["full_heads"] = find_heads(settings["full_heads"], hf_config)
+        if settings.get("patterns") is not None:
             from corecontext.baselines import read_patterns
 
-            settings["patterns"] = read_patterns(sizes.patterns)
+            settings["patterns"] = read_patterns(settings["patterns"])
         return make_rival(method, **settings)
 
 

@@ -23,7 +23,6 @@ from corecontext.eval.inspect import page
 from corecontext.eval.items import Settings
 from corecontext.files import UserError
 from corecontext.heads import findings
-from corecontext.methods import AttentionSizes
 from corecontext.record import make_record, read_records
 from corecontext.train import conversion
 
@@ -131,7 +130,7 @@ def test_generate(monkeypatch, calls, here, capsys):
     assert calls[2][1][0] is model and calls[2][1][2] == wanted
     assert capsys.readouterr() == ("abc\n", "idle at 9\n")
     assert main(line, *SIZES, "--prompt-file", "text.txt", "--output", "out.txt") == 0
-    assert calls[3][2] == {**of_load, **dict.fromkeys(READ_VALUES)}
+    assert calls[3][2] == {name: of_load[name] for name in of_load if name not in READ_VALUES}
     assert calls[4] == calls[1]
     assert Path("out.txt").read_text() == "abc"
     assert capsys.readouterr() == ("", "idle at 9\n")
@@ -194,10 +193,11 @@ def test_info(monkeypatch, calls):
     line = "info --model m --group-size 3 --window-size 5 --sinks 2 --length 7 --length 8"
     assert main(f"{line} --untested") == main("info --model m") == 0
     assert main("info --model m --cache-dtype int8 --no-core-mass", *STORED) == 0
-    fetch = AttentionSizes(**STORED_VALUES, cache_dtype="int8", core_mass=False)
+    sizes = {"group_size": 3, "window_size": 5, "sinks": 2}
+    fetch = {**STORED_VALUES, "cache_dtype": "int8", "core_mass": False}
     assert [args for _, args, _ in calls] == [
-        ("m", AttentionSizes(3, 5, 2), [7, 8], True, None),
-        ("m", AttentionSizes(), None, False, None),
+        ("m", sizes, [7, 8], True, None),
+        ("m", {}, None, False, None),
         ("m", fetch, None, False, None),
     ]
     assert main("info --model m --vllm --gpu-memory 80") == 0

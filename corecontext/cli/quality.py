@@ -9,14 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.cli.options import (
+    SIZES,
     AnyMethod,
     Data,
     EvaluationOptions,
     Force,
     Json,
+    LoadOptions,
     Model,
     Plot,
-    SizeOptions,
     Tasks,
     Text,
     check_appended,
@@ -24,33 +25,34 @@ from corecontext.cli.options import (
     check_least,
     publish,
     with_options,
+    with_settings,
 )
 from corecontext.files import UserError
 
-_SIZES = (
-    *("group_size", "window_size", "sinks", "patterns", "full_heads", "untested"),
-    *("core_mass", "fetch_groups", "fetch_index", "prefill"),
-)
-"""Options of an evaluation that go to `loading.load`."""
+_with_settings = with_settings(*SIZES, "fetch_groups", "fetch_index", "prefill")
 
 
 @with_options(EvaluationOptions)
+@_with_settings
 def evaluate(
     model: Model,
     task: Tasks,
     options: EvaluationOptions,
+    settings: dict[str, Any],
     data: Data = None,
     method: AnyMethod = "cca",
 ) -> None:
     """Evaluate a model from files: perplexity, multi-document QA, RULER, MMLU, LongBench-E."""
-    _evaluate(model, [method], task, data or (), options)
+    _evaluate(model, [method], task, data or (), options, settings)
 
 
 @with_options(EvaluationOptions)
+@_with_settings
 def compare(
     model: Model,
     task: Tasks,
     options: EvaluationOptions,
+    settings: dict[str, Any],
     data: Data = None,
     method: Annotated[list[str], typer.Option(help="As for eval; may be repeated.")] = [
         "full",
@@ -61,7 +63,7 @@ def compare(
 ) -> None:
     """Compare several methods on several tasks and lengths in one table and one figure."""
     check_drawn(plot, force)
-    rows = _evaluate(model, method, task, data or (), options)
+    rows = _evaluate(model, method, task, data or (), options, settings)
     if plot is not None:
         from corecontext.eval.summary import draw
 
@@ -74,6 +76,7 @@ def _evaluate(
     tasks: Sequence[str],
     data: Sequence[str],
     options: EvaluationOptions,
+    settings: dict[str, Any],
 ) -> list[Any]:
     """Run methods on tasks, print the table and return its rows."""
     check_least(1, chunk_size=options.chunk_size)
@@ -87,8 +90,7 @@ def _evaluate(
     from corecontext.eval.items import Settings
     from corecontext.eval.summary import print_table, summarise, to_records
 
-    given = vars(options)
-    settings = Settings(
+    questions = Settings(
         lengths=tuple(options.length or ()),
         documents=tuple(options.documents or Settings().documents),
         subtasks=tuple(options.subtask or ()),
@@ -99,14 +101,19 @@ def _evaluate(
         max_new_tokens=options.max_new_tokens,
     )
     model_options = ModelOptions(
-        sizes={name: given[name] for name in _SIZES},
+        settings={
+            **settings,
+            "patterns": options.patterns,
+            "full_heads": options.full_heads,
+            "untested": options.untested,
+        },
         num_groups=options.num_groups,
         chunk_size=options.chunk_size,
         chat_template=options.chat_template,
         dtype=options.dtype,
         device=options.device,
     )
-    records = run(model, methods, tasks, data, settings, model_options, options.results)
+    records = run(model, methods, tasks, data, questions, model_options, options.results)
     rows = summarise(records)
     publish(
         options.json,
@@ -116,11 +123,13 @@ def _evaluate(
     return rows
 
 
-@with_options(SizeOptions)
+@with_options(LoadOptions)
+@with_settings(*SIZES)
 def inspect(
     file: Text,
     model: Model,
-    options: SizeOptions,
+    options: LoadOptions,
+    settings: dict[str, Any],
     output: Annotated[str, typer.Option(help="Page to write, an .html file.")],
     max_tokens: Annotated[
         int, typer.Option(help="Inspect this many tokens from the start of the text.")
@@ -147,17 +156,19 @@ def inspect(
     from corecontext.eval.inspect.page import inspect_text
     from corecontext.loading import load
 
-    loaded = load(model, **vars(options))
+    loaded = load(model, **settings, **vars(options))
     page = inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ())
     write_text(output, page)
     print(f"wrote {output}")
 
 
-@with_options(SizeOptions)
+@with_options(LoadOptions)
+@with_settings(*SIZES)
 def layers(
     file: Annotated[str, typer.Argument(help="Text like that to come, or - for standard input.")],
     model: Model,
-    options: SizeOptions,
+    options: LoadOptions,
+    settings: dict[str, Any],
     length: Annotated[
         int, typer.Option(help="Tokens of a row; the model's trained length or less.")
     ] = 8192,
@@ -205,11 +216,12 @@ def layers(
     from corecontext.loading import load
     from corecontext.record import device_name
 
-    loaded = load(model, **vars(options))
-    if raw and options.window_size is None and loaded.config is not None and loaded.config.varies:
+    loaded = load(model, **settings, **vars(options))
+    config = loaded.config
+    if raw and "window_size" not in settings and config is not None and config.varies:
         raise UserError(
             "window-size must be given with --raw for a checkpoint that has sizes by layer or "
-            f"head, whose window of {loaded.config.window_size} may have paid for heads already; "
+            f"head, whose window of {config.window_size} may have paid for heads already; "
             "got none. Use --window-size."
         )
     choice = find_layers(loaded, text, length, rows, count, heads, raw, needles)

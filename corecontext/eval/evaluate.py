@@ -19,9 +19,9 @@ from corecontext.record import Record
 class ModelOptions(NamedTuple):
     """How to load and run the model under every method."""
 
-    sizes: Mapping[str, Any] = {}
-    """Fields of `methods.AttentionSizes` for `load`. Each method takes those that it has; a field
-    that no method has is refused."""
+    settings: Mapping[str, Any] = {}
+    """Settings for `load`, by name. Each method takes those that it has; one that no method has is
+    refused."""
     num_groups: int | None = None
     """Constant number of core tokens, for methods with core tokens."""
     chunk_size: int | None = None
@@ -124,8 +124,8 @@ def evaluate(
     # One model at a time; of several methods, each gets the settings that it has.
     records = []
     for method in methods:
-        sizes = settings_for(method, methods, options.sizes)
-        loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
+        given = settings_for(method, methods, options.settings)
+        loaded = load(model, method=method, dtype=options.dtype, device=options.device, **given)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
             raise UserError(WHOLE)
         # A number of groups stands in for their size, so the same methods have it.

@@ -27,7 +27,7 @@ from corecontext.loading import (
     one_line,
     pick_device,
 )
-from corecontext.methods import AttentionSizes, cca_config
+from corecontext.methods import cca_config
 from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
@@ -94,7 +94,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     else:
         loaded = load(
             serving.source,
-            **serving.sizes,
+            **serving.settings,
             dtype=serving.dtype,
             device=serving.device,
             tensor_parallel=ranks is not None,
@@ -156,7 +156,7 @@ def _random(serving: Serving) -> Loaded:
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
         )
-    config = cca_config(hf_config, AttentionSizes(**serving.sizes))
+    config = cca_config(hf_config, serving.settings)
     with one_line():
         enable(model.eval(), config, untested=serving.untested, warn=False)
     count = hf_config.get_text_config(decoder=True).vocab_size

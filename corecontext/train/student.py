@@ -15,7 +15,7 @@ from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import check_architecture, load_config, one_line
-from corecontext.methods import AttentionSizes, pick_rival
+from corecontext.methods import pick_rival
 from corecontext.model_sizes import ModelSizes
 from corecontext.train.train_config import DEFAULT_RECIPE, RECIPES, SCHEDULE, TrainConfig
 
@@ -278,7 +278,7 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
 
     attention: Any = config.cca()
     if config.method != "cca":
-        attention = pick_rival(config.method, AttentionSizes(window_size=config.window_size))
+        attention = pick_rival(config.method, {"window_size": config.window_size})
     with one_line():
         enable(model, attention, untested=config.untested)
 
