@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from types import SimpleNamespace
+from typing import get_type_hints
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from pydantic import ValidationError  # noqa: E402
 from corecontext.config import CCAConfig  # noqa: E402
 from corecontext.cost import CacheBytes  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
+from corecontext.inference.limits import SERVED_CHUNK  # noqa: E402
 from corecontext.inference.policy import SIZE_NAMES  # noqa: E402
 from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling  # noqa: E402
 from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
@@ -1432,6 +1434,12 @@ def test_the_defaults_are_those_of_the_documentation():
     unset = ("model", "name", "api_key", "cache_mib", "host_cache_mib", "rows_per_pool")
     for name in (*unset, "chunk_size", "max_length"):
         assert getattr(defaults, name) is None, name
+
+
+def test_the_help_states_the_chunk_that_is_read_between_steps():
+    option = get_type_hints(Serving, include_extras=True)["chunk_size"].__metadata__[0]
+    sizes = f"Default: {SERVED_CHUNK['cpu']}; on a GPU {SERVED_CHUNK['cuda']}."
+    assert option.help.endswith(sizes)
 
 
 def test_a_model_has_the_last_part_of_its_path_for_a_name():

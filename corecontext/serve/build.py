@@ -68,6 +68,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     """
     import torch
 
+    from corecontext.inference.limits import SERVED_CHUNK
     from corecontext.inference.policy import TablePolicy, load_policy, table_rows
     from corecontext.integrations.hf.attention_interface import full_layers
     from corecontext.serve.admission import SLIDING
@@ -123,7 +124,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
             queue_limit=serving.queue_limit,
             client_sizes=serving.client_sizes,
-            chunk_size=serving.chunk_size or (2048 if cuda else 256),
+            chunk_size=serving.chunk_size or SERVED_CHUNK["cuda" if cuda else "cpu"],
             max_length=serving.max_length or UNLIMITED,
             ranks=ranks,
         )
