@@ -42,7 +42,13 @@ FullHeads = Annotated[
         "keep every token in the checkpoint's settings."
     ),
 ]
-AnyMethod = Annotated[str, typer.Option(help=f"{listed(('cca', 'full', *offered('eval')))}.")]
+AnyMethod = Annotated[
+    str,
+    typer.Option(
+        help=f"{listed(('cca', 'full', *offered('eval')))}; settings that it does not have are "
+        "refused."
+    ),
+]
 ChunkSize = Annotated[
     int | None,
     typer.Option(
