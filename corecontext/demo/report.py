@@ -42,7 +42,8 @@ def print_report(result: DemoResult) -> None:
             "Perplexity is that of the prompts' second halves. Fetch sees the raw tokens of each "
             f"query's best {FETCH_RECIPE['fetch_groups']} groups of {FETCH_RECIPE['group_size']} "
             f"and has a window of {FETCH_RECIPE['window_size']}. The model runs as it is; "
-            f"`corecontext train` adapts it, and '{TITLES['adapted']}' is with this package's adapter."
+            f"`corecontext train` adapts it, and '{TITLES['adapted']}' is with this package's "
+            "adapter."
         )
     console().print(f"{note} The numbers are this machine's.")
 
