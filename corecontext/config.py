@@ -19,9 +19,13 @@ DEFAULT_WINDOW_SIZE = 1024
 DEFAULT_SINK_SIZE = 16
 """One group of the default size. Pretrained models direct much of their attention at the first
 tokens, and lose most of what they know where these are pooled."""
-PAPER_RULE = {"sink_size": 0, "core_mass": False}
-"""Values of the fields whose defaults are not the paper's. A saved config without one of these
-fields was written when its default was this value."""
+
+# Three sets of settings have a name: CCAConfig's defaults, for a pretrained model as it is; the
+# paper's rule; and what training adapts a model to.
+PAPER_RULE: dict[str, Any] = {"sink_size": 0, "core_mass": False}
+"""Values of the fields whose defaults are not the paper's: those of `cca_attention` and of
+`CCAConfig.paper`. A saved config without one of these fields was written when its default was this
+value."""
 FETCH_RECIPE: dict[str, Any] = {
     "fetch_groups": 32,
     "fetch_index": "bits:2",

@@ -11,10 +11,12 @@ from corecontext.files import UserError, first_line, one_line
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.methods import (
+    CCA_SETTINGS,
     METHODS,
     bounded,
     cca_config,
     check_settings,
+    field_of,
     pick_rival,
 )
 from corecontext.model_sizes import ModelSizes, check_counts
@@ -87,30 +89,26 @@ class Loaded:
         params["dtype"] = str(self.model.dtype).removeprefix("torch.")
         config = self.config
         if config is not None:
-            params |= {"group_size": config.group_size, "window_size": config.window_size}
-            if config.cache_dtype != "auto":
-                params["cache_dtype"] = config.cache_dtype
-            if config.sink_size:
-                params["sinks"] = config.sink_size
-            if config.core_mass:
-                params["core_mass"] = True
-            if config.fetch_groups:
-                params["fetch_groups"] = config.fetch_groups
-                params["fetch_index"] = config.fetch_index
-            if config.fetches_from_host:
-                params["store"] = config.store
-            if config.fetches_by_slots:
-                params["fetch_slots"] = config.fetch_slots
-            if config.prefill != "auto":
-                params["prefill"] = config.prefill
-            if config.layer_group_sizes:
-                params["layer_group_sizes"] = list(config.layer_group_sizes)
-            if config.head_group_sizes:
-                params["head_group_sizes"] = list(config.head_group_sizes)
+            params |= _used_settings(config)
         if self.rival is not None:
             given = self.rival.to_dict()
             params |= {name: value for name, value in given.items() if value is not None}
         return params
+
+
+def _used_settings(config: CCAConfig) -> dict[str, Any]:
+    """Return the settings of CCA that are on, by the names of their options."""
+    idle = set()
+    if not config.fetch_groups:
+        idle.add("fetch_index")
+    if not config.fetches_from_host:
+        idle |= {"store", "fetch_slots"}
+    used = {}
+    for name in (*CCA_SETTINGS, "layer_group_sizes", "head_group_sizes"):
+        value = getattr(config, field_of(name))
+        if name not in idle and value not in (None, 0, "auto"):
+            used[name] = list(value) if isinstance(value, tuple) else value
+    return used
 
 
 def load(
