@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from sys import float_info
 from typing import Any, NamedTuple
 
@@ -16,9 +19,22 @@ DEFAULT_WINDOW_SIZE = 1024
 DEFAULT_SINK_SIZE = 16
 """One group of the default size. Pretrained models direct much of their attention at the first
 tokens, and lose most of what they know where these are pooled."""
-PAPER_RULE = {"sink_size": 0, "core_mass": False}
-"""Values of the fields whose defaults are not the paper's. A saved config without one of these
-fields was written when its default was this value."""
+
+# Three sets of settings have a name: CCAConfig's defaults, for a pretrained model as it is; the
+# paper's rule; and what training adapts a model to.
+PAPER_RULE: dict[str, Any] = {"sink_size": 0, "core_mass": False}
+"""Values of the fields whose defaults are not the paper's: those of `cca_attention` and of
+`CCAConfig.paper`. A saved config without one of these fields was written when its default was this
+value."""
+FETCH_RECIPE: dict[str, Any] = {
+    "fetch_groups": 32,
+    "fetch_index": "bits:2",
+    "store": "host",
+    "group_size": 32,
+    "window_size": 160,
+}
+"""Settings to which `corecontext train` adapts a pretrained model. With the index, a row of 8,192
+tokens takes the bytes on the device of groups of 16 and a window of 512."""
 POOLINGS = ("cca", "mean", "max", "mean_query")
 LEARNED_WEIGHTS = ("temperature", "probe", "distance", "key_gain")
 LEARNED = (*LEARNED_WEIGHTS, "bias")
@@ -39,7 +55,8 @@ class CCAConfig:
     """Core Context Aware attention, as docs/math.md defines it.
 
     The defaults keep the first tokens raw and add core tokens' masses to their scores, which
-    pretrained models need; `CCAConfig.paper()` is the paper's rule exactly.
+    pretrained models need; `CCAConfig.paper()` is the paper's rule exactly. Commands, the server
+    and training offer fields as options; the first sentence under a field is its help.
     """
 
     group_size: int = DEFAULT_GROUP_SIZE
@@ -82,13 +99,13 @@ class CCAConfig:
     """Implementation: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or
     "reference" (dense)."""
     core_mass: bool = True
-    """Add to a core token's score the entropy of its pooling weights, so that it weighs as its
-    group does, at most (docs/math.md, eq. 14). Pooling "max" has no weights: False there,
+    """Add to a core token's score the entropy of its pooling weights, so that it weighs at most as
+    its group does. This is eq. 14 of docs/math.md. Pooling "max" has no weights: False there,
     whatever is given."""
     fetch_groups: int = 0
-    """Groups whose raw tokens each query sees instead of their core tokens (k), the best by the
-    index, chosen by KV head; each head's own g counts. 0 is CCA; with all groups that a query sees,
-    this is full attention (docs/fetch.md)."""
+    """Groups whose raw tokens each query sees instead of their core tokens (k); 0 is CCA. They are
+    the best by the index, chosen by KV head; each head's own g counts. With all groups that a query
+    sees, this is full attention (docs/fetch.md)."""
     fetch_index: str = "pairs:2"
     """Scores that choose the groups: of the "mean" key, "parts:P:B" (means of P parts of a group,
     in B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "bits:B" (all keys), or "oracle" (all
@@ -282,6 +299,23 @@ def check_int(name: str, value: Any, least: int, why: str = "") -> int:
     if value > MOST:
         raise ValueError(f"{name} must be at most {MOST}, got {value}.")
     return value
+
+
+@cache
+def field_help(kind: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass, on one line."""
+    tree: Any = ast.parse(inspect.getsource(kind))
+    texts = {}
+    for statement, docstring in pairwise(tree.body[0].body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr):
+            text = ast.literal_eval(docstring.value)
+            texts[ast.unparse(statement.target)] = " ".join(text.split())
+    return texts
+
+
+def setting_help(name: str) -> str:
+    """Return the first sentence under a field of CCAConfig."""
+    return field_help(CCAConfig)[name].partition(". ")[0].removesuffix(".") + "."
 
 
 class IndexKind(NamedTuple):

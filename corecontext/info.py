@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -11,14 +12,14 @@ from rich.table import Table
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, attention_flops, fetch_flops
 from corecontext.loading import check_architecture, load_config, one_line
-from corecontext.methods import AttentionSizes, cca_config
+from corecontext.methods import cca_config
 from corecontext.terminal import console
 from corecontext.visibility import group_size_for, num_sinks
 
 
 def print_info(
     name: str,
-    sizes: AttentionSizes,
+    settings: Mapping[str, Any],
     lengths: Sequence[int] | None,
     untested: bool = False,
     vllm_gib: float | None = None,
@@ -26,10 +27,11 @@ def print_info(
     """Print operations and cache bytes for full attention and CCA by length.
 
     Args:
+        settings: Those of CCA, by name, as `cca_config` takes them.
         vllm_gib: Print the tokens too that vLLM's cache holds on a GPU of so many GiB.
     """
     # Bad sizes fail before the model is looked for.
-    cca_config(None, sizes)
+    cca_config(None, settings)
     from corecontext.inference.limits import position_limit
     from corecontext.integrations.hf.attention_interface import full_layers
     from corecontext.integrations.hf.rotation import check_rope_type, layer_type_of
@@ -37,7 +39,7 @@ def print_info(
 
     hf_config = load_config(name)
     check_architecture(hf_config, untested)
-    config = cca_config(hf_config, sizes)
+    config = cca_config(hf_config, settings)
     with one_line(f"model '{name}' cannot be built"):
         cost = ModelCost.of(hf_config)
     limit = position_limit(hf_config) or 131072

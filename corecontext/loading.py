@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from corecontext.config import MOST, CCAConfig, listed
 from corecontext.files import UserError, first_line, one_line
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.methods import (
+    CCA_SETTINGS,
     METHODS,
-    AttentionSizes,
     bounded,
     cca_config,
-    check_sizes,
-    name_of,
+    check_settings,
+    field_of,
     pick_rival,
 )
 from corecontext.model_sizes import ModelSizes, check_counts
 from corecontext.ops.spec import Spec
 from corecontext.visibility import group_size_for
-
-if TYPE_CHECKING:
-    from corecontext.baselines.method import Method
 
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 CHARACTERS_OF_TOKEN = 8
@@ -92,54 +89,51 @@ class Loaded:
         params["dtype"] = str(self.model.dtype).removeprefix("torch.")
         config = self.config
         if config is not None:
-            params |= {"group_size": config.group_size, "window_size": config.window_size}
-            if config.cache_dtype != "auto":
-                params["cache_dtype"] = config.cache_dtype
-            if config.sink_size:
-                params["sinks"] = config.sink_size
-            if config.core_mass:
-                params["core_mass"] = True
-            if config.fetch_groups:
-                params["fetch_groups"] = config.fetch_groups
-                params["fetch_index"] = config.fetch_index
-            if config.fetches_from_host:
-                params["store"] = config.store
-            if config.fetches_by_slots:
-                params["fetch_slots"] = config.fetch_slots
-            if config.prefill != "auto":
-                params["prefill"] = config.prefill
-            if config.layer_group_sizes:
-                params["layer_group_sizes"] = list(config.layer_group_sizes)
-            if config.head_group_sizes:
-                params["head_group_sizes"] = list(config.head_group_sizes)
+            params |= _used_settings(config)
         if self.rival is not None:
             given = self.rival.to_dict()
             params |= {name: value for name, value in given.items() if value is not None}
         return params
 
 
+def _used_settings(config: CCAConfig) -> dict[str, Any]:
+    """Return the settings of CCA that are on, by the names of their options."""
+    idle = set()
+    if not config.fetch_groups:
+        idle.add("fetch_index")
+    if not config.fetches_from_host:
+        idle |= {"store", "fetch_slots"}
+    used = {}
+    for name in (*CCA_SETTINGS, "layer_group_sizes", "head_group_sizes"):
+        value = getattr(config, field_of(name))
+        if name not in idle and value not in (None, 0, "auto"):
+            used[name] = list(value) if isinstance(value, tuple) else value
+    return used
+
+
 def load(
     name: str,
     *,
-    method: str | Method = "cca",
+    method: str = "cca",
     dtype: str = "auto",
     device: str = "auto",
     tensor_parallel: bool = False,
     untested: bool = False,
     warn: bool = True,
-    **sizes: Any,
+    **settings: Any,
 ) -> Loaded:
     """Load a causal language model with CCA, a rival's attention or full attention.
 
     Args:
         name: A folder in the Hugging Face format, a GGUF file, "smollm2", or an identifier on the
             hub.
-        method: "cca", "full", a name of corecontext.baselines, or the settings of a rival.
+        method: "cca", "full" or a name of corecontext.baselines.
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
         tensor_parallel: Split the model over the ranks of torch.distributed, each on its device.
         untested, warn: As for `corecontext.enable`.
-        sizes: Fields of `AttentionSizes`.
+        settings: Those of the method, by name (`methods.takes`). None is not given: the
+            checkpoint's, or else the method's default.
 
     Raises:
         UserError: the model is missing, broken, of an unsupported architecture, or a setting breaks
@@ -150,8 +144,7 @@ def load(
     from corecontext.inference.limits import position_limit
 
     # Bad settings fail before anything is loaded.
-    given = AttentionSizes(**sizes)
-    check_sizes(method, given)
+    check_settings(method, settings)
     check_dtype(dtype)
     device = pick_device(device)
     if dtype == "auto" and device == "cpu":
@@ -162,7 +155,7 @@ def load(
         check_architecture(hf_config, untested)
     rival = None
     if method not in METHODS:
-        rival = pick_rival(method, given)
+        rival = pick_rival(method, settings, hf_config)
 
     with one_line(
         f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json is usually beside "
@@ -179,19 +172,19 @@ def load(
         )
 
     if method == "full":
-        return Loaded(model, tokenizer, None, method="full")
+        return Loaded(model, tokenizer, None, method=method)
     from corecontext.baselines import enable
 
     config = rival
     if method == "cca":
-        config = cca_config(hf_config, given)
+        config = cca_config(hf_config, settings)
     config = bounded(config, position_limit(hf_config) or MOST)
     adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
     with one_line():
         enable(model, config, untested=untested, warn=warn and method == "cca")
     if isinstance(config, CCAConfig):
-        return Loaded(model, tokenizer, config, adapted=adapted, method=name_of(method))
-    return Loaded(model, tokenizer, None, config, adapted, name_of(method))
+        return Loaded(model, tokenizer, config, adapted=adapted, method=method)
+    return Loaded(model, tokenizer, None, config, adapted, method)
 
 
 def _group_sizes(config: CCAConfig, length: int) -> set[int]:

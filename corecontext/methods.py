@@ -3,111 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from corecontext.config import CCAConfig, listed
 from corecontext.files import UserError, one_line
 
-if TYPE_CHECKING:
-    from corecontext.baselines.method import Method
-
 METHODS = ("cca", "full")
-
-
-@dataclass(frozen=True)
-class AttentionSizes:
-    """Settings of a method that the user may give; None is the checkpoint's, else the method's
-    default."""
-
-    group_size: int | None = None
-    """g; of CCA, and of rivals that have it."""
-    window_size: int | None = None
-    """s; of CCA, and of rivals that have it."""
-    sinks: int | None = None
-    """First tokens that a rival keeps, or that CCA keeps raw (`CCAConfig.sink_size`)."""
-    core_mass: bool | None = None
-    """Whether CCA adds masses to core tokens' scores."""
-    cache_dtype: str | None = None
-    """Format of keys and values in CCA's cache."""
-    fetch_groups: int | None = None
-    """k of CCA's fetch."""
-    fetch_index: str | None = None
-    """The index of CCA's fetch."""
-    store: str | None = None
-    """Where CCA's cache keeps raw tokens for fetch."""
-    fetch_slots: int | None = None
-    """Slots of fetched groups on the device beside raw tokens in host memory."""
-    prefill: str | None = None
-    """The attention by which CCA reads a prompt."""
-
-
 CCA_SETTINGS = (
-    *("core_mass", "cache_dtype", "prefill"),
-    *("fetch_groups", "fetch_index", "store", "fetch_slots"),
+    *("group_size", "window_size", "sinks", "core_mass", "cache_dtype"),
+    *("fetch_groups", "fetch_index", "store", "fetch_slots", "prefill"),
 )
-"""Fields of `AttentionSizes` that CCA alone has, by the names of `CCAConfig`."""
+"""Settings of CCA that the user may give; others are the checkpoint's, or the defaults. `sinks`,
+which rivals have too, is `sink_size` of `CCAConfig`."""
 
 
-SIZES = ("group_size", "window_size", "sinks")
-"""Fields of `AttentionSizes` that rivals may have, by their own names."""
+def field_of(setting: str) -> str:
+    """Return the field of `CCAConfig` that a setting is."""
+    return "sink_size" if setting == "sinks" else setting
 
 
-def takes(method: str | Method) -> tuple[str, ...]:
-    """Return the fields of `AttentionSizes` that a method has.
+def takes(method: str) -> tuple[str, ...]:
+    """Return the settings that a method has.
 
     Raises:
         UserError: there is no such method.
     """
-    from corecontext.baselines.rivals import NAMES, RIVALS, check_moved
+    from corecontext.baselines.rivals import NAMES, RIVALS
 
-    if not isinstance(method, str):
-        return tuple(name for name in SIZES if hasattr(method, name))
-    check_moved(method)
     if method not in (*METHODS, *NAMES):
         raise UserError(f"method must be {listed((*METHODS, *NAMES))}, got {method!r}.")
     if method == "full":
         return ()
     if method == "cca":
-        return (*SIZES, *CCA_SETTINGS)
+        return CCA_SETTINGS
     return RIVALS[method].takes
 
 
-def settings_for(
-    method: str | Method, methods: Sequence[str | Method], given: Mapping[str, Any]
-) -> dict[str, Any]:
+def settings_for(method: str, methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings given to a comparison of methods that one of them is loaded with: without
     those that only others have. A setting that none has stays, for `check_sizes` to refuse."""
     others = {name for other in methods for name in takes(other)} - set(takes(method))
     return {name: value for name, value in given.items() if name not in others}
 
 
-def check_sizes(method: str | Method, sizes: AttentionSizes) -> None:
+def check_settings(method: str, given: Mapping[str, Any]) -> None:
     """Raise a UserError where a setting breaks a rule, or the method does not exist or have it."""
     names = takes(method)
-    for name, value in vars(sizes).items():
+    for name, value in given.items():
         if value is not None and name not in names:
             option = name.replace("_", "-")
             raise UserError(
-                f"{option} must be left out with method {name_of(method)!r}, which would ignore "
-                f"it, got {value}."
+                f"{option} must be left out with method {method!r}, which would ignore it, got "
+                f"{value}."
             )
-    cca_config(None, sizes if method == "cca" else replace(sizes, sinks=None))
+    cca_config(None, given if method == "cca" else {**given, "sinks": None})
 
 
-def cca_config(hf_config: Any, sizes: AttentionSizes) -> CCAConfig:
-    """Return the checkpoint's CCA settings, or the defaults, with the user's own on top.
+def cca_config(hf_config: Any, given: Mapping[str, Any]) -> CCAConfig:
+    """Return the checkpoint's CCA settings, or the defaults, with the user's own on top; None is
+    not given.
 
     Raises:
         UserError: they break a rule, or do not fit the model.
     """
-    names = ("group_size", "window_size", *CCA_SETTINGS)
-    given = {name: getattr(sizes, name) for name in names}
-    given["sink_size"] = sizes.sinks
+    names = [name for name in CCA_SETTINGS if given.get(name) is not None]
     with one_line():
         config = CCAConfig.saved_in(hf_config)
-        changes = {name: value for name, value in given.items() if value is not None}
-        config = config.replace(**changes)
+        config = config.replace(**{field_of(name): given[name] for name in names})
         if hf_config is not None and config.varies:
             from corecontext.integrations.hf.attention_interface import full_layers, layer_configs
 
@@ -116,25 +79,28 @@ def cca_config(hf_config: Any, sizes: AttentionSizes) -> CCAConfig:
         return config
 
 
-def name_of(method: str | Method) -> str:
-    """Return the name of a method that is given by its name, or by its settings."""
-    return method if isinstance(method, str) else method.name
+def pick_rival(method: str, given: Mapping[str, Any], hf_config: Any = None) -> Any:
+    """Make a rival by its name, with those of the given settings that it has.
 
-
-def pick_rival(method: str | Method, sizes: AttentionSizes) -> Any:
-    """Return a rival's settings, with those of the shared sizes that it has.
+    Args:
+        hf_config: The model's config, for a rival whose heads may come from the checkpoint.
 
     Raises:
-        UserError: a size breaks a rule.
+        UserError: a setting breaks a rule.
     """
-    from corecontext.baselines.rivals import make_rival
+    from corecontext.baselines.rivals import RIVALS, make_rival
 
-    given = {name: getattr(sizes, name) for name in takes(method)}
-    given = {name: value for name, value in given.items() if value is not None}
+    settings = {name: given.get(name) for name in RIVALS[method].takes}
     with one_line():
-        if isinstance(method, str):
-            return make_rival(method, **given)
-        return replace(method, **given)  # type: ignore[type-var]
+        if "full_heads" in settings:
+            from corecontext.baselines.duo_attention import find_heads
+
+            settings["full_heads"] = find_heads(settings["full_heads"], hf_config)
+        if settings.get("patterns") is not None:
+            from corecontext.baselines import read_patterns
+
+            settings["patterns"] = read_patterns(settings["patterns"])
+        return make_rival(method, **settings)
 
 
 def bounded(config: Any, most: int) -> Any:

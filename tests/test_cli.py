@@ -496,7 +496,8 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--method", "x"],
-            "method must be cca, full, window, streaming_llm, lm_infinite, mean or max, got 'x'.",
+            "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, "
+            "mean, max or duo_attention, got 'x'.",
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"],

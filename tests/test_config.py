@@ -9,7 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from corecontext.config import PAPER_RULE, CCAConfig, Removed
+from corecontext.config import (
+    CACHE_DTYPES,
+    CORE_POSITIONS,
+    FETCH_INDICES,
+    PAPER_RULE,
+    POOLINGS,
+    PREFILLS,
+    STORES,
+    CCAConfig,
+    Removed,
+    field_help,
+    setting_help,
+)
 
 
 def test_defaults_are_those_that_a_pretrained_model_needs():
@@ -73,11 +85,18 @@ def test_a_checkpoint_without_settings_gets_the_defaults(checkpoint):
 
 
 def test_every_field_has_a_string_under_it():
-    import inspect
+    assert [*field_help(CCAConfig)] == [field.name for field in dataclasses.fields(CCAConfig)]
 
-    source = inspect.getsource(CCAConfig)
-    for field in dataclasses.fields(CCAConfig):
-        assert re.search(rf'^    {field.name}: .*\n    """', source, re.M), field.name
+
+def test_the_help_of_a_setting_is_its_first_sentence_and_names_its_choices():
+    assert setting_help("fetch_share") == (
+        "Neighbouring queries that share one choice, aligned to absolute positions."
+    )
+    choices = {"pooling": POOLINGS, "cache_dtype": CACHE_DTYPES, "fetch_index": FETCH_INDICES}
+    choices |= {"store": STORES, "prefill": PREFILLS, "core_position": CORE_POSITIONS}
+    for name, allowed in choices.items():
+        for choice in allowed:
+            assert f'"{choice}"' in setting_help(name), (name, choice)
 
 
 def test_frozen_and_replaced():

@@ -16,7 +16,13 @@ from transformers import LlamaConfig
 from corecontext import CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations import lm_eval
-from corecontext.integrations.vllm.model_settings import TAKEN, raw_heads_of, settings_of, spec_of
+from corecontext.integrations.vllm.model_settings import (
+    TAKEN,
+    UNUSED,
+    raw_heads_of,
+    settings_of,
+    spec_of,
+)
 from corecontext.ops.api import pool_core_tokens
 
 CONFIG = CCAConfig(4, 9, sink_size=3, core_mass=False)
@@ -209,25 +215,34 @@ def hf_config(**cca) -> LlamaConfig:
     return config
 
 
+REFUSED = [
+    ("pooling", "mean"),
+    ("core_heads", "query"),
+    ("num_groups", 4),
+    ("fetch_groups", 2),
+    ("cache_dtype", "int8"),
+    ("prefill", "full"),
+    ("learned", ("bias",)),
+]
+
+
+def test_a_setting_is_taken_or_refused_or_has_no_effect_over_pages():
+    refused = tuple(setting for setting, _ in REFUSED)
+    assert sorted((*TAKEN, *UNUSED, *refused)) == sorted(CCAConfig.__dataclass_fields__)
+
+
 @pytest.mark.parametrize(
     "setting, value",
     [
-        ("pooling", "mean"),
-        ("core_heads", "query"),
-        ("num_groups", 4),
-        ("fetch_groups", 2),
-        ("cache_dtype", "int8"),
-        ("prefill", "full"),
+        *REFUSED,
         ("group_size", 1),
         ("head_group_sizes", (2, 4)),
         ("head_group_sizes", (1, 1)),
         ("layer_group_sizes", (2, (1, 4))),
         ("layer_group_sizes", (1, 1)),
-        ("learned", ("bias",)),
     ],
 )
 def test_settings_without_a_kernel_over_pages_are_refused(setting, value):
-    assert setting in (*TAKEN, "group_size", "head_group_sizes", "layer_group_sizes")
     with pytest.raises(ValueError, match=f"^cca.{setting} must be .* vLLM, got "):
         settings_of(hf_config(**{setting: value}))
 

@@ -1161,12 +1161,9 @@ def made(monkeypatch):
 def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     serving = Serving("m")
     assert build.make_scheduler(serving)[1] == "tokenizer" and made.kind == "scheduler"
-    names = ("group_size", "window_size", "sinks", "core_mass", "prefill")
-    sizes = dict.fromkeys((*names, "fetch_groups", "fetch_index", "store", "fetch_slots"))
     assert made.load == (
         "m",
         {
-            **sizes,
             "dtype": "auto",
             "device": "auto",
             "tensor_parallel": False,
@@ -1212,7 +1209,8 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     sizes = {"group_size": 2, "window_size": 3, "sinks": 4, "core_mass": False}
     sizes |= {"fetch_groups": 5, "fetch_index": "mean", "store": "host", "prefill": "cca"}
     sizes |= {"fetch_slots": 9}
-    build.make_scheduler(Serving("m", dtype="float16", device="cpu", untested=True, **sizes))
+    serving = Serving("m", dtype="float16", device="cpu", untested=True, settings=sizes)
+    build.make_scheduler(serving)
     assert made.load[1] == {
         **sizes,
         "dtype": "float16",
@@ -1400,6 +1398,8 @@ def test_a_deployment_on_ray_has_its_scale_and_its_server(monkeypatch):
     ray_module.app({**scale, "num_cpus": "0.5", "num_gpus": 1, "time_limit_s": "9.5"})
     assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1.0}
     assert [*options["autoscaling_config"].values()] == [2, 3, 4]
+    ray_module.app({"fetch_groups": "3", "sinks": "8", "core_mass": "no"})()
+    assert made[-1].settings == {"fetch_groups": 3, "sinks": 8, "core_mass": False}
     for arguments, message in (
         ({"modle": "x"}, "unknown argument 'modle'. Known: model, name"),
         ({"host": "x"}, "unknown argument 'host'"),
@@ -1408,6 +1408,8 @@ def test_a_deployment_on_ray_has_its_scale_and_its_server(monkeypatch):
         ({"untested": "perhaps"}, "untested must be true or false, got 'perhaps'"),
         ({"model": 5}, "model must be a text, got 5"),
         ({"api_key": 12345}, "api_key must be a text, got another type.$"),
+        ({"store": 5}, "store must be a text, got 5"),
+        ({"fetch_groups": "-1"}, "fetch_groups must be at least 0, got -1"),
         ({"cache_mib": "0"}, "cache-mib must be at least 1, got 0"),
     ):
         with pytest.raises(UserError, match=f"^{message}"):

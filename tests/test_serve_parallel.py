@@ -27,7 +27,7 @@ from corecontext.config import LEARNED
 from corecontext.files import UserError
 from corecontext.serve.build import make_app
 from corecontext.serve.rows import RowShape
-from corecontext.serve.settings import Serving
+from corecontext.serve.settings import SERVED, Serving
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed"),
@@ -70,7 +70,9 @@ def command_line(settings):
 
 def answers_of_one_process(model, settings, asked):
     """The text that a server of one process, here without a network, answers to each request."""
-    app = make_app(Serving(model=model, device="cpu", **settings))
+    sizes = {name: settings[name] for name in SERVED if name in settings}
+    options = {name: settings[name] for name in settings if name not in sizes}
+    app = make_app(Serving(model=model, device="cpu", **options, settings=sizes))
 
     async def ask_each():
         transport = httpx.ASGITransport(app)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from types import SimpleNamespace
+from typing import get_type_hints
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from pydantic import ValidationError  # noqa: E402
 from corecontext.config import CCAConfig  # noqa: E402
 from corecontext.cost import CacheBytes  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
+from corecontext.inference.limits import SERVED_CHUNK  # noqa: E402
 from corecontext.inference.policy import SIZE_NAMES  # noqa: E402
 from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling  # noqa: E402
 from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
@@ -1390,7 +1392,7 @@ def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
         ({"api_key": "\u00e9"}, "the API key must be ASCII"),
         *(
             (
-                {"method": "full", name: value},
+                {"method": "full", "settings": {name: value}},
                 f"{name.replace('_', '-')} must be left out with method 'full'",
             )
             for name, value in (
@@ -1419,8 +1421,7 @@ def test_settings_at_their_bounds_are_taken():
     Serving(port=0, queue_limit=0, max_length=1, time_limit_s=1e-9, **least)
     Serving(port=65535, method="full", tensor_parallel=8, api_key="x")
     Serving(tensor_parallel=1, device="cpu", random_weights=True)
-    sizes = Serving(fetch_groups=2, store="host", fetch_slots=8).sizes
-    assert (sizes["store"], sizes["fetch_slots"]) == ("host", 8)
+    Serving(settings={"fetch_groups": 2, "store": "host", "fetch_slots": 8})
 
 
 def test_the_defaults_are_those_of_the_documentation():
@@ -1429,18 +1430,16 @@ def test_the_defaults_are_those_of_the_documentation():
     assert (defaults.port, defaults.max_running, defaults.queue_limit) == (8000, 64, 256)
     assert (defaults.time_limit_s, defaults.dtype, defaults.device) == (600.0, "auto", "auto")
     assert defaults.tensor_parallel == 1 and not defaults.untested and not defaults.random_weights
-    unset = ("model", "name", "group_size", "window_size", "sinks", "core_mass", "api_key")
-    fetch = ("prefill", "fetch_groups", "fetch_index", "store", "fetch_slots")
-    for name in (
-        *unset,
-        *fetch,
-        "cache_mib",
-        "host_cache_mib",
-        "rows_per_pool",
-        "chunk_size",
-        "max_length",
-    ):
+    assert defaults.settings == {}
+    unset = ("model", "name", "api_key", "cache_mib", "host_cache_mib", "rows_per_pool")
+    for name in (*unset, "chunk_size", "max_length"):
         assert getattr(defaults, name) is None, name
+
+
+def test_the_help_states_the_chunk_that_is_read_between_steps():
+    option = get_type_hints(Serving, include_extras=True)["chunk_size"].__metadata__[0]
+    sizes = f"Default: {SERVED_CHUNK['cpu']}; on a GPU {SERVED_CHUNK['cuda']}."
+    assert option.help.endswith(sizes)
 
 
 def test_a_model_has_the_last_part_of_its_path_for_a_name():

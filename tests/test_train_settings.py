@@ -192,6 +192,7 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
         ("full", ("--sinks", "8"), False),
         ("window", ("--group-size", "8", "--window-size", "64"), True),
         ("streaming_llm", ("--sinks", "8"), False),
+        ("longlora", ("--group-size", "512"), False),
         ("window", ("--no-core-mass",), False),
         ("window", ("--fetch-groups", "0"), True),
         ("cca", ("--sinks", "8"), True),
@@ -268,7 +269,7 @@ def test_the_help_shows_the_default_recipes_values_and_lists(capsys, monkeypatch
         "Take as many of a step's rows at once as the GPU's memory holds",
         "Optimizer steps. Default: 120.",
         "0 is CCA. Default: 32.",
-        "Tokens per core token, g. Default: 32.",
+        "Tokens per core token (g), at least 1. Default: 32.",
     ):
         assert text in shown, text
     assert "wandb. May be repeated. " in shown and "Default: False" not in shown

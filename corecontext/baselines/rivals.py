@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corecontext.config import CCAConfig, check_choice
-from corecontext.files import UserError
 
 if TYPE_CHECKING:
     from corecontext.baselines.method import Method
@@ -33,18 +32,14 @@ RIVALS = {
     "window": Rival("sink_methods", "WindowOnly", ("window_size",)),
     "streaming_llm": Rival("sink_methods", "StreamingLLM", SINKS),
     "lm_infinite": Rival("sink_methods", "LMInfinite", SINKS),
+    "minference": Rival("minference", "MInference", ("patterns",), ("eval",)),
+    "longlora": Rival("longlora", "LongLoRA", ("group_size",), ("train",)),
     # `corecontext train` has --pooling for these two.
     "mean": Rival("", "CCAConfig", ("group_size", *SINKS), ("eval",)),
     "max": Rival("", "CCAConfig", ("group_size", *SINKS), ("eval",)),
+    "duo_attention": Rival("duo_attention", "DuoAttention", ("full_heads", *SINKS), ("eval",)),
 }
 NAMES = tuple(RIVALS)
-_COMPARE = "run `python -m reproduction compare --method {}` with the other options of your command"
-MOVED = {
-    "minference": _COMPARE.format("minference"),
-    "duo_attention": _COMPARE.format("duo_attention"),
-    "longlora": "enable reproduction.attentions.longlora.LongLoRA() in a training loop of your own",
-}
-"""Rivals that have moved to the laboratory, and how to use them in a clone."""
 
 
 def offered(command: str) -> tuple[str, ...]:
@@ -57,26 +52,15 @@ def takers(setting: str) -> tuple[str, ...]:
     return tuple(name for name in NAMES if setting in RIVALS[name].takes)
 
 
-def check_moved(name: str) -> None:
-    """Raise a UserError for a rival that has moved to the laboratory."""
-    if name in MOVED:
-        raise UserError(
-            f"method {name} has moved to the laboratory. In a clone of the repository, "
-            f"{MOVED[name]}."
-        )
-
-
 def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
     """Make the rival of a name in NAMES.
 
     Args:
-        settings: group_size, window_size, sinks; None is the rival's default.
+        settings: group_size, window_size, sinks, patterns, full_heads; None is the rival's default.
 
     Raises:
         ValueError: there is no such rival, or it has no such setting.
-        UserError: it has moved to the laboratory.
     """
-    check_moved(name)
     check_choice("method", name, NAMES)
     given = {key: value for key, value in settings.items() if value is not None}
     for key, value in given.items():

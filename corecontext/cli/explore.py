@@ -10,34 +10,30 @@ import typer
 
 from corecontext.cli.options import (
     MODEL_HELP,
-    CacheDtype,
+    SIZES,
+    AnyMethod,
     ChunkSize,
-    CoreMass,
     Device,
     Dtype,
-    FetchGroups,
-    FetchIndex,
-    FetchSlots,
     Force,
-    GroupSize,
+    FullHeads,
     Json,
     LoadOptions,
     Model,
     Plot,
-    Sinks,
-    Store,
     Text,
     Untested,
-    WindowSize,
     check_appended,
     check_drawn,
     check_least,
     publish,
     unpacked,
     with_options,
+    with_settings,
 )
 from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, CCAConfig
 from corecontext.files import UserError
+from corecontext.methods import CCA_SETTINGS
 
 
 def demo(
@@ -97,9 +93,13 @@ def demo(
 
 
 @with_options(LoadOptions)
+@with_settings(*CCA_SETTINGS)
 def generate(
     model: Model,
     options: LoadOptions,
+    settings: dict[str, Any],
+    method: AnyMethod = "cca",
+    full_heads: FullHeads = None,
     prompt_file: Annotated[
         str | None, typer.Option(help="Text to continue, or - for standard input.")
     ] = None,
@@ -156,7 +156,7 @@ def generate(
     from corecontext.loading import load
     from corecontext.terminal import progress
 
-    loaded = load(model, **vars(options))
+    loaded = load(model, method=method, full_heads=full_heads, **settings, **vars(options))
     input_ids = encode_prompt(loaded, prompt, question, chat_template, room_for=max_new_tokens)
     length = input_ids.shape[1]
     total = length if output is None else length + max_new_tokens
@@ -190,10 +190,14 @@ def generate(
 
 
 @with_options(LoadOptions)
+@with_settings(*CCA_SETTINGS)
 def perplexity(
     file: Text,
     model: Model,
     options: LoadOptions,
+    settings: dict[str, Any],
+    method: AnyMethod = "cca",
+    full_heads: FullHeads = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -213,13 +217,13 @@ def perplexity(
 ) -> None:
     """Measure the perplexity of a whole text in one causal pass, by position."""
     check_least(1, chunk_size=chunk_size)
-    methods = [options.method]
+    methods = [method]
     if compare:
         methods = ["full", "cca", "window", "streaming_llm"]
-        if options.method != "cca":
+        if method != "cca":
             raise UserError(
                 "method must be left out with --compare, which measures full, cca, window and "
-                f"streaming_llm, got {options.method!r}."
+                f"streaming_llm, got {method!r}."
             )
     check_appended(json)
     from corecontext.files import read_text
@@ -231,11 +235,11 @@ def perplexity(
 
     results: dict[str, Perplexity] = {}
 
-    given = vars(options)
+    settings |= {"full_heads": full_heads}
 
     def run(name: str, method: str, **changes: Any) -> CCAConfig | None:
-        settings = {**given, **changes, "method": method}
-        loaded = load(model, **settings_for(method, methods, settings))
+        given = settings_for(method, methods, {**settings, **changes})
+        loaded = load(model, method=method, **given, **vars(options))
         results[name] = measure(loaded, text, name, chunk_size)
         return loaded.config
 
@@ -248,21 +252,14 @@ def perplexity(
         if not config.sink_size:
             run(f"cca sinks={DEFAULT_SINK_SIZE}", "cca", sinks=DEFAULT_SINK_SIZE)
     else:
-        run(options.method, options.method)
+        run(method, method)
     publish(json, lambda: print_table(results), lambda: to_records(results, model))
 
 
+@with_settings(*SIZES, "cache_dtype", "fetch_groups", "fetch_index", "store", "fetch_slots")
 def info(
     model: Model,
-    group_size: GroupSize = None,
-    window_size: WindowSize = None,
-    sinks: Sinks = None,
-    core_mass: CoreMass = None,
-    cache_dtype: CacheDtype = None,
-    fetch_groups: FetchGroups = None,
-    fetch_index: FetchIndex = None,
-    store: Store = None,
-    fetch_slots: FetchSlots = None,
+    settings: dict[str, Any],
     length: Annotated[
         list[int] | None,
         typer.Option(help="Prompt length; may be repeated. Default: powers of two to the limit."),
@@ -282,22 +279,10 @@ def info(
     for value in length or ():
         check_least(1, length=value)
     from corecontext.info import print_info
-    from corecontext.methods import AttentionSizes
 
-    sizes = AttentionSizes(
-        group_size,
-        window_size,
-        sinks,
-        core_mass=core_mass,
-        cache_dtype=cache_dtype,
-        fetch_groups=fetch_groups,
-        fetch_index=fetch_index,
-        store=store,
-        fetch_slots=fetch_slots,
-    )
     vllm_gib = None
     if vllm:
         from corecontext.integrations.vllm.capacity import gpu_gib
 
         vllm_gib = gpu_gib(gpu_memory)
-    print_info(model, sizes, length, untested, vllm_gib)
+    print_info(model, settings, length, untested, vllm_gib)

@@ -8,22 +8,20 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, get_origin
 
 import typer
+from rich.markup import escape
 
 from corecontext.baselines.rivals import offered, takers
-from corecontext.config import (
-    DEFAULT_GROUP_SIZE,
-    DEFAULT_SINK_SIZE,
-    DEFAULT_WINDOW_SIZE,
-    FETCH_INDICES,
-    PREFILLS,
-    CCAConfig,
-    listed,
-)
+from corecontext.config import CCAConfig, listed, setting_help
 from corecontext.files import UserError
+from corecontext.methods import field_of
+
+Command = Callable[..., None]
+SIZES = ("group_size", "window_size", "sinks", "core_mass")
+"""Settings of commands that hold no long cache."""
 
 
 def unpacked(name: str | None) -> str | None:
@@ -36,79 +34,21 @@ def unpacked(name: str | None) -> str | None:
 MODEL_HELP = "Folder in the Hugging Face format, GGUF file, smollm2, or an identifier on the hub."
 Model = Annotated[str, typer.Option(help=MODEL_HELP, callback=unpacked)]
 Text = Annotated[str, typer.Argument(help="Text, or - for standard input.")]
-GroupSize = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Tokens per core token, g. Default: the checkpoint's, else {DEFAULT_GROUP_SIZE}."
-    ),
-]
-WindowSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Nearest tokens kept as they are, s. Default: the checkpoint's, else "
-        f"{DEFAULT_WINDOW_SIZE}."
-    ),
-]
-Sinks = Annotated[
-    int | None,
-    typer.Option(
-        "--sinks",
-        "--sink-size",
-        help=f"First tokens that stay uncompressed: {listed(('cca', *takers('sinks')))}. Under cca "
-        f"whole groups. Default: the checkpoint's, else {DEFAULT_SINK_SIZE}; a rival's own.",
-    ),
-]
-CoreMass = Annotated[
-    bool | None,
-    typer.Option(
-        "--core-mass/--no-core-mass",
-        help="Add the entropy of their weights to core tokens' scores (cca). Default: the "
-        "checkpoint's, else yes.",
-    ),
-]
-CacheDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Cached keys and values: auto, or 8 bits as int8 or fp8. "
-        "Default: the checkpoint's, else auto."
-    ),
-]
-FetchGroups = Annotated[
-    int | None,
-    typer.Option(
-        help="Groups whose raw tokens each query sees (cca). Default: the checkpoint's, else 0."
-    ),
-]
-FetchIndex = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Index that chooses them: {listed(FETCH_INDICES)}. Default: the checkpoint's, else "
-        f"{CCAConfig.fetch_index}."
-    ),
-]
-Store = Annotated[
-    str | None,
-    typer.Option(
-        help="Where a cache keeps raw tokens for fetch: device or host. Default: the checkpoint's, "
-        "else device."
-    ),
-]
-FetchSlots = Annotated[
-    int | None,
-    typer.Option(
-        help="Slots of recently fetched groups on the device, with --store host. Default: the "
-        "checkpoint's, else 0: steps read host memory."
-    ),
-]
-Prefill = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Attention by which a prompt is read (cca): {listed(PREFILLS)}. Default: the "
-        "checkpoint's, else auto, as decoding."
-    ),
-]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
-AnyMethod = Annotated[str, typer.Option(help=f"{listed(('cca', 'full', *offered('eval')))}.")]
+FullHeads = Annotated[
+    str | None,
+    typer.Option(
+        help="KV heads that duo_attention shows all tokens, as LAYER:HEAD,... Default: those that "
+        "keep every token in the checkpoint's settings."
+    ),
+]
+AnyMethod = Annotated[
+    str,
+    typer.Option(
+        help=f"{listed(('cca', 'full', *offered('eval')))}; settings that it does not have are "
+        "refused."
+    ),
+]
 ChunkSize = Annotated[
     int | None,
     typer.Option(
@@ -138,49 +78,36 @@ Plot = Annotated[
 ]
 Tasks = Annotated[
     list[str],
-    typer.Option(help="perplexity or multidoc_qa; may be repeated."),
+    typer.Option(help="perplexity, multidoc_qa, ruler, mmlu or longbench; may be repeated."),
 ]
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
+        help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated. "
+        "Not needed for ruler:vt and ruler:fwe."
     ),
 ]
 
 
 @dataclass(frozen=True)
-class SizeOptions:
-    """How a command loads its model under CCA: arguments of `corecontext.loading.load`."""
+class LoadOptions:
+    """How a command loads its model, beside its attention."""
 
-    group_size: GroupSize = None
-    window_size: WindowSize = None
-    sinks: Sinks = None
-    core_mass: CoreMass = None
     dtype: Dtype = "auto"
     device: Device = "auto"
     untested: Untested = False
 
 
 @dataclass(frozen=True)
-class LoadOptions(SizeOptions):
-    """How a command loads its model under any method."""
-
-    method: AnyMethod = "cca"
-    cache_dtype: CacheDtype = None
-    fetch_groups: FetchGroups = None
-    fetch_index: FetchIndex = None
-    store: Store = None
-    fetch_slots: FetchSlots = None
-    prefill: Prefill = None
-
-
-@dataclass(frozen=True)
-class EvaluationOptions(SizeOptions):
+class EvaluationOptions(LoadOptions):
     """Describe the evaluation in `eval` and `compare` beside methods and tasks."""
 
     length: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of a window (perplexity); may be repeated."),
+        typer.Option(
+            help="Tokens; may be repeated: of a window (perplexity), of prompt and answer (ruler), "
+            "of a prompt before its middle is cut (longbench)."
+        ),
     ] = None
     documents: Annotated[
         list[int] | None, typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
@@ -193,13 +120,16 @@ class EvaluationOptions(SizeOptions):
         int | None, typer.Option(help="Most questions of each subtask. Default: all.")
     ] = None
     positions: Annotated[int, typer.Option(help="Places of the right passage (multidoc_qa).")] = 5
+    shots: Annotated[int, typer.Option(help="Examples before a question (mmlu).")] = 5
     seed: Seed = 42
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer. Default: the task's own limit.")
     ] = None
-    fetch_groups: FetchGroups = None
-    fetch_index: FetchIndex = None
-    prefill: Prefill = None
+    patterns: Annotated[
+        str | None,
+        typer.Option(help=f"File with the model's patterns: {', '.join(takers('patterns'))}."),
+    ] = None
+    full_heads: FullHeads = None
     num_groups: Annotated[
         int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
     ] = None
@@ -222,25 +152,65 @@ class EvaluationOptions(SizeOptions):
     json: Json = None
 
 
-def with_options(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take every field of a dataclass as an option; it gets them as `options`."""
+def with_options(kind: type) -> Callable[[Command], Command]:
+    """Let a command take each field of a dataclass that is annotated as an option; it gets them as
+    `options`."""
+    parameters = [
+        parameter
+        for parameter in inspect.signature(kind, eval_str=True).parameters.values()
+        if get_origin(parameter.annotation) is Annotated
+    ]
+    return _taking("options", parameters, kind)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names = [field.name for field in fields(kind)]
 
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Let a command take settings of CCA as options; it gets those that are given, by name, as
+    `settings`."""
+    parameters = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=setting_option(name)
+        )
+        for name in names
+    ]
+
+    def given(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value is not None}
+
+    return _taking("settings", parameters, given)
+
+
+def setting_option(name: str) -> Any:
+    """Return the option of a setting: its type, and as its help the first sentence of its field."""
+    field = field_of(name)
+    names = [f"--{setting.replace('_', '-')}" for setting in dict.fromkeys((name, field))]
+    default = getattr(CCAConfig, field)
+    kind = type(default)
+    if kind is bool:
+        names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
+        default = "yes" if default else "no"
+    text = f"{setting_help(field)} Default: the checkpoint's, else {default}."
+    option = typer.Option(*names, help=escape(text), rich_help_panel="Attention")
+    return Annotated[kind | None, option]  # type: ignore[valid-type]
+
+
+def _taking(name: str, parameters: list[inspect.Parameter], make: Callable[..., Any]) -> Any:
+    """Return a decorator for commands that get what is made of these parameters as argument
+    `name`."""
+
+    def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            options = kind(**{name: given.pop(name) for name in names})
-            command(**given, options=options)
+            made = make(**{parameter.name: given.pop(parameter.name) for parameter in parameters})
+            command(**given, **{name: made})
 
-        parameters = [
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        all_parameters = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for function in (command, kind)
-            for parameter in inspect.signature(function, eval_str=True).parameters.values()
-            if parameter.name != "options"
+            for parameter in (*own, *parameters)
+            if parameter.name != name
         ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(all_parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in all_parameters}
         return run
 
     return decorate

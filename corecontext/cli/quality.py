@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from corecontext.cli.options import (
+    SIZES,
     AnyMethod,
     Data,
     EvaluationOptions,
     Force,
     Json,
+    LoadOptions,
     Model,
     Plot,
-    SizeOptions,
     Tasks,
     Text,
     check_appended,
@@ -24,35 +25,34 @@ from corecontext.cli.options import (
     check_least,
     publish,
     with_options,
+    with_settings,
 )
 from corecontext.files import UserError
 
-_SIZES = (
-    *("group_size", "window_size", "sinks", "untested"),
-    *("core_mass", "fetch_groups", "fetch_index", "prefill"),
-)
-"""Options of an evaluation that go to `loading.load`."""
+_with_settings = with_settings(*SIZES, "fetch_groups", "fetch_index", "prefill")
 
 
 @with_options(EvaluationOptions)
+@_with_settings
 def evaluate(
     model: Model,
     task: Tasks,
     options: EvaluationOptions,
+    settings: dict[str, Any],
     data: Data = None,
     method: AnyMethod = "cca",
 ) -> None:
-    """Evaluate a model from files: perplexity, or questions about one of many passages."""
-    from corecontext.eval.task_table import TASKS
-
-    run_evaluation(model, [method], task, data or (), options, TASKS)
+    """Evaluate a model from files: perplexity, multi-document QA, RULER, MMLU, LongBench-E."""
+    _evaluate(model, [method], task, data or (), options, settings)
 
 
 @with_options(EvaluationOptions)
+@_with_settings
 def compare(
     model: Model,
     task: Tasks,
     options: EvaluationOptions,
+    settings: dict[str, Any],
     data: Data = None,
     method: Annotated[list[str], typer.Option(help="As for eval; may be repeated.")] = [
         "full",
@@ -63,24 +63,22 @@ def compare(
 ) -> None:
     """Compare several methods on several tasks and lengths in one table and one figure."""
     check_drawn(plot, force)
-    from corecontext.eval.task_table import TASKS
-
-    rows = run_evaluation(model, method, task, data or (), options, TASKS)
+    rows = _evaluate(model, method, task, data or (), options, settings)
     if plot is not None:
         from corecontext.eval.summary import draw
 
         draw(rows, plot)
 
 
-def run_evaluation(
+def _evaluate(
     model: str,
-    methods: Sequence[Any],
-    names: Sequence[str],
+    methods: Sequence[str],
+    tasks: Sequence[str],
     data: Sequence[str],
     options: EvaluationOptions,
-    tasks: Mapping[str, Any],
+    settings: dict[str, Any],
 ) -> list[Any]:
-    """Run methods on the named tasks, print the table and return its rows."""
+    """Run methods on tasks, print the table and return its rows."""
     check_least(1, chunk_size=options.chunk_size)
     if options.chunk_size is not None and options.num_groups is not None:
         from corecontext.loading import WHOLE
@@ -91,29 +89,32 @@ def run_evaluation(
     from corecontext.eval.evaluate import evaluate as run
     from corecontext.eval.items import Settings
     from corecontext.eval.summary import print_table, summarise, to_records
-    from corecontext.eval.task_table import pick_tasks
 
-    given = vars(options)
-    settings = Settings(
+    questions = Settings(
         lengths=tuple(options.length or ()),
         documents=tuple(options.documents or Settings().documents),
         subtasks=tuple(options.subtask or ()),
         limit=options.limit,
         positions=options.positions,
+        shots=options.shots,
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
     )
     model_options = ModelOptions(
-        sizes={name: given[name] for name in _SIZES},
+        settings={
+            **settings,
+            "patterns": options.patterns,
+            "full_heads": options.full_heads,
+            "untested": options.untested,
+        },
         num_groups=options.num_groups,
         chunk_size=options.chunk_size,
         chat_template=options.chat_template,
         dtype=options.dtype,
         device=options.device,
     )
-    chosen = pick_tasks(names, tasks)
-    records = run(model, methods, chosen, data, settings, model_options, options.results)
-    rows = summarise(records, tasks)
+    records = run(model, methods, tasks, data, questions, model_options, options.results)
+    rows = summarise(records)
     publish(
         options.json,
         lambda: print_table(rows, parts=len(methods) == 1 or len(rows) <= 60),
@@ -122,11 +123,13 @@ def run_evaluation(
     return rows
 
 
-@with_options(SizeOptions)
+@with_options(LoadOptions)
+@with_settings(*SIZES)
 def inspect(
     file: Text,
     model: Model,
-    options: SizeOptions,
+    options: LoadOptions,
+    settings: dict[str, Any],
     output: Annotated[str, typer.Option(help="Page to write, an .html file.")],
     max_tokens: Annotated[
         int, typer.Option(help="Inspect this many tokens from the start of the text.")
@@ -153,17 +156,19 @@ def inspect(
     from corecontext.eval.inspect.page import inspect_text
     from corecontext.loading import load
 
-    loaded = load(model, **vars(options))
+    loaded = load(model, **settings, **vars(options))
     page = inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ())
     write_text(output, page)
     print(f"wrote {output}")
 
 
-@with_options(SizeOptions)
+@with_options(LoadOptions)
+@with_settings(*SIZES)
 def layers(
     file: Annotated[str, typer.Argument(help="Text like that to come, or - for standard input.")],
     model: Model,
-    options: SizeOptions,
+    options: LoadOptions,
+    settings: dict[str, Any],
     length: Annotated[
         int, typer.Option(help="Tokens of a row; the model's trained length or less.")
     ] = 8192,
@@ -211,11 +216,12 @@ def layers(
     from corecontext.loading import load
     from corecontext.record import device_name
 
-    loaded = load(model, **vars(options))
-    if raw and options.window_size is None and loaded.config is not None and loaded.config.varies:
+    loaded = load(model, **settings, **vars(options))
+    config = loaded.config
+    if raw and "window_size" not in settings and config is not None and config.varies:
         raise UserError(
             "window-size must be given with --raw for a checkpoint that has sizes by layer or "
-            f"head, whose window of {loaded.config.window_size} may have paid for heads already; "
+            f"head, whose window of {config.window_size} may have paid for heads already; "
             "got none. Use --window-size."
         )
     choice = find_layers(loaded, text, length, rows, count, heads, raw, needles)

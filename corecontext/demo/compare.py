@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, CCAConfig
+from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, FETCH_RECIPE, CCAConfig
 from corecontext.demo.prompts import Prompt, Question, fact_prompt, needle_prompts
 from corecontext.files import UserError, read_text
 from corecontext.integrations.hf.adapter import find_adapter
 from corecontext.loading import load_config, one_line, pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record
-from corecontext.train.train_config import RECIPES
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
 TITLES = {
@@ -27,9 +26,6 @@ TITLES = {
     "fetch": "fetch",
     "adapted": "fetch, adapted",
 }
-FETCH_SIZES = ("group_size", "window_size", "fetch_groups", "fetch_index", "store")
-FETCH = {name: RECIPES["fetch"][name] for name in FETCH_SIZES}
-"""Fetch on a model of the user's: as `corecontext train` adapts it."""
 CHILD_COMMAND = [sys.executable, "-W", "ignore", "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL = str(ASSETS / "demo_model")
@@ -141,7 +137,7 @@ def _methods(settings: DemoSettings) -> dict[str, dict[str, Any]]:
     }
     methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}, "cca": cca}
     if settings.model is not None:
-        methods["fetch"] = {**cca, **FETCH}
+        methods["fetch"] = {**cca, **FETCH_RECIPE}
         adapter = find_adapter(settings.model)
         if adapter is not None:
             methods["adapted"] = {**methods["fetch"], "adapter": adapter}

@@ -8,7 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from corecontext.demo.compare import FETCH, TITLES, DemoResult
+from corecontext.config import FETCH_RECIPE
+from corecontext.demo.compare import TITLES, DemoResult
 from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record, newest
 from corecontext.terminal import console
@@ -39,9 +40,10 @@ def print_report(result: DemoResult) -> None:
     if "fetch" in result.answers:
         note = (
             "Perplexity is that of the prompts' second halves. Fetch sees the raw tokens of each "
-            f"query's best {FETCH['fetch_groups']} groups of {FETCH['group_size']} and has a "
-            f"window of {FETCH['window_size']}. The model runs as it is; `corecontext train` "
-            f"adapts it, and '{TITLES['adapted']}' is with this package's adapter."
+            f"query's best {FETCH_RECIPE['fetch_groups']} groups of {FETCH_RECIPE['group_size']} "
+            f"and has a window of {FETCH_RECIPE['window_size']}. The model runs as it is; "
+            f"`corecontext train` adapts it, and '{TITLES['adapted']}' is with this package's "
+            "adapter."
         )
     console().print(f"{note} The numbers are this machine's.")
 

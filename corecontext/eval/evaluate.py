@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corecontext.baselines.method import Method
+from corecontext.eval import ruler
 from corecontext.eval.items import Settings
-from corecontext.eval.runner import describe, run_task
+from corecontext.eval.runner import TASKS, describe, run_task
 from corecontext.eval.subject import ModelSubject
-from corecontext.eval.task_table import Task
 from corecontext.files import UserError
 from corecontext.loading import WHOLE, load
 from corecontext.methods import settings_for
@@ -20,9 +19,9 @@ from corecontext.record import Record
 class ModelOptions(NamedTuple):
     """How to load and run the model under every method."""
 
-    sizes: Mapping[str, Any] = {}
-    """Fields of `methods.AttentionSizes` for `load`. Each method takes those that it has; a field
-    that no method has is refused."""
+    settings: Mapping[str, Any] = {}
+    """Settings for `load`, by name. Each method takes those that it has; one that no method has is
+    refused."""
     num_groups: int | None = None
     """Constant number of core tokens, for methods with core tokens."""
     chunk_size: int | None = None
@@ -33,42 +32,47 @@ class ModelOptions(NamedTuple):
     device: str = "auto"
 
 
-def data_paths(given: Sequence[str], tasks: Sequence[Task], settings: Settings) -> dict[str, str]:
-    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one; "" for a task
-    that reads no file and has no path.
+def data_paths(
+    given: Sequence[str], tasks: Sequence[str], optional: Container[str] = ()
+) -> dict[str, str]:
+    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one; "" for an
+    `optional` task without one.
 
     Raises:
-        UserError: a path does not exist, or a task has no path, or no folder.
+        UserError: a path does not exist, or a task has no path, no folder, or is unknown.
     """
-    names = [task.name for task in tasks]
     paths: dict[str, str] = {}
     for argument in given:
-        name, _, path = argument.partition("=")
-        if name not in names or not path:
-            name = ""
+        task, _, path = argument.partition("=")
+        if task not in TASKS or not path:
+            task = ""
             path = argument
         if not Path(path).exists():
             raise UserError(
                 f"data must be an existing folder, or TASK=FOLDER with a task of "
-                f"{', '.join(names)}, got '{argument}'."
+                f"{', '.join(TASKS)}, got '{argument}'."
             )
-        paths[name] = path
+        paths[task] = path
     for task in tasks:
-        path = paths.setdefault(task.name, paths.get("", ""))
-        if not path and needs_data(settings, task):
+        if task not in TASKS:
+            raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
+        path = paths.get(task, paths.get("", ""))
+        if not path and task in optional:
+            continue
+        if not path:
             raise UserError(
-                f"data must be given for {task.name}, got none. Use --data FOLDER or --data "
-                f"{task.name}=FOLDER."
+                f"data must be given for {task}, got none. Use --data FOLDER or --data "
+                f"{task}=FOLDER."
             )
-        if path and task.name != "perplexity" and not Path(path).is_dir():
-            raise UserError(f"data of {task.name} must be a folder, got the file '{path}'.")
-    return paths
+        if task != "perplexity" and not Path(path).is_dir():
+            raise UserError(f"data of {task} must be a folder, got the file '{path}'.")
+    return {task: paths.get(task, paths.get("", "")) for task in tasks}
 
 
-def needs_data(settings: Settings, task: Task) -> bool:
+def needs_data(settings: Settings, task: str) -> bool:
     """Whether a task with these settings reads files."""
-    subtasks = of_task(settings, task.name).subtasks
-    return not subtasks or not set(subtasks) <= set(task.without_files)
+    subtasks = of_task(settings, task).subtasks
+    return task != "ruler" or not subtasks or not set(subtasks) <= set(ruler.WITHOUT_FILES)
 
 
 def of_task(settings: Settings, task: str) -> Settings:
@@ -85,8 +89,8 @@ def of_task(settings: Settings, task: str) -> Settings:
 
 def evaluate(
     model: str,
-    methods: Sequence[str | Method],
-    tasks: Sequence[Task],
+    methods: Sequence[str],
+    tasks: Sequence[str],
     data: Sequence[str],
     settings: Settings,
     options: ModelOptions,
@@ -96,9 +100,9 @@ def evaluate(
 
     Args:
         model: A folder in the Hugging Face format, or an identifier on the hub.
-        methods: As for `corecontext.loading.load`; repeats are ignored.
-        tasks: See `corecontext.eval.task_table`.
-        data: See `data_paths`.
+        methods: Names that `corecontext.loading.load` knows; repeats are ignored.
+        tasks: Keys of TASKS; repeats are ignored.
+        data: See `data_paths`; a task that reads no file may go without.
         settings: Which questions of each task to ask.
         options: How to load and run the model.
         results: See `run_task`.
@@ -107,20 +111,21 @@ def evaluate(
         UserError: an argument is wrong.
     """
     methods = list(dict.fromkeys(methods))
-    names = [task.name for task in tasks]
-    for subtask in settings.subtasks:
-        name, separator, _ = subtask.partition(":")
-        if separator and name not in names:
+    tasks = list(dict.fromkeys(tasks))
+    for name in settings.subtasks:
+        task, separator, _ = name.partition(":")
+        if separator and task not in tasks:
             raise UserError(
-                f"subtask must be SUBTASK or TASK:SUBTASK, with a task of {', '.join(names)}, got "
-                f"{subtask!r}."
+                f"subtask must be SUBTASK or TASK:SUBTASK, with a task of {', '.join(tasks)}, got "
+                f"{name!r}."
             )
-    paths = data_paths(data, tasks, settings)
+    without_data = [task for task in tasks if not needs_data(settings, task)]
+    paths = data_paths(data, tasks, optional=without_data)
     # One model at a time; of several methods, each gets the settings that it has.
     records = []
     for method in methods:
-        sizes = settings_for(method, methods, options.sizes)
-        loaded = load(model, method=method, dtype=options.dtype, device=options.device, **sizes)
+        given = settings_for(method, methods, options.settings)
+        loaded = load(model, method=method, dtype=options.dtype, device=options.device, **given)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
             raise UserError(WHOLE)
         # A number of groups stands in for their size, so the same methods have it.
@@ -132,15 +137,15 @@ def evaluate(
             chunk_size=options.chunk_size,
             chat_template=options.chat_template,
         )
-        identity = describe(loaded, model)
+        identity = describe(loaded, model, method)
         if num_groups is not None:
             identity.pop("group_size", None)
             identity["num_groups"] = num_groups
         for task in tasks:
             records += run_task(
                 task,
-                paths[task.name],
-                of_task(settings, task.name),
+                paths[task],
+                of_task(settings, task),
                 subject,
                 identity,
                 results=results,

@@ -17,6 +17,9 @@ saturated long before."""
 HOST_CHUNK = 65536
 """The same on a GPU where a prompt fetches raw tokens from host memory: each chunk reads those of
 all chunks before over the bus."""
+SERVED_CHUNK = {"cuda": 2048, "cpu": 256}
+"""Tokens of a prompt that a server reads between two steps of the requests that run: they wait
+meanwhile."""
 MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
 
 

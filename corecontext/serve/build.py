@@ -27,7 +27,7 @@ from corecontext.loading import (
     one_line,
     pick_device,
 )
-from corecontext.methods import AttentionSizes, cca_config
+from corecontext.methods import cca_config
 from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
@@ -68,6 +68,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     """
     import torch
 
+    from corecontext.inference.limits import SERVED_CHUNK
     from corecontext.inference.policy import TablePolicy, load_policy, table_rows
     from corecontext.integrations.hf.attention_interface import full_layers
     from corecontext.serve.admission import SLIDING
@@ -94,7 +95,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     else:
         loaded = load(
             serving.source,
-            **serving.sizes,
+            **serving.settings,
             dtype=serving.dtype,
             device=serving.device,
             tensor_parallel=ranks is not None,
@@ -123,7 +124,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
             queue_limit=serving.queue_limit,
             client_sizes=serving.client_sizes,
-            chunk_size=serving.chunk_size or (2048 if cuda else 256),
+            chunk_size=serving.chunk_size or SERVED_CHUNK["cuda" if cuda else "cpu"],
             max_length=serving.max_length or UNLIMITED,
             ranks=ranks,
         )
@@ -156,7 +157,7 @@ def _random(serving: Serving) -> Loaded:
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
         )
-    config = cca_config(hf_config, AttentionSizes(**serving.sizes))
+    config = cca_config(hf_config, serving.settings)
     with one_line():
         enable(model.eval(), config, untested=serving.untested, warn=False)
     count = hf_config.get_text_config(decoder=True).vocab_size

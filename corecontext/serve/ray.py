@@ -13,9 +13,11 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from corecontext.config import CCAConfig
 from corecontext.files import UserError
+from corecontext.methods import field_of
 from corecontext.serve.build import make_app
-from corecontext.serve.settings import Serving, read_key
+from corecontext.serve.settings import SERVED, Serving, read_key
 
 DRAIN_S = 600.0
 """Time for a replica that is removed to finish its running requests."""
@@ -39,8 +41,9 @@ def app(arguments: dict[str, Any]) -> Any:
     """Make a Ray Serve application, as `serve run` and config files build it.
 
     Args:
-        arguments: Fields of `Serving` (host and port are Ray's) and of `Scale`. Strings are
-            converted where a number is meant. Without `api_key` the key is that of the environment.
+        arguments: Fields of `Serving` (host and port are Ray's) and of `Scale`, and CCA's settings.
+            Strings are converted where a number is meant. Without `api_key` the key is that of the
+            environment.
 
     Raises:
         UserError: an argument is unknown or breaks a rule, or Ray is missing.
@@ -91,9 +94,11 @@ def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
     """Split the arguments, each converted to its field's type; Ray's command line gives strings."""
     # Host and port are Ray's: its proxy is reached by any name.
     serving_types = get_type_hints(Serving)
-    del serving_types["host"], serving_types["port"]
+    del serving_types["host"], serving_types["port"], serving_types["settings"]
     scale_types = get_type_hints(Scale)
-    types = {**serving_types, **scale_types}
+    fields = get_type_hints(CCAConfig)
+    setting_types = {name: fields[field_of(name)] for name in SERVED}
+    types = {**serving_types, **scale_types, **setting_types}
     values = {}
     for name, value in arguments.items():
         if name not in types:
@@ -108,4 +113,5 @@ def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
     # As on the command line: who sets the variable believes that clients need the key.
     values.setdefault("api_key", read_key(None))
     scale = Scale(**{name: values.pop(name) for name in scale_types if name in values})
-    return Serving(host="", **values), scale
+    settings = {name: values.pop(name) for name in SERVED if name in values}
+    return Serving(host="", **values, settings=settings), scale

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.inference.limits import position_limit
+from corecontext.inference.limits import SERVED_CHUNK, position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
 from corecontext.serve.admission import Admission, servable_handle
@@ -72,7 +72,7 @@ class Scheduler:
     """Requests that may wait."""
     client_sizes: int = 8
     """Different (g, s, k) that requests may choose at once; 0 forbids a choice."""
-    chunk_size: int = 256
+    chunk_size: int = SERVED_CHUNK["cpu"]
     """Tokens of a prompt read in a turn."""
     policy: Policy | None = None
     """Gives (g, s) or (g, s, k) of requests that choose none; None leaves the model's own. A model

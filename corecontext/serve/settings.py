@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from corecontext.config import PREFILLS, listed
 from corecontext.files import UserError, read_text
-from corecontext.methods import AttentionSizes, check_sizes
+from corecontext.methods import CCA_SETTINGS, check_settings
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
+SERVED = tuple(name for name in CCA_SETTINGS if name != "cache_dtype")
+"""Settings of CCA that a server may be given; `cache_dtype` is the checkpoint's."""
 
 
 def read_key(path: str | None) -> str | None:
@@ -48,57 +50,6 @@ class Serving:
     method: Annotated[
         str, typer.Option(help="cca, or full for full attention from a static cache.")
     ] = "cca"
-    group_size: Annotated[
-        int | None, typer.Option(help="Tokens per core token, g. Default: the checkpoint's.")
-    ] = None
-    window_size: Annotated[
-        int | None,
-        typer.Option(help="Nearest tokens kept as they are, s. Default: the checkpoint's."),
-    ] = None
-    sinks: Annotated[
-        int | None,
-        typer.Option(
-            "--sinks",
-            "--sink-size",
-            help="First tokens of every request that stay uncompressed. Default: the checkpoint's.",
-        ),
-    ] = None
-    core_mass: Annotated[
-        bool | None,
-        typer.Option(
-            "--core-mass/--no-core-mass",
-            help="Add the entropy of their weights to core tokens' scores. Default: the "
-            "checkpoint's.",
-        ),
-    ] = None
-    prefill: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Attention by which prompts are read: {listed(PREFILLS)}. Default: the "
-            "checkpoint's, else auto, as decoding."
-        ),
-    ] = None
-    fetch_groups: Annotated[
-        int | None,
-        typer.Option(
-            help="Groups whose raw tokens each query sees, k; requests may ask for fewer. Default: "
-            "the checkpoint's."
-        ),
-    ] = None
-    fetch_index: Annotated[
-        str | None, typer.Option(help="Index that chooses them. Default: the checkpoint's.")
-    ] = None
-    store: Annotated[
-        str | None,
-        typer.Option(help="Where their raw tokens are: device or host. Default: the checkpoint's."),
-    ] = None
-    fetch_slots: Annotated[
-        int | None,
-        typer.Option(
-            help="Slots of recently fetched groups on the device, with --store host. Default: the "
-            "checkpoint's, else 0."
-        ),
-    ] = None
     policy: Annotated[
         str,
         typer.Option(
@@ -180,6 +131,8 @@ class Serving:
         int,
         typer.Option(help="Processes of this machine, a GPU each, that the model is split over."),
     ] = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """CCA's settings of SERVED that are given, by name."""
 
     def __post_init__(self) -> None:
         if self.method not in ("cca", "full"):
@@ -206,14 +159,7 @@ class Serving:
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")
-        check_sizes(self.method, AttentionSizes(**self.sizes))
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """CCA's settings, fields of `methods.AttentionSizes`."""
-        names = ("group_size", "window_size", "sinks", "core_mass", "prefill")
-        fetch = ("fetch_groups", "fetch_index", "store", "fetch_slots")
-        return {name: getattr(self, name) for name in (*names, *fetch)}
+        check_settings(self.method, self.settings)
 
     @property
     def source(self) -> str:

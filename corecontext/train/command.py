@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from corecontext.config import CCAConfig
+from corecontext.baselines.rivals import RIVALS
+from corecontext.config import CCAConfig, field_help, setting_help
 from corecontext.files import UserError
 from corecontext.train.train_config import (
     DEFAULT_RECIPE,
     RECIPES,
     SCHEDULE,
     TrainConfig,
-    field_help,
     load_recipe,
 )
 
@@ -87,14 +87,14 @@ def train_command() -> Callable[..., None]:
         f"checkpoint, or else {DEFAULT_RECIPE}, as far as possible. The options' defaults are "
         f"those of {DEFAULT_RECIPE}."
     )
-    # Each field becomes an option with the field's docstring as its help.
-    texts = field_help()
+    # Each field becomes an option with the field's docstring as its help, or CCAConfig's.
+    texts = field_help(TrainConfig)
     annotations: dict[str, Any] = {"recipe": Annotated[str | None, recipe]}
     panel = ""
     for setting in fields(TrainConfig):
         panel = _PANELS.get(setting.name, panel)
-        text = escape(" ".join(texts[setting.name].split()))
-        annotations[setting.name] = _annotation(setting, text, panel)
+        text = texts.get(setting.name) or setting_help(setting.name)
+        annotations[setting.name] = _annotation(setting, escape(text), panel)
     train.__annotations__ = annotations
     train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -119,12 +119,15 @@ def _check_used(given: dict[str, Any], method: str) -> None:
     """Raise a UserError for an option of CCA that another method would ignore.
 
     TrainConfig cannot tell an option from its default, so it refuses only those whose default
-    means that they are off. Sizes g and s may be given for any method.
+    means that they are off. Sizes g and s may be given for any method; but g of a rival that has
+    one is not the run's.
     """
     if method == "cca":
         return
     names = {setting.name for setting in fields(CCAConfig)}
     names -= {"fetch_groups", "learned", "layer_group_sizes", "group_size", "window_size"}
+    if method in RIVALS and "group_size" in RIVALS[method].takes:
+        names.add("group_size")
     for name, value in given.items():
         if name in names:
             raise UserError(

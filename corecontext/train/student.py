@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from corecontext.config import CCAConfig
+from corecontext.config import FETCH_RECIPE, CCAConfig
 from corecontext.files import UserError
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import check_architecture, load_config, one_line
-from corecontext.methods import AttentionSizes, pick_rival
+from corecontext.methods import pick_rival
 from corecontext.model_sizes import ModelSizes
 from corecontext.train.train_config import DEFAULT_RECIPE, RECIPES, SCHEDULE, TrainConfig
 
@@ -119,10 +119,6 @@ def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any
     return {k: v for k, v in saved.to_dict().items() if k in names and v is not None}
 
 
-_OF_FETCH = ("fetch_index", "store", "group_size", "window_size")
-"""Settings of the recipe `fetch` that a run without fetch leaves at their defaults."""
-
-
 def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
     """Return the settings of the recipe `fetch` that the run supports, for options that are not
     given.
@@ -145,7 +141,7 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     if "layer_group_sizes" in given or config.core_heads != "kv":
         best.pop("raw_heads", None)
     if "fetch_groups" in given and not config.fetch_groups:
-        best = {name: value for name, value in best.items() if name not in _OF_FETCH}
+        best = {name: value for name, value in best.items() if name not in FETCH_RECIPE}
     hf_config = load_config(config.model)
     limit = position_limit(hf_config)
     best["context_length"] = min(best["context_length"], limit or best["context_length"])
@@ -278,7 +274,7 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
 
     attention: Any = config.cca()
     if config.method != "cca":
-        attention = pick_rival(config.method, AttentionSizes(window_size=config.window_size))
+        attention = pick_rival(config.method, {"window_size": config.window_size})
     with one_line():
         enable(model, attention, untested=config.untested)
 

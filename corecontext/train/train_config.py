@@ -6,11 +6,9 @@ The file is over 400 lines long because each field has its help.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import inspect
-import itertools
 import json
 import math
 import runpy
@@ -20,8 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corecontext.baselines.rivals import check_moved, offered
-from corecontext.config import PAPER_RULE, CCAConfig, check_choice, check_int, did_you_mean
+from corecontext.baselines.rivals import offered
+from corecontext.config import (
+    FETCH_RECIPE,
+    PAPER_RULE,
+    CCAConfig,
+    check_choice,
+    check_int,
+    did_you_mean,
+)
 from corecontext.files import UserError
 from corecontext.visibility import is_full_attention, num_sinks, num_visible_cores
 
@@ -38,17 +43,7 @@ SCHEDULE = {
 }
 """Length, rate and rows of an adaptation in minutes (docs/real-model.md)."""
 RECIPES: dict[str, dict[str, Any]] = {
-    "fetch": {
-        "fetch_groups": 32,
-        "fetch_index": "bits:2",
-        "store": "host",
-        # With the index, the bytes of groups of 16 and a window of 512 on the device at 8,192
-        # tokens.
-        "group_size": 32,
-        "window_size": 160,
-        "distil": 0.5,
-        **SCHEDULE,
-    },
+    "fetch": {**FETCH_RECIPE, "distil": 0.5, **SCHEDULE},
     "raw": {"raw_heads": None, "distil": 0.5, **SCHEDULE},
     "paper": PAPER_RULE,
 }
@@ -94,39 +89,25 @@ class TrainConfig:
     strategy: str = "full"
     """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V, --learned) or lora."""
     method: str = "cca"
-    """Attention: cca, full, window, streaming_llm or lm_infinite."""
+    """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
+    # CCA's settings, which CCAConfig explains. Those of caches and of prompts are left out.
     group_size: int = CCAConfig.group_size
-    """Tokens per core token, g."""
     window_size: int = CCAConfig.window_size
-    """Nearest tokens that stay uncompressed, s."""
-    pooling: str = "cca"
-    """Pooling of a group into a core token: cca, mean, max or mean_query."""
-    core_position: str = "middle"
-    """Rotary position of a core key: middle of its group, or token."""
-    core_heads: str = "kv"
-    """Pool a core token per kv head or per query head."""
-    core_bias: float = 0.0
-    """Added to every core token's score."""
+    pooling: str = CCAConfig.pooling
+    core_position: str = CCAConfig.core_position
+    core_heads: str = CCAConfig.core_heads
+    core_bias: float = CCAConfig.core_bias
     core_mass: bool = CCAConfig.core_mass
-    """Add the entropy of its pooling weights to a core token's score."""
     fetch_groups: int = CCAConfig.fetch_groups
-    """Groups whose raw tokens each query sees in place of their core tokens, k; 0 is CCA."""
     fetch_index: str = CCAConfig.fetch_index
-    """Index that chooses these groups, as `CCAConfig.fetch_index`."""
     store: str = CCAConfig.store
-    """Where a cache of the trained model keeps raw tokens for fetch: device or host; training has
-    no cache."""
-    learned: tuple[str, ...] = ()
-    """Learned parameters of core tokens: temperature, probe, distance, key_gain, bias."""
+    learned: tuple[str, ...] = CCAConfig.learned
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
-    """g of each full-attention layer, in order, instead of one for all; in a recipe also a tuple,
-    by KV head."""
+    sink_size: int = CCAConfig.sink_size
     raw_heads: int | None = 0
     """KV heads that keep every token, found on the training text before the first step (from
     scratch: those of middle layers); the other heads and the window pay for them. None
     (option: auto), as in the recipe `raw`: as many as `corecontext layers --raw` takes."""
-    sink_size: int = CCAConfig.sink_size
-    """First tokens that every query sees uncompressed, rounded up to a multiple of g."""
     untested: bool = False
     """Accept a model of an architecture that no test has, after a check on the model."""
     distil: float = 0.0
@@ -215,7 +196,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
-        check_moved(self.method)
         check_choice("method", self.method, METHODS)
         check_choice("precision", self.precision, PRECISIONS)
         for name in self.report_to:
@@ -375,16 +355,6 @@ class TrainConfig:
     def replace(self, **changes: Any) -> TrainConfig:
         """Return a copy with some fields changed, validated again."""
         return self.from_dict(vars(self) | changes)
-
-
-def field_help() -> dict[str, str]:
-    """Return the string under each field of TrainConfig."""
-    tree: Any = ast.parse(inspect.getsource(TrainConfig))
-    texts = {}
-    for statement, docstring in itertools.pairwise(tree.body[0].body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(docstring, ast.Expr):
-            texts[ast.unparse(statement.target)] = ast.literal_eval(docstring.value)
-    return texts
 
 
 def load_recipe(name: str) -> TrainConfig:

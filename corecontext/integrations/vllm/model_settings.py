@@ -3,6 +3,7 @@ over block tables do not have."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,16 +24,15 @@ ARCHITECTURES = (
 )
 """Models whose layers all have full attention and rotate halves of all columns of their keys."""
 WAY_OUT = "Change it by --hf-overrides, or serve the model by `corecontext serve`."
-TAKEN: dict[str, tuple[Any, ...]] = {
-    "num_groups": (None,),
-    "pooling": ("cca",),
-    "core_heads": ("kv",),
-    "learned": ((),),
-    "fetch_groups": (0,),
-    "cache_dtype": ("auto",),
-    "prefill": ("auto", "cca"),
-}
-"""Values that settings may have here; without fetch, these two of `prefill` are the same."""
+TAKEN = (
+    *("group_size", "layer_group_sizes", "head_group_sizes", "window_size", "sink_size"),
+    *("core_position", "core_bias", "core_mass"),
+)
+"""Settings that the kernels have. Others must be at their defaults."""
+UNUSED = ("fetch_index", "fetch_share", "store", "fetch_slots", "backend")
+"""Settings without an effect here, where nothing is fetched, and there is one backend."""
+ALSO = {"prefill": ("cca",)}
+"""Values that are the same as the default here."""
 
 
 def settings_of(hf_config: Any) -> CCAConfig:
@@ -74,9 +74,11 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
     Raises:
         ValueError: a setting is not available in vLLM.
     """
-    for name, values in TAKEN.items():
+    for setting in fields(CCAConfig):
+        name = setting.name
         given = getattr(config, name)
-        if given not in values:
+        values = (setting.default, *ALSO.get(name, ()))
+        if name not in (*TAKEN, *UNUSED) and given not in values:
             taken = " or ".join(map(repr, values))
             raise ValueError(f"cca.{name} must be {taken} in vLLM, got {given!r}. {WAY_OUT}")
     name, given = "group_size", config.group_size

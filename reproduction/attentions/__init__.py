@@ -1,1 +1,0 @@
-"""Rivals that no command of the package offers: MInference, LongLoRA and DuoAttention."""

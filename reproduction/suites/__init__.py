@@ -1,1 +1,0 @@
-"""Benchmarks of long contexts: RULER, LongBench-E and MMLU, with their data and scores."""
