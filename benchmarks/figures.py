@@ -22,13 +22,12 @@ from benchmarks.operator_tables import operator_markdown
 from benchmarks.serving_report import draw_serve
 from benchmarks.training_report import draw_training, training_markdown
 from benchmarks.vllm_report import vllm_markdown
-from corecontext.demo.report import demo_table, draw_demo
+from corecontext.demo.report import demo_table
 from corecontext.files import write_text
 from corecontext.record import Record, read_records
 
 __all__ = [
     "demo_table",
-    "draw_demo",
     "draw_headline",
     "draw_model",
     "draw_operator",
@@ -72,7 +71,6 @@ TABLES: Sequence[PageTable] = (
 )
 FIGURES: Sequence[Figure] = (
     Figure("headline", "model operator", draw_headline),
-    Figure("demo", "demo", draw_demo),
     Figure("operator", "operator", draw_operator),
     Figure("model", "model", draw_model),
     Figure("model_sweep", "model", draw_sweep),

@@ -638,7 +638,10 @@ PERPLEXITY = ["perplexity", "good.txt"]
             ],
             "chunk-size must not be given with num-groups",
         ),
-        (["demo", "--plot", "a.gif"], "plot must end in .png, .svg, .pdf, got 'a.gif'."),
+        (
+            ["compare", "--model", "m", "--task", "perplexity", "--plot", "a.gif"],
+            "plot must end in .png, .svg, .pdf, got 'a.gif'.",
+        ),
         (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must be in an existing folder."),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",

@@ -89,13 +89,11 @@ def test_demo(monkeypatch, calls, here):
     result = SimpleNamespace(records=[make_record("demo.cache_bytes", 1, {})])
     monkeypatch.setattr(demo_compare, "run_demo", calls.keep("run", result))
     monkeypatch.setattr(report, "print_report", calls.keep("print"))
-    monkeypatch.setattr(report, "draw_demo", calls.keep("draw"))
     line = "demo --group-size 3 --window-size 5 --questions 4 --max-tokens 70 --dtype float16"
-    assert main(f"{line} --device cpu --sinks 2 --json r.jsonl --plot p.png") == 0
+    assert main(f"{line} --device cpu --sinks 2 --json r.jsonl") == 0
     settings = demo_compare.DemoSettings(3, 5, 4, 70, 2, dtype="float16", device="cpu")
-    assert [name for name, _, _ in calls] == ["run", "print", "draw"]
+    assert [name for name, _, _ in calls] == ["run", "print"]
     assert calls[0][1] == (settings,)
-    assert calls[2][1] == (result.records, "p.png")
     assert read_records("r.jsonl") == result.records
     calls.clear()
     assert main("demo --model m --document d --sinks 0") == 0

@@ -20,11 +20,9 @@ from corecontext.cli.options import (
     Json,
     LoadOptions,
     Model,
-    Plot,
     Text,
     Untested,
     check_appended,
-    check_drawn,
     check_least,
     publish,
     unpacked,
@@ -70,13 +68,10 @@ def demo(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    plot: Plot = None,
     json: Json = None,
-    force: Force = False,
 ) -> None:
     """Compare full attention and CCA on a bundled model and document, or on a model and a text of
     yours, beside fetch: time, memory, perplexity, retrieval."""
-    check_drawn(plot, force)
     check_appended(json)
     from corecontext.demo.compare import DemoSettings, run_demo
     from corecontext.demo.report import print_report
@@ -86,10 +81,6 @@ def demo(
     )
     result = run_demo(settings)
     publish(json, lambda: print_report(result), lambda: result.records)
-    if plot is not None:
-        from corecontext.demo.report import draw_demo
-
-        draw_demo(result.records, plot)
 
 
 @with_options(LoadOptions)

@@ -1,4 +1,4 @@
-"""Show what the demo measured: tables on the terminal, a table in Markdown, a figure."""
+"""Show what the demo measured: tables on the terminal, and a table in Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.text import Text
 
 from corecontext.config import FETCH_RECIPE
 from corecontext.demo.compare import TITLES, DemoResult
-from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record, newest
 from corecontext.terminal import console
 from corecontext.visibility import num_sinks
@@ -88,24 +87,6 @@ def demo_table(records: Sequence[Record]) -> str:
         cells = [shown.format(value / unit) for value in _values(records, name)]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def draw_demo(records: Sequence[Record], path: str) -> None:
-    """Draw bars of the measured values, the methods side by side."""
-    rows = [row for row in _rows(records) if row[1] != "retrieval_accuracy"]
-    size = (2.3 * len(rows), 2.6)
-    figure, axes = pyplot().subplots(1, len(rows), figsize=size, layout="constrained")
-    labels = [title.removesuffix(" attention").replace(", ", ",\n") for title in _titles(records)]
-    for axis, (label, name, shown, unit) in zip(axes, rows):
-        values = [value / unit for value in _values(records, name)]
-        bars = axis.bar(labels, values, color=(FULL, CCA, FLOOR, FLOOR)[: len(values)])
-        axis.bar_label(bars, [shown.format(value) for value in values], fontsize=8)
-        axis.set_title(label, fontsize=9)
-        axis.set_yticks([])
-        axis.margins(y=0.15)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.supxlabel(_caption(records), fontsize=8)
-    save(figure, path)
 
 
 def _caption(records: Sequence[Record]) -> str:
