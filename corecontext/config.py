@@ -9,10 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import pairwise
 from sys import float_info
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_GROUP_SIZE = 16
 DEFAULT_WINDOW_SIZE = 1024
@@ -35,9 +37,6 @@ FETCH_RECIPE: dict[str, Any] = {
 }
 """Settings to which `corecontext train` adapts a pretrained model. With the index, a row of 8,192
 tokens takes the bytes on the device of groups of 16 and a window of 512."""
-POOLINGS = ("cca", "mean", "max", "mean_query")
-LEARNED_WEIGHTS = ("temperature", "probe", "distance", "key_gain")
-LEARNED = (*LEARNED_WEIGHTS, "bias")
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
@@ -66,10 +65,6 @@ class CCAConfig:
     num_groups: int | None = None
     """A constant number of groups (m): g = max(1, ceil((L - s) / m)) then follows each sequence's
     length."""
-    pooling: str = "cca"
-    """Rule that makes a core token: "cca" (weights of the group's last query), "mean", "max", or
-    "mean_query" (weights of the mean over its query heads, instead of the mean of their
-    weights)."""
     core_position: str = "middle"
     """Rotary position of a core key: "middle" of its group (the paper), or "token": keys pooled as
     they are."""
@@ -79,10 +74,6 @@ class CCAConfig:
     core_bias: float = 0.0
     """Added to every core token's score; log(group_size) without `core_mass` is proportional
     attention."""
-    learned: tuple[str, ...] = ()
-    """Parameters that `enable` adds to each layer, zero at first, which is the paper's rule:
-    "temperature", "probe" (of the values), "distance" and "key_gain" change how core tokens are
-    made, "bias" is added to their scores."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] | None = None
     """g of each full-attention layer, in order, instead of group_size for all; or for each KV head
     of a layer, a tuple. A head whose g is 1 keeps every token."""
@@ -100,8 +91,7 @@ class CCAConfig:
     "reference" (dense)."""
     core_mass: bool = True
     """Add to a core token's score the entropy of its pooling weights, so that it weighs at most as
-    its group does. This is eq. 14 of docs/math.md. Pooling "max" has no weights: False there,
-    whatever is given."""
+    its group does. This is eq. 14 of docs/math.md."""
     fetch_groups: int = 0
     """Groups whose raw tokens each query sees instead of their core tokens (k); 0 is CCA. They are
     the best by the index, chosen by KV head; each head's own g counts. With all groups that a query
@@ -130,15 +120,6 @@ class CCAConfig:
         for name, check in _CHECKS.items():
             check_not_removed(name, getattr(self, name))
             object.__setattr__(self, name, check(name, getattr(self, name)))
-        if self.pooling == "max":
-            # The maximum has no weights, and the default must not refuse it.
-            # mutant config: a maximum has a mass
-            object.__setattr__(self, "core_mass", False)
-        if self.learned and self.pooling not in ("cca", "mean_query"):
-            raise ValueError(
-                f"learned must come with pooling 'cca' or 'mean_query', got {self.pooling!r}: "
-                "others have no weights to learn."
-            )
         if self.prefill == "fetch" and not self.fetch_groups:
             raise ValueError(
                 "prefill must not be 'fetch' with fetch_groups=0. Give fetch_groups, or "
@@ -176,23 +157,22 @@ class CCAConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CCAConfig:
-        """Make a config from the dict of `to_dict`; unknown keys are errors.
+        """Make a config from the dict of `to_dict`, of this version or an earlier one; unknown keys
+        are errors.
 
         A dict without `sink_size` or `core_mass` was saved before these existed, and its model was
         trained by the paper's rule: it means `PAPER_RULE`, not today's defaults.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"CCA settings must map names to values, got {values!r}.")
+        values = without_removed(values)
         names = cls.__dataclass_fields__
-        gone = {row.field for row in REMOVED} - set(names)
-        for key, value in values.items():
-            check_not_removed(key, value)
-            if key not in names and key not in gone:
+        for key in values:
+            if key not in names:
                 hint = did_you_mean(key, names) or f" Known: {', '.join(names)}."
                 raise ValueError(f"unknown CCA setting {key!r}.{hint}")
-        kept = {key: value for key, value in values.items() if key not in gone}
         # mutant config: an old checkpoint gets today's default
-        return cls(**{**PAPER_RULE, **kept})
+        return cls(**{**PAPER_RULE, **values})
 
     @classmethod
     def saved_in(cls, hf_config: Any) -> CCAConfig:
@@ -276,18 +256,60 @@ REMOVED = (
         "fetch_index", r"segments:\d+:\d+", "an index of segments of a group", "Use 'pairs:2'."
     ),
     Removed("fetch_index", r"parts:\d+", "an index of means as they are", "Use 'parts:P:B'."),
+    Removed(
+        "pooling",
+        "(?!cca$).*",
+        "another rule for core tokens than the paper's",
+        "Leave it out; in a clone, `python -m reproduction` has mean and max pooling.",
+    ),
+    Removed(
+        "learned",
+        r"(?!\(\)$|\[\]$).*",
+        "learned parameters of core tokens",
+        "Leave it out, and train the model's own weights.",
+    ),
 )
-"""Settings that are gone: a saved config, a command or a keyword that has one is refused."""
+"""Settings that are gone: a saved config, a command or a keyword that has one is refused. A field
+that is no more is ignored at other values."""
 
 
 def check_not_removed(field: str, value: Any) -> None:
     """Raise ValueError where an earlier version had this value of a setting."""
     for row in REMOVED:
         if field == row.field and re.fullmatch(row.values, str(value)):
+            # mutant config: a removed setting is ignored
             raise ValueError(
                 f"{field} must not be {value!r}, {row.what}, which is gone since version "
                 f"{row.since}. {row.instead}"
             )
+
+
+def without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings without fields of `CCAConfig` that are no more.
+
+    Raises:
+        ValueError: one of these has a value that is gone.
+    """
+    names = CCAConfig.__dataclass_fields__
+    gone = [row.field for row in REMOVED if row.field in settings and row.field not in names]
+    for field in gone:
+        check_not_removed(field, settings[field])
+    if not gone:
+        return settings
+    return {field: value for field, value in settings.items() if field not in gone}
+
+
+def refuses_removed(function: F) -> F:
+    """Let a function take keywords of earlier versions, and refuse values that are gone."""
+
+    @wraps(function)
+    def checked(*args: Any, **settings: Any) -> Any:
+        return function(*args, **without_removed(settings))
+
+    return cast(F, checked)
+
+
+CCAConfig.__init__ = refuses_removed(CCAConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_int(name: str, value: Any, least: int, why: str = "") -> int:
@@ -427,11 +449,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "group_size": partial(check_int, least=1),
     "window_size": partial(check_int, least=1, why=" (a query sees itself)"),
     "num_groups": _optional(partial(check_int, least=1)),
-    "pooling": partial(check_choice, allowed=POOLINGS),
     "core_position": partial(check_choice, allowed=CORE_POSITIONS),
     "core_heads": partial(check_choice, allowed=CORE_HEADS),
     "core_bias": _finite,
-    "learned": partial(_tuple, check=partial(check_choice, allowed=LEARNED)),
     "layer_group_sizes": _optional(_group_sizes_by_layer),
     "sink_size": partial(check_int, least=0),
     "cache_dtype": partial(check_choice, allowed=CACHE_DTYPES),

@@ -15,9 +15,10 @@ from corecontext.baselines import (
     StreamingLLM,
     WindowOnly,
 )
-from corecontext.config import LEARNED, CCAConfig
+from corecontext.config import CCAConfig
 from corecontext.heads.budget import COARSE, MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.visibility import num_complete_groups, window_capacity
+from reproduction.attentions.pooled import MaxPooled, MeanPooled, Pooled
 from reproduction.real_methods import Sizes
 from reproduction.sizes import Size
 
@@ -103,8 +104,8 @@ def _paper(size: Size) -> Iterator[Method]:
     yield Method("window_wide", wide, "a window as large as CCA's cache")
     yield Method("streaming_llm", StreamingLLM(4, s), "StreamingLLM")
     yield Method("lm_infinite", LMInfinite(min(16, s), s), "LM-Infinite")
-    yield Method("mean", cca.replace(pooling="mean"), "mean pooling")
-    yield Method("max", cca.replace(pooling="max"), "max pooling")
+    yield Method("mean", MeanPooled(size.group, s), "mean pooling")
+    yield Method("max", MaxPooled(size.group, s), "max pooling")
     yield Method("cca", cca, "CCA, the paper's rule")
     yield Method("partial", cca, "CCA, only W_Q, W_K, W_V trained", "qkv")
     yield Method("lora", cca, "CCA, LoRA", "lora")
@@ -124,7 +125,6 @@ def _variants(size: Size) -> Iterator[Method]:
     title = f"CCA by query head, groups of {query_group}"
     yield Method("coarse", wider, f"CCA, groups of {coarse}, a wider window", later=True)
     yield Method("log_g", cca.replace(core_bias=math.log(g)), "CCA + log g", later=True)
-    yield Method("mean_query", cca.replace(pooling="mean_query"), "CCA, mean query", later=True)
     yield Method("query_heads", by_query, title, later=True)
 
 
@@ -138,9 +138,7 @@ def _fine_layers(size: Size) -> Iterator[Method]:
     yield _fine(size, "raw", 1)
 
 
-def _fine(
-    size: Size, kind: str, count: int, variant: str = "", learned: Sequence[str] = (), **more: Any
-) -> Method:
+def _fine(size: Size, kind: str, count: int, variant: str = "", **more: Any) -> Method:
     """Make a method of CCA with small groups in some layers or heads, large ones in the rest."""
     units = [Unit(i) if kind == "layers" else Unit(0, i) for i in range(count)]
     heads = size.layers * size.kv_heads
@@ -151,10 +149,9 @@ def _fine(
     }
     words = {"gentle": "a quarter of the rate", "long": "four times the steps"}
     config = fine_config(size, kind, units)
-    assert isinstance(config, CCAConfig)
     return Method(
         "_".join([f"{kind}_{count}", *variant.split()]),
-        config.replace(learned=tuple(learned)),
+        config,
         ", ".join([f"CCA, {titles[kind]}", *(words.get(x, x) for x in variant.split())]),
         fine=(kind, count),
         **more,
@@ -172,21 +169,17 @@ def _duo(size: Size) -> Iterator[Method]:
 
 
 def _trained_otherwise(size: Size) -> Iterator[Method]:
-    """Yield sinks, learned parameters, distillation, and longer or gentler training."""
+    """Yield sinks, distillation, and longer or gentler training."""
     g = size.group
     cca = _cca(size)
     # g raw tokens in place of one core token cost g - 1 entries, which the window gives up.
     sinks = cca.replace(sink_size=g, window_size=size.window - (g - 1))
     long = "full attention, four times the steps"
-    learned = cca.replace(learned=LEARNED)
     yield Method("sinks", sinks, f"CCA, the first {g} tokens raw", later=True)
-    yield Method("learned", learned, "CCA, all learned parameters")
     yield Method("distilled", cca, "CCA, distilled", distil=True)
     yield Method("full_long", None, long, stretch=4, later=True)
     yield Method("long", cca, "CCA, four times the steps", stretch=4, later=True)
-    yield _fine(size, "raw", 1, "learned", LEARNED)
     yield _fine(size, "raw", 1, "distilled", distil=True)
-    yield _fine(size, "raw", 1, "learned distilled", LEARNED, distil=True, later=True)
     yield _fine(size, "raw", 1, "distilled long", distil=True, stretch=4, later=True)
     yield _fine(size, "raw", 1, "distilled gentle", distil=True, rate=0.25, later=True)
     yield _fine(size, "raw", 1, "distilled LoRA", distil=True, trains="lora", later=True)
@@ -236,8 +229,10 @@ def _as_it_is(method: Method) -> Method:
 
 
 def alike(known_methods: dict[str, Method], method: Method) -> list[str]:
-    """Return the methods with this one's attention, itself among them, which cost the same."""
-    return [name for name, candidate in known_methods.items() if candidate.config == method.config]
+    """Return the methods with this one's attention, itself among them, which cost the same; a core
+    token costs the same however it is pooled."""
+    names = [name for name, candidate in known_methods.items() if candidate.config == method.config]
+    return [*names, "cca"] if isinstance(method.config, Pooled) else names
 
 
 def fine_config(size: Size, kind: str, units: Sequence[Unit]) -> CCAConfig | DuoAttention:

@@ -130,7 +130,7 @@ def _to_half(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: forward(x).to(torch.bfloat16)
 
 
-TRAINED = {"all": ("",), "qkv": ("q_proj", "k_proj", "v_proj", ".cca."), "lora": ("lora_",)}
+TRAINED = {"all": ("",), "qkv": ("q_proj", "k_proj", "v_proj"), "lora": ("lora_",)}
 """Parts of the names of the parameters that are trained."""
 
 
@@ -140,27 +140,21 @@ def optimizers(model: LlamaForCausalLM, lr: float, trains: str) -> list[torch.op
     Rates are tensors beside the weights, so that a captured step reads their current values.
     """
     matrices: list[torch.nn.Parameter] = []
-    learned: list[torch.nn.Parameter] = []  # of CCA
     rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(layer in name for layer in TRAINED[trains]))
         if not parameter.requires_grad:
             continue
-        if ".cca." in name:
-            learned.append(parameter)
-        elif parameter.dim() == 2 and ".layers." in name and "lora_" not in name:
+        if parameter.dim() == 2 and ".layers." in name and "lora_" not in name:
             matrices.append(parameter)
         else:
             rest.append(parameter)
     made: list[torch.optim.Optimizer] = []
     if matrices:
         made.append(Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
-    # Learned parameters start at zero and have a short time to go far.
-    for parameters, rate in ((rest, lr), (learned, 10 * lr)):
-        if parameters:
-            capturable = model.device.type == "cuda"
-            options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-            made.append(torch.optim.AdamW(parameters, rate, capturable=capturable, **options))
+    if rest:
+        options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+        made.append(torch.optim.AdamW(rest, lr, capturable=model.device.type == "cuda", **options))
     for group in (group for optimizer in made for group in optimizer.param_groups):
         group["peak"] = group["lr"]
         group["lr"] = torch.tensor(group["lr"], device=model.device)

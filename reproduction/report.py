@@ -229,7 +229,7 @@ class _Report(NamedTuple):
             ),
             Column("gain kept", lambda method: self.gain(method.name)),
         ]
-        return table(columns, [self.methods[m] for m in ("mean", "max", "cca", "mean_query")])
+        return table(columns, [self.methods[m] for m in ("mean", "max", "cca")])
 
     def sizes(self) -> str:
         """Return quality and cost by g and by s."""

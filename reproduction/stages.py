@@ -18,6 +18,7 @@ from corecontext.record import Record, device_name, read_records
 from corecontext.terminal import progress
 from corecontext.visibility import group_size_for
 from reproduction import scoring
+from reproduction.attentions.pooled import Pooled
 from reproduction.miniature import add_lora, attention, merge_lora
 from reproduction.plan import Stage, adapt_steps, base_of, sizes_of
 from reproduction.training_loop import Schedule, Watch
@@ -42,11 +43,11 @@ def cost(work: Workspace, stage: Stage) -> Iterator[Record]:
     """
     model = work.new_model(stage.seed).eval()
     cca = work.methods["cca"]
-    # A method costs the same whether adapted or not.
+    # A method costs the same whether adapted or not, and other poolings cost what CCA does.
     candidates = [
         (method, "methods")
         for method in work.methods.values()
-        if method.trains or not work.size.is_brief
+        if (method.trains or not work.size.is_brief) and not isinstance(method.config, Pooled)
     ]
     for g, s in sizes_of(work.size):
         config = cca.config.replace(group_size=g, window_size=s)

@@ -38,7 +38,6 @@ from benchmarks.training import run_training_bench
 from benchmarks.training_settings import TrainingBench
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, HeadsLayer
-from corecontext.config import LEARNED
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 from corecontext.distributed.halo import Shape
 from corecontext.distributed.layout import Layout
@@ -46,7 +45,6 @@ from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.sharded_prefill import context_parallel_prefill
 from corecontext.integrations.hf.cache_name import with_cache
-from corecontext.ops import rules
 from corecontext.ops.spec import Inputs, Spec
 
 D = 8
@@ -67,7 +65,7 @@ def inputs(
     ]
 
 
-def sharded_attention(q, k, v, shard, *, core_bias=0.0, learned=None, **settings):
+def sharded_attention(q, k, v, shard, *, core_bias=0.0, **settings):
     """`context_parallel_attention` with the keywords of `cca_attention`."""
     softcap, rotary = settings.pop("softcap", None), settings.pop("rotary", None)
     group_size = settings.pop("group_size", 16)
@@ -76,7 +74,7 @@ def sharded_attention(q, k, v, shard, *, core_bias=0.0, learned=None, **settings
     else:
         config = CCAConfig.paper(group_size, **settings)
     spec = Spec.of(config, rotary, q.shape[-1] ** -0.5, softcap)
-    inputs = Inputs(q, k, v, core_bias, learned or {})
+    inputs = Inputs(q, k, v, core_bias)
     return context_parallel_attention(inputs, shard, spec, config.backend)
 
 
@@ -96,10 +94,6 @@ def whole(case: Case) -> dict[str, torch.Tensor]:
     """Output and gradients of the whole sequence on one process, by name."""
     leaves = {name: x.clone().requires_grad_() for name, x in zip("qkv", case.tensors)}
     settings = dict(case.settings)
-    if "learned" in settings:
-        learned = {name: x.clone().requires_grad_() for name, x in settings["learned"].items()}
-        settings["learned"] = learned
-        leaves |= learned
     if case.documents:
         settings["cu_seqlens"] = torch.tensor(case.documents)
     out = cca_attention(leaves["q"], leaves["k"], leaves["v"], **settings)
@@ -114,9 +108,6 @@ def check(
     received, forward and backward."""
     layout = case.layout
     settings = dict(case.settings)
-    learned = {name: x.clone().requires_grad_() for name, x in settings.get("learned", {}).items()}
-    if learned:
-        settings["learned"] = learned
     wire = Wire(group)
     mine = [layout.take(x, 2).clone().requires_grad_() for x in case.tensors[:3]]
     out = sharded_attention(*mine, Shard(wire, layout, case.documents), **settings)
@@ -125,10 +116,6 @@ def check(
     backward = wire.received_bytes - forward
     results = {"out": out, **{name: x.grad for name, x in zip("qkv", mine)}}
     wanted = {name: layout.take(expected[name], 2) for name in results}
-    for name, x in learned.items():
-        results[name] = torch.zeros_like(x) if x.grad is None else x.grad
-        dist.all_reduce(results[name], group=group)
-        wanted[name] = expected[name]
     for name, result in results.items():
         torch.testing.assert_close(
             result,
@@ -140,15 +127,6 @@ def check(
     return forward, backward
 
 
-def parameters(heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
-    """Every learned parameter, the same on every process."""
-    generator = torch.Generator().manual_seed(9)
-    return {
-        name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in rules.shapes(LEARNED, heads, kv_heads, D).items()
-    }
-
-
 BASE = {"group_size": 4, "window_size": 9, "rotary": Rotary.from_theta(100.0, D)}
 
 
@@ -158,19 +136,15 @@ def varied_settings() -> list[dict]:
     return [
         BASE,
         {**BASE, "core_heads": "query", "core_bias": 1.3},
-        {**BASE, "pooling": "mean", "softcap": 3.0},
+        {**BASE, "softcap": 3.0},
         {**BASE, "core_position": "token", "rotary": None},
         {**BASE, "group_size": 5, "window_size": 30},
         {"num_groups": 7, "window_size": 8, "rotary": rotary},
-        {**BASE, "group_size": 1, "pooling": "max"},
-        {**BASE, "learned": parameters(), "softcap": 3.0, "core_bias": 0.4},
-        {**BASE, "learned": {"bias": parameters()["bias"]}, "core_heads": "query"},
+        {**BASE, "group_size": 1},
         {**BASE, "group_size": (4, 1)},
-        {**BASE, "group_size": (1, 5), "learned": parameters()},
-        {**BASE, "pooling": "mean_query"},
-        {**BASE, "learned": {"key_gain": parameters()["key_gain"]}, "group_size": 1},
+        {**BASE, "group_size": (1, 5)},
         {**BASE, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0, "core_mass": True},
-        {**BASE, "sink_size": 9, "learned": parameters(), "core_heads": "query", "core_mass": True},
+        {**BASE, "sink_size": 9, "core_heads": "query", "core_mass": True},
         {**BASE, "core_heads": "query", "core_mass": True},
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
         {**BASE, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
@@ -191,7 +165,7 @@ def cases(size: int, here: int) -> Iterator[Case]:
         layout = Layout(lengths, tuple(i % size for i in range(4)), here)
         for settings in (
             {**BASE, "core_mass": True},
-            {**BASE, "learned": parameters(), "sink_size": 7, "core_mass": True},
+            {**BASE, "sink_size": 7, "core_mass": True},
             {**BASE, "fetch_groups": 3, "sink_size": 7, "core_mass": True},
         ):
             yield Case(layout, inputs(sum(lengths)), settings)
@@ -201,7 +175,7 @@ def cases(size: int, here: int) -> Iterator[Case]:
     for documents in ((0, 31, 33, 120), (0, 5, 100, 110, 120), (0, 60, 120)):
         for settings in (
             {**BASE, "sink_size": 4},
-            {**BASE, "learned": parameters()},
+            BASE,
             {**BASE, "fetch_groups": 2, "core_mass": True},
         ):
             yield Case(Layout.balanced(120, size, here), inputs(120, batch=1), settings, documents)
@@ -273,7 +247,6 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         parallel = copy.deepcopy(whole)
         config = (
             plain.replace(
-                learned=("probe", "bias"),
                 layer_group_sizes=(4, (1, 8)),
                 sink_size=5,
                 core_mass=True,
@@ -346,12 +319,11 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
             67,
             {"process": 0},
         ),  # the ring lies on both processes
-        (config.replace(pooling="mean", num_groups=7, window_size=8), 61, {}),
+        (config.replace(num_groups=7, window_size=8), 61, {}),
         (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
         (config.replace(layer_group_sizes=((1, 4), 8)), 70, {}),
-        (config.replace(learned=LEARNED, head_group_sizes=(5, 1)), 80, {"max_length": 200}),
-        (config.replace(learned=LEARNED, sink_size=16, core_mass=True), 90, {}),
-        (config.replace(pooling="mean_query"), 93, {}),
+        (config.replace(head_group_sizes=(5, 1)), 80, {"max_length": 200}),
+        (config.replace(sink_size=16, core_mass=True), 90, {}),
         (fetching, 120, {}),
         (fetching.replace(store="host", fetch_index="bits:2", core_bias=0.4), 110, {"process": 1}),
         (fetching.replace(head_group_sizes=(4, 8)), 95, {"max_length": 200}),

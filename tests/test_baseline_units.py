@@ -10,7 +10,6 @@ import torch
 from families import tiny_model, tokens
 from transformers import DynamicCache
 
-import corecontext
 from corecontext import CCAConfig, Rotary, baselines
 from corecontext.baselines import (
     DuoAttention,
@@ -425,7 +424,7 @@ def test_a_model_has_one_attention_at_a_time(monkeypatch):
     monkeypatch.setattr(
         hook.cca_plugin, "enable", lambda *args, **options: asked.append((args, options))
     )
-    config = CCAConfig.paper(4, 8, pooling="mean")
+    config = CCAConfig.paper(4, 8)
     baselines.enable(model, config, untested=True, warn=True)
     baselines.enable(model, WindowOnly(0, 6), untested=True).disable()
     baselines.enable(model, StreamingLLM(1, 6)).disable()
@@ -523,8 +522,8 @@ def test_rivals_are_offered_where_they_can_be_chosen():
     assert offered("train") == ("window", "streaming_llm", "lm_infinite", "longlora")
     assert set(offered("eval")) == set(baselines.NAMES) - {"longlora"}
     assert takers("patterns") == ("minference",) and takers("full_heads") == ("duo_attention",)
-    assert takers("group_size") == ("longlora", "mean", "max")
-    assert takers("sinks") == ("streaming_llm", "lm_infinite", "mean", "max", "duo_attention")
+    assert takers("group_size") == ("longlora",)
+    assert takers("sinks") == ("streaming_llm", "lm_infinite", "duo_attention")
     assert takers("window_size") == ("window", *takers("sinks"))
     make = baselines.make_rival
     for made, wanted in (
@@ -533,8 +532,6 @@ def test_rivals_are_offered_where_they_can_be_chosen():
         (make("streaming_llm", sinks=0, window_size=7), StreamingLLM(0, 7)),
         (make("lm_infinite"), LMInfinite(16)),
         (make("longlora", group_size=8), LongLoRA(8)),
-        (make("mean", group_size=8), CCAConfig(8, pooling="mean")),
-        (make("max", sinks=8, window_size=3), CCAConfig(16, 3, pooling="max", sink_size=8)),
         (make("duo_attention", full_heads=((1,),)), DuoAttention(((1,),), 4)),
         (make("minference", patterns=[[Pattern()]]), MInference(((Pattern(),),))),
     ):
@@ -542,4 +539,3 @@ def test_rivals_are_offered_where_they_can_be_chosen():
     with pytest.raises(ValueError, match="^sinks must not be given for window, got 3: it has no"):
         make("window", sinks=3)
     assert StreamingLLM(2, 7).to_dict() == {"sinks": 2, "window_size": 7}
-    assert corecontext.baselines.RIVALS["mean"].file == ""

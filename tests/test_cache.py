@@ -37,7 +37,6 @@ def reference(config, q, k, v, **options):
         group_size=config.group_size,
         window_size=config.window_size,
         num_groups=config.num_groups,
-        pooling=config.pooling,
         core_position=config.core_position,
         core_heads=config.core_heads,
         core_bias=config.core_bias,
@@ -112,15 +111,13 @@ def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
 @pytest.mark.parametrize(
     "options",
     [
-        {"pooling": "mean"},
-        {"pooling": "max"},
         {"core_position": "token"},
         {"core_heads": "query"},
         {"core_bias": 1.3},
-        {"core_heads": "query", "core_bias": -0.7, "pooling": "mean"},
+        {"core_heads": "query", "core_bias": -0.7},
         {"backend": "reference"},
         {"sink_size": 8, "core_heads": "query", "core_bias": -0.7},
-        {"sink_size": 26, "pooling": "max"},
+        {"sink_size": 26},
         {"sink_size": 4, "core_bias": 1.3, "backend": "reference"},
     ],
     ids=str,
@@ -708,22 +705,18 @@ def test_a_cache_reset_within_padding_is_as_new(fixed):
     )
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["number", "learned"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_decoding_does_not_round_the_core_bias(dtype, tensor):
+def test_decoding_does_not_round_the_core_bias(dtype):
     """16 bits hold neither 4.0156 (bfloat16) nor 4.001 (float16)."""
     bias = {torch.bfloat16: 4.0156, torch.float16: 4.001}[dtype]
-    config, learned = CCAConfig.paper(16, 64, core_bias=bias), {}
-    if tensor:
-        learned = {"bias": torch.full((4,), bias)}
-        config = CCAConfig.paper(16, 64, learned=("bias",))
+    config = CCAConfig.paper(16, 64, core_bias=bias)
     tensors = qkv(1, 4, 2, 400)
     rounded = [x.to(dtype) for x in tensors]
-    exact = reference(CCAConfig.paper(16, 64, core_bias=bias), *(x.double() for x in rounded))
+    exact = reference(config, *(x.double() for x in rounded))
     once = cca_attention(
         *rounded, group_size=16, window_size=64, rotary=ROTARY, core_bias=bias, backend="packed"
     )
-    layer = CompactLayer(config, ROTARY, learned=learned)
+    layer = CompactLayer(config, ROTARY)
     steps = fed(layer, rounded, [200] + [1] * 200)
     errors = [(x.double() - exact)[:, :, 200:].norm() for x in (once, steps)]
     assert errors[1] < errors[0]  # a rounded bias: 1.5 times as much in bfloat16
@@ -811,7 +804,7 @@ def test_a_full_cache_of_full_attention_takes_no_more(fixed):
 
 
 def test_a_differentiated_first_append_has_every_setting_and_fills_the_cache():
-    config = CCAConfig(4, 9, core_bias=0.7, core_heads="query", pooling="mean", sink_size=4)
+    config = CCAConfig(4, 9, core_bias=0.7, core_heads="query", sink_size=4)
     tensors, mask = qkv(3, 4, 2, 40), left_padding(3, 40)
     weights = torch.randn(3, 4, 30, D, dtype=torch.float64)
     options = {"scale": 0.31, "softcap": 5.0}
@@ -841,12 +834,6 @@ def test_no_gradient_is_asked_of_a_filled_cache_by_any_tensor(count):
         with torch.no_grad():
             layer.attend(*tensors)
         layer.crop(count)
-    learned = {"temperature": torch.zeros(2, dtype=torch.float64, requires_grad=True)}
-    layer = CompactLayer(CCAConfig.paper(4, 9, learned=("temperature",)), ROTARY, learned=learned)
-    layer.attend(*qkv(1, 2, 1, 20)).sum().backward()
-    assert learned["temperature"].grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="gradients must not be asked"):
-        layer.attend(*qkv(1, 2, 1, 3))
 
 
 @pytest.mark.parametrize("sizes", [[5, 30, 1, 1, 23], [60]], ids=str)

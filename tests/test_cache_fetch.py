@@ -18,8 +18,6 @@ KINDS = {
     "plain": {},
     "query": {"core_heads": "query", "core_mass": True},
     "sinks": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
-    "learned": {"learned": ("temperature", "bias"), "fetch_index": "mean"},
-    "mean_query": {"pooling": "mean_query", "core_bias": 0.5},
     "heads": {"head_group_sizes": (4, 3), "core_mass": True},
     "single tokens": {"head_group_sizes": (4, 1)},
     "more than there are": {"fetch_groups": 40},
@@ -34,15 +32,14 @@ def inputs(dtype=torch.float64):
     return x.q * 3, x.k, x.v
 
 
-def one_pass(config, tensors, learned=None, **options):
-    names = ("window_size", "sink_size", "core_heads", "pooling", "core_mass", "fetch_groups")
+def one_pass(config, tensors, **options):
+    names = ("window_size", "sink_size", "core_heads", "core_mass", "fetch_groups")
     settings = {name: getattr(config, name) for name in (*names, "fetch_index")}
     return cca_attention(
         *tensors,
         group_size=config.head_group_sizes or config.group_size,
         rotary=ROTARY,
         core_bias=config.core_bias or None,
-        learned=learned,
         **settings,
         **options,
     )
@@ -50,14 +47,13 @@ def one_pass(config, tensors, learned=None, **options):
 
 def check_ways(config, fixed):
     """Chunks, steps, crop, saving, beams, a smaller window and a reset, against one pass."""
-    learned = {name: torch.tensor([0.3, -0.2, 0.1, 0.5]).double() for name in config.learned}
     tensors = inputs()
-    options = {"max_length": LENGTH if fixed else None, "rollback": 3, "learned": learned}
+    options = {"max_length": LENGTH if fixed else None, "rollback": 3}
 
     def one_pass_of(config):
         if config.cache_dtype == "auto":
-            return one_pass(config, tensors, learned)
-        return new_layer(config, ROTARY, learned=learned).attend(*tensors)
+            return one_pass(config, tensors)
+        return new_layer(config, ROTARY).attend(*tensors)
 
     expected = one_pass_of(config)
     layer = new_layer(config, ROTARY, **options)

@@ -13,8 +13,6 @@ KINDS = {
     "kv": {},
     "query": {"core_heads": "query"},
     "sinks": {"sink_size": 6, "core_bias": 0.5},
-    "learned": {"learned": ("temperature", "bias")},
-    "mean_query": {"pooling": "mean_query"},
     "heads": {"head_group_sizes": (4, 1)},
 }
 
@@ -26,7 +24,7 @@ def inputs(batch=2):
     return x.q * 3, x.k, x.v
 
 
-def one_pass(config, tensors, learned):
+def one_pass(config, tensors):
     sizes = config.head_group_sizes or config.group_size
     return cca_attention(
         *tensors,
@@ -35,10 +33,8 @@ def one_pass(config, tensors, learned):
         rotary=ROTARY,
         sink_size=config.sink_size,
         core_heads=config.core_heads,
-        pooling=config.pooling,
         core_bias=config.core_bias or None,
         core_mass=config.core_mass,
-        learned=learned,
     )
 
 
@@ -50,12 +46,11 @@ def near(x, expected):
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_way_of_appending_equals_one_pass(kind, fixed):
     config = CCAConfig.paper(4, 9, core_mass=True, **KINDS[kind])
-    learned = {name: torch.tensor([0.3, -0.2, 0.1, 0.5]).double() for name in config.learned}
     tensors = inputs()
-    expected = one_pass(config, tensors, learned)
-    without = one_pass(config.replace(core_mass=False), tensors, learned)
+    expected = one_pass(config, tensors)
+    without = one_pass(config.replace(core_mass=False), tensors)
     assert (expected - without).abs().max() > 1e-3
-    options = {"max_length": LENGTH if fixed else None, "rollback": 3, "learned": learned}
+    options = {"max_length": LENGTH if fixed else None, "rollback": 3}
     layer = new_layer(config, ROTARY, **options)
     near(fed(layer, tensors, 0, [17, 6, *[1] * 10]), expected[:, :, :33])
     layer.crop(3)
@@ -67,7 +62,7 @@ def test_any_way_of_appending_equals_one_pass(kind, fixed):
     swapped = [x[rows] for x in tensors]
     near(fed(other, swapped, 33, [7, *[1] * 5]), expected[rows][:, :, 33:])
     layer.shrink_window(5)
-    shrunk = one_pass(config.replace(window_size=5), tensors, learned)
+    shrunk = one_pass(config.replace(window_size=5), tensors)
     near(fed(layer, tensors, 33, [1] * 7 + [5]), shrunk[:, :, 33:])
     layer.reset()
     near(fed(layer, tensors, 0, [LENGTH]), shrunk)
@@ -78,7 +73,7 @@ def test_tokens_before_the_first_core_token_are_decoded(core_heads):
     config = CCAConfig.paper(4, 2, core_mass=True, core_heads=core_heads)
     tensors = [x[:, :, :9] for x in inputs()]
     layer = new_layer(config, ROTARY)
-    near(fed(layer, tensors, 0, [1] * 9), one_pass(config, tensors, {}))
+    near(fed(layer, tensors, 0, [1] * 9), one_pass(config, tensors))
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])

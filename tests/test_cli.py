@@ -483,6 +483,10 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ),
         ([*PERPLEXITY, "--model", "MODEL", "--nope"], "No such option: --nope"),
         (
+            ["train", "--model", "MODEL", "--learned", "bias"],
+            "--learned, learned parameters of core tokens, is gone since version 0.2. Leave it out",
+        ),
+        (
             [*PERPLEXITY, "--model", "MODEL", "--group-size", "x"],
             "Invalid value for '--group-size': ",
         ),
@@ -496,8 +500,8 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--method", "x"],
-            "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora, "
-            "mean, max or duo_attention, got 'x'.",
+            "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora "
+            "or duo_attention, got 'x'.",
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"],

@@ -8,13 +8,14 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from corecontext import cca_attention, pool_core_tokens
 from corecontext.config import (
     CACHE_DTYPES,
     CORE_POSITIONS,
     FETCH_INDICES,
     PAPER_RULE,
-    POOLINGS,
     PREFILLS,
     STORES,
     CCAConfig,
@@ -22,6 +23,7 @@ from corecontext.config import (
     field_help,
     setting_help,
 )
+from corecontext.train.train_config import TrainConfig
 
 
 def test_defaults_are_those_that_a_pretrained_model_needs():
@@ -33,10 +35,9 @@ def test_defaults_are_those_that_a_pretrained_model_needs():
 def test_the_papers_rule_has_a_name():
     config = CCAConfig.paper()
     assert (config.sink_size, config.core_mass) == (0, False)
-    assert (config.group_size, config.window_size, config.pooling, config.core_position) == (
+    assert (config.group_size, config.window_size, config.core_position) == (
         16,
         1024,
-        "cca",
         "middle",
     )
     assert (config.num_groups, config.core_heads, config.core_bias, config.backend) == (
@@ -52,7 +53,6 @@ def test_dict_round_trip_through_json():
         group_size=3,
         window_size=5,
         num_groups=7,
-        pooling="max",
         core_position="token",
         core_heads="query",
         core_bias=1.5,
@@ -92,7 +92,7 @@ def test_the_help_of_a_setting_is_its_first_sentence_and_names_its_choices():
     assert setting_help("fetch_share") == (
         "Neighbouring queries that share one choice, aligned to absolute positions."
     )
-    choices = {"pooling": POOLINGS, "cache_dtype": CACHE_DTYPES, "fetch_index": FETCH_INDICES}
+    choices = {"cache_dtype": CACHE_DTYPES, "fetch_index": FETCH_INDICES}
     choices |= {"store": STORES, "prefill": PREFILLS, "core_position": CORE_POSITIONS}
     for name, allowed in choices.items():
         for choice in allowed:
@@ -121,12 +121,6 @@ def test_frozen_and_replaced():
         ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
         ({"num_groups": 1.5}, TypeError, "num_groups must be an integer, got 1.5 (float)."),
         (
-            {"pooling": "maxx"},
-            ValueError,
-            "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'maxx'. Did you mean "
-            "'max'?",
-        ),
-        (
             {"core_position": 3},
             ValueError,
             "core_position must be one of 'middle', 'token', got 3.",
@@ -142,7 +136,6 @@ def test_frozen_and_replaced():
             "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you "
             "mean 'packed'?",
         ),
-        ({"learned": None}, TypeError, "learned must be a tuple, got None."),
         (
             {"core_bias": "log"},
             TypeError,
@@ -188,9 +181,8 @@ def test_messages(settings, error, message):
         ("group_sise", "Did you mean 'group_size'?"),
         (
             "zzz",
-            "Known: group_size, window_size, num_groups, pooling, core_position, core_heads, "
-            "core_bias, "
-            "learned, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
+            "Known: group_size, window_size, num_groups, core_position, core_heads, "
+            "core_bias, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
             "core_mass, fetch_groups, fetch_index, fetch_share, store, fetch_slots, prefill.",
         ),
     ],
@@ -243,7 +235,7 @@ def test_a_setting_that_is_gone_is_refused_in_one_line(name, value, instead):
 
 
 def test_a_saved_field_that_is_gone_is_ignored_unless_its_value_is(monkeypatch):
-    row = Removed("lost", r"yes|\(.+\)", "a try", "Use 'pooling'.")
+    row = Removed("lost", r"yes|\(.+\)", "a try", "Use 'group_size'.")
     monkeypatch.setattr("corecontext.config.REMOVED", (row,))
     for value in ("no", ()):
         assert CCAConfig.from_dict({"lost": value}) == CCAConfig.from_dict({})
@@ -265,17 +257,31 @@ def test_bounds_are_the_last_that_are_taken():
         CCAConfig(core_mass=1)
 
 
-@pytest.mark.parametrize("pooling", ["cca", "mean", "max", "mean_query"])
-def test_rules_that_need_weights(pooling):
-    """The mass is a default, so pooling without weights has none; learned weights are refused."""
-    for config in (CCAConfig(pooling=pooling), CCAConfig().replace(pooling=pooling)):
-        assert config.core_mass == (pooling != "max")
-    assert not CCAConfig(pooling=pooling, core_mass=False).core_mass
-    if pooling in ("cca", "mean_query"):
-        CCAConfig(pooling=pooling, learned=("bias",))
-        return
-    with pytest.raises(ValueError, match=f"learned must .* with pooling .*{pooling}"):
-        CCAConfig(pooling=pooling, learned=("bias",))
+@pytest.mark.parametrize(
+    "field, value, harmless",
+    [
+        ("pooling", "mean", "cca"),
+        ("learned", ("bias",), ()),
+        ("learned", ["bias"], []),
+    ],
+)
+def test_a_field_that_is_no_more_is_refused_unless_it_was_off(field, value, harmless):
+    saved = CCAConfig(4, 9).to_dict()
+    x = torch.zeros(1, 1, 8, 4)
+    for take in (
+        lambda given: CCAConfig(4, 9, **given),
+        lambda given: CCAConfig(4, 9).replace(**given),
+        lambda given: CCAConfig.from_dict({**saved, **given}),
+        lambda given: TrainConfig.from_dict({"group_size": 4, **given}),
+        lambda given: cca_attention(x, x, x, core_position="token", **given),
+        lambda given: pool_core_tokens(x, x, x, core_position="token", **given),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^{field} must not be .*, which is gone since .* Leave"
+        ):
+            take({field: value})
+        take({field: harmless})
+    assert CCAConfig.from_dict({**saved, field: harmless}) == CCAConfig(4, 9)
 
 
 def test_a_layer_has_its_own_group_size_and_all_else_of_the_model():
@@ -322,7 +328,7 @@ def test_messages_about_several_sizes_name_the_field(settings, message):
 
 
 def test_lists_of_sizes_become_tuples_and_may_be_one():
-    config = CCAConfig(layer_group_sizes=[1, [1, 4]], learned=["bias"])
-    assert config.layer_group_sizes == (1, (1, 4)) and config.learned == ("bias",)
+    config = CCAConfig(layer_group_sizes=[1, [1, 4]])
+    assert config.layer_group_sizes == (1, (1, 4))
     assert CCAConfig(head_group_sizes=[1, 1]).head_group_sizes == (1, 1)
     assert hash(config) == hash(CCAConfig.from_dict(json.loads(json.dumps(config.to_dict()))))

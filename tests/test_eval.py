@@ -17,8 +17,6 @@ import pytest
 import torch
 from tiny_model import save_tiny_model
 
-from corecontext import CCAConfig
-from corecontext.baselines import make_rival
 from corecontext.cli import main
 from corecontext.data.readers import find_file, model_hash, read_lines
 from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner, windows
@@ -513,7 +511,7 @@ def model(tmp_path_factory) -> str:
 
 PERPLEXITY = ("--task", "perplexity", "--length", "64", "--limit", "1", "--device", "cpu")
 
-METHODS = ["full", "cca", "window", "streaming_llm", "lm_infinite", "minference", "mean", "max"]
+METHODS = ["full", "cca", "window", "streaming_llm", "lm_infinite", "minference"]
 
 
 def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd):
@@ -974,13 +972,6 @@ def test_duo_attention_is_a_method_with_heads_of_its_own(model, data, tmp_path, 
     argv = ["compare", "--model", model, "--data", str(data), *PERPLEXITY, "--full-heads", "0:1"]
     assert main([*argv, "--method", "full", "--method", "duo_attention"]) == 0
     assert "duo_attention" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["mean", "max"])
-def test_poolings_keep_first_tokens_raw_as_cca_does(name):
-    config = make_rival(name, group_size=4, window_size=9, sinks=5)
-    assert config == CCAConfig(4, 9, pooling=name, sink_size=5)
-    assert make_rival(name).sink_size == CCAConfig().sink_size == 16
 
 
 def test_losses_that_are_no_numbers_are_an_error():

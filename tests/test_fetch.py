@@ -42,8 +42,7 @@ OPTIONS = [
     {"softcap": 2.0, "core_mass": True},
     {"core_position": "token", "sink_size": 6},
     {"core_bias": True, "core_mass": True, "sink_size": 4},
-    {"pooling": "mean"},
-    {"pooling": "mean_query", "core_heads": "query", "core_mass": True},
+    {"core_heads": "query", "core_mass": True},
     {"num_groups": 9},
     {"group_size": (4, 7)},
     {"group_size": (1, 5), "core_bias": True},
@@ -301,17 +300,6 @@ def test_the_backward_takes_the_choice_of_the_forward():
         assert not backend.choices
     none = FetchBackend(packed, [torch.full_like(numbers, -1)])
     assert not torch.allclose(none.attend_backward(upstream, *arguments)[0], truth[0])
-
-
-def test_learned_rules_fetch():
-    """With all parameters zero the paper's rule."""
-    x = make_inputs(60, dtype=torch.float64)
-    learned = {"temperature": torch.zeros(4, dtype=torch.float64, requires_grad=True)}
-    run = functools.partial(FETCH, cu_seqlens=torch.tensor([0, 25, 60]), return_lse=True)
-    truth = results_and_gradients(run, x)
-    found = results_and_gradients(functools.partial(run, learned=learned), x)
-    for name, value in truth.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
 
 
 def test_the_registered_operator_has_the_settings():

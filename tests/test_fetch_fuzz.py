@@ -105,12 +105,10 @@ def draw_sizes(draw: random.Random, num_kv_heads: int) -> dict[str, Any]:
 
 def draw_rule(draw: random.Random, head_dim: int) -> dict[str, Any]:
     """Draw how core tokens are made and scored."""
-    pooling = draw.choice(("cca", "cca", "mean", "max", "mean_query"))
     pairs = draw.randint(1, head_dim // 2)
     frequencies = Rotary.from_theta(draw.choice((10.0, 1e4)), 2 * pairs).inv_freq
     return {
-        "pooling": pooling,
-        "core_mass": pooling != "max" and draw.random() < 0.5,
+        "core_mass": draw.random() < 0.5,
         "core_heads": draw.choice(("kv", "query")),
         "core_position": draw.choice(("middle", "token")),
         "rotary": Rotary(frequencies, interleaved=draw.random() < 0.3),

@@ -247,16 +247,16 @@ def test_a_run_with_random_weights_or_known_sizes_does_not_search():
 def test_the_search_of_a_run_is_on_the_checkpoint_as_it_is(tmp_path, monkeypatch, capsys):
     name = save_tiny_model(tmp_path / "model")
     path = tmp_path / "model/config.json"
-    cca = CCAConfig.paper(4, 32, learned=("bias",)).to_dict()
+    cca = CCAConfig.paper(4, 32).to_dict()
     path.write_text(json.dumps({**json.loads(path.read_text()), "cca": cca}))
     run = TrainConfig(model=name, group_size=4, window_size=8, context_length=99, raw_heads=2)
-    run = run.replace(rope_theta=5e5, learned=("bias",))
+    run = run.replace(rope_theta=5e5)
     asked = []
 
     def find_units(model, rows, *arguments, **options):
         handle = handle_of(model)
         asked.append((rows, arguments, options))
-        assert handle.config == run.cca().replace(learned=())
+        assert handle.config == run.cca()
         assert model.dtype == torch.bfloat16 and not model.training
         assert model.config.rope_parameters["rope_theta"] == 10_000.0
         config = CCAConfig.paper(4, 7, layer_group_sizes=((16, 1), 16))

@@ -81,8 +81,6 @@ def test_autocast_gives_heads_one_dtype(default_device):
         {"core_heads": "query"},
         {"core_bias": torch.arange(8) / 4},
         {"sink_size": 3},
-        {"learned": ("temperature", "bias", "key_gain")},
-        {"pooling": "mean_query"},
     ],
 )
 def test_each_head_attends_as_alone_and_so_do_its_gradients(options, default_device):
@@ -90,12 +88,6 @@ def test_each_head_attends_as_alone_and_so_do_its_gradients(options, default_dev
         key: value.to(default_device) if isinstance(value, torch.Tensor) else value
         for key, value in options.items()
     }
-    if "learned" in options:
-        options["learned"] = {
-            "temperature": torch.linspace(-1, 1, 8),
-            "bias": torch.linspace(0, 1, 8),
-            "key_gain": torch.linspace(0, 0.2, 4),
-        }
     leaves = q, k, v = inputs()
     settings = {"window_size": 13, "rotary": rotary()}
     out, lse = cca_attention(q, k, v, group_size=SIZES, return_lse=True, **settings, **options)
@@ -107,10 +99,6 @@ def test_each_head_attends_as_alone_and_so_do_its_gradients(options, default_dev
             key: value[mine] if isinstance(value, torch.Tensor) and value.dim() else value
             for key, value in options.items()
         }
-        if "learned" in own:
-            own["learned"] = {
-                key: x[one if key == "key_gain" else mine] for key, x in options["learned"].items()
-            }
         parts = [x.detach()[:, at].requires_grad_() for x, at in zip(leaves, (mine, one, one))]
         alone, alone_lse = cca_attention(*parts, group_size=g, return_lse=True, **settings, **own)
         torch.testing.assert_close(out[:, mine], alone)

@@ -36,19 +36,15 @@ def model(tmp_path_factory) -> str:
     "settings",
     [
         {},
-        {"pooling": "mean"},
-        {"pooling": "mean", "core_mass": True},
-        {"pooling": "mean_query"},
         {"core_heads": "query"},
         {"core_mass": True, "sink_size": 8, "core_bias": 0.7},
-        {"core_mass": True, "core_heads": "query", "learned": ("temperature",)},
+        {"core_mass": True, "core_heads": "query"},
         {"num_groups": 5},
         {"core_bias": 0.7},
         {"layer_group_sizes": (3, 5)},
-        {"layer_group_sizes": (5, (1, 5)), "sink_size": 5, "learned": ("bias",)},
+        {"layer_group_sizes": (5, (1, 5)), "sink_size": 5},
         {"sink_size": 8, "core_bias": 0.7},
         {"sink_size": 60},
-        {"learned": ("temperature", "distance", "bias", "key_gain")},
         {"fetch_groups": 2, "core_mass": True, "sink_size": 4},
         {"fetch_groups": 3, "fetch_index": "mean", "core_heads": "query", "fetch_share": 4},
         {"fetch_groups": 99, "layer_group_sizes": (5, (1, 4))},
@@ -59,11 +55,6 @@ def test_maps_are_the_weights_of_attention(model, settings):
     loaded = load(model, method="full", device="cpu")
     config = CCAConfig.paper(**{"group_size": 4, "window_size": 9, **settings})
     handle = enable(loaded.model, config)
-    for name, parameter in loaded.model.named_parameters():
-        if ".cca." in name:
-            torch.nn.init.normal_(
-                parameter, std=0.3, generator=torch.Generator().manual_seed(len(name))
-            )
     ids, queries = (
         torch.randint(256, (1, 47), generator=torch.Generator().manual_seed(1)),
         [3, 11, 12, 46],
@@ -77,20 +68,18 @@ def test_maps_are_the_weights_of_attention(model, settings):
         (layer, head) for layer in (0, 1) for head in range(4)
     ]
     for one in found:
-        q, k, _, _, _, rotary, learned = seen[one.layer]
+        q, k, _, _, _, rotary = seen[one.layer]
         own = handle.layers[one.layer]
         wanted = effective_map(
             q,
             k,
             group_size=own.head_group_sizes or own.group_size,
             rotary=rotary,
-            learned=learned,
             **{
                 name: getattr(own, name)
                 for name in (
                     "window_size",
                     "num_groups",
-                    "pooling",
                     "core_heads",
                     "core_bias",
                     "core_mass",
@@ -135,7 +124,7 @@ def test_maps_have_the_scale_and_the_softcap_of_the_model():
     handle.observer = lambda index, *call: seen.append(call)
     with torch.no_grad():
         model(ids, use_cache=False)
-    q, k, _, scale, softcap, rotary, _ = seen[0]
+    q, k, _, scale, softcap, rotary = seen[0]
     assert scale != q.shape[3] ** -0.5 and softcap is not None
     options = {"group_size": 4, "window_size": 9, "scale": scale, "softcap": softcap}
     options["core_mass"] = config.core_mass
@@ -233,9 +222,6 @@ def test_mistakes_are_said(model, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             inspect_text(loaded, model, TEXT, 30, 4, **options)
-    handle_of(loaded.model).configure(pooling="max")
-    with pytest.raises(UserError, match="no weights to show"):
-        inspect_text(loaded, model, TEXT, 30, 4)
     with pytest.raises(UserError, match="method must be cca"):
         inspect_text(load(model, method="full"), model, TEXT, 30, 4)
     assert handle_of(loaded.model).observer is None

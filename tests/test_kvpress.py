@@ -112,7 +112,6 @@ class Definition:
                 group_size=self.config.group_size,
                 window_size=self.config.window_size + end - 1 - self.prompt,
                 sink_size=self.config.sink_size,
-                pooling=self.config.pooling,
                 core_position=self.config.core_position,
                 rotary=self.rotary,
                 scale=scaling,
@@ -123,7 +122,7 @@ class Definition:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"core_position": "token", "pooling": "mean"}, {"sink_size": 0, "group_size": 3}],
+    [{}, {"core_position": "token"}, {"sink_size": 0, "group_size": 3}],
     ids=str,
 )
 def test_the_pipeline_decodes_from_the_dense_definition(pipeline, changes):

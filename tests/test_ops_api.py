@@ -86,11 +86,6 @@ SETTING_ERRORS = [
     ),
     ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0."),
     (
-        {"pooling": "sum"},
-        ValueError,
-        "pooling must be one of 'cca', 'mean', 'max', 'mean_query', got 'sum'.",
-    ),
-    (
         {"core_position": "end"},
         ValueError,
         "core_position must be one of 'middle', 'token', got 'end'.",
@@ -147,14 +142,6 @@ CALL_ERRORS = [
         {"core_bias": [0.0] * 4},
         TypeError,
         "core_bias must be a number or a tensor [H], got [0.0, 0.0, 0.0, 0.0].",
-    ),
-    ({"learned": ["bias"]}, TypeError, "learned must map names to tensors, got list."),
-    ({"learned": {"bias": 0.0}}, TypeError, "learned 'bias' must be a tensor, got float."),
-    (
-        {"learned": {"bias": torch.zeros(4)}, "pooling": "max"},
-        ValueError,
-        "learned must come with pooling 'cca' or 'mean_query', got 'max': others have no weights "
-        "to learn.",
     ),
     ({"attention_mask": [[1] * 6] * 2}, TypeError, "attention_mask must be a tensor, got list."),
     (
@@ -427,7 +414,6 @@ def operator_arguments(device, **changes):
         "scale": 0.25,
         "num_groups": None,
         "sink_size": 0,
-        "pooling": "cca",
         "core_heads": "kv",
         "softcap": None,
         "core_mass": False,
@@ -482,9 +468,7 @@ def fresh_memory_is_nan():
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"core_heads": "query"}, {"pooling": "max"}, {"softcap": 2.0}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"core_heads": "query"}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("length", [1, 4, 12, 13, 61])
 def test_nothing_reads_fresh_memory(device, fresh_memory_is_nan, settings, length):
     x = make_inputs(length, batch_size=2, device=device)

@@ -29,8 +29,6 @@ packed = functools.partial(cca_attention, backend="packed", return_lse=True)
 OPTIONS = [
     {},
     {"core_heads": "query"},
-    {"pooling": "mean"},
-    {"pooling": "max"},
     {"softcap": 3.0},
     {"core_position": "token"},
 ]

@@ -37,7 +37,6 @@ def oracle(
     *,
     group_size,
     window_size,
-    pooling="cca",
     core_position="middle",
     core_heads="kv",
     rotary,
@@ -72,11 +71,7 @@ def oracle(
             rotate(k[n, t], middle, rotary) if core_position == "middle" else k_rot[n][t]
             for t in tokens
         ]
-        if pooling == "max":
-            return torch.stack(at_middle).amax(0), v[n, list(tokens)].amax(0)
-        if pooling == "mean":
-            phi = [1 / group_size] * group_size
-        elif core_heads == "query":
+        if core_heads == "query":
             phi = weights(h, c)
         else:
             phi = [
@@ -129,9 +124,6 @@ CASES = [
     {"rotary": PARTIAL_INTERLEAVED},
     {"rotary": HALF, "core_position": "token"},
     {"rotary": HALF, "core_heads": "query"},
-    {"rotary": HALF, "pooling": "mean"},
-    {"rotary": INTERLEAVED, "pooling": "max"},
-    {"rotary": HALF, "pooling": "max", "core_position": "token"},
     {"rotary": PARTIAL, "softcap": 1.5},
     {
         "rotary": HALF,

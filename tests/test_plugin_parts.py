@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import tiny_model, tokens
-from safetensors.torch import save_file
 from transformers import AttentionMaskInterface, DynamicCache, LlamaConfig, StaticCache
 
 import corecontext
@@ -24,7 +23,6 @@ from corecontext.integrations.hf import attention_interface as hf_attention
 from corecontext.integrations.hf import enabling as plugin
 from corecontext.integrations.hf import gguf_files as hf_gguf
 from corecontext.integrations.hf import layer_call as hf_call
-from corecontext.integrations.hf import learned as hf_learned
 from corecontext.integrations.hf import self_check as checking
 from corecontext.integrations.hf.attention_interface import (
     full_attention,
@@ -136,12 +134,11 @@ def test_a_layer_is_cropped_by_a_length_or_a_number(given, left):
 def test_a_cache_gets_a_compact_layer_with_its_options():
     config = LlamaConfig(num_hidden_layers=3)
     rotary = Rotary(torch.ones(4))
-    learned = {"bias": torch.zeros(1)}
     cache = DynamicCache()
-    layer = compact_layer(cache, 2, CONFIG, rotary, rollback=7, learned=learned)
+    layer = compact_layer(cache, 2, CONFIG, rotary, rollback=7)
     assert len(cache.layers) == 3 and cache.layers[2] is layer
     assert layer.compact.config == CONFIG and layer.compact.spec.rotary is rotary
-    assert layer.compact.learned is learned and layer.compact.rollback == 7
+    assert layer.compact.rollback == 7
     assert compact_layer(cache, 2, CONFIG, rotary) is layer
     other = CCAConfig.paper(5, 9)
     static = StaticCache(config, max_cache_len=30)
@@ -301,7 +298,6 @@ def test_only_sizes_change_on_an_enabled_model():
     assert model.config.cca["group_size"] == handle.layers[0].group_size == 5
     for change, message in (
         ({"core_position": "middle"}, "core_position must stay 'token'"),
-        ({"learned": ("bias",)}, r"learned must stay \(\) on an enabled model, got \('bias',\)"),
         ({"window_size": 0}, "window_size must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -462,60 +458,6 @@ def test_a_packaged_model_is_unpacked_under_its_own_name(tmp_path, monkeypatch):
     for name in ("folder.gguf", "smollm2", "some/name"):
         assert hf_gguf.local_model(name) == name
     assert len(written) == 2
-
-
-def test_learned_parameters_are_read_from_the_files_that_hold_them(tmp_path):
-    assert hf_learned.read_learned("") == {}
-    tensors = {f"layers.{i}.self_attn.cca.bias": torch.full((2,), float(i)) for i in range(3)}
-    plain = {"layers.0.weight": torch.zeros(1)}
-    save_file(plain | dict(list(tensors.items())[:1]), tmp_path / "model.safetensors")
-    found = hf_learned.read_learned(str(tmp_path))
-    assert list(found) == ["layers.0.self_attn.cca.bias"]
-    weight_map = {}
-    parts = [plain, *({key: value} for key, value in tensors.items())]
-    for number, values in enumerate(parts):
-        save_file(values, tmp_path / f"part-{number}.safetensors")
-        weight_map |= dict.fromkeys(values, f"part-{number}.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    found = hf_learned.read_learned(str(tmp_path))
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[key], tensors[key]) for key in tensors)
-
-
-def test_other_parameters_than_the_checkpoints_begin_at_zero():
-    model = tiny_model(num_hidden_layers=1)
-    model.config.cca = CONFIG.replace(learned=("temperature",)).to_dict()
-    corecontext.enable(model, CONFIG.replace(learned=("bias",)))
-    assert not model.get_parameter("model.layers.0.self_attn.cca.bias").any()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_has_the_learned_parameters_of_its_heads(rank, monkeypatch):
-    model = tiny_model(num_attention_heads=4, num_key_value_heads=2)
-    modules = [layer.self_attn for layer in model.model.layers]
-    shapes = {"probe": (4, modules[0].head_dim), "key_gain": (2,)}
-    saved = {
-        f"model.layers.{index}.self_attn.cca.{name}": torch.randn(shape)
-        for index in range(len(modules))
-        for name, shape in shapes.items()
-    }
-    monkeypatch.setattr(hf_learned, "read_learned", lambda checkpoint: saved)
-    hf_learned.add_learned(model, modules, tuple(shapes), True, rank, processes=2)
-    for key, value in saved.items():
-        heads = slice(rank * len(value) // 2, (rank + 1) * len(value) // 2)
-        assert torch.equal(model.get_parameter(key), value[heads])
-
-
-def test_a_checkpoint_that_lacks_the_parameters_of_a_layer_leaves_the_model_as_it_was(monkeypatch):
-    model = tiny_model()
-    modules = [layer.self_attn for layer in model.model.layers]
-    first = {"model.layers.0.self_attn.cca.bias": torch.zeros(model.config.num_attention_heads)}
-    monkeypatch.setattr(hf_learned, "read_learned", lambda checkpoint: first)
-    before = set(model.state_dict())
-    with pytest.raises(ValueError, match="must hold the learned parameter 'model.layers.1"):
-        hf_learned.add_learned(model, modules, ("bias",), True)
-    assert set(model.state_dict()) == before
 
 
 # lm-evaluation-harness

@@ -56,7 +56,7 @@ def test_a_press_leaves_first_tokens_core_tokens_and_the_window(kvpress, positio
     model = tiny_model().double()
     attention = model.model.layers[1].self_attn
     attention.scaling = 0.4
-    press = kvpress.CCAPress(CONFIG.replace(core_position=position, pooling="mean_query"))
+    press = kvpress.CCAPress(CONFIG.replace(core_position=position))
     press.post_init_from_model(model)
     assert (press.rotary is None) == (position == "token")
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +80,6 @@ def test_a_press_leaves_first_tokens_core_tokens_and_the_window(kvpress, positio
         core_key, core_value = pool_core_tokens(
             *(x[:, :, span] for x in (queries, keys, values)),
             group_size=4,
-            pooling="mean_query",
             core_position=position,
             rotary=press.rotary,
             scale=attention.scaling,
@@ -117,7 +116,6 @@ def test_a_press_refuses_what_a_plain_cache_cannot_hold(kvpress):
         {"cache_dtype": "int8"},
         {"core_heads": "query"},
         {"core_bias": 0.5},
-        {"learned": ("bias",)},
         {"layer_group_sizes": (4, 8)},
         {"head_group_sizes": (4, 8)},
         {"fetch_groups": 2},
@@ -216,13 +214,11 @@ def hf_config(**cca) -> LlamaConfig:
 
 
 REFUSED = [
-    ("pooling", "mean"),
     ("core_heads", "query"),
     ("num_groups", 4),
     ("fetch_groups", 2),
     ("cache_dtype", "int8"),
     ("prefill", "full"),
-    ("learned", ("bias",)),
 ]
 
 

@@ -16,8 +16,7 @@ PROMPT = 41
 KINDS = {
     "plain": {},
     "mass": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
-    "query": {"core_heads": "query", "pooling": "mean"},
-    "learned": {"learned": ("temperature", "bias")},
+    "query": {"core_heads": "query"},
     "heads": {"head_group_sizes": (4, 3), "sink_size": 4},
     "fetch": {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 4},
 }
@@ -29,19 +28,14 @@ def inputs(dtype=torch.float64):
     return x.q * 3, x.k, x.v
 
 
-def learned_of(config):
-    return {name: torch.tensor([0.3, -0.2, 0.1, 0.5]).double() for name in config.learned}
-
-
 def dense(config, tensors, **options):
     """The attention of the settings in one pass."""
-    names = ("window_size", "sink_size", "core_heads", "pooling", "core_mass", "fetch_groups")
+    names = ("window_size", "sink_size", "core_heads", "core_mass", "fetch_groups")
     return cca_attention(
         *tensors,
         group_size=config.head_group_sizes or config.group_size,
         rotary=ROTARY,
         core_bias=config.core_bias or None,
-        learned=learned_of(config),
         fetch_index=config.fetch_index,
         **{name: getattr(config, name) for name in names},
         **options,
@@ -70,7 +64,7 @@ def test_a_prompt_and_what_follows_are_those_of_the_definition(kind, prefill, fi
     config = CCAConfig.paper(4, 9, **KINDS[kind], prefill=prefill)
     tensors = inputs()
     wanted = expected(config, tensors)
-    options = {"max_length": LENGTH if fixed else None, "learned": learned_of(config)}
+    options = {"max_length": LENGTH if fixed else None}
     whole, chunks, plain = (
         new_layer(x, ROTARY, **options) for x in (config, config, config.replace(prefill="auto"))
     )

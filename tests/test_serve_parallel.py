@@ -18,12 +18,9 @@ import pytest
 import torch
 from served import KEY, ROOT, Served
 from tiny_model import save_tiny_model
-from transformers import AutoTokenizer, LlamaForCausalLM
 
-import corecontext
 from corecontext import CCAConfig
 from corecontext.cli import main
-from corecontext.config import LEARNED
 from corecontext.files import UserError
 from corecontext.serve.build import make_app
 from corecontext.serve.rows import RowShape
@@ -143,24 +140,6 @@ def raw_head(model, tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def learned(model, tmp_path_factory):
-    """The same model with parameters of core tokens, which tell one head from another, and a head
-    that keeps every token."""
-    folder = str(tmp_path_factory.mktemp("parallel") / "learned")
-    loaded = LlamaForCausalLM.from_pretrained(model)
-    generator = torch.Generator().manual_seed(0)
-    config = CCAConfig.paper(8, 16, layer_group_sizes=(4, (8, 1)), learned=LEARNED)
-    with corecontext.enabled(loaded, config):
-        with torch.no_grad():
-            for name, parameter in loaded.named_parameters():
-                if ".cca." in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        loaded.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    return folder
-
-
 def settings_of(kind):
     """The settings of a server; a model with sizes by head has its own group sizes."""
     if kind != "model":
@@ -169,10 +148,10 @@ def settings_of(kind):
 
 
 @pytest.fixture(scope="module")
-def learned_server(learned, tmp_path_factory):
+def raw_head_server(raw_head, tmp_path_factory):
     """A server of two processes for the tests that leave it as it was, and for the last."""
     log = tmp_path_factory.mktemp("parallel") / "log"
-    server = Served(log, "--model", learned, *command_line(settings_of("learned")))
+    server = Served(log, "--model", raw_head, *command_line(settings_of("raw_head")))
     yield server
     server.kill()
 
@@ -232,16 +211,15 @@ ON_GPUS = pytest.param(
 )
 
 
-# Models without parameters of core tokens or without raw heads are special cases of one with both,
-# which answers below, and torchrun's server has a plain one, which is ended there.
+# A model with a raw head answers below, and torchrun's server has a plain one, which is ended
+# there.
 @pytest.mark.parametrize(
     "kind, gpus",
     [
         pytest.param("model", False, marks=pytest.mark.slow, id="model-cpu"),
-        pytest.param("raw_head", False, marks=pytest.mark.slow, id="raw_head-cpu"),
         *(
             pytest.param(kind, True, marks=ON_GPUS.marks, id=f"{kind}-gpus")
-            for kind in ("model", "raw_head", "learned")
+            for kind in ("model", "raw_head")
         ),
     ],
 )
@@ -261,19 +239,19 @@ def test_two_processes_answer_as_one_does(kind, gpus, tmp_path, request):
         server.kill()
 
 
-def test_heads_that_differ_are_each_answered_by_their_process(learned, learned_server):
-    check_answers(learned_server, "learned", learned, gpus=False)
+def test_heads_that_differ_are_each_answered_by_their_process(raw_head, raw_head_server):
+    check_answers(raw_head_server, "raw_head", raw_head, gpus=False)
 
 
-def test_every_process_listens_on_the_loopback_address_alone(learned_server):
+def test_every_process_listens_on_the_loopback_address_alone(raw_head_server):
     """Whoever reaches the store of the ranks can stop the server: it asks for no key."""
-    processes = [learned_server.process.pid, *others_of(learned_server)]
+    processes = [raw_head_server.process.pid, *others_of(raw_head_server)]
     assert len(processes) == 2
     addresses = set().union(*map(listening_addresses, processes))
     assert addresses == {"0100007F"}  # 127.0.0.1
 
 
-def test_a_server_without_one_of_its_processes_ends_with_an_error(learned_server):
+def test_a_server_without_one_of_its_processes_ends_with_an_error(raw_head_server):
     """The last test on this server: it ends it."""
     body = {
         "model": "tiny",
@@ -283,14 +261,14 @@ def test_a_server_without_one_of_its_processes_ends_with_an_error(learned_server
         "stream": True,
     }
     with (
-        open_client(learned_server) as client,
+        open_client(raw_head_server) as client,
         client.stream("POST", "/v1/completions", json=body) as answer,
     ):
         lines = answer.iter_lines()
         next(lines)
-        os.kill(others_of(learned_server)[0], signal.SIGKILL)
+        os.kill(others_of(raw_head_server)[0], signal.SIGKILL)
         assert any('"error"' in line for line in lines)
-    assert learned_server.process.wait(60) == 1
+    assert raw_head_server.process.wait(60) == 1
 
 
 def first_rank_of(run):

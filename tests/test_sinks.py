@@ -17,7 +17,7 @@ from benchmarks import floor
 from corecontext import CCAConfig, Rotary, cca_attention, cost, pool_core_tokens
 from corecontext import visibility as vis
 from corecontext.cache import CompactLayer
-from corecontext.ops import rules, sinks
+from corecontext.ops import sinks
 
 pytestmark = pytest.mark.usefixtures("default_device")
 ROTARY = Rotary.from_theta(10_000.0, 16)
@@ -27,8 +27,7 @@ SIZES = [(4, 7, 8), (3, 1, 6), (16, 20, 16), (2, 3, 60), (1, 5, 3), (4, 9, 5)]
 OPTIONS = [
     {},
     {"core_heads": "query"},
-    {"pooling": "max"},
-    {"pooling": "mean", "core_position": "token"},
+    {"core_position": "token"},
     {"softcap": 2.0},
     {"core_bias": True},
 ]
@@ -263,45 +262,6 @@ def test_padded_rows_and_packed_documents_have_their_own_first_tokens(backend):
         )
 
 
-@pytest.mark.parametrize("rule", [{"pooling": "mean_query"}, {"core_heads": "query"}], ids=str)
-def test_learned_core_tokens_too(rule):
-    x = make_inputs(45, dtype=torch.float64, device=torch.get_default_device())
-    generator = torch.Generator("cpu").manual_seed(3)
-    shapes = rules.shapes(("temperature", "probe", "distance", "key_gain", "bias"), 4, 2, 16)
-    found = []
-    for backend in BACKENDS:
-        generator.manual_seed(3)
-        learned = {
-            name: torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-            .to(x.q.device)
-            .requires_grad_()
-            for name, shape in shapes.items()
-        }
-        leaves = [y.clone().requires_grad_() for y in x[:3]]
-        out = cca_attention(
-            *leaves,
-            group_size=4,
-            window_size=6,
-            sink_size=8,
-            rotary=ROTARY,
-            backend=backend,
-            learned=learned,
-            **rule,
-        )
-        grads = torch.autograd.grad((out * x.grad_out).sum(), [*leaves, *learned.values()])
-        found.append((out.detach(), *grads))
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
-        assert a.abs().max() > 1e-6
-    zero = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    run = functools.partial(
-        cca_attention, x.q, x.k, x.v, group_size=4, window_size=6, sink_size=8, rotary=ROTARY
-    )
-    torch.testing.assert_close(
-        run(learned=zero, core_heads="query"), run(core_heads="query"), rtol=0, atol=1e-12
-    )
-
-
 def test_without_it_nothing_of_it_runs(monkeypatch):
     """sink_size=0 is the paper's rule: the same calls, so the same bits, launches and copies."""
 
@@ -312,9 +272,8 @@ def test_without_it_nothing_of_it_runs(monkeypatch):
     monkeypatch.setattr(sinks, "attend_backward", never)
     x = make_inputs(60, device=torch.get_default_device())
     leaves = [y.clone().requires_grad_() for y in x[:3]]
-    for learned in (None, {"probe": torch.zeros(4, 16)}):
-        out = cca_attention(*leaves, group_size=4, window_size=6, rotary=ROTARY, learned=learned)
-        torch.autograd.grad(out.sum(), leaves)
+    out = cca_attention(*leaves, group_size=4, window_size=6, rotary=ROTARY)
+    torch.autograd.grad(out.sum(), leaves)
     layer = CompactLayer(CCAConfig.paper(4, 6), ROTARY)
     layer.attend(*(y[:, :, :40] for y in x[:3]))
     layer.attend(*(y[:, :, 40:41] for y in x[:3]))

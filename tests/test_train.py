@@ -710,38 +710,3 @@ def test_rivals_train_too(setting, tmp_path, method, distil):
     assert not hasattr(
         transformers.AutoConfig.from_pretrained(Path(config.output) / "model"), "cca"
     )
-
-
-def test_learned_core_tokens_are_trained_saved_and_loaded(setting, tmp_path):
-    config = setting.replace(
-        output=str(tmp_path / "run"),
-        strategy="partial",
-        learned=("probe", "bias"),
-        steps=3,
-        layer_group_sizes=(4, 8),
-        save_every=1,
-    )
-    train(config)
-    model = corecontext.from_pretrained(str(Path(config.output) / "model"))
-    assert handle_of(model).config == config.cca() and config.cca().layer_group_sizes == (4, 8)
-    found = {name: p for name, p in model.named_parameters() if ".cca." in name}
-    assert len(found) == 4 and all(p.abs().max() > 0 for p in found.values())
-    saved = weights(config)
-    assert all(torch.equal(saved[name], p) for name, p in found.items())
-    again = setting.replace(
-        output=str(tmp_path / "again"),
-        model=str(Path(config.output) / "model"),
-        steps=1,
-        learned=("probe", "bias"),
-        layer_group_sizes=(4, 8),
-        learning_rate=1e-9,
-    )
-    train(again)  # begins with what was learned
-    for name, p in found.items():
-        torch.testing.assert_close(weights(again)[name], p, rtol=0, atol=1e-6)
-    with pytest.raises(
-        UserError, match="learned must name what .* has learned, probe, bias, got probe: the rest"
-    ):
-        train(again.replace(output=str(tmp_path / "less"), learned=("probe",)))
-    with pytest.raises(ValueError, match="learned must be left out with strategy 'lora'"):
-        setting.replace(strategy="lora", learned=("probe",))

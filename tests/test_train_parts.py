@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from families import tiny_model, tokens
 
 from corecontext.cli import main
-from corecontext.config import LEARNED, PAPER_RULE, CCAConfig, field_help, listed
+from corecontext.config import PAPER_RULE, CCAConfig, field_help, listed
 from corecontext.files import UserError
 from corecontext.inference.fuse import MOST_PARTS, Fused
 from corecontext.train import loss as loss_module
@@ -331,19 +331,14 @@ def test_what_learns_is_kept_in_float32_and_only_matrices_decay(tmp_path):
     tiny_model("phi3").bfloat16().save_pretrained(
         tmp_path
     )  # its attention begins with a frozen matrix
-    config = TrainConfig(
-        model=str(tmp_path), strategy="partial", learned=LEARNED, group_size=4, window_size=8
-    )
+    config = TrainConfig(model=str(tmp_path), strategy="partial", group_size=4, window_size=8)
     model = make_model(config, prepare_config(config), bfloat16=True)
     learns = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
-    assert {name.rpartition("_attn.")[2] for name in learns} == {
-        "qkv_proj.weight",
-        *(f"cca.{one}" for one in LEARNED),
-    }
+    assert {name.rpartition("_attn.")[2] for name in learns} == {"qkv_proj.weight"}
     assert set(learns.values()) == {torch.float32} and model.dtype == torch.bfloat16
     trainer = CCATrainer(model, TrainingArguments(str(tmp_path / "run"), use_cpu=True))
     decay = [name for name in trainer.get_decay_parameter_names(model) if name in learns]
-    assert {name.rpartition("_attn.")[2] for name in decay} == {"qkv_proj.weight", "cca.probe"}
+    assert decay == list(learns)
 
 
 def test_the_help_names_the_choices_of_the_tables():
@@ -368,7 +363,7 @@ def test_settings_are_checked_and_travel():
         ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
         ({"seed": 2**32}, "seed must be below 2"),
         ({"rope_theta": 0.0}, "rope_theta must be a nu"),
-        ({"method": "full", "learned": ("bias",)}, "learned and layer_group_sizes must be left ou"),
+        ({"method": "full", "layer_group_sizes": (4,)}, "layer_group_sizes must be left out"),
         ({"distil": 1.5}, "distil must be at most 1, the whole loss, got 1.5"),
         ({"distil": -0.5}, "distil must be at least 0, got -0.5"),
         ({"distil": 0.5, "strategy": "scratch"}, "distil must be 0 with strategy 'scratch', whose"),

@@ -380,19 +380,12 @@ def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting,
     assert run("sized", "--group-size", "4", num_groups=4) == (0, corecontext.CCAConfig.paper(4))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--pooling", "mean"), "learned must come with pooling 'cca' or 'mean_query', got 'mean'"),
-        (("--strategy", "lora"), "learned must be left out with strategy 'lora'"),
-    ],
-)
 def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are(
-    setting, tmp_path, capsys, options, message
+    setting, tmp_path, capsys
 ):
     model = save_tiny_model(tmp_path / "model")
     held = json.loads((tmp_path / "model/config.json").read_text())
-    held["cca"] = corecontext.CCAConfig.paper(8, 13, learned=("bias",)).to_dict()
+    held["cca"] = corecontext.CCAConfig.paper(8, 13, layer_group_sizes=(4, 8)).to_dict()
     (tmp_path / "model/config.json").write_text(json.dumps(held))
     run = [
         "train",
@@ -402,13 +395,14 @@ def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are
         setting.data[0],
         "--output",
         str(tmp_path / "run"),
-        *options,
+        "--raw-heads",
+        "2",
     ]
     assert main(run) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: {message}")
+    assert error.startswith("error: raw_heads must be 0 with layer_group_sizes")
     assert error.endswith(
-        f"'{model}' was adapted with learned of its own: leave the option out, or begin with a "
-        "model that was not adapted."
+        f"'{model}' was adapted with layer_group_sizes of its own: leave the option out, or begin "
+        "with a model that was not adapted."
     )
     assert not (tmp_path / "run").exists()

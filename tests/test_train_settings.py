@@ -76,7 +76,6 @@ def test_other_values_have_bounds_too(name, allowed, refused):
 def test_settings_that_exclude_each_other_are_refused_in_both_forms():
     for settings in (
         {"method": "window", "layer_group_sizes": (4,)},
-        {"method": "window", "learned": ("bias",)},
         {"deepspeed": "z", "fsdp": True},
         {"deepspeed": "z", "context_parallel": 2},
         {"streaming": True, "long_tokens": 5},
@@ -115,8 +114,6 @@ def test_fetch_is_a_part_of_the_attention_and_of_cca_alone():
         TrainConfig(fetch_groups=3, method="window")
     spread = {"fetch_groups": 3, "context_parallel": 2, "sink_size": 0}
     assert TrainConfig(**spread).cca().fetch_groups == 3
-    with pytest.raises(ValueError, match="fetch_groups must be 0 with context_parallel 2 and lear"):
-        TrainConfig(**spread, learned=("bias",))
     with pytest.raises(ValueError, match="fetch_groups must be at least 0"):
         TrainConfig(fetch_groups=-1)
 
@@ -128,7 +125,6 @@ def test_the_card_names_all_of_the_attention():
     assert card._attention(plain.replace(sink_size=4)) == f"{text}, the first 4 tokens raw"
     masses = plain.replace(core_mass=True)
     assert card._attention(masses) == f"{text}, core tokens with their masses"
-    assert card._attention(masses.replace(pooling="max")) == text
     fetching = plain.replace(fetch_groups=3, fetch_index="mean")
     assert card._attention(fetching) == f"{text}, raw tokens of 3 groups fetched by mean"
     by_layer = plain.replace(layer_group_sizes=(4, (8, 1)))

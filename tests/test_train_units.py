@@ -162,16 +162,14 @@ def test_a_model_teaches_as_far_as_it_was_built(tiny, change, limit):
 
 def test_a_config_is_changed_for_the_run_alone(tiny, tmp_path):
     content = json.loads(Path(tiny, "config.json").read_text())
-    content |= {"attention_dropout": 0.1, "cca": {"group_size": 4, "learned": ["bias"]}}
+    content |= {"attention_dropout": 0.1, "cca": {"group_size": 4, "learned": []}}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    config = TrainConfig(model=str(tmp_path), context_length=64, learned=("bias", "probe"))
+    config = TrainConfig(model=str(tmp_path), context_length=64)
     changed = prepare_config(config)
     assert changed.attention_dropout == 0 and changed.cca["group_size"] == 4
     assert changed.max_position_embeddings == 8192  # a model of longer rows stays one
-    for other in ({"method": "full", "learned": ()}, {"strategy": "scratch"}):
+    for other in ({"method": "full"}, {"strategy": "scratch"}):
         assert not hasattr(prepare_config(config.replace(**other)), "cca")
-    with pytest.raises(UserError, match="learned must name .* has learned, bias, got nothing: the"):
-        prepare_config(config.replace(learned=()))
 
 
 def test_a_new_base_is_that_of_full_attention_without_a_scaling():

@@ -49,7 +49,6 @@ def reference(config, rotary, qkv, mask=None, softcap=None):
         *(x.double() for x in qkv),
         group_size=c.group_size,
         window_size=c.window_size,
-        pooling=c.pooling,
         core_position=c.core_position,
         core_heads=c.core_heads,
         core_bias=c.core_bias,

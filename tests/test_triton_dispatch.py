@@ -756,14 +756,6 @@ def test_first_tokens_kept_raw_take_the_kernels_made_for_a_chip_too(monkeypatch)
         with pytest.raises(AssertionError, match="made for one chip"):
             run(*inputs[:3], sink_size=6, **settings)
     assert_accurate(run, inputs, sink_size=6, **settings)
-    learned = {"bias": torch.ones(4, device=DEVICE), "probe": torch.zeros(4, 16, device=DEVICE)}
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    found = []
-    for name in ("triton", "packed"):
-        out, _ = run(*leaves, backend=name, learned=learned, sink_size=6, **settings)
-        found.append([out, *torch.autograd.grad((out * inputs.grad_out).sum(), leaves)])
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, rtol=0, atol=5e-4 if GPU else 2e-5)
 
 
 def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypatch):

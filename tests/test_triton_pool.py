@@ -189,9 +189,3 @@ def test_float64_is_refused():
     q_last, k, v = (x.double() for x in inputs(4, 16, 1, 2, torch.float32))
     with pytest.raises(NotImplementedError, match="float64 is not in"):
         fused.pool(Groups(q_last, k, v), Spec(4, 1, scale=1.0))
-
-
-def test_other_poolings_are_refused():
-    groups = Groups(*inputs(4, 16, 1, 2, torch.float32))
-    with pytest.raises(NotImplementedError, match="pooling 'mean' is not 'cca'"):
-        fused.pool(groups, Spec(4, 1, scale=1.0, pooling="mean"))

@@ -12,7 +12,7 @@ _FILES = {
     "Pattern": "minference",
     **dict.fromkeys(("enable", "enabled", "rival_of"), "hook"),
     **dict.fromkeys(("read_patterns", "search_patterns", "write_patterns"), "pattern_search"),
-    **{rival.maker: rival.file for rival in RIVALS.values() if rival.file},
+    **{rival.maker: rival.file for rival in RIVALS.values()},
 }
 
 __all__ = ["NAMES", "RIVALS", "make_rival", *sorted(_FILES)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from corecontext.config import CCAConfig, check_choice
+from corecontext.config import check_choice
 
 if TYPE_CHECKING:
     from corecontext.baselines.method import Method
@@ -20,7 +20,7 @@ class Rival(NamedTuple):
     """A method, and where it can be chosen."""
 
     file: str
-    """Holds the class of its settings; "" for `CCAConfig` with another pooling."""
+    """Holds the class of its settings."""
     maker: str
     takes: tuple[str, ...]
     """Settings that the user may give."""
@@ -34,9 +34,6 @@ RIVALS = {
     "lm_infinite": Rival("sink_methods", "LMInfinite", SINKS),
     "minference": Rival("minference", "MInference", ("patterns",), ("eval",)),
     "longlora": Rival("longlora", "LongLoRA", ("group_size",), ("train",)),
-    # `corecontext train` has --pooling for these two.
-    "mean": Rival("", "CCAConfig", ("group_size", *SINKS), ("eval",)),
-    "max": Rival("", "CCAConfig", ("group_size", *SINKS), ("eval",)),
     "duo_attention": Rival("duo_attention", "DuoAttention", ("full_heads", *SINKS), ("eval",)),
 }
 NAMES = tuple(RIVALS)
@@ -52,7 +49,7 @@ def takers(setting: str) -> tuple[str, ...]:
     return tuple(name for name in NAMES if setting in RIVALS[name].takes)
 
 
-def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
+def make_rival(name: str, **settings: Any) -> Method:
     """Make the rival of a name in NAMES.
 
     Args:
@@ -69,7 +66,4 @@ def make_rival(name: str, **settings: Any) -> Method | CCAConfig:
                 f"{key} must not be given for {name}, got {value}: it has no such size."
             )
     file, maker = RIVALS[name][:2]
-    if not file:
-        sink_size = given.pop("sinks", CCAConfig.sink_size)
-        return CCAConfig(pooling=name, sink_size=sink_size, **given)
     return getattr(importlib.import_module(f"corecontext.baselines.{file}"), maker)(**given)

@@ -57,15 +57,12 @@ def decode_step(
 
 
 def _core_bias(entries: Entries, q: Tensor, num_cores: int) -> float | Tensor:
-    """Return the addend of core scores: a number, [H], or with masses [B, H, M w]."""
-    bias = entries.core_bias(q.dtype)
+    """Return the addend of core scores: a number, or with masses [B, H, M w]."""
+    bias = entries.config.core_bias
     if not entries.has_mass:
         return bias
     masses = entries.masses(ALL, num_cores)
-    masses = masses.repeat_interleave(q.shape[1] // masses.shape[1], 1)
-    if isinstance(bias, Tensor):
-        bias = bias[:, None]
-    return masses + bias
+    return masses.repeat_interleave(q.shape[1] // masses.shape[1], 1) + bias
 
 
 def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> None:

@@ -21,8 +21,6 @@ tokens beside them.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,6 @@ from corecontext.cache.eight_bit import decode_all, encode_pair
 from corecontext.cache.raw_store import RawStore
 from corecontext.cache.slots import grown, ring_views
 from corecontext.config import CCAConfig
-from corecontext.ops import rules
 from corecontext.ops.api import backend_module
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.rotary import Rotary
@@ -56,14 +53,11 @@ def check_fetch(config: CCAConfig) -> None:
 class Entries:
     """The buffers of one layer, empty at first, and the layer's settings."""
 
-    def __init__(
-        self, config: CCAConfig, rotary: Rotary | None, rollback: int, learned: rules.Learned
-    ) -> None:
+    def __init__(self, config: CCAConfig, rotary: Rotary | None, rollback: int) -> None:
         check_fetch(config)
         self.config = config
         self.rollback = rollback
         """Extra tokens in the ring."""
-        self.learned = learned
         self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
         """The same settings for kernels, with the g, scale and softcap of the last append."""
         self.core_width = 1
@@ -200,17 +194,10 @@ class Entries:
     def pool(self, groups: Groups) -> list[Tensor]:
         """Return the core tokens [N, w, M, D] of groups of N = rows x Hkv sequences, as the buffers
         store them."""
-        if rules.is_own_rule(self.spec.pooling, self.learned):
-            heads = self.keys.shape[1]
-            learned = rules.by_sequence(self.learned, heads, groups.k.shape[0] // heads)
-            stored = self.encode(*rules.pool(groups, self.spec, learned))
-            mass = functools.partial(rules.mass, learned=learned)
-        else:
-            backend = backend_module(self.config.backend, groups.q_last)
-            stored = self.encode(*backend.pool(groups, self.spec))
-            mass = backend.mass
+        backend = backend_module(self.config.backend, groups.q_last)
+        stored = self.encode(*backend.pool(groups, self.spec))
         if self.has_mass:
-            stored.append(mass(groups, self.spec)[..., None])
+            stored.append(backend.mass(groups, self.spec)[..., None])
         return stored
 
     def masses(self, rows: slice, count: int) -> Tensor:
@@ -219,23 +206,13 @@ class Entries:
         # mutant mass: that of the group before, from a cache
         return self.buffers[-1][rows, :, start : start + count * self.core_width, 0]
 
-    def core_bias(self, dtype: torch.dtype) -> float | Tensor:
-        """Return the addend of core scores: a number, or [H] in float32 or wider."""
-        if "bias" not in self.learned:
-            return self.config.core_bias
-        wide = torch.promote_types(dtype, torch.float32)
-        return self.learned["bias"].to(wide) + self.config.core_bias
-
     def bias_of_cores(self, rows: slice, count: int, q: Tensor) -> Tensor | None:
         """Return the addend of the scores of the first `count` groups' core tokens, for queries
         [N, r, T, D] of these rows: [N, r], with masses [N, r, M], or None for 0."""
-        bias = self.core_bias(q.dtype)
-        if isinstance(bias, Tensor):
-            heads = self.keys.shape[1]
-            bias = bias.reshape(heads, -1).repeat(q.shape[0] // heads, 1)
-        else:
+        bias = None
+        if self.config.core_bias:
             wide = torch.promote_types(q.dtype, torch.float32)
-            bias = q.new_full(q.shape[:2], bias, dtype=wide) if bias else None
+            bias = q.new_full(q.shape[:2], self.config.core_bias, dtype=wide)
         if not self.has_mass or not count:
             return bias
         masses = self.masses(rows, count).unflatten(2, (count, -1))

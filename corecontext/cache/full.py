@@ -97,7 +97,7 @@ class FullLayer:
         if choose_backend("auto", q) == "triton":
             # A window that no token leaves: no group is ever pooled.
             slots = Slots(*self.buffers, self.seen, self.pad, self.max_length)
-            spec = Spec(1, self.max_length, scale, pooling="mean", softcap=softcap)
+            spec = Spec(1, self.max_length, scale, softcap=softcap)
             out = backend_module("triton", q).decode_step(q, k, v, slots, spec)
             if not self.fixed:  # else the kernel has counted on the device
                 self.seen += 1

@@ -17,7 +17,6 @@ from corecontext.cache.decode_step import decode_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
-from corecontext.ops import rules
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
 from corecontext.ops.spec import Inputs, Ragged, Slots
@@ -41,7 +40,6 @@ class CompactLayer(SavedState):
             geometrically.
         rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were
             appended.
-        learned: The layer's learned parameters, as in `cca_attention`; read at every call.
     """
 
     _step: Callable[..., Tensor] | None = None
@@ -108,15 +106,13 @@ class CompactLayer(SavedState):
         end = start + q.shape[2]
         # mutant 4: an expected length is used twice
         self._expected = None
-        tensors = (q, k, v, *self.learned.values())
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if needs_grad and start:
             raise ValueError(NO_GRADIENTS)
 
         with torch.no_grad():
             stops = self._take_padding(attention_mask, q.shape[0], start, end, q.device)
             if self.is_empty:
-                rules.check(self.learned, q.shape[1], k.shape[1], k.shape[3])
                 self._start(q, k)
             if start == 0:
                 self.begin_prompt(k)
@@ -132,7 +128,7 @@ class CompactLayer(SavedState):
             self._intact_from = max(self._intact_from, end - self.ring_size)
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out
-        inputs = Inputs(q, k, v, self.config.core_bias, self.learned)
+        inputs = Inputs(q, k, v, self.config.core_bias)
         spec = spec_of(self.spec, reading, end)
         # mutant sinks: lost when the first append is differentiated
         return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
@@ -226,8 +222,6 @@ class CompactLayer(SavedState):
     def _choose_step(self) -> None:
         """Find the fused step for the buffers' dtype and device, if the backend has one."""
         self._step = None
-        if self.learned or rules.is_own_rule(self.config.pooling, None):
-            return  # a fused step has the paper's pooling and one bias for all heads
         fetches = self.config.fetch_groups > 0
         if fetches and self.store is None:
             return

@@ -12,9 +12,8 @@ from torch import Tensor
 from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
 from corecontext.config import CCAConfig
-from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads, split_learned
+from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.rules import Learned
 
 
 def _first(name: str) -> property:
@@ -98,27 +97,12 @@ class HeadsLayer(Parts):
     close = _each("close")
     end_prompt = _each("end_prompt")
 
-    def __init__(
-        self,
-        config: CCAConfig,
-        rotary: Rotary | None = None,
-        *,
-        learned: Learned | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, config: CCAConfig, rotary: Rotary | None = None, **options: Any) -> None:
         assert config.head_group_sizes is not None, "one g for all heads takes a CompactLayer"
         self.config = config
-        self.learned = learned or {}
         sizes, self.heads = heads_of_each(config.head_group_sizes)
         configs = [config.replace(head_group_sizes=None, group_size=g) for g in sizes]
         super().__init__(CompactLayer(each, rotary, **options) for each in configs)
-        self._split_learned()
-
-    def _split_learned(self) -> None:
-        """Give each part its learned parameters, which may have been trained since."""
-        count = sum(map(len, self.heads))
-        for cache, learned in zip(self.parts, split_learned(self.learned, self.heads, count)):
-            cache.learned = learned
 
     def of(self, layers: Sequence[CompactLayer]) -> HeadsLayer:
         """Return a copy whose parts are these layers."""
@@ -134,7 +118,6 @@ class HeadsLayer(Parts):
                 f"head_group_sizes must have one g for each of the {k.shape[1]} KV heads, got "
                 f"{sizes}."
             )
-        self._split_learned()
         tensors = zip(*(split_heads(x, self.heads, len(sizes)) for x in (q, k, v)))
         outs = [cache.attend(*qkv, **options) for cache, qkv in zip(self.parts, tensors)]
         return gather_heads(outs, self.heads)
@@ -155,7 +138,6 @@ class HeadsLayer(Parts):
                 f"the state must come from a cache with config {self.config.to_dict()}, got "
                 f"{state['config']}."
             )
-        self._split_learned()
         super().load_state_dict(state)
 
 

@@ -14,7 +14,6 @@ from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.rules import Learned
 
 
 class Undo(NamedTuple):
@@ -41,7 +40,6 @@ class LayerState(Entries):
         *,
         max_length: int | None = None,
         rollback: int = 0,
-        learned: Learned | None = None,
     ) -> None:
         if rollback < 0:
             raise ValueError(f"rollback must be at least 0, got {rollback}.")
@@ -49,7 +47,7 @@ class LayerState(Entries):
             raise ValueError(
                 "heads of different group sizes need a cache of several parts. Use cache.new_layer."
             )
-        super().__init__(config, rotary, rollback, learned or {})
+        super().__init__(config, rotary, rollback)
         self.max_length = max_length
         self.seen: int | Tensor = 0
         """Tokens appended so far, padding included; a tensor with `max_length`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from corecontext.config import REMOVED
 from corecontext.files import UserError
 
 
@@ -57,7 +58,7 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         return _fail(f"{name} cannot be read or written: {reason}.")
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            return _fail(error.format_message())  # refused by the parser of the command line
+            return _fail(_gone(error) or error.format_message())  # refused by the parser
         from corecontext.files import is_out_of_memory
 
         if is_out_of_memory(error):
@@ -66,6 +67,15 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
                 "--group-size or a smaller --window-size."
             )
         raise
+
+
+def _gone(error: Any) -> str:
+    """Say what an unknown option was in an earlier version; "" for one that never was."""
+    option = getattr(error, "option_name", "")
+    for row in REMOVED:
+        if option == f"--{row.field.replace('_', '-')}":
+            return f"{option}, {row.what}, is gone since version {row.since}. {row.instead}"
+    return ""
 
 
 def _warn(message: Warning | str, *_: Any, **place: Any) -> None:

@@ -21,9 +21,8 @@ from corecontext.distributed.call import Call
 from corecontext.distributed.halo import Halo, Shape
 from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout
-from corecontext.distributed.own_rules import attend as attend_by_rule
 from corecontext.distributed.wire import Wire
-from corecontext.ops import api, rules
+from corecontext.ops import api
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.spec import Inputs, Spec
 
@@ -68,27 +67,26 @@ def context_parallel_attention(
     Args:
         inputs: Queries, keys and values of this process's tokens, [B, H or Hkv, T, D], rotary
             applied at their positions in their document; T is the layout's share of this process.
-            bias is a number. learned is the same on every process.
+            bias is a number.
         spec, backend: The same on every process.
 
     Returns:
         [B, H, T, D] in the dtype of q; differentiable in q, k and v, whose gradients are those of
-        the sum of all processes' losses, so every process must call backward. In `learned`
-        gradients are this process's share, to be summed over the processes as those of any weight.
+        the sum of all processes' losses, so every process must call backward.
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
         NotImplementedError: backend="reference", which has no backward in parts, or fetch with a
-            shared choice or learned core tokens.
+            shared choice.
     """
-    q, k, v, bias, learned = inputs
+    q, k, v, bias = inputs
     _check(inputs, shard, spec)
     (q, k, v), context = api.outside_autocast(q, k, v)
     if api.choose_backend(backend, q) == "reference":
         raise NotImplementedError(
             "backend 'reference' cannot run context parallelism. Use backend='packed'."
         )
-    inputs = Inputs(q, k, v, bias, learned)
+    inputs = Inputs(q, k, v, bias)
     with context:
         if not isinstance(spec.group_size, tuple):
             return _by_document(inputs, shard, spec, backend)
@@ -102,21 +100,13 @@ def context_parallel_attention(
 
 def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
     """Raise unless the inputs are a process's share, under settings that can be spread."""
-    q, k, _, _, learned = inputs
+    q, k = inputs[:2]
     layout = shard.layout
-    if spec.fetch_groups:
-        reason = None
-        if spec.fetch_share > 1:
-            reason = (
-                f"fetch_share {spec.fetch_share}, whose queries may be on several processes. Use "
-                "fetch_share=1"
-            )
-        elif learned or rules.is_own_rule(spec.pooling, learned):
-            reason = "learned core tokens, or another pooling than 'cca'. Use fetch_groups=0"
-        if reason is not None:
-            raise NotImplementedError(
-                f"fetch_groups must be 0 in context parallelism with {reason}."
-            )
+    if spec.fetch_groups and spec.fetch_share > 1:
+        raise NotImplementedError(
+            f"fetch_groups must be 0 in context parallelism with fetch_share {spec.fetch_share}, "
+            "whose queries may be on several processes. Use fetch_share=1."
+        )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)
     count = sum(layout.lengths[i] for i in layout.chunks())
@@ -125,8 +115,6 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
             f"q and k must hold the {count} tokens that the layout gives process {layout.rank}, "
             f"got {q.shape[2]} and {k.shape[2]}."
         )
-    if learned:
-        rules.check(learned, q.shape[1], k.shape[1], q.shape[3])
 
 
 def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tensor:
@@ -168,7 +156,6 @@ def _attend_document(
 ) -> Tensor:
     """Attend within one document, of which this process holds these tokens [B, H or Hkv, T, D]."""
     q, k, v = tokens
-    learned = inputs.learned
     if not layout.is_shared:
         out, _ = api.attend(inputs._replace(q=q, k=k, v=v), spec, backend=backend)
         return out
@@ -198,8 +185,5 @@ def _attend_document(
     if shard.keeper is not None:
         keep = functools.partial(shard.keeper.keep, halo, k, v, first, spec.sinks)
     call = Call(halo, api.backend_module(backend, q), float(inputs.bias or 0.0), keep)
-    if learned or rules.is_own_rule(spec.pooling, learned):
-        outs.append(attend_by_rule(q, k, v, call, first, learned))
-    else:
-        outs.append(attend(q, k, v, call, first))
+    outs.append(attend(q, k, v, call, first))
     return torch.cat(outs, 2)

@@ -88,16 +88,13 @@ def _find_together(
 def _find(run: Any, arguments: Any, rows: PackedRows | StreamedRows) -> dict[str, Any]:
     """Search on the checkpoint as it is at `run.model`, with its own rotary base."""
     hf_config = load_config(run.model)
-    if hasattr(hf_config, "cca"):
-        del hf_config.cca  # else `enable` looks for the learned parameters that it names
     texts = _longest_documents(rows, run.cca(), position_limit(hf_config))
     with one_line(f"model '{run.model}' cannot be loaded"):
         dtype = torch.bfloat16 if arguments.bf16 else torch.float32
         model = load_weights(run.model, hf_config, dtype)
     check_finite(model, run.model)
     with one_line():
-        cca = run.cca().replace(learned=())
-        enable(model.to(arguments.device).eval(), cca, untested=run.untested, warn=False)
+        enable(model.to(arguments.device).eval(), run.cca(), untested=run.untested, warn=False)
     texts = [text.to(arguments.device) for text in texts]
     try:
         options: dict[str, Any] = {"heads": True, "raw": True, "folder": cache_folder() / "heads"}

@@ -16,7 +16,6 @@ from corecontext.inference.limits import check_length
 from corecontext.inference.prefill import Prefilled, new_cache, prefill
 from corecontext.integrations.hf.cache_layers import CCALayer
 from corecontext.integrations.hf.enabling import Handle, handle_of
-from corecontext.integrations.hf.learned import learned_of
 
 
 def context_parallel_prefill(
@@ -54,8 +53,8 @@ def context_parallel_prefill(
             padding, it exceeds max_length or the model's positions, or ranks were given different
             prompts.
         NotImplementedError: sliding-window layers, a prompt with an attention of its own, fetch
-            with a shared choice, learned core tokens or heads that keep every token,
-            backend="reference" or a cache in 8 bits, which several ranks cannot have.
+            with a shared choice or heads that keep every token, backend="reference" or a cache in
+            8 bits, which several ranks cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -180,9 +179,7 @@ def _filled(
     """Fill a layer's cache as a prefill on one rank leaves it; frees the keeper's tensors."""
     config = handle.layers[index]
     rotary = keeper.layers[0].rotary
-    learned = learned_of(handle.full[index])
-    options = {"max_length": max_length, "rollback": handle.rollback, "learned": learned}
-    layer = CCALayer(config, rotary, **options)
+    layer = CCALayer(config, rotary, max_length=max_length, rollback=handle.rollback)
     layer.is_initialized = True
     for cache in parts_of(layer.compact):
         kept = keeper.layers.pop(0)

@@ -33,7 +33,6 @@ PLAIN = CCAConfig.paper()
 FIXED_FIELDS = (
     "core_heads",
     "core_bias",
-    "learned",
     "layer_group_sizes",
     "head_group_sizes",
     "cache_dtype",
@@ -67,7 +66,7 @@ class CCAPress(BasePress):
     """
 
     config: CCAConfig = field(default_factory=lambda: CCAConfig(core_mass=False))
-    """g, s, first tokens, pooling and the core tokens' position. Masses and a bias of core tokens,
+    """g, s, first tokens and the core tokens' position. Masses and a bias of core tokens,
     core tokens of query heads, sizes by layer or head and 8 bits have no place in a plain cache."""
     compression_ratio: float | None = None
     """Share of the entries to remove, at least 0 and below 1; None keeps the config's g and s. With
@@ -134,7 +133,6 @@ class CCAPress(BasePress):
             keys[:, :, span],
             values[:, :, span],
             group_size=g,
-            pooling=self.config.pooling,
             core_position=self.config.core_position,
             rotary=self.rotary,
             scale=module.scaling,

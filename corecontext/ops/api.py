@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 
@@ -20,8 +20,9 @@ from corecontext.config import (
     PAPER_RULE,
     CCAConfig,
     check_choice,
+    refuses_removed,
 )
-from corecontext.ops import autograd, checks, packed, reference, rules
+from corecontext.ops import autograd, checks, packed
 from corecontext.ops.batch import check_positions, complete_groups, has_restarts
 from corecontext.ops.fetch.crossover import is_full_faster
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
@@ -54,7 +55,7 @@ def _unsupported_reason(backend: str, q: Tensor) -> str | None:
     """Why a backend cannot take the call, or None."""
     if backend == "triton" and not _has_triton():
         return "the package triton is not installed"
-    return _module(backend).unsupported_reason(q)
+    return autograd.module_of(backend).unsupported_reason(q)
 
 
 @functools.cache
@@ -64,11 +65,7 @@ def _has_triton() -> bool:
 
 def backend_module(backend: str, q: Tensor) -> ModuleType:
     """Return the module with `pool` and `attend` that takes this call."""
-    return _module(choose_backend(backend, q))
-
-
-def _module(backend: str) -> ModuleType:
-    return reference if backend == "reference" else autograd.module_of(backend)
+    return autograd.module_of(choose_backend(backend, q))
 
 
 def outside_autocast(
@@ -87,6 +84,7 @@ def outside_autocast(
     return cast, torch.autocast(device, enabled=False)
 
 
+@refuses_removed
 def cca_attention(
     q: Tensor,
     k: Tensor,
@@ -95,7 +93,6 @@ def cca_attention(
     group_size: int | Sequence[int] = DEFAULT_GROUP_SIZE,
     window_size: int = DEFAULT_WINDOW_SIZE,
     num_groups: int | None = None,
-    pooling: str = "cca",
     core_position: str = "middle",
     core_heads: str = "kv",
     rotary: Rotary | None = None,
@@ -106,7 +103,6 @@ def cca_attention(
     fetch_groups: int = 0,
     fetch_index: str = CCAConfig.fetch_index,
     fetch_share: int | None = None,
-    learned: Mapping[str, Tensor] | None = None,
     sink_size: int = PAPER_RULE["sink_size"],
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -127,7 +123,6 @@ def cca_attention(
         window_size: Nearest tokens seen uncompressed (s), >= 1.
         num_groups: Constant number of groups; replaces group_size by max(1, ceil((L - s) /
             num_groups)).
-        pooling: "cca", "mean", "max" or "mean_query".
         core_position: "middle" rotates core keys to their group's middle position and needs
             `rotary`; "token" pools the keys as they are.
         core_heads: One core token per "kv" head, or per "query" head.
@@ -136,8 +131,8 @@ def cca_attention(
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
         core_bias: Added to the scores of core tokens, a number or a tensor [H].
         core_mass: Add the entropy of its pooling weights to each core token's score, which is then
-            at most the mass of its group (docs/math.md, eq. 14). Not with pooling "max". The
-            paper's equation has none; the default of `CCAConfig` does.
+            at most the mass of its group (docs/math.md, eq. 14). The paper's equation has none; the
+            default of `CCAConfig` does.
         fetch_groups: Groups whose raw tokens each query sees instead of their core tokens (k): the
             best by the index, chosen for each KV head. 0 is CCA; where all groups that are seen are
             fetched, this is full attention (docs/fetch.md).
@@ -147,8 +142,6 @@ def cca_attention(
             where perplexity is measured or a model is trained. By default each query chooses by
             itself, and full attention, which is exact, takes the call where it takes less time and
             backend is "auto" (docs/fetch.md); with 1 each query chooses at any length.
-        learned: Parameters of `CCAConfig.learned`: "temperature", "distance", "bias" [H], "probe"
-            [H, D], "key_gain" [Hkv]; docs/math.md, eq. 12.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
             up to a multiple n of g; their groups have no core token (docs/math.md, eq. 13). 0, the
             paper's equation, keeps none; the default of `CCAConfig` does.
@@ -165,7 +158,7 @@ def cca_attention(
 
     Returns:
         [B, H, L, D] in the dtype of q, accumulated in float32 (float64 for float64). Differentiable
-        in q, k, v, core_bias and learned, the log-sum-exp too.
+        in q, k, v and core_bias, the log-sum-exp too.
 
     Raises:
         ValueError, TypeError: a shape, dtype or setting breaks a rule above.
@@ -181,16 +174,12 @@ def cca_attention(
     validate = CCAConfig if torch.compiler.is_compiling() else _known_settings
     for g in sizes:
         validate(
-            *(g, window_size, num_groups, pooling, core_position, core_heads),
+            *(g, window_size, num_groups, core_position, core_heads),
             core_mass=core_mass,
             sink_size=sink_size,
             fetch_groups=fetch_groups,
             fetch_index=fetch_index,
             fetch_share=1 if fetch_share is None else fetch_share,
-        )
-    if core_mass and pooling == "max":
-        raise ValueError(
-            "core_mass must be False with pooling 'max', got True: the maximum has no weights."
         )
     spec = Spec(
         group_size=group_size,
@@ -198,7 +187,6 @@ def cca_attention(
         scale=checks.scale_of(scale, q),
         num_groups=num_groups,
         sink_size=sink_size,
-        pooling=pooling,
         core_heads=core_heads,
         softcap=checks.positive("softcap", softcap, "Use None for none."),
         core_mass=core_mass,
@@ -211,7 +199,7 @@ def cca_attention(
     for name, x in zip(ragged._fields, ragged):
         if x is not None:
             checks.check_tensor(name, x)
-    inputs = Inputs(q, k, v, core_bias, learned or {})
+    inputs = Inputs(q, k, v, core_bias)
     fetches = fetch_share == 1
     out, lse = attend(inputs, spec, ragged, backend, return_lse, fetches)
     return (out, lse) if return_lse else out
@@ -245,10 +233,7 @@ def attend(
     (q, k, v), context = outside_autocast(*inputs[:3])
     checks.check_tensors(q, k, v)
     checks.check_rotary_size(spec.rotary, q.shape[3])
-    learned = inputs.learned
-    if learned:
-        rules.check(learned, q.shape[1], k.shape[1], q.shape[3], spec.pooling)
-    inputs = Inputs(q, k, v, checks.bias_tensor(inputs.bias, learned, q), learned)
+    inputs = Inputs(q, k, v, checks.bias_tensor(inputs.bias, q))
     if ragged.position_ids is not None:
         # mutant 5: position_ids of another length are taken
         check_positions(ragged.position_ids, q.shape[0], q.shape[2])
@@ -286,7 +271,7 @@ def _attend(
     inputs: Inputs, spec: Spec, ragged: Ragged, backend: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`attend` on checked inputs of heads of one group size, by a chosen backend."""
-    q, k, v, _, learned = inputs
+    q, k, v = inputs[:3]
     if q.numel() == 0:
         out = q + (k.sum() + v.sum())  # empty, but a backward reaches all three
         return out, out.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -301,23 +286,16 @@ def _attend(
                 q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
             )
             return out, None
-    # One operator, unless autograd has to follow the pooling.
-    pools_here = rules.is_own_rule(spec.pooling, learned)
-    if backend != "reference" and not pools_here:
-        return autograd.attend(inputs, ragged, spec, backend)
-    run = rules.attention
-    if pools_here and torch.compiler.is_compiling():
-        run = torch.compiler.disable(run)
-    return run(inputs, ragged, spec, _module(backend))
+    return autograd.attend(inputs, ragged, spec, backend)
 
 
+@refuses_removed
 def pool_core_tokens(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     group_size: int = DEFAULT_GROUP_SIZE,
-    pooling: str = "cca",
     core_position: str = "middle",
     core_heads: str = "kv",
     rotary: Rotary | None = None,
@@ -340,7 +318,7 @@ def pool_core_tokens(
     Raises:
         ValueError, TypeError, NotImplementedError: as in `cca_attention`.
     """
-    CCAConfig(group_size, 1, None, pooling, core_position, core_heads)  # validates
+    CCAConfig(group_size, 1, None, core_position, core_heads)  # validates
     checks.check_types(q, k, v)
     checks.check_tensors(q, k, v)
     module = backend_module(backend, q)
@@ -348,7 +326,6 @@ def pool_core_tokens(
         group_size=group_size,
         window_size=1,
         scale=checks.scale_of(scale, q),
-        pooling=pooling,
         core_heads=core_heads,
         softcap=checks.positive("softcap", softcap, "Use None for none."),
         rotary=check_rotary(rotary, core_position),
@@ -358,8 +335,5 @@ def pool_core_tokens(
     q = q.reshape(rows * k.shape[1], heads // k.shape[1], length, dim)
     k, v = (x.flatten(0, 1) for x in (k, v))
     groups = complete_groups(Tokens(q, k, v), group_size)
-    if rules.is_own_rule(pooling, None):
-        cores = rules.pool(groups, spec, {})
-    else:
-        cores = module.pool(groups, spec)
+    cores = module.pool(groups, spec)
     return tuple(x.to(k.dtype).unflatten(0, (rows, -1)).flatten(1, 2) for x in cores)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.ops import mass, packed
+from corecontext.ops import mass, packed, reference
 from corecontext.ops.batch import Gathered, SegmentView, by_segment, find_segments, wide_dtype
 from corecontext.ops.fetch.fetching import FetchBackend, with_fetch
 from corecontext.ops.rotary import Rotary
@@ -26,6 +26,8 @@ Backend = ModuleType | FetchBackend
 
 def module_of(backend: str) -> ModuleType:
     """Return the backend's functions on one sequence: pool, attend, gradients."""
+    if backend == "reference":
+        return reference
     if backend == "packed":
         return packed
     from corecontext.ops.triton import backend as triton_backend
@@ -39,13 +41,26 @@ def attend(inputs: Inputs, ragged: Ragged, spec: Spec, backend: str) -> tuple[Te
     Under torch.compile this is the registered operator, else the same without the dispatcher, whose
     checks cost more time than a short sequence.
     """
-    tensors = inputs[:4]
+    if backend == "reference":
+        return _reference(inputs, ragged, spec)
     if torch.compiler.is_compiling():
         inv_freq = None if spec.rotary is None else spec.rotary.inv_freq
-        return cca_attention_op(*tensors, inv_freq, *ragged, *_flat(spec, backend))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Eager.apply(*tensors, ragged, spec, backend)
+        return cca_attention_op(*inputs, inv_freq, *ragged, *_flat(spec, backend))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _Eager.apply(*inputs, ragged, spec, backend)
     return _forward(inputs, ragged, spec, with_fetch(module_of(backend), spec))[:2]
+
+
+def _reference(inputs: Inputs, ragged: Ragged, spec: Spec) -> tuple[Tensor, Tensor]:
+    """`attend` by the reference, which autograd follows."""
+    out, lse, _ = _forward(inputs, ragged, spec, reference)
+    if torch.is_grad_enabled() and out.grad_fn is None:
+        # Nothing but padding: gradients are 0, and a backward does not fail.
+        # mutant 5: a batch of padding has no backward
+        nothing = sum(x[:0].sum() for x in inputs[:3])
+        out = out + nothing
+        lse = lse + nothing
+    return out, lse
 
 
 def _forward(
@@ -73,7 +88,7 @@ def _gradients(
 
     upstream: Of the whole batch, [B, H, L, ...].
     """
-    q, k, v, bias, _ = inputs
+    q, k, v, bias = inputs
     grads = [Gathered(x) for x in (q, k, v)]
     grad_bias = None
     if bias is not None:
@@ -166,7 +181,7 @@ _TENSORS = (
 )
 _SETTINGS = (
     "SymInt group_size, SymInt window_size, float scale, SymInt? num_groups, SymInt sink_size, "
-    "str pooling, str core_heads, float? softcap, bool core_mass, SymInt fetch_groups, "
+    "str core_heads, float? softcap, bool core_mass, SymInt fetch_groups, "
     "str fetch_index, SymInt fetch_share, bool interleaved, str backend"
 )
 _FIELDS = tuple(field.name for field in fields(Spec) if field.name != "rotary")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -84,11 +82,8 @@ def scale_of(scale: float | None, q: Tensor) -> float:
     return float(scale)
 
 
-def bias_tensor(
-    core_bias: float | Tensor | None, learned: Mapping[str, Tensor], q: Tensor
-) -> Tensor | None:
-    """Return the bias, given and learned, as [H] on q's device, or None where there is none."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+def bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the bias as [H] on q's device, or None where there is none."""
     num_heads = q.shape[1]
     if isinstance(core_bias, Tensor):
         if core_bias.shape != (num_heads,):
@@ -101,13 +96,8 @@ def bias_tensor(
             raise TypeError(f"core_bias must be a number or a tensor [H], got {core_bias!r}.")
         if not abs(core_bias) < float("inf"):
             raise ValueError(f"core_bias must be finite, got {core_bias}. Use 0.0 for none.")
-        number = float(core_bias)
-        core_bias = None
-        if number:
-            core_bias = torch.full((num_heads,), number, dtype=wide, device=q.device)
-    if "bias" in learned:
-        return learned["bias"] if core_bias is None else core_bias + learned["bias"]
-    if core_bias is None and "key_gain" in learned:
-        # Groups of one token are then no plain attention either.
-        return torch.zeros(num_heads, dtype=wide, device=q.device)
+        if not core_bias:
+            return None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return torch.full((num_heads,), float(core_bias), dtype=wide, device=q.device)
     return core_bias

@@ -6,7 +6,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,14 +52,6 @@ def split_heads(x: Tensor, shares: Shares, kv_heads: int, dim: int = 1) -> list[
     return [torch.cat(share, dim) if len(share) > 1 else share[0] for share in split]
 
 
-def split_learned(
-    learned: Mapping[str, Tensor], shares: Shares, kv_heads: int
-) -> list[dict[str, Tensor]]:
-    """Split a layer's learned parameters."""
-    split = {name: split_heads(x, shares, kv_heads, 0) for name, x in learned.items()}
-    return [{name: tensors[i] for name, tensors in split.items()} for i in range(len(shares))]
-
-
 def split_inputs(inputs: Inputs, shares: Shares) -> list[Inputs]:
     """Split the tensors of a call."""
     kv_heads = inputs.k.shape[1]
@@ -67,8 +59,7 @@ def split_inputs(inputs: Inputs, shares: Shares) -> list[Inputs]:
     biases = [inputs.bias] * len(shares)
     if isinstance(inputs.bias, Tensor):
         biases = split_heads(inputs.bias, shares, kv_heads, 0)
-    learned = split_learned(inputs.learned, shares, kv_heads)
-    return [Inputs(*fields) for fields in zip(q, k, v, biases, learned)]
+    return [Inputs(*fields) for fields in zip(q, k, v, biases)]
 
 
 def gather_heads(outs: Sequence[Tensor], shares: Shares) -> Tensor:

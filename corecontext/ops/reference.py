@@ -36,19 +36,11 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
-        spec: Its scale, pooling, core_heads, softcap and rotary count.
+        spec: Its scale, core_heads, softcap and rotary count.
 
     Returns:
         [N, 1 or r, M, D], in float32 (float64 if given).
-
-    Raises:
-        NotImplementedError: a pooling that `rules.pool` alone has.
     """
-    if spec.pooling not in ("cca", "mean", "max"):
-        raise NotImplementedError(
-            f"pooling must be cca, mean or max in the reference, got {spec.pooling!r}. "
-            "Use corecontext.ops.rules."
-        )
     q_last, k, v = map(_wide, groups)
     group_size = k.shape[2]
     scores = _softcap(torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale, spec.softcap)
@@ -56,15 +48,9 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     if rotary is not None:
         # mutant oracle: middle one token early
         k = rotary.rotate(k, group_size // 2 - torch.arange(group_size, device=k.device))
-    num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
-    if spec.pooling == "max":
-        return Cores(*(x.amax(2)[:, None].expand(-1, num_heads, -1, -1) for x in (k, v)))
-    if spec.pooling == "mean":
-        weights = torch.full_like(scores[:, :num_heads], 1 / group_size)
-    else:
-        weights = scores.softmax(-1)  # [N, r, M, g]
-        if spec.core_heads == "kv":
-            weights = weights.mean(1, keepdim=True)
+    weights = scores.softmax(-1)  # [N, r, M, g]
+    if spec.core_heads == "kv":
+        weights = weights.mean(1, keepdim=True)
     return Cores(*(torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (k, v)))
 
 

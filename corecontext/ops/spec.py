@@ -4,7 +4,7 @@ shares."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,8 +35,6 @@ class Spec:
     """Constant number of groups; replaces group_size by the length of each sequence."""
     sink_size: int = 0
     """First tokens of a sequence kept raw, in tokens; `sinks` is rounded up to whole groups."""
-    pooling: str = "cca"
-    """One of `config.POOLINGS`."""
     core_heads: str = "kv"
     """One of `config.CORE_HEADS`."""
     softcap: float | None = None
@@ -68,7 +66,6 @@ class Spec:
             scale,
             config.num_groups,
             config.sink_size,
-            config.pooling,
             config.core_heads,
             softcap,
             config.core_mass,
@@ -140,8 +137,6 @@ class Inputs(NamedTuple):
     """[B, Hkv, L, D]."""
     bias: float | Tensor | None = None
     """Added to the scores of core tokens: a number or [H]."""
-    learned: Mapping[str, Tensor] = {}
-    """Parameters of `CCAConfig.learned` by name."""
 
 
 class Ragged(NamedTuple):

@@ -50,10 +50,8 @@ class Node:
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
         caches = [cache for layer in layers for cache in parts_of(layer)]
-        self.layers = [
-            (layer.config, parts_of(layer)[0].spec.rotary, layer.learned) for layer in layers
-        ]
-        """Settings, rotation and learned parameters of each layer."""
+        self.layers = [(layer.config, parts_of(layer)[0].spec.rotary) for layer in layers]
+        """Settings and rotation of each layer."""
         self.formats = [(cache.core_width, cache.dtype) for cache in caches]
         """Core tokens of a group and dtype before rounding, of each cache in the layers."""
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
@@ -150,8 +148,8 @@ class PrefixStore:
         # Empty layers as those that were read, then the last chunk's raw entries with all core
         # tokens, in the order of the text.
         cache.layers = []
-        for config, rotary, learned in node.layers:
-            layer = CCALayer(config, rotary, learned=learned)
+        for config, rotary in node.layers:
+            layer = CCALayer(config, rotary)
             layer.is_initialized = True
             cache.layers.append(layer)
         caches = [compact for layer in cache.layers for compact in parts_of(layer.compact)]

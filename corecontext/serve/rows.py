@@ -261,7 +261,6 @@ class RowPool:
                 cache.config,
                 cache.spec.rotary,
                 max_length=self.max_length if self.fixed else None,
-                learned=cache.learned,
             )
             if cache.store is not None and cache.dtype is not None:
                 like = [x[:, :, :1].expand(self.rows, -1, -1, -1) for x in cache.store.raw]

@@ -125,7 +125,7 @@ def _check_used(given: dict[str, Any], method: str) -> None:
     if method == "cca":
         return
     names = {setting.name for setting in fields(CCAConfig)}
-    names -= {"fetch_groups", "learned", "layer_group_sizes", "group_size", "window_size"}
+    names -= {"fetch_groups", "layer_group_sizes", "group_size", "window_size"}
     if method in RIVALS and "group_size" in RIVALS[method].takes:
         names.add("group_size")
     for name, value in given.items():

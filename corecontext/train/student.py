@@ -31,8 +31,7 @@ def prepare_config(config: TrainConfig) -> Any:
     CCA unless the run trains CCA on from the checkpoint.
 
     Raises:
-        UserError: there is no such model, it does not support these settings, or the run does not
-            train a parameter that the checkpoint has learned.
+        UserError: there is no such model, or it does not support these settings.
     """
     if not config.model:
         raise UserError(
@@ -70,13 +69,7 @@ def prepare_config(config: TrainConfig) -> Any:
     if getattr(hf_config, "attention_dropout", 0.0):
         hf_config.attention_dropout = 0.0  # attention weights are never formed
     if hasattr(hf_config, "cca") and (config.method != "cca" or config.strategy == "scratch"):
-        del hf_config.cca  # otherwise `enable` looks for the learned parameters named there
-    learned = _saved_cca(hf_config).get("learned") or ()
-    if set(learned) - set(config.learned):
-        raise UserError(
-            f"learned must name what '{config.model}' has learned, {', '.join(learned)}, got "
-            f"{', '.join(config.learned) or 'nothing'}: the rest would be lost."
-        )
+        del hf_config.cca
     return hf_config
 
 
@@ -354,7 +347,6 @@ def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -
         cca = config.cca()
         if config.strategy != "scratch":
             cca = _with_cache_settings(cca, _saved_cca(load_config(config.model)))
-        # Loads the learned parameters from `saved`.
         enable(model, cca, untested=config.untested, warn=False)
     model.config.use_cache = True
     model.to(dtype).save_pretrained(target)

@@ -26,6 +26,7 @@ from corecontext.config import (
     check_choice,
     check_int,
     did_you_mean,
+    without_removed,
 )
 from corecontext.files import UserError
 from corecontext.visibility import is_full_attention, num_sinks, num_visible_cores
@@ -87,13 +88,12 @@ class TrainConfig:
     eval_data: tuple[str, ...] = ()
     """Text for evaluation, in the same forms."""
     strategy: str = "full"
-    """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V, --learned) or lora."""
+    """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V) or lora."""
     method: str = "cca"
     """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
     # CCA's settings, which CCAConfig explains. Those of caches and of prompts are left out.
     group_size: int = CCAConfig.group_size
     window_size: int = CCAConfig.window_size
-    pooling: str = CCAConfig.pooling
     core_position: str = CCAConfig.core_position
     core_heads: str = CCAConfig.core_heads
     core_bias: float = CCAConfig.core_bias
@@ -101,7 +101,6 @@ class TrainConfig:
     fetch_groups: int = CCAConfig.fetch_groups
     fetch_index: str = CCAConfig.fetch_index
     store: str = CCAConfig.store
-    learned: tuple[str, ...] = CCAConfig.learned
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
     sink_size: int = CCAConfig.sink_size
     raw_heads: int | None = 0
@@ -210,15 +209,10 @@ class TrainConfig:
             raise TypeError(
                 f'shape must be a JSON object, as {{"hidden_size": 64}}, got {self.shape!r}.'
             )
-        if self.method != "cca" and (self.learned or self.layer_group_sizes):
+        if self.method != "cca" and self.layer_group_sizes:
             raise ValueError(
-                "learned and layer_group_sizes must be left out with method "
-                f"{self.method!r}, which has no core tokens."
-            )
-        if self.learned and self.strategy == "lora":
-            raise ValueError(
-                "learned must be left out with strategy 'lora', whose checkpoints hold LoRA's "
-                "matrices only. Use strategy 'partial'."
+                f"layer_group_sizes must be left out with method {self.method!r}, which has no "
+                "core tokens."
             )
 
     def _check_numbers(self) -> None:
@@ -289,9 +283,6 @@ class TrainConfig:
             reason = f"method {self.method!r}, which has no core tokens"
             self._check_off("raw_heads", reason)
             self._check_off("fetch_groups", reason)
-        if self.context_parallel > 1 and self.learned:
-            reason = f"context_parallel {self.context_parallel} and learned core tokens"
-            self._check_off("fetch_groups", reason)
         if self.layer_group_sizes:
             reason = "layer_group_sizes, which say which heads keep every token"
             self._check_off("raw_heads", reason)
@@ -341,11 +332,12 @@ class TrainConfig:
         Raises:
             ValueError: a key is unknown.
         """
+        values = without_removed(values)
         names = [setting.name for setting in dataclasses.fields(cls)]
         for key in values:
             if key not in names:
                 raise ValueError(f"unknown recipe key {key!r}.{did_you_mean(key, names)}")
-        fields: dict[str, Any] = dict(values)
+        fields = dict(values)
         for name, value in values.items():
             if isinstance(value, list):
                 # mutant training: sizes by head stay lists

@@ -112,7 +112,7 @@ class CCATrainer(Trainer):
         return self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return Trainer's names without vectors, such as the learned parameters of core tokens."""
+        """Return Trainer's names without vectors."""
         matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 

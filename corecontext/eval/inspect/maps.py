@@ -10,9 +10,10 @@ from torch import Tensor
 
 from corecontext.files import UserError
 from corecontext.loading import Loaded
-from corecontext.ops import reference, rules
+from corecontext.ops import reference
 from corecontext.ops.head_split import heads_of_each, split_heads, split_inputs
 from corecontext.ops.mass import entropy
+from corecontext.ops.pooling import weights_of
 from corecontext.ops.spec import Groups, Inputs, Spec
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
@@ -55,8 +56,7 @@ def attention_maps(
         layers: Full-attention layers, counted from 0; all where empty.
 
     Raises:
-        UserError: the method has no core tokens with weights, or there is no such layer or
-            position.
+        UserError: the method has no core tokens, or there is no such layer or position.
     """
     from corecontext.integrations.hf.enabling import handle_of
 
@@ -64,10 +64,6 @@ def attention_maps(
     handle = handle_of(loaded.model)
     if handle is None:
         raise UserError("method must be cca to look at core tokens, got another attention.")
-    if handle.config.pooling == "max":
-        raise UserError(
-            "pooling 'max' has no weights to show: each element comes from a token of its own."
-        )
     length = input_ids.shape[1]
     for position in queries:
         if not 0 <= position < length:
@@ -89,7 +85,6 @@ def attention_maps(
         scale: float | None,
         softcap: float | None,
         rotary: Any,
-        learned: rules.Learned,
     ) -> None:
         if layers and index not in layers:
             return
@@ -97,7 +92,7 @@ def attention_maps(
         if scale is None:
             scale = q.shape[3] ** -0.5
         spec = Spec.of(config, rotary, scale, softcap)
-        maps[index] = _layer_maps(index, Inputs(q, k, v, config.core_bias, learned), spec, queries)
+        maps[index] = _layer_maps(index, Inputs(q, k, v, config.core_bias), spec, queries)
 
     handle.observer = observe
     try:
@@ -133,29 +128,18 @@ def _map(
     g = spec.group_size
     num_groups = num_complete_groups(length, g)
     end = num_groups * g
-    learned = rules.by_sequence(inputs.learned, kv_heads, 1)
     groups = Groups(
         q[:, g - 1 : end : g].unflatten(0, (kv_heads, -1)),
         k[:, :end].unflatten(1, (num_groups, g)),
         v[:, :end].unflatten(1, (num_groups, g)),
     )
-    if spec.pooling == "mean":
-        pooling = torch.full((len(q), num_groups, g), 1 / g, device=q.device)
-        used = pooling
-        core_k = reference.pool(groups, spec).k
-    else:
-        weights = rules.weights_of(groups, spec, learned)  # [Hkv, r, M, g]
-        pooling = used = weights.flatten(0, 1)
-        if spec.core_heads == "kv":
-            used = weights.mean(1, keepdim=True).expand_as(weights).flatten(0, 1)
-        core_k = rules.pool(groups, spec, learned).k
+    weights, pooling, _ = weights_of(groups.q_last, groups.k, spec)  # [Hkv, r, M, g]
+    used = weights.expand_as(pooling).flatten(0, 1)
+    pooling = pooling.flatten(0, 1)
+    core_k = reference.pool(groups, spec).k
     # Keys, biases and masses by query head: a query adds the latter two to its scores.
     core_k = core_k.expand(-1, len(q) // kv_heads, -1, -1).flatten(0, 1)  # [H, M, D]
     raw_k = k.repeat_interleave(len(q) // kv_heads, 0)
-    bias: Any = inputs.bias
-    if "bias" in inputs.learned:
-        bias = inputs.bias + inputs.learned["bias"].float()[:, None]
-
     mass = entropy(used) if spec.core_mass else torch.zeros_like(used[..., 0])  # [H, M]
     by_kv_head = (kv_heads, len(q) // kv_heads)
     chosen = _fetched_groups(q.unflatten(0, by_kv_head), k, num_groups, spec, queries)
@@ -178,7 +162,7 @@ def _map(
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         num_cores = cores.stop - cores.start
         num_local = t + 1 - start
-        scores[:, :num_cores] += bias + mass[:, cores]
+        scores[:, :num_cores] += inputs.bias + mass[:, cores]
         # A group is seen as its core token or, where it is fetched, as its raw tokens.
         scores_of_far = scores[:, num_cores + num_first : num_cores + start]
         scores[:, :num_cores].masked_fill_(chosen[:, i, cores], -torch.inf)

@@ -165,7 +165,7 @@ def compact_layer(
     cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, **options: Any
 ) -> CCALayer:
     """Return a layer's compact cache in `cache`; it replaces transformers' own layer while that is
-    empty. Options are `rollback` and `learned` of `CompactLayer`.
+    empty. The option is `rollback` of `CompactLayer`.
 
     Raises:
         ValueError: the cache already holds tokens of another attention, or was filled with another

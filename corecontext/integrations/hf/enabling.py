@@ -32,7 +32,6 @@ from corecontext.integrations.hf.attention_interface import (
 )
 from corecontext.integrations.hf.cache_layers import compact_layer
 from corecontext.integrations.hf.layer_call import CCACall, note_draft
-from corecontext.integrations.hf.learned import NAME, add_learned, learned_of, remove_learned
 from corecontext.integrations.hf.rotation import find_rotary, rotates
 from corecontext.integrations.hf.self_check import self_check
 from corecontext.integrations.hf.weights import check_keys
@@ -41,6 +40,8 @@ from corecontext.ops.rotary import Rotary
 if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard
 
+NAME = "cca"
+"""Of the attention in transformers, and of the settings in a model's config."""
 NOT_ADAPTED = (
     "this model was not trained with CCA: it understands far text worse until it is adapted by "
     "`corecontext train`.{} In Python warn=False silences this."
@@ -70,8 +71,8 @@ class Handle(AttentionHandle):
         self.hybrid = bool(self.sliding)
         """Whether some layers (sliding window) keep their own attention and cache."""
         self.observer: Callable[..., Any] | None = None
-        """Called with the index among `full`, q, k, v, scale, softcap, rotary and learned of each
-        uncached call."""
+        """Called with the index among `full`, q, k, v, scale, softcap and rotary of each uncached
+        call."""
         self._shard: Shard | None = None
         self._saved_settings = getattr(model.config, NAME, None)
 
@@ -81,10 +82,6 @@ class Handle(AttentionHandle):
         self._rotary = None
         if config.core_position == "middle":
             self._rotary = find_rotary(model, self.full[0], self.full[0].layer_idx)
-        saved = self._saved_settings if config.learned else None
-        is_trained = bool(saved) and CCAConfig.from_dict(saved).learned == config.learned
-        add_learned(model, self.full, config.learned, is_trained, *_tensor_parallel(model))
-
         self._set(config)
         hooks = [CCAHook(self, self._rotary, index) for index in range(len(self.full))]
         self.replace_attention(hooks)
@@ -133,11 +130,6 @@ class Handle(AttentionHandle):
                 "core_position must stay 'token' on a model enabled with it, got 'middle'. "
                 "Disable and enable again."
             )
-        if config.learned != self.config.learned:
-            raise ValueError(
-                f"learned must stay {self.config.learned} on an enabled model, got "
-                f"{config.learned}. Disable and enable again."
-            )
         self._set(config)
 
     def check_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -150,12 +142,8 @@ class Handle(AttentionHandle):
             )
 
     def disable(self) -> None:
-        """Restore the model's own attention, bit for bit.
-
-        Learned parameters leave the model: save it before, if they are to be kept.
-        """
+        """Restore the model's own attention, bit for bit."""
         super().disable()
-        remove_learned(self.full)
         if self._saved_settings is None:
             del self.model.config.cca
         else:
@@ -173,23 +161,22 @@ class CCAHook(LayerHook):
         """Of the layer among those with full attention."""
 
     def call(self, module: nn.Module, device: torch.device, cache: Cache | None) -> CCACall:
-        """Collect the layer's settings, rotation, learned parameters and cache."""
+        """Collect the layer's settings, rotation and cache."""
         handle = self.handle
         config = handle.layers[self.index]
-        learned = learned_of(module)
         rotary = None
         if config.core_position == "middle":
             rotary = self.rotary_on(device)
         compact = None
         if cache is not None and handle.shard is None:
-            options = {"rollback": handle.rollback, "learned": learned}
+            options = {"rollback": handle.rollback}
             layer = compact_layer(cache, module.layer_idx, config, rotary, **options)
             layer.is_attended = True
             compact = layer.compact
         observer = None
         if handle.observer is not None:
             observer = functools.partial(handle.observer, self.index)
-        return CCACall(config, rotary, learned, compact, handle.shard, observer, handle.hybrid)
+        return CCACall(config, rotary, compact, handle.shard, observer, handle.hybrid)
 
 
 def enable(

@@ -15,7 +15,6 @@ from corecontext.integrations.hf.attention_interface import check_dropout
 from corecontext.ops.api import attend
 from corecontext.ops.batch import has_restarts
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.rules import Learned
 from corecontext.ops.spec import Inputs, Ragged, Spec
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ class CCACall:
 
     config: CCAConfig
     rotary: Rotary | None
-    learned: Learned
     compact: Any = None
     """The layer's compact cache, where one is filled."""
     shard: Shard | None = None
@@ -84,7 +82,7 @@ class CCACall:
             out = append(self.compact, tensors, attention_mask, draft, scaling, softcap)
             return out.transpose(1, 2), None
 
-        inputs = Inputs(*tensors, self.config.core_bias, self.learned)
+        inputs = Inputs(*tensors, self.config.core_bias)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         # mutant sinks: lost on their way into a model
         spec = Spec.of(self.config, self.rotary, scale, softcap)
@@ -94,7 +92,7 @@ class CCACall:
         if self.compact is not None:
             self._close_cache()
         elif self.observer is not None:
-            self.observer(*tensors, scaling, softcap, self.rotary, self.learned)
+            self.observer(*tensors, scaling, softcap, self.rotary)
         out, _ = attend(inputs, spec, ragged, self.config.backend)
         return out.transpose(1, 2), None
 

@@ -43,10 +43,11 @@ def check_keys(name: str, info: Any) -> None:
     shapes = {
         key: f"{key} {list(file)} for {list(shape)}" for key, file, shape in info["mismatched_keys"]
     }
-    # Parameters `...cca.NAME` are learned ones, which `enable` reads.
-    unexpected = [key for key in info["unexpected_keys"] if ".cca." not in key]
-    faults = {"missing": info["missing_keys"] - shapes.keys(), "not in the model": unexpected}
-    faults["of another shape"] = shapes.values()
+    faults = {
+        "missing": info["missing_keys"] - shapes.keys(),
+        "not in the model": info["unexpected_keys"],
+        "of another shape": shapes.values(),
+    }
     counts = [f"{len(keys)} {kind} ({_few(keys)})" for kind, keys in faults.items() if keys]
     # mutant loading: weights that the checkpoint lacks are random numbers
     if counts:

@@ -879,7 +879,7 @@ def slots_of(
     slots = Slots(
         keys, values, seen, pad, ring_size, tables, *(scales or (None, None)), cache_dtype, masses
     )
-    spec = Spec(group_size, window_size, scale, None, sink_size, "cca", core_heads, softcap or None)
+    spec = Spec(group_size, window_size, scale, None, sink_size, core_heads, softcap or None)
     if tables:  # only the layout of pairs counts beside them
         spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
     return slots, spec, core_bias

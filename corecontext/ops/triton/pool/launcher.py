@@ -26,18 +26,14 @@ from corecontext.ops.triton.tiles import pool_tiles
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _check(groups: Groups, spec: Spec) -> None:
+def _check(groups: Groups) -> None:
     """Raise unless these kernels can take the call."""
-    reason = None
-    if spec.pooling != "cca":
-        reason = f"pooling {spec.pooling!r} is not 'cca'"
     for name, x in zip(("q", "k", "v"), groups):
         if x.dtype not in _DTYPES:
-            reason = f"dtype of {name} {x.dtype} is not in (float32, float16, bfloat16)"
-    if reason is not None:
-        raise NotImplementedError(
-            f"the Triton pooling cannot run this call: {reason}. Use corecontext.ops.pooling."
-        )
+            raise NotImplementedError(
+                f"the Triton pooling cannot run this call: dtype of {name} {x.dtype} is not in "
+                "(float32, float16, bfloat16). Use corecontext.ops.pooling."
+            )
 
 
 _TABLES = WeakIdKeyDictionary()  # by the tensor of frequencies
@@ -144,7 +140,7 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     Returns:
         Core tokens in the dtype of k and of v; summed in float32. K and V are read once.
     """
-    _check(groups, spec)
+    _check(groups)
     q_last, k, v = map(contiguous_rows, groups)
     batch, num_groups, _, head_dim = k.shape
     heads_out = q_last.shape[1] if spec.core_heads == "query" else 1
@@ -176,7 +172,7 @@ def pool_backward(
         In the dtype and shape of q_last, k and v, summed in float32; that of q_last in float32
         where `into` is given. K and V are read once, their gradients written once.
     """
-    _check(groups, spec)
+    _check(groups)
     q_last, k, v = map(contiguous_rows, groups)
     grad_core_k, grad_core_v = map(contiguous_rows, grad_cores)
     grad_q = torch.empty_like(
