@@ -1,16 +1,14 @@
 """Generate by vLLM's whole engine with core context, and by our Engine: `python
-tests/vllm_engine.py [case ...]`.
+tests/vllm_engine.py V1|V2 [case ...]`, with vLLM's model runner of that name.
 
 Prints one JSON line for each case: the requests whose greedy tokens are not those of our Engine, of
 one forward over all tokens, or of the same request alone; tokens of prompts that came from shared
-pages, preemptions, and on a CPU the drafts that were accepted. On a GPU it is vLLM as it is.
-Without one, vLLM's CPU platform runs with our kernels in Triton's interpreter, and small functions
-stand in for the operators of its CPU build.
+pages, preemptions and accepted drafts. On a GPU it is vLLM as it is. Without one it is vLLM's CPU
+build with our kernels in Triton's interpreter, and with V2 those of vLLM's runner too.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -18,9 +16,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+RUNNER = (*sys.argv, "V1")[1]
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "V2"))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
@@ -29,12 +30,18 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    # Workers are loaded anew: vLLM must find this file's platform and worker in them.
+    # Workers are loaded anew: vLLM must find this file's platform in them.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 # ruff: noqa: E402 (vLLM reads the environment and its platform when it is imported)
+import triton.backends
+
+if RUNNER == "V2" and not GPU:
+    # vLLM's CPU build loads the kernels of V2 only beside a Triton for CPUs: here the interpreter.
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver)
+
 import vllm.platforms
-import vllm.utils.torch_utils
 from vllm.platforms.cpu import CpuPlatform
 
 
@@ -49,34 +56,15 @@ class Interpreted(CpuPlatform):
     def support_hybrid_kv_cache(cls):
         return True
 
-    @classmethod
-    def import_kernels(cls):
-        pass
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config):
-        vllm_config.scheduler_config.async_scheduling = False
-        vllm_config.parallel_config.worker_cls = f"{__name__}.Worker"
-        vllm_config.compilation_config.cudagraph_capture_sizes = []
-
 
 if not GPU:  # before modules of vLLM take the platform's object; in its workers too
     vllm.platforms._current_platform = Interpreted()
     vllm.platforms.current_platform = vllm.platforms._current_platform
-    vllm.utils.torch_utils.PIN_MEMORY = False  # asked of the platform before, in vLLM 0.24
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm import LLM, SamplingParams
-from vllm.utils import cpu_triton_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
-from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
-
-if GPU:
-    CPUWorker = DeviceWorker  # the module of the CPU's worker takes torch.cuda's streams away
-else:
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    from vllm.v1.worker.cpu_worker import CPUWorker
 
 from corecontext import CCAConfig, enable
 from corecontext.inference import Engine
@@ -85,27 +73,6 @@ from corecontext.integrations.vllm import plugin
 from corecontext.ops.triton.paged import chunk as paged_chunk
 
 LONG_CHUNK = paged_chunk.LONG_CHUNK
-
-
-class Worker(CPUWorker):
-    """vLLM's worker on a CPU, without threads bound to cores."""
-
-    def __init__(self, *args, **kwargs):
-        DeviceWorker.__init__(self, *args, **kwargs)
-        self.parallel_config.disable_custom_all_reduce = True
-        self.profiler = None
-
-    def init_device(self):
-        method = self.distributed_init_method
-        os.environ["VLLM_DIST_IDENT"] = method.split(":")[-1]
-        init_worker_distributed_environment(
-            self.vllm_config, self.rank, method, self.local_rank, "gloo"
-        )
-        self.model_runner = CPUModelRunner(self.vllm_config, torch.device("cpu"))
-
-    def determine_available_memory(self):
-        self.model_runner._dummy_run(self.model_runner.max_num_tokens, is_profile=True)
-        return self.cache_config.kv_cache_memory_bytes
 
 
 class SharedWorker(DeviceWorker):
@@ -121,29 +88,6 @@ class SharedWorker(DeviceWorker):
         # vLLM wants as many GPUs as workers.
         with mock.patch("torch.accelerator.device_count", lambda: self.parallel_config.world_size):
             super().init_device()
-
-
-def slot_mapping(tokens, most, starts, positions, table, stride, size, slots, *constants, **named):
-    """Slots of new tokens, as vLLM's kernel writes them."""
-    slots.fill_(-1)
-    starts = starts.tolist()
-    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
-        place = positions[begin:end].long()
-        slots[begin:end] = table[row].long()[place // size] * size + place % size
-
-
-def accept_drafts(out, ends, drafts, argmax, bonus, is_greedy, most, *synthetic, **named):
-    """Tokens of greedy sampling with drafts, as vLLM's kernel writes them."""
-    begin = 0
-    for row, end in enumerate(ends.tolist()):
-        for place in range(end - begin):
-            out[row, place] = argmax[begin + place]
-            if drafts[begin + place] != argmax[begin + place]:
-                break
-            COUNTS["accepted"] += 1
-        else:
-            out[row, end - begin] = bonus.flatten()[row]
-        begin = end
 
 
 NGRAMS = {
@@ -428,23 +372,23 @@ def run(name: str, options: dict) -> dict:
     }
 
 
-def counted(method):
-    """A method of the scheduler that counts its calls."""
+def counted(method, name, amount):
+    """A method of the scheduler whose calls add to a count."""
 
     def call(*args, **kwargs):
-        COUNTS["preempted"] += 1
+        COUNTS[name] += amount(kwargs)
         return method(*args, **kwargs)
 
     return call
 
 
-if not GPU:  # in vLLM's workers too
-    cpu_triton_utils.compute_slot_mapping_kernel.func = slot_mapping
-    cpu_triton_utils.rejection_greedy_sample_kernel.func = accept_drafts
 plugin.register()  # as the entry point of an installed package does
 
 if __name__ == "__main__":
     sys.modules["vllm_engine"] = sys.modules[__name__]
-    Scheduler._preempt_request = counted(Scheduler._preempt_request)
-    for case in sys.argv[1:] or CASES:
-        print(json.dumps(run(case, CASES[case])), flush=True)
+    preempt, accept = Scheduler._preempt_request, Scheduler.make_spec_decoding_stats
+    Scheduler._preempt_request = counted(preempt, "preempted", lambda given: 1)
+    accepted = counted(accept, "accepted", lambda given: given["num_accepted_tokens"])
+    Scheduler.make_spec_decoding_stats = accepted
+    for case in sys.argv[2:] or CASES:
+        print(json.dumps({"runner": RUNNER, **run(case, CASES[case])}), flush=True)

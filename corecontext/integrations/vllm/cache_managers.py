@@ -3,10 +3,10 @@ shares. Needs vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -24,11 +24,11 @@ class WindowManager(SlidingWindowManager):
         return self.kv_cache_spec.layout.first_kept(certain)
 
     def remove_skipped_blocks(
-        self, request_id: str, total_computed_tokens: int, *prompt_tokens: int | None
+        self, request_id: str, processed_tokens: int, *prompt_tokens: int | None
     ) -> None:
-        """Drop the pages that later steps do not read; vLLM 0.25 adds the tokens of the prompt."""
+        """Drop the pages that no step reads after those which are done."""
         pages = self.req_to_blocks[request_id]
-        skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+        skipped = self.get_num_skipped_tokens(processed_tokens) // self.block_size
         last = min(skipped, len(pages)) - 1
         sink_pages = self.kv_cache_spec.layout.sink_pages
         # In most decoding steps the window begins in the same page as before.
@@ -37,7 +37,7 @@ class WindowManager(SlidingWindowManager):
         # vLLM drops from the window backwards, up to a page dropped before.
         first = pages[:sink_pages]
         pages[: len(first)] = [self._null_block] * len(first)
-        super().remove_skipped_blocks(request_id, total_computed_tokens, *prompt_tokens)
+        super().remove_skipped_blocks(request_id, processed_tokens, *prompt_tokens)
         pages[: len(first)] = first
 
     def get_num_blocks_to_allocate(
@@ -60,22 +60,21 @@ class WindowManager(SlidingWindowManager):
         first = self._first_of(new_computed_blocks, total_computed_tokens)
         return count + self._get_num_evictable_blocks(first)
 
-    def allocate_new_computed_blocks(self, *args) -> None:
-        """Give a new request the pages that it shares with an earlier one (vLLM 0.23)."""
-        self._share(super().allocate_new_computed_blocks, *args)
-
-    def add_local_computed_blocks(self, *args) -> None:
-        """Give a new request the pages that it shares with an earlier one (vLLM 0.24)."""
-        self._share(super().add_local_computed_blocks, *args)
-
-    def _share(
-        self, add_pages: Callable, request_id: str, pages: Sequence[KVCacheBlock], *computed: int
+    def add_local_computed_blocks(
+        self, request_id: str, pages: Sequence[KVCacheBlock], local: int, external: int
     ) -> None:
-        """Add shared pages by vLLM's method, and then the first ones, which it takes for dropped
-        ones; `computed` are the shared tokens and those from other servers."""
-        first = self._first_of(pages, computed[0])
+        """Give a new request the pages that it shares with an earlier one: vLLM's, and then the
+        first ones, which it takes for dropped ones.
+
+        Args:
+            request_id: The request.
+            pages: Pages of the shared beginning.
+            local: Its tokens.
+            external: Tokens from other servers.
+        """
+        first = self._first_of(pages, local)
         self.block_pool.touch(first)
-        add_pages(request_id, pages, *computed)
+        super().add_local_computed_blocks(request_id, pages, local, external)
         self.req_to_blocks[request_id][: len(first)] = first
 
     def _first_of(self, pages: Sequence[KVCacheBlock], computed: int) -> Sequence[KVCacheBlock]:
@@ -93,18 +92,21 @@ class WindowManager(SlidingWindowManager):
         kv_cache_spec: WindowSpec,
         *args,
         **kwargs,
-    ) -> tuple[list[KVCacheBlock], ...]:
-        """Return the pages of the longest shared beginning, which needs its first pages too."""
-        shared = super().find_longest_cache_hit(
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Return the pages of the longest shared beginning, which needs its first pages too, and
+        its tokens."""
+        sizes = (block_pool.hash_block_size, kv_cache_spec.block_size)
+        block_hashes = resolve_block_hashes(block_hashes, *sizes)
+        shared, length = super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
         )
         for number in range(min(kv_cache_spec.layout.sink_pages, len(shared[0]))):
             cached = block_pool.get_cached_block(block_hashes[number], kv_cache_group_ids)
             if not cached:
-                return tuple([] for _ in kv_cache_group_ids)
+                return tuple([] for _ in kv_cache_group_ids), 0
             for pages, page in zip(shared, cached):
                 pages[number] = page
-        return shared
+        return shared, length
 
     @classmethod
     def reachable_block_mask(
@@ -120,8 +122,17 @@ class WindowManager(SlidingWindowManager):
         return mask
 
 
-class RawManager(FullAttentionManager):
-    """Manage the pages of KV heads that keep every token: as those of full attention."""
+class CoreManager(FullAttentionManager):
+    """Manage the pages of core tokens: as those of full attention, each shared as a whole."""
+
+    supports_fine_grained_hash_lookup = False
+
+    def _cache_partial_tail_block(self, *args) -> None:
+        """Leave out the page at a prompt's end, whose last group may be half pooled."""
+
+
+class RawManager(CoreManager):
+    """Manage the pages of KV heads that keep every token."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -133,8 +144,9 @@ class RawManager(FullAttentionManager):
         kv_cache_spec: RawSpec,
         *args,
         **kwargs,
-    ) -> tuple[list[KVCacheBlock], ...]:
-        """Return the pages of the longest shared beginning of at most `max_length` tokens."""
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Return the pages of the longest shared beginning of at most `max_length` tokens, and its
+        tokens."""
         spec = kv_cache_spec.as_full_attention()
         return super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, spec, *args, **kwargs
@@ -146,5 +158,5 @@ def register_cache_specs() -> None:
     # A registry that is not empty keeps vLLM from registering its own.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
-    KVCacheSpecRegistry.register(CoreSpec, FullAttentionManager, uniform_type_base_spec=CoreSpec)
+    KVCacheSpecRegistry.register(CoreSpec, CoreManager, uniform_type_base_spec=CoreSpec)
     KVCacheSpecRegistry.register(RawSpec, RawManager, uniform_type_base_spec=RawSpec)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -20,6 +21,7 @@ from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowS
 from corecontext.integrations.vllm.engine_options import num_drafts
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.integrations.vllm.raw_heads import RawShare
+from corecontext.integrations.vllm.start_check import check_layout, check_start
 
 
 class LayerCache(AttentionLayerBase):
@@ -33,8 +35,13 @@ class LayerCache(AttentionLayerBase):
         self.backend = backend
         self.kv_cache = torch.tensor([])
 
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the cache that vLLM made."""
+        check_layout(kv_cache, self.spec)
+        self.kv_cache = kv_cache
+
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """Return the backend, whose caches have one shape."""
+        """Return the backend, which takes caches of each kind."""
         return self.backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -66,10 +73,14 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
 
     A layer's own cache is its window. Where all its heads keep every token, it is a cache of such
     heads, maybe of other layers.
+
+    Raises:
+        ValueError: vLLM would keep other pages than planned.
     """
     first = next(iter(layers.values()))
     raw_heads = first.impl.raw_heads
     specs = cache_specs_of(first)
+    check_start([spec for spec in specs if spec is not None])
 
     # Windows and core tokens.
     cores: dict[int, LayerCache] = {}

@@ -8,7 +8,7 @@ every token holds as many more tokens as there are fewer heads. Needs vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -35,39 +35,27 @@ class WindowSpec(SlidingWindowSpec):
             **shape,
         )
 
-    def max_admission_blocks_per_request(
-        self, max_num_batched_tokens: int, max_model_len: int
-    ) -> int:
-        """Return the most pages of a request, as vLLM reserves them."""
-        return self.layout.most_window_pages(max_num_batched_tokens + self.drafts, max_model_len)
+    @property
+    def num_retained_tokens(self) -> int:
+        """Tokens below a step's first position behind which vLLM's runner drops pages: 0 keeps them
+        all, first tokens too."""
+        return 0
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Return the most pages of a request, as vLLM reserves them; tokens are in flight from the
+        time that a step brings them until the next steps know its outcome."""
+        return self.layout.most_window_pages(max_in_flight_tokens + self.drafts, max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSpec(FullAttentionSpec):
     """Describe the cache of core tokens; `block_size` is the tokens that a page stands for."""
 
-    group_size: int
-
     @classmethod
     def of(cls, layout: PageLayout, **shape) -> CoreSpec:
         """Make the spec of a layout; shape is num_kv_heads, head_size and dtype."""
-        return cls(block_size=layout.core_page_tokens, group_size=layout.group_size, **shape)
-
-    @property
-    def storage_block_size(self) -> int:
-        """Core tokens of a page."""
-        return self.block_size // self.group_size
-
-    @property
-    def real_page_size_bytes(self) -> int:
-        """Bytes of a page: those of its core tokens."""
-        return super().real_page_size_bytes // self.group_size
-
-    @classmethod
-    def merge(cls, specs: list[CoreSpec]) -> CoreSpec:
-        """Return the spec of a group of layers, whose specs must be equal."""
-        assert all(spec == specs[0] for spec in specs), "layers of a group must have one layout"
-        return replace(specs[0])
+        g = layout.group_size
+        return cls(block_size=layout.core_page_tokens, tokens_per_state=g, **shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,9 @@ MEMORY_SHARE = 0.92
 """Share of a GPU's memory that vLLM uses by default."""
 PAGE_SIZE = 16
 """Entries of a page, vLLM's default."""
-MOST_BATCHED = 8192
-"""Tokens of a prompt in a step, vLLM's default on large GPUs."""
+IN_FLIGHT = 2 * 8192
+"""Tokens of a prompt in flight: those of two steps, of vLLM's default size on large GPUs, because
+vLLM schedules a step while the one before runs."""
 
 
 def gpu_gib(given: float | None) -> float:
@@ -67,7 +68,7 @@ def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> t
 
     pages = free // (layers * page_bytes(cost, pooled))
     layout = PageLayout.of(pooled, PAGE_SIZE)
-    return full, layout.cache_tokens(pages, length, MOST_BATCHED, groups, raw_pages)
+    return full, layout.cache_tokens(pages, length, IN_FLIGHT, groups, raw_pages)
 
 
 def capacity_table(

@@ -28,11 +28,13 @@ def check_server(vllm_config: VllmConfig) -> None:
             "kv_transfer_config must not be given with core context: its caches are not sent to "
             "other servers. Leave out --kv-transfer-config."
         )
-    if vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "vLLM's model runner must be V1 for core context, which has not run with V2. "
-            "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0."
-        )
+    parallel = vllm_config.parallel_config
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, option) > 1:
+            raise ValueError(
+                f"{option} must be 1 for core context, got {getattr(parallel, option)}: its pages "
+                "are not split by tokens. Use --tensor-parallel-size."
+            )
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.method != "ngram":
         raise ValueError(

@@ -20,11 +20,14 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
+from corecontext.integrations.vllm.cache_specs import WindowSpec
 from corecontext.integrations.vllm.engine_options import check_server, num_drafts
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
+from corecontext.integrations.vllm.start_check import check_group, check_table
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.capability import is_captured
 from corecontext.ops.spec import Spec
@@ -59,16 +62,15 @@ class CoreContextBackend(AttentionBackend):
         """Return the class that describes a batch."""
         return BatchBuilder
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Return the shape of a cache: pages of either kind, their keys before their values."""
-        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the layouts of caches: a layer's pages one after the other, each in one piece."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return whether the device may have fewer drafts than the CPU, whose counts split a step."""
+        return False
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -99,6 +101,13 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        table = vllm_config.compilation_config.static_forward_context
+        for name in layer_names:
+            check_group(kv_cache_spec, table[name].get_kv_cache_spec(vllm_config))
+        # First tokens are in window pages only.
+        self.is_checked = not (
+            isinstance(kv_cache_spec, WindowSpec) and kv_cache_spec.layout.sink_pages
+        )
         self.most_decoded = 1 + num_drafts(vllm_config)
         # vLLM puts sequences with at most so many new tokens first, so that few parts are left.
         self.reorder_batch_threshold = self.most_decoded
@@ -121,6 +130,10 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     ) -> StepMetadata:
         """Return the description of a step; nothing is copied and nothing waits for the device."""
         common = common_attn_metadata
+        if not (self.is_checked or is_captured(common.seq_lens.device)):
+            rows = (common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound)
+            layout = self.kv_cache_spec.layout
+            self.is_checked = check_table(common.block_table_tensor, *rows, layout)
         longest = common.max_seq_len
         if common.max_query_len <= self.most_decoded:
             # A captured decoding step is replayed for any length, and the step that warms it up
@@ -233,7 +246,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
 
         Args:
             query: [tokens, H, D], rotary applied; key, value: [tokens, Hkv, D].
-            kv_cache: Window pages, [P, 2, Hkv, E, D].
+            kv_cache: Window pages, [P, Hkv, E, 2 D], keys before values.
             attn_metadata: None in a run that only measures memory.
             output: [tokens, H, D], written in place.
             fused: Scales of an output in 8 bits, which vLLM leaves None for this backend.
@@ -273,10 +286,10 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         All heads of the layer are stored and attended: a few heads fewer would need a copy of
         queries, keys and values, and pages have the room.
         """
-        has_mass = self.config.core_mass
         step = window[1]
-        raw = pages_of(window[0], step.table, has_mass)
-        cores = pages_of(cores[0], cores[1].table, has_mass)
+        raw = pages_of(window[0], step.table)
+        page_bytes = self.caches.cores.spec.page_size_bytes if self.config.core_mass else None
+        cores = pages_of(cores[0], cores[1].table, page_bytes)
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec, self.config.core_bias)
         store_tokens(key, value, step.slots, raw)
@@ -296,8 +309,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         compiles: bool,
     ) -> None:
         """Attend to every token from the query heads of some KV heads."""
-        raw_cache = cache[:, :, share.first : share.first + len(share.heads)]
-        pages = pages_of(raw_cache, step.table, has_mass=False)
+        pages = pages_of(cache[:, share.first : share.first + len(share.heads)], step.table)
         query, key, value = (self._select(x, share.heads) for x in (query, key, value))
         if compiles:
             compile_for_any_batch(query, pages, pages, self.raw_spec)
@@ -349,17 +361,15 @@ def attend_step(
         attend_pages(tokens[0], step.batch, *pages, spec, core_bias, out)
 
 
-def pages_of(cache: Tensor, table: Tensor, has_mass: bool) -> Pages:
-    """Return a cache [P, 2, Hkv, E, D] as pages, with the masses behind their keys and values."""
-    k = cache[:, 0].transpose(1, 2)
-    v = cache[:, 1].transpose(1, 2)
-    if not has_mass:
+def pages_of(cache: Tensor, table: Tensor, page_bytes: int | None = None) -> Pages:
+    """Return a cache [P, Hkv, E, 2 D] as pages; of so many bytes, the masses are at their end."""
+    k, v = cache.transpose(1, 2).chunk(2, -1)
+    if page_bytes is None:
         return Pages(k, v, table)
-    pages, _, heads, entries, _ = cache.shape
+    pages, heads, entries, _ = cache.shape
     stride = cache.stride(0) * cache.element_size() // 4
-    first = stride - entries * heads
+    first = (cache.storage_offset() * cache.element_size() + page_bytes) // 4 - entries * heads
     numbers = torch.empty(0, dtype=torch.float32, device=cache.device)
     numbers.set_(cache.untyped_storage())
-    first += cache.storage_offset() * cache.element_size() // 4
     mass = numbers.as_strided((pages, entries, heads), (stride, heads, 1), first)
     return Pages(k, v, table, mass)
