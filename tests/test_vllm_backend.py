@@ -24,15 +24,17 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.request import Request
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.utils import prepare_kernel_block_sizes
+from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
+from vllm_planning import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    planning_config,
+)
 
 from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
@@ -65,38 +67,20 @@ def hf_config(**cca) -> LlamaConfig:
 
 def vllm_config(**cca) -> SimpleNamespace:
     """The fields of vLLM's config that attention reads; the whole one needs a device of vLLM's."""
-    cache = SimpleNamespace(
-        block_size=PAGE,
-        cache_dtype="auto",
-        calculate_kv_scales=False,
-        sliding_window=None,
-        kv_cache_dtype_skip_layers=[],
-        enable_prefix_caching=True,
-        hash_block_size=None,
-        num_gpu_blocks_override=None,
+    config = planning_config(PAGE)
+    config.cache_config.cache_dtype = "auto"
+    config.cache_config.calculate_kv_scales = False
+    config.cache_config.kv_cache_dtype_skip_layers = []
+    config.cache_config.sliding_window = None
+    config.model_config = SimpleNamespace(
+        hf_text_config=hf_config(**cca),
+        dtype=torch.float32,
+        max_model_len=128,
+        is_mm_prefix_lm=False,
+        use_mla=False,
     )
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            hf_text_config=hf_config(**cca),
-            dtype=torch.float32,
-            max_model_len=128,
-            is_mm_prefix_lm=False,
-            use_mla=False,
-        ),
-        cache_config=cache,
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        scheduler_config=SimpleNamespace(
-            disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=64
-        ),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            tensor_parallel_size=1,
-        ),
-        kv_transfer_config=None,
-        speculative_config=None,
-        use_v2_model_runner=False,
-    )
+    config.compilation_config = SimpleNamespace(static_forward_context={})
+    return config
 
 
 @pytest.fixture
@@ -136,7 +120,7 @@ class Runner:
         sizes = resolve_kv_cache_block_sizes(self.caches, config)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(sizes[1], sha256)
-        self.manager = KVCacheManager(self.caches, 128, *sizes, max_num_batched_tokens=64)
+        self.manager = KVCacheManager(self.caches, 128, *sizes, max_in_flight_tokens=64)
         backend = paged_backend.CoreContextBackend
         attention_groups = [
             SimpleNamespace(
@@ -147,22 +131,11 @@ class Runner:
             )
             for i, group in enumerate(groups)
         ]
-        raw = {}
-        for tensor in self.caches.kv_cache_tensors:
-            memory = torch.zeros(tensor.size, dtype=torch.int8)
-            memory.view(torch.float32).fill_(torch.nan)
-            raw.update(dict.fromkeys(tensor.shared_by, memory))
-        stub = SimpleNamespace(
-            _kv_cache_spec_attn_group_iterator=lambda: attention_groups,
-            runner_only_attn_layers=set(),
-            cache_config=config.cache_config,
-            kv_cache_config=self.caches,
-            _has_mixed_attention_kv_layout=lambda _: False,  # asked of the runner by vLLM 0.25
-        )
         blocks = prepare_kernel_block_sizes(self.caches, [[group] for group in attention_groups])
-        caches = GPUModelRunner._reshape_kv_cache_tensors(stub, raw, blocks)
-        for name, cache in caches.items():
-            self.layers[name].kv_cache = cache
+        device = torch.get_default_device()
+        layout = config.cache_config.get_resolved_kv_cache_layout()
+        for name, cache in allocate_kv_cache(self.caches, device, layout, blocks).items():
+            self.layers[name].bind_kv_cache(cache.fill_(torch.nan))
         self.builders = [
             backend.get_builder_cls()(
                 *(group.kv_cache_spec, group.layer_names, config, torch.get_default_device())
@@ -238,7 +211,7 @@ def step(runner: Runner, requests: list[Request], counts: list[int], config: CCA
     for request, count in zip(requests, counts):
         options = {}
         if not request.num_computed_tokens:
-            pages, length = runner.manager.get_computed_blocks(request)
+            pages, length = runner.manager.get_computed_blocks(request)[:2]
             options = {"num_new_computed_tokens": length, "new_computed_blocks": pages}
         assert runner.manager.allocate_slots(request, count, **options) is not None
         request.num_computed_tokens += options.get("num_new_computed_tokens", 0)
@@ -548,7 +521,6 @@ def test_other_architectures_are_refused():
     [
         ("kv_transfer_config", SimpleNamespace(), "Leave out --kv-transfer-config"),
         ("speculative_config", SimpleNamespace(method="eagle"), "must be 'ngram'"),
-        ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
         (
             "scheduler_config",
             SimpleNamespace(disable_hybrid_kv_cache_manager=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,15 +14,15 @@ pytest.importorskip("vllm", reason="the plug-in to vLLM needs vllm")
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
+from vllm_planning import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    planning_config,
+)
 
 from corecontext.integrations.vllm.cache_managers import register_cache_specs
 from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
@@ -62,7 +61,7 @@ class Server:
             LONGEST,
             scheduler_block_size=math.lcm(*sizes),
             hash_block_size=math.gcd(*sizes),
-            max_num_batched_tokens=24,
+            max_in_flight_tokens=24,
         )
         self.pages: dict[int, dict[int, object]] = {}
         self.hits = 0
@@ -76,7 +75,7 @@ class Server:
         """Compute `count` tokens, of which the first `accepted` stay; False without pages."""
         options = {}
         if not request.num_computed_tokens:
-            shared, length = self.manager.get_computed_blocks(request)
+            shared, length = self.manager.get_computed_blocks(request)[:2]
             count = min(count, request.num_tokens - length)
             accepted = count
             options = {"num_new_computed_tokens": length, "new_computed_blocks": shared}
@@ -185,7 +184,7 @@ def test_any_schedule_reads_what_the_rule_allows(layout, drafts, raw_tokens):
 def test_a_window_page_and_a_core_page_have_the_same_bytes():
     window, core = specs_of(PageLayout(group_size=16, window_size=1024, sinks=16, page_size=16))
     assert window.page_size_bytes == core.page_size_bytes == 16 * 2 * 2 * 8 * 4
-    assert (core.block_size, core.storage_block_size) == (256, 16)
+    assert (core.block_size, core.num_states) == (256, 16)
 
 
 def test_vllm_makes_one_group_of_each_kind():
@@ -195,10 +194,7 @@ def test_vllm_makes_one_group_of_each_kind():
     for layer in range(3):
         specs[f"model.layers.{layer}.self_attn.attn"] = window
         specs[f"model.layers.{layer}.self_attn.attn.cores"] = core
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False)
-    )
-    groups = get_kv_cache_groups(config, specs)
+    groups = get_kv_cache_groups(planning_config(), specs)
     assert [type(group.kv_cache_spec) for group in groups] == [WindowSpec, CoreSpec]
     assert [len(group.layer_names) for group in groups] == [3, 3]
     assert groups[1].kv_cache_spec == core
@@ -212,11 +208,7 @@ def test_vllm_groups_caches_of_raw_heads_as_their_plan_says(layers, caches):
     specs = {f"layer_{number}": window for number in range(layers)}
     specs |= {f"layer_{number}.cores": core for number in range(layers)}
     specs |= {f"raw_{number}": raw for number in range(caches)}
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        cache_config=SimpleNamespace(num_gpu_blocks_override=None),
-        kv_transfer_config=None,
-    )
+    config = planning_config()
     groups = get_kv_cache_groups(config, specs)
     size, counts = grouped_caches([layers, caches])
     kinds = [type(group.kv_cache_spec) for group in groups]

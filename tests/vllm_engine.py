@@ -34,8 +34,11 @@ if not GPU:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 # ruff: noqa: E402 (vLLM reads the environment and its platform when it is imported)
+import faster_interpreter
 import triton.backends
 
+if not GPU:
+    faster_interpreter.install()
 if RUNNER == "V2" and not GPU:
     # vLLM's CPU build loads the kernels of V2 only beside a Triton for CPUs: here the interpreter.
     driver = SimpleNamespace(is_active=lambda: True)
@@ -361,6 +364,7 @@ def run(name: str, options: dict) -> dict:
     say("forwards compared")
     return {
         "case": name,
+        "runner": "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1",
         "wrong": [i for i, pair in enumerate(zip(tokens, wanted)) if pair[0] != pair[1]],
         "not_greedy": not_greedy,
         "not_as_alone": [
@@ -391,4 +395,4 @@ if __name__ == "__main__":
     accepted = counted(accept, "accepted", lambda given: given["num_accepted_tokens"])
     Scheduler.make_spec_decoding_stats = accepted
     for case in sys.argv[2:] or CASES:
-        print(json.dumps({"runner": RUNNER, **run(case, CASES[case])}), flush=True)
+        print(json.dumps(run(case, CASES[case])), flush=True)

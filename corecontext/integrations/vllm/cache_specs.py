@@ -41,7 +41,9 @@ class WindowSpec(SlidingWindowSpec):
         all, first tokens too."""
         return 0
 
-    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+    def max_admission_blocks_per_request(
+        self, max_in_flight_tokens: int, max_model_len: int
+    ) -> int:
         """Return the most pages of a request, as vLLM reserves them; tokens are in flight from the
         time that a step brings them until the next steps know its outcome."""
         return self.layout.most_window_pages(max_in_flight_tokens + self.drafts, max_model_len)

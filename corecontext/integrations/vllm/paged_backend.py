@@ -69,7 +69,7 @@ class CoreContextBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return whether the device may have fewer drafts than the CPU, whose counts split a step."""
+        """Return whether the device may have fewer drafts than the CPU, which splits a step."""
         return False
 
     @classmethod
@@ -130,7 +130,7 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     ) -> StepMetadata:
         """Return the description of a step; nothing is copied and nothing waits for the device."""
         common = common_attn_metadata
-        if not (self.is_checked or is_captured(common.seq_lens.device)):
+        if not self.is_checked:
             rows = (common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound)
             layout = self.kv_cache_spec.layout
             self.is_checked = check_table(common.block_table_tensor, *rows, layout)
