@@ -1,4 +1,4 @@
-.PHONY: check test slow docs
+.PHONY: check test slow vllm docs
 
 PYTHON ?= .venv/bin/python
 
@@ -12,6 +12,9 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+vllm:
+	$(PYTHON) tests/vllm_release.py 0.32.0
 
 docs:
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

@@ -123,7 +123,6 @@ class VllmBench:
             "random_weights": True,
             "dtype": "bfloat16",
             "weights": self.weights,
-            "model_runner": "V1",
             "compiled": self.compiled,
             "most_batched": self.most_batched,
             "most_requests": min(MOST_REQUESTS, self.most_batched),
@@ -155,7 +154,6 @@ def run_vllm_bench(
     # vLLM reads the environment when it is imported. Engine and scheduler stay in this process, so
     # that the times are those of steps, not of messages.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     [method] = bench.methods
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +252,8 @@ class _Trial:
 
     def keep(self, name: str, value: float | list[float], **more: Any) -> None:
         """Make a record and hand it over."""
-        params = self.bench.params(self.method, **more)
+        runner = "V2" if self.engine.vllm_config.use_v2_model_runner else "V1"
+        params = self.bench.params(self.method, model_runner=runner, **more)
         record = make_record(f"vllm.{name}", value, params, device=self.device)
         self.records.append(record)
         self.on_records([record])
@@ -270,7 +269,8 @@ class _Trial:
         tokens = pages * PAGE_SIZE
         if self.method == "cca":
             layout = PageLayout.of(self.bench.config, PAGE_SIZE)
-            tokens = layout.cache_tokens(pages, length, self.bench.most_batched)
+            in_flight = self.engine.vllm_config.max_in_flight_tokens
+            tokens = layout.cache_tokens(pages, length, in_flight)
         self.keep("cache_tokens", tokens, length=length, pages=pages)
 
     def warm_up(self) -> None:

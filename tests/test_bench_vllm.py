@@ -23,7 +23,10 @@ class Engine:
     """Gives each request a token in each step, its first one after a step of its prompt."""
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1000))
+        cache = SimpleNamespace(num_gpu_blocks=1000)
+        self.vllm_config = SimpleNamespace(
+            cache_config=cache, max_in_flight_tokens=32, use_v2_model_runner=True
+        )
         self.waiting: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
         self.prompts: list[list[int]] = []
@@ -58,8 +61,7 @@ def engine(monkeypatch):
     monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: package)
     monkeypatch.setattr(bench_vllm, "make_engine", lambda *args: engine)
     monkeypatch.setattr(bench_vllm, "device_name", lambda device: "a GPU")
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER"):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "")
     return engine
 
 
@@ -84,9 +86,10 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
     ]
     tokens = 16000
     if method == "cca":
-        tokens = PageLayout.of(VllmBench().config, 16).cache_tokens(1000, 34, 16)
+        tokens = PageLayout.of(VllmBench().config, 16).cache_tokens(1000, 34, 32)
     assert records[0].value == tokens
     assert records[1].params["length"] == 20
+    assert records[1].params["model_runner"] == "V2"
     assert records[-2].params["requests"] == 5
     assert all(record.params["method"] == method for record in records)
     assert [len(prompt) for prompt in engine.prompts[-5:]] == [30] * 5

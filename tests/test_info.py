@@ -202,8 +202,8 @@ def test_memory_that_holds_no_cache_of_vllm(options, message, tmp_path, capfd, m
 def test_the_table_of_vllms_cache(monkeypatch):
     hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
     config = CCAConfig(16, 64, core_mass=False)
-    table = capacity.capacity_table(hf_config, COST, config, [2048, 16384], 0.01)
-    free = int(0.92 * 0.01 * 2**30) - COST.weight_bytes()
+    table = capacity.capacity_table(hf_config, COST, config, [2048, 16384], 0.1)
+    free = int(0.92 * 0.1 * 2**30) - COST.weight_bytes()
     columns = [list(column.cells) for column in table.columns]
     held = [capacity.held_tokens(COST, config, length, free) for length in (2048, 16384)]
     assert columns[:3] == [

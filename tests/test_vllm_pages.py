@@ -4,8 +4,10 @@ of visibility allows, and find there what was written."""
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -211,10 +213,37 @@ def test_a_cache_that_holds_no_step_holds_no_tokens():
     assert layout.cache_tokens(2, 300, 200) == 0
 
 
-@pytest.mark.parametrize("version", ["0.22.1", "0.26.0", "0.2"])
-def test_an_untested_release_of_vllm_gets_no_plug_in(monkeypatch, version):
+@pytest.mark.parametrize("version", ["0.22.1", "0.25.1", "0.28.1rc2.dev7+g1a2b3c", "0.2"])
+def test_an_older_release_of_vllm_gets_no_plug_in(monkeypatch, version):
     """Nothing of it is imported."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
-    message = f"not available in vLLM {version}, only in 0.23, 0.24, 0.25"
+    message = (
+        f"not available in vLLM {re.escape(version)}, .* corecontext 0.1 takes vLLM 0.23 to 0.25"
+    )
     with pytest.warns(UserWarning, match=message):
         plugin.register()
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "1.0", "dev"])
+def test_a_newer_release_of_vllm_with_other_interfaces_gets_no_plug_in(monkeypatch, version):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    assert not plugin.is_tested(version)
+    message = (
+        f"not available in vLLM {version}, only in {plugin.RELEASES}: a newer one has other int"
+    )
+    with pytest.warns(UserWarning, match=message):
+        plugin.register()
+
+
+def test_a_tested_release_of_vllm_that_lacks_an_interface_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
+    with pytest.raises(ImportError, match="vllm"):
+        plugin.register()
+
+
+def test_the_releases_of_vllm_are_those_of_the_extra():
+    oldest, newest = (".".join(map(str, release)) for release in (plugin.OLDEST, plugin.NEWEST))
+    assert f"vLLM {oldest} to {newest}" == plugin.RELEASES
+    major, minor = plugin.NEWEST
+    extra = f'vllm = ["vllm>={oldest},<{major}.{minor + 1}"]'
+    assert extra in Path(__file__).parent.with_name("pyproject.toml").read_text().splitlines()
