@@ -63,8 +63,8 @@ def check_kept_pages(specs: Sequence[AttentionSpec]) -> None:
     manager = KVCacheManager(KVCacheConfig(pages, [], groups), tokens, math.lcm(*sizes), hash_size)
 
     def hashes(request: Request) -> list[bytes]:
-        known = len(request.block_hashes)
-        return [i.to_bytes(32, "big") for i in range(known, request.num_tokens // hash_size)]
+        first = len(request.block_hashes)
+        return [i.to_bytes(32, "big") for i in range(first, request.num_tokens // hash_size)]
 
     for name in ("alone", "alike"):
         params = SamplingParams(max_tokens=1)
