@@ -11,7 +11,7 @@ from tiny_model import save_tiny_model
 from transformers import AutoTokenizer
 
 from corecontext.cli import main
-from corecontext.data.needles import ANSWER
+from corecontext.data.needles import ANSWER, ANSWER_TOKENS
 from corecontext.demo import compare, report
 from corecontext.demo.compare import ASSETS, DemoSettings, plan, run_demo
 from corecontext.demo.prompts import Prompt
@@ -108,6 +108,7 @@ def test_a_users_model_is_asked_in_its_own_template(of_a_user):
             assert text.count(question.fact.answer) == 1 and question.depth == depth
             assert question.is_correct(f"It is {question.fact.answer}, I think.")
             assert 400 < len(prompt.token_ids) <= 500
+            assert question.max_new_tokens == ANSWER_TOKENS == 32
             assert len(prompt.is_counted) == len(prompt.token_ids)
             assert not any(prompt.is_counted[: len(prompt.token_ids) // 2])
             assert all(prompt.is_counted[len(prompt.token_ids) // 2 + 1 :])

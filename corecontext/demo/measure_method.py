@@ -173,6 +173,7 @@ def _answer(loaded: Loaded, reading: Reading, question: Question) -> str:
         tokens = torch.tensor([question.token_ids], device=token.device)
         token = _step(loaded.model, tokens, cache)
     answer = [int(token)]
+    # mutant demo: an answer has a token too many
     while len(answer) < question.max_new_tokens and not _ends(tokenizer, answer[-1]):
         token = _step(loaded.model, token, cache)
         answer.append(int(token))
