@@ -21,7 +21,7 @@ from benchmarks.timing import capture, sample_in_turns
 from corecontext import cost
 from corecontext.cache import CompactLayer
 from corecontext.config import CCAConfig
-from corecontext.fetch_sizes import index_bytes
+from corecontext.ops.fetch.index import index_of
 from corecontext.visibility import num_visible_cores
 
 ROTATE_BYTES = {"cpu": 2**28, "cuda": 2**29}  # several times the size of a last-level cache
@@ -68,7 +68,7 @@ class DecodeTask(NamedTuple):
         sizes = self.sizes
         itemsize = getattr(torch, sizes.dtype).itemsize
         visible = num_visible_cores(self.length - 1, self.group_size, self.window_size)
-        index = index_bytes(fetch_index, self.group_size, sizes.head_dim, itemsize)
+        index = index_of(fetch_index).num_bytes(self.group_size, sizes.head_dim, itemsize)
         tokens = min(fetch_groups, visible) * (self.group_size - 1)
         token = 2 * sizes.head_dim * itemsize
         return sizes.batch * sizes.kv_heads * (visible * index + tokens * token)

@@ -40,8 +40,16 @@ tokens takes the bytes on the device of groups of 16 and a window of 512."""
 CORE_POSITIONS = ("middle", "token")
 CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-FETCH_INDICES = ("mean", "parts:P:B", "pairs:B", "bits:B", "oracle")
-"""Indices of fetch; P is a number of parts, at least 1, and B of bits, 1, 2 or 4."""
+INDICES = {
+    "mean": "corecontext.ops.fetch.mean:Mean",
+    "parts:P:B": "corecontext.ops.fetch.low_bits:Parts",
+    "pairs:B": "corecontext.ops.fetch.low_bits:Pairs",
+    "bits:B": "corecontext.ops.fetch.low_bits:Bits",
+    "oracle": "corecontext.ops.fetch.oracle:Oracle",
+}
+"""The class of each index of fetch, by the form of its name; P is a number of parts, at least 1,
+and B of bits, 1, 2 or 4."""
+_NUMBERS = {"P": "([1-9][0-9]{0,8})", "B": "([124])"}
 STORES = ("none", "device", "host")
 PREFILLS = ("auto", "cca", "fetch", "full")
 BACKENDS = ("auto", "reference", "packed", "triton")
@@ -340,36 +348,29 @@ def setting_help(name: str) -> str:
     return field_help(CCAConfig)[name].partition(". ")[0].removesuffix(".") + "."
 
 
-class IndexKind(NamedTuple):
-    """Describe an index of fetch by the parts of its name."""
+class IndexName(NamedTuple):
+    """Tell what the name of an index says."""
 
-    kind: str
-    """"mean", "parts", "pairs", "bits" or "oracle"."""
-    parts: int = 0
-    """P of "parts"."""
-    bits: int = 0
-    """B, or 0 for keys as they are."""
+    where: str
+    """Its class, of `INDICES`."""
+    numbers: tuple[int, ...]
+    """The class's arguments."""
 
 
-def parse_index(name: str) -> IndexKind:
-    """Return the parts of the name of an index.
+def parse_index(name: str) -> IndexName:
+    """Read the name of an index.
 
     Raises:
         ValueError: no index has this name.
     """
-    kind, *numbers = name.split(":") if isinstance(name, str) else [""]
-    are_numbers = all(x.isascii() and x.isdigit() and len(x) < 10 for x in numbers)
-    values = [int(x) for x in numbers] if are_numbers else [-1]
-    if kind in ("mean", "oracle") and not values:
-        return IndexKind(kind)
-    has_bits = bool(values) and values[-1] in (1, 2, 4)
-    if kind == "parts" and len(values) == 2 and values[0] >= 1 and has_bits:
-        return IndexKind(kind, *values)
-    if kind in ("pairs", "bits") and len(values) == 1 and has_bits:
-        return IndexKind(kind, 0, values[0])
+    for form, where in INDICES.items():
+        pattern = ":".join(_NUMBERS.get(word, word) for word in form.split(":"))
+        match = re.fullmatch(pattern, name) if isinstance(name, str) else None
+        if match:
+            return IndexName(where, tuple(map(int, match.groups())))
     raise ValueError(
-        f"fetch_index must be {listed(tuple(map(repr, FETCH_INDICES)))}, got {name!r}."
-        + did_you_mean(name, FETCH_INDICES)
+        f"fetch_index must be {listed(tuple(map(repr, INDICES)))}, got {name!r}."
+        + did_you_mean(name, INDICES)
     )
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from corecontext.config import CCAConfig
-from corecontext.fetch_sizes import num_indexed, num_parts, stored_index_bytes
 from corecontext.model_sizes import ModelSizes
+from corecontext.ops.fetch.index import index_of
 from corecontext.visibility import (
     num_complete_groups,
     num_scores,
@@ -142,8 +142,9 @@ def store_bytes(config: CCAConfig, seq_len: int, head_dim: int, itemsize: int) -
     g = config.group_size
     sinks = num_sinks(config.sink_size, g)
     raw = seq_len * _token_bytes(config, head_dim, itemsize)
-    index = stored_index_bytes(config.fetch_index, g, head_dim, itemsize)
-    index *= num_indexed(config.fetch_index, seq_len - sinks, g, config.window_size)
+    kind = index_of(config.fetch_index)
+    index = kind.num_stored_bytes(g, head_dim, itemsize)
+    index *= kind.num_indexed(seq_len - sinks, g, config.window_size)
     if config.store == "device":
         return CacheBytes(raw + index, 0)
     if not config.fetch_slots:
@@ -169,7 +170,7 @@ def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int
     most = num_visible_cores(length - 1, g, s)
     fetched = _num_visible(length, g, s, min(config.fetch_groups, most)) * (g - 1)
     scored = _num_visible(length, g, s, most) // config.fetch_share
-    scored *= num_parts(config.fetch_index, g)
+    scored *= index_of(config.fetch_index).num_keys(g)
     return 2 * query_heads * head_dim * (FORWARD_PRODUCTS * fetched + scored)
 
 

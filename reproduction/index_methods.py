@@ -3,8 +3,7 @@ learned index."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,9 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from corecontext import cca_attention
 from corecontext.baselines.method import Call, Method
 from corecontext.config import CCAConfig
-from corecontext.ops.fetch import index as fetch_index
-from corecontext.ops.fetch import query_blocks
-from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.fetch.index import Index, index_of
+from corecontext.ops.fetch.low_bits import LowBits
 from reproduction.index_training import Projections
 
 
@@ -65,69 +63,83 @@ class LearnedFetch(Method):
     def attend(self, call: Call) -> Tensor:
         """Attend with fetch; the layer's projections choose."""
         config = self.config
-        with projected(self.layers[call.layer.full_index]):
-            return cca_attention(
-                call.q,
-                call.k,
-                call.v,
-                group_size=config.group_size,
-                window_size=config.window_size,
-                sink_size=config.sink_size,
-                rotary=call.rotary,
-                scale=call.scoring.scale,
-                softcap=call.scoring.softcap,
-                core_mass=config.core_mass,
-                fetch_groups=config.fetch_groups,
-                fetch_index=config.fetch_index,
-                fetch_share=1,
-            )
-
-
-@contextmanager
-def projected(projections: Projections) -> Iterator[None]:
-    """Make fetch choose by projected queries and keys, of one row, in the plain path and in the
-    kernels."""
-    from corecontext.ops.triton import fetch_backend
-
-    def build(keys: Tensor, name: str, centre: Tensor | None) -> fetch_index.Index:
-        assert centre is not None, "an index in low bits has a centre"
-        to_keys, to_queries = weights_of(keys)
-        keys = keys.float() @ to_keys[:, None]
-        centre = (centre.float()[:, None] @ to_keys)[:, 0]
-        index = fetch_index.build(keys, name, centre)
-        # Blocks of queries take some KV heads of an index: each with its own projection.
-        return index._replace(centre=torch.cat((centre, to_queries.flatten(1)), 1))
-
-    def weights_of(keys: Tensor) -> tuple[Tensor, Tensor]:
-        rows = len(keys) // len(projections.key)
-        key, query = (
-            x.to(keys.device, torch.float32) for x in (projections.key, projections.query)
+        return cca_attention(
+            call.q,
+            call.k,
+            call.v,
+            group_size=config.group_size,
+            window_size=config.window_size,
+            sink_size=config.sink_size,
+            rotary=call.rotary,
+            scale=call.scoring.scale,
+            softcap=call.scoring.softcap,
+            core_mass=config.core_mass,
+            fetch_groups=config.fetch_groups,
+            fetch_index=self.index_of(call.layer.full_index),
+            fetch_share=1,
         )
-        return key.repeat(rows, 1, 1), query.repeat(rows, 1, 1)
 
-    def parted(index: fetch_index.Index, q: Tensor) -> tuple[fetch_index.Index, Tensor]:
-        """Return an index with its centre alone, and the projected queries."""
-        rank = projections.key.shape[2]
-        centre, to_queries = index.centre.split([rank, rank * q.shape[3]], 1)
-        weights = to_queries.unflatten(1, (q.shape[3], rank))
-        return index._replace(centre=centre), (q.float() @ weights[:, None]).to(q.dtype)
+    def index_of(self, layer: int) -> Projected:
+        """Return the index of a full-attention layer."""
+        index = index_of(self.config.fetch_index)
+        assert isinstance(index, LowBits), "projected keys are stored in low bits"
+        return Projected(self.layers[layer], index)
 
-    def scores(index: fetch_index.Index, q: Tensor, *rest: object) -> Tensor:
-        return fetch_index.scores(*parted(index, q), *rest)
 
-    def keys_of(q: Tensor, tokens: Tokens, cores: Cores, spec: Spec) -> tuple[Tensor, Tensor]:
-        g, first = spec.group_size, spec.sinks
-        groups = tokens.k[:, first : first + cores.k.shape[2] * g].unflatten(1, (-1, g))
-        centre = fetch_index.centre_of(tokens.k, spec)
-        return fetch_index.as_products(*parted(build(groups, spec.fetch_index, centre), q))
+class Projected(Index):
+    """Keys that another index stores after a projection, of each KV head its own; queries have
+    theirs."""
 
-    places = ((query_blocks, "build", build), (query_blocks, "scores", scores))
-    places += ((fetch_backend, "_index", keys_of),)
-    before = [getattr(module, name) for module, name, _ in places]
-    try:
-        for module, name, function in places:
-            setattr(module, name, function)
-        yield
-    finally:
-        for (module, name, _), function in zip(places, before):
-            setattr(module, name, function)
+    def __init__(self, projections: Projections, index: LowBits) -> None:
+        self.projections = projections
+        self.index = index
+        self.name = index.name
+
+    def key_sizes(self, group_size: int) -> tuple[int, ...]:
+        """Return those of the other index."""
+        return self.index.key_sizes(group_size)
+
+    def key_dim(self, head_dim: int) -> int:
+        """Return R."""
+        return self.projections.key.shape[2]
+
+    def num_centred(self, group_size: int, window_size: int) -> int:
+        """Count as the other index."""
+        return self.index.num_centred(group_size, window_size)
+
+    def num_bytes(self, group_size: int, head_dim: int, itemsize: int) -> int:
+        """Count those of keys of R elements."""
+        return self.index.num_bytes(group_size, self.key_dim(head_dim), itemsize)
+
+    def encode(self, keys: Tensor, centre: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what the other index stores of projected keys."""
+        assert centre is not None, "an index in low bits has a centre"
+        projected = keys.float() @ self._for(keys, self.projections.key)[:, None]
+        return self.index.encode(projected, self._centre(centre))
+
+    def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
+        """Return projected keys."""
+        return self.index.decode(stored, dim, dtype)
+
+    def map_queries(self, q: Tensor) -> Tensor:
+        """Return projected queries, as the other index scores by them."""
+        return self.index.map_queries(self._queries(q))
+
+    def offset(self, q: Tensor, centre: Tensor) -> Tensor:
+        """Return the products with the projected centre."""
+        return self.index.offset(self._queries(q), self._centre(centre))
+
+    def products(self, stored: tuple[Tensor, ...], mapped: Tensor) -> Tensor:
+        """Return those of the other index."""
+        return self.index.products(stored, mapped)
+
+    def _queries(self, q: Tensor) -> Tensor:
+        return (q.float() @ self._for(q, self.projections.query)[:, None]).to(q.dtype)
+
+    def _centre(self, centre: Tensor) -> Tensor:
+        return (centre.float()[:, None] @ self._for(centre, self.projections.key))[:, 0]
+
+    def _for(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Weights [N, D, R] of each sequence of x [N, ...], of [Hkv, D, R]."""
+        rows = len(x) // len(weights)
+        return weights.to(x.device, torch.float32).repeat(rows, 1, 1)

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.tables import Column, markdown
-from corecontext.fetch_sizes import index_bytes
+from corecontext.ops.fetch.index import index_of
 from corecontext.record import Record
 from reproduction.real_tables import Line, lines_of
 
@@ -48,7 +48,7 @@ def _bytes_of(name: str, group_size: int, dim: int) -> int:
         name = f"parts:{numbers[0]}:{numbers[1]}"
     if kind == "parts" and len(numbers) == 1:
         return int(numbers[0]) * 2 * dim
-    return index_bytes(name, group_size, dim, 2)
+    return index_of(name).num_bytes(group_size, dim, 2)
 
 
 def index_markdown(records: Sequence[Record]) -> str:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.config import parse_index
-from corecontext.fetch_sizes import num_parts
-from corecontext.ops.fetch.index import centre_of, part_means
-from corecontext.ops.fetch.low_bits import decode, encode, rotation
+from corecontext.ops.fetch.index import index_of
+from corecontext.ops.fetch.low_bits import LowBits, part_means, rotation
+from corecontext.ops.fetch.scoring import centre_of
 from corecontext.ops.spec import Spec
 from corecontext.visibility import sees_core
 
@@ -149,13 +148,13 @@ def divergence(shares: Tensor, guess: Tensor, visible: Tensor) -> Tensor:
 def stored(keys: Tensor, name: str) -> Tensor:
     """Return keys [N, M, g, R] as an index in low bits stores them [N, M, P, R]; the gradient
     passes over the rounding."""
-    bits = parse_index(name).bits
-    means = part_means(keys, num_parts(name, keys.shape[2]))
+    index = index_of(name)
+    assert isinstance(index, LowBits), "projected keys are stored in low bits"
+    means = part_means(keys, index.key_sizes(keys.shape[2]))
+    rank = means.shape[3]
     with torch.no_grad():
-        codes, scales = encode(means, bits, shared=True)
-        levels = decode(codes, bits, means.shape[3], means.dtype)
-        rounded = levels * scales.to(means.dtype)[..., None, None]
-        rounded = rounded @ rotation(means.shape[3], means.dtype, means.device).mT
+        rounded = index.decode(index.encode(keys, None), rank, means.dtype)
+        rounded = rounded @ rotation(rank, means.dtype, means.device).mT
     return means + (rounded - means).detach()
 
 

@@ -18,9 +18,9 @@ from corecontext.baselines import enabled
 from corecontext.baselines.method import Call
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
-from corecontext.fetch_sizes import index_bytes
-from corecontext.ops.fetch.choice import choose
-from corecontext.ops.fetch.index import build, centre_of, scores
+from corecontext.ops.fetch.choice import choose, to_marks
+from corecontext.ops.fetch.index import index_of
+from corecontext.ops.fetch.scoring import Queries, centre_of, scores
 from corecontext.ops.spec import Spec
 from corecontext.perplexity import hidden_nll
 from corecontext.record import Record, append_records, device_name, make_record
@@ -157,15 +157,16 @@ class IndexStudy:
         q = q[:, :, place]
         visible = sees_groups(place, groups_of(k, spec).shape[1], spec)
         marks = []
-        for name in ("oracle", config.fetch_index):
-            keys, centre, queries = groups_of(k, spec), centre_of(k, spec), q
-            if isinstance(setting, LearnedFetch) and name != "oracle":
-                projections = setting.layers[call.layer.full_index]
-                keys = keys @ projections.key[:, None]
-                centre = (centre[:, None] @ projections.key)[:, 0]
-                queries = q @ projections.query[:, None]
-            each = scores(build(keys, name, centre), queries, spec)
-            marks.append(choose(each, visible, spec.fetch_groups))
+        measured = index_of(config.fetch_index)
+        if isinstance(setting, LearnedFetch):
+            measured = setting.index_of(call.layer.full_index)
+        for index in (index_of("oracle"), measured):
+            spec = spec.replace(fetch_index=index)
+            centre = centre_of(k, spec)
+            stored = index.encode(groups_of(k, spec), centre)
+            estimates = scores(stored, Queries.of(q, index, centre), spec)
+            numbers = choose(estimates, visible, spec.fetch_groups)
+            marks.append(to_marks(numbers, visible.shape[1]))
         return float((marks[0] & marks[1]).sum() / marks[0].sum())
 
     def measure(self, setting: CCAConfig | LearnedFetch | None, windows: int) -> list[Record]:
@@ -250,8 +251,9 @@ class IndexStudy:
         sizes = cost.config_bytes(config, length)
         if isinstance(setting, CCAConfig):
             return sizes.device, sizes.host
+        index = index_of(config.fetch_index)
         whole, projected = (
-            index_bytes(config.fetch_index, config.group_size, dim, cost.itemsize)
+            index.num_bytes(config.group_size, dim, cost.itemsize)
             for dim in (cost.head_dim, setting.rank)
         )
         groups = (length - config.sink_size) // config.group_size

@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "1: full attention for one token too many",
-        "if sized.is_full(length - 1):",
+        "if sized.is_full(length - 1, inputs.choice):",
         f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ",
     ),
     Fault(
@@ -870,7 +870,7 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "fetch: the first query head chooses for all",
-        "shares = shares[:, 0]",
+        "return shares[:, 0]",
         "tests/test_fetch.py::test_each_index_chooses_as_in_the_reference",
     ),
     Fault(
@@ -895,7 +895,7 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "fetch: the backward has another choice",
-        "choice = self.choices.pop()",
+        "of_segments = zip(segments, [*choices][::-1] or [None] * len(segments), strict=True)",
         "tests/test_fetch.py::test_documents_of_different_length_have_gradients_of_their_own_choice",
     ),
     Fault(
@@ -910,12 +910,12 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "fetch: a shared choice shows groups before they are far past",
-        "return marks",
+        "return groups",
         "tests/test_fetch.py::test_results_and_gradients_are_the_references",
     ),
     Fault(
         "fetch: first tokens are not seen",
-        "mask = sees_token(keys, self.position, g, window)",
+        "mask = sees_token(keys, position, g, window)",
         "tests/test_fetch.py::test_all_groups_fetched_are_full_attention",
     ),
     Fault(

@@ -15,11 +15,12 @@ import pytest
 import corecontext
 
 ROOT = Path(corecontext.__file__).parent
-BASE = ("config", "fetch_sizes", "model_sizes", "visibility", "record", "files", "terminal")
+BASE = ("config", "model_sizes", "visibility", "record", "files", "terminal")
 LAYERS = [
     BASE,
     ("graphs",),
-    ("ops", "cost", "measure", "drawing"),
+    ("ops", "measure", "drawing"),
+    ("cost",),
     ("cache",),
     ("distributed",),
     ("integrations", "data"),

@@ -9,7 +9,7 @@ from budgets import fed, make_inputs
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, new_layer
 from corecontext.cache.raw_store import Newest
-from corecontext.fetch_sizes import index_bytes
+from corecontext.ops.fetch.index import index_of
 
 ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 60
@@ -105,7 +105,7 @@ def test_a_prompt_reads_only_earlier_tokens_from_host_memory():
     keys, values = layer.store.tokens(slice(None), 30, Newest(20, stored))
     assert torch.equal(keys, k[:, :, :30].flatten(0, 1))
     assert torch.equal(values, v[:, :, :30].flatten(0, 1))
-    index = layer.store.index(layer.store.num_groups(30)).tensors[0]
+    (index,) = layer.store.index(layer.store.num_groups(30))
     expected = k[:, :, :28].unflatten(2, (7, 4)).mean(3).flatten(0, 1)
     torch.testing.assert_close(index.view_as(expected), expected)
 
@@ -155,7 +155,7 @@ def test_bytes_are_those_of_tokens_and_index(index):
     heads = 2 * 2  # rows x KV heads
     # Keys in low bits wait for 4 of the 8 tokens that centre them.
     groups = (32 - 4 - 4 * (":" in index)) // 4
-    index_size = 0 if index == "oracle" else index_bytes(index, 4, 16, 4)
+    index_size = index_of(index).num_stored_bytes(4, 16, 4)
     assert layer.store_bytes == heads * (32 * 2 * 16 * 4 + groups * index_size)
     assert layer.nbytes == plain.nbytes + layer.store_bytes
     assert plain.store_bytes == 0 and layer.allocated_bytes > plain.allocated_bytes

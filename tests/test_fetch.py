@@ -4,7 +4,6 @@ others; its laws, its gradients, its indices."""
 from __future__ import annotations
 
 import functools
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,19 +12,13 @@ from budgets import make_inputs, results_and_gradients
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.config import parse_index
-from corecontext.fetch_sizes import index_bytes
 from corecontext.ops import packed, reference
 from corecontext.ops.autograd import _flat, cca_attention_op
 from corecontext.ops.batch import complete_groups
+from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch import choice, gathered, low_bits, query_blocks
-from corecontext.ops.fetch.fetching import FetchBackend
-from corecontext.ops.fetch.index import (
-    as_products,
-    build,
-    centre_of,
-    num_centred,
-    scores,
-)
+from corecontext.ops.fetch.index import index_of
+from corecontext.ops.fetch.scoring import Queries, centre_of, group_keys, scores
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import num_visible_cores
@@ -64,6 +57,12 @@ def sequence(length: int, spec: Spec, **sizes: int):
     return tokens, packed.pool(groups, spec), spec, add_to_bias(None, masses, 3)
 
 
+def attended(tokens: Tokens, cores: Cores, spec: Spec, bias: torch.Tensor | None = None):
+    """Out, log-sum-exp and choice by blocks of queries."""
+    chosen = query_blocks.choose(tokens, cores.k.shape[2], spec)
+    return *query_blocks.attend(tokens, cores, spec, bias, chosen), chosen
+
+
 # Laws
 # -------------------------------------------------------------------------------------------------
 
@@ -85,8 +84,9 @@ def test_all_groups_fetched_are_full_attention(backend, sinks, index):
     """Also where the call is not recognised as full attention beforehand."""
     spec = Spec(4, 9, 0.25, sink_size=sinks, core_mass=True, fetch_groups=100, fetch_index=index)
     tokens, *rest = sequence(75, spec)
-    attend = reference.attend if backend == "reference" else query_blocks.attend
-    out, lse = attend(tokens, *rest)[:2]
+    out, lse = attended(tokens, *rest)[:2]
+    if backend == "reference":
+        out, lse = reference.attend(tokens, *rest)
     scores = (0.25 * tokens.q @ tokens.k[:, None].mT).masked_fill(
         torch.ones(75, 75, dtype=torch.bool).triu(1), -torch.inf
     )
@@ -126,15 +126,13 @@ def test_of_equal_groups_the_lower_ones_are_fetched():
     spec = Spec(4, 9, 0.25, fetch_groups=3, fetch_index="mean")
     tokens, cores, *rest = sequence(75, spec)
     tokens = tokens._replace(q=tokens.q.round(), k=torch.ones_like(tokens.k))
-    numbers = query_blocks.attend(tokens, cores, *rest)[2]
+    numbers = query_blocks.choose(tokens, 18, spec).groups
     for position in range(75):
         count = min(3, num_visible_cores(position, 4, 9))
         wanted = [*range(count), *[-1] * (3 - count)]
         assert numbers[0, position].tolist() == wanted
     out = reference.attend(tokens, cores, *rest)[0]
-    torch.testing.assert_close(
-        out, query_blocks.attend(tokens, cores, *rest)[0], rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(out, attended(tokens, cores, *rest)[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -146,8 +144,8 @@ def test_the_best_are_those_of_a_stable_sort(count):
     truth = torch.zeros_like(values, dtype=torch.bool).scatter(1, order, True)
     marks = choice.best(values, count)
     assert torch.equal(marks, truth & (values > -torch.inf))
-    numbers = choice.to_indices(marks[None], count)
-    assert torch.equal(choice.to_mask(numbers, 8)[0], marks)
+    numbers = choice.to_numbers(marks[None], count)
+    assert torch.equal(choice.to_marks(numbers, 8)[0], marks)
     assert (numbers[numbers >= 0] < 8).all() and ((numbers < 0).int().diff() >= 0).all()
 
 
@@ -182,12 +180,12 @@ def test_shares_are_aligned_to_positions_of_the_sequence():
     """A call on the last queries has the choice of the whole, from a multiple of the share on."""
     spec = Spec(4, 9, 0.25, sink_size=3, fetch_groups=2, fetch_index="mean", fetch_share=8)
     tokens, *rest = sequence(75, spec)
-    whole, _, numbers = query_blocks.attend(tokens, *rest)
+    whole, _, chosen = attended(tokens, *rest)
     late = tokens._replace(q=tokens.q[:, :, 48:], q_start=48)
-    for attend in (query_blocks.attend, reference.attend):
+    for attend in (attended, reference.attend):
         torch.testing.assert_close(attend(late, *rest)[0], whole[:, :, 48:], rtol=0, atol=1e-12)
-    assert torch.equal(query_blocks.attend(late, *rest)[2], numbers[:, 6:])
-    odd = query_blocks.attend(tokens._replace(q=tokens.q[:, :, 45:], q_start=45), *rest)
+    assert torch.equal(attended(late, *rest)[2].groups, chosen.groups[:, 6:])
+    odd = attended(tokens._replace(q=tokens.q[:, :, 45:], q_start=45), *rest)
     torch.testing.assert_close(odd[0][:, :, 3:], whole[:, :, 48:], rtol=0, atol=1e-12)
 
 
@@ -289,17 +287,17 @@ def test_the_backward_takes_the_choice_of_the_forward():
     """And chooses again where none is kept."""
     spec = Spec(4, 9, 0.25, core_mass=True, fetch_groups=2, fetch_index="mean")
     arguments = sequence(75, spec)
-    out, lse, numbers = query_blocks.attend(*arguments)
+    out, lse, chosen = attended(*arguments)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     upstream = Upstream(grad, None, out, lse)
-    truth = query_blocks.attend_backward(upstream, *arguments, numbers)
-    kept = FetchBackend(packed, [numbers])
-    for backend in (kept, FetchBackend(packed)):
-        for got, wanted in zip(backend.attend_backward(upstream, *arguments), truth):
+    truth = query_blocks.attend_backward(upstream, *arguments, chosen)
+    for kept in (chosen, None):
+        grads = fetch.attend_backward(packed, upstream, *arguments, kept)
+        for got, wanted in zip(grads, truth):
             assert torch.equal(got, wanted)
-        assert not backend.choices
-    none = FetchBackend(packed, [torch.full_like(numbers, -1)])
-    assert not torch.allclose(none.attend_backward(upstream, *arguments)[0], truth[0])
+    none = chosen._replace(groups=torch.full_like(chosen.groups, -1))
+    grads = fetch.attend_backward(packed, upstream, *arguments, none)
+    assert not torch.allclose(grads[0], truth[0])
 
 
 def test_the_registered_operator_has_the_settings():
@@ -327,13 +325,16 @@ def test_the_registered_operator_has_the_settings():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_index_has_the_bytes_that_it_says(index, dtype):
     keys = make_inputs(60, dtype=dtype, num_kv_heads=3).k[0].unflatten(1, (12, 5))
-    assert build(keys, index).nbytes == 36 * index_bytes(index, 5, 16, dtype.itemsize)
+    index = index_of(index)
+    num_bytes = sum(x.numel() * x.element_size() for x in index.encode(keys, None))
+    assert num_bytes == 36 * index.num_bytes(5, 16, dtype.itemsize)
 
 
 @pytest.mark.parametrize("index", ["mean", "parts:2:4", "pairs:2"])
 def test_means_of_keys_in_16_bits_are_summed_in_more(index):
     keys = make_inputs(60, dtype=torch.bfloat16, num_kv_heads=3).k[0].unflatten(1, (12, 5))
-    for x, wide in zip(build(keys, index).tensors, build(keys.float(), index).tensors):
+    encode = index_of(index).encode
+    for x, wide in zip(encode(keys, None), encode(keys.float(), None)):
         assert torch.equal(x, wide.to(x.dtype))
 
 
@@ -351,14 +352,14 @@ def test_gathered_gradients_are_summed_in_float32():
 def test_marks_are_of_the_groups_that_there_are():
     numbers = torch.tensor([[[0, 5, -1], [2, 3, 1]]], dtype=torch.int32)
     marks = [[True, False, False], [False, True, True]]
-    assert choice.to_mask(numbers, 3).tolist() == [marks]
+    assert choice.to_marks(numbers, 3).tolist() == [marks]
 
 
 def test_fetch_needs_all_raw_tokens():
     tokens, *rest = sequence(30, Spec(4, 9, 0.25, fetch_groups=2))
     for less in ({"k_start": 4}, {"sink_k": tokens.k[:, :4]}):
         with pytest.raises(ValueError, match="^tokens must begin at position 0 for fetch"):
-            query_blocks.attend(tokens._replace(**less), *rest)
+            query_blocks.choose(tokens._replace(**less), 7, rest[1])
 
 
 @pytest.mark.parametrize("dim", [16, 24, 6])
@@ -402,34 +403,34 @@ def test_keys_may_share_a_scale(bits, error):
 def test_low_bits_are_centred_by_tokens_that_every_query_sees(window):
     """Keys far from 0 lose nothing, and no query with a group sees a token that came later."""
     spec = Spec(4, window, 0.25, sink_size=3, fetch_index="pairs:4")
-    count = num_centred(spec)
+    count = spec.num_centred
     assert count % 4 == 0 and count <= min(window, 512)
     x = make_inputs(700, dtype=torch.float64, num_heads=1, num_kv_heads=1)
     found = []
     for k in (x.k[:, 0], x.k[:, 0] + 100):
-        groups = k[:, 4:].unflatten(1, (174, 4))
-        index = build(groups, spec.fetch_index, centre_of(k, spec))
-        found.append(scores(index, x.q, spec).log_softmax(-1))
+        centre = centre_of(k, spec)
+        stored = spec.index.encode(group_keys(k, spec, 174), centre)
+        found.append(scores(stored, Queries.of(x.q, spec.index, centre), spec).log_softmax(-1))
     error = float((found[1] - found[0]).abs().max())
     assert (error < 1e-6) == (window > 3)
 
 
-def test_products_for_kernels_are_those_of_the_scores():
-    """Up to the product with the centre, of each index in low bits."""
-    spec = Spec(4, 9, 1.0)
+@pytest.mark.parametrize("name", ["mean", "oracle", "pairs:2", "bits:1", "parts:3:4"])
+def test_keys_as_decoded_have_the_products_of_the_scores(name):
+    """Kernels read them; the product with the centre, which they leave out, is the offset."""
     x = make_inputs(60, dtype=torch.float64, num_heads=3, num_kv_heads=1)
-    groups = x.k[:, 0].unflatten(1, (15, 4))
-    for name in ("pairs:2", "bits:1", "parts:3:4"):
-        index = build(groups, name, x.k[:, 0].mean(1))
-        q, keys = as_products(index, x.q)
-        each = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
-        if name == "parts:3:4":
-            each = each + torch.tensor([2.0, 1.0, 1.0], dtype=each.dtype).log()
-        elif name == "pairs:2":
-            each = each + math.log(2)
-        centre = x.q @ index.centre[:, None, :, None]
-        truth = scores(index, x.q, spec)
-        torch.testing.assert_close(each.logsumexp(-1) + centre, truth, rtol=0, atol=1e-9)
+    index = index_of(name)
+    centre = x.k[:, 0].mean(1) if isinstance(index, low_bits.LowBits) else None
+    stored = index.encode(x.k[:, 0].unflatten(1, (15, 4)), centre)
+    queries = Queries.of(x.q, index, centre)
+    keys = index.decode(stored, 16, torch.float64)
+    each = torch.einsum("nrtd,nmpd->nrtmp", queries.mapped, keys)
+    torch.testing.assert_close(index.products(stored, queries.mapped), each, rtol=0, atol=1e-9)
+    if centre is not None:
+        offset = (x.q @ centre[:, None, :, None])[..., 0]
+        torch.testing.assert_close(queries.offset, offset, rtol=0, atol=1e-9)
+    sizes = torch.tensor(index.key_sizes(4), dtype=torch.float64)
+    assert sizes.sum() == 4 and keys.shape[2] == index.num_keys(4) == len(sizes)
 
 
 # Settings
@@ -457,8 +458,8 @@ def test_refused_settings(settings, error, message):
 
 
 def test_names_of_indices():
-    assert parse_index("mean") == ("mean", 0, 0)
-    assert parse_index("parts:3:4") == ("parts", 3, 4) and parse_index("pairs:2") == ("pairs", 0, 2)
+    assert parse_index("mean").numbers == () and parse_index("parts:3:4").numbers == (3, 4)
+    assert index_of("pairs:2").name == "pairs:2" and index_of("pairs:2") is index_of("pairs:2")
     refused = ("parts", "parts:", "parts:0", "parts:x", "mean:1", "bits", "oracle:", "", "pairs")
     for name in (
         *refused,
@@ -497,17 +498,13 @@ def test_gradients_of_later_queries_are_those_of_the_portable_path_on_every_back
     def kernels(*call):
         raise AssertionError("a backward of whole sequences was called")
 
-    module = SimpleNamespace(
-        attend=packed.attend,
-        attend_backward=kernels,
-        fetch_unsupported_reason=lambda spec, tokens: None,
-        fetch_attend=query_blocks.attend,
-        fetch_attend_backward=kernels,
+    of_fetch = SimpleNamespace(
+        choose=query_blocks.choose, attend=query_blocks.attend, attend_backward=kernels
     )
-    backend = FetchBackend(module)
-    out, lse = backend.attend(tokens, cores, spec)
+    module = SimpleNamespace(attend=packed.attend, attend_backward=kernels, fetch=of_fetch)
+    out, lse, chosen = fetch.attend(module, tokens, cores, spec)
     upstream = Upstream(torch.ones_like(out), None, out, lse)
-    dq, dk, *_ = backend.attend_backward(upstream, tokens, cores, spec)
+    dq, dk, *_ = fetch.attend_backward(module, upstream, tokens, cores, spec, None, chosen)
     leaves = [x.clone().requires_grad_() for x in (q, k)]
     reference.attend(Tokens(*leaves, v, q_start=2), cores, spec)[0].sum().backward()
     torch.testing.assert_close(dq, leaves[0].grad)

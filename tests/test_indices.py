@@ -9,10 +9,11 @@ from test_real import COUNTS, SIZES, data, model  # noqa: F401
 from corecontext import cca_attention
 from corecontext.config import CCAConfig
 from corecontext.ops.fetch import query_blocks
+from corecontext.ops.fetch.index import index_of
 from corecontext.ops.spec import Spec
 from corecontext.record import read_records
 from reproduction.command import main
-from reproduction.index_methods import projected
+from reproduction.index_methods import Projected
 from reproduction.index_training import (
     LayerIndex,
     Projections,
@@ -134,15 +135,17 @@ def test_each_kv_head_chooses_by_its_own_projection(monkeypatch):
     identity = torch.eye(8).expand(3, 8, 8)
     same, narrow = Projections(identity, identity), Projections(*pair)
     whole = cca_attention(q, k, v, **options)
-    with projected(narrow):
-        expected = cca_attention(q, k, v, **options)
+
+    def by(projections):
+        index = Projected(projections, index_of("pairs:4"))
+        return cca_attention(q, k, v, **options | {"fetch_index": index})
+
+    expected = by(narrow)
     assert not torch.allclose(expected, whole)
     for number in (1 << 22, 1):
         monkeypatch.setitem(query_blocks._ELEMENTS, "cpu", number)
-        with projected(narrow):
-            torch.testing.assert_close(cca_attention(q, k, v, **options), expected)
-        with projected(same):
-            torch.testing.assert_close(cca_attention(q, k, v, **options), whole)
+        torch.testing.assert_close(by(narrow), expected)
+        torch.testing.assert_close(by(same), whole)
 
 
 def test_groups_of_another_size_in_the_bytes_of_cca():

@@ -36,13 +36,15 @@ from budgets import (  # noqa: E402
 from corecontext import Rotary, cca_attention, pool_core_tokens  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
+from corecontext.ops.fetch.choice import Choice  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
-from corecontext.ops.triton.attend.chosen import Call, Fetched  # noqa: E402
+from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
+from corecontext.ops.triton.attend.chosen_call import Call  # noqa: E402
 from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
 
 GPU = torch.cuda.is_available()
-HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and best.hopper_forward is not None
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (
     [torch.bfloat16, torch.float16] if GPU else [torch.float16]
@@ -54,9 +56,13 @@ class _Anywhere:
 
     pool = staticmethod(backend.pool)
     pool_backward = staticmethod(backend.pool_backward)
-    attend = staticmethod(backend.anywhere.attend)
+    attend = staticmethod(anywhere.attend)
     attend_backward = staticmethod(backend.attend_backward)
-    gradients = functools.partial(compose.gradients, backend)
+
+    @staticmethod
+    def gradients(upstream, tokens, groups, cores, spec, core_bias=None):
+        grads = backend.attend_backward(upstream, tokens, cores, spec, core_bias)
+        return compose.through_pooling(grads, groups, spec, backend.pool_backward)
 
 
 SURFACES = {"anywhere": _Anywhere, "hopper": backend}
@@ -243,10 +249,10 @@ def test_hopper_takes_the_calls():
     spec = Spec(16, 64, scale=1.0)
     for _, length, dim, *_ in CASES:
         q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device=DEVICE)
-        assert backend.hopper_forward.unsupported_reason(q, spec) is None
-        assert (backend.hopper_backward.unsupported_reason(q, spec) is None) == (dim <= 128)
+        assert best.hopper_forward.unsupported_reason(q, spec) is None
+        assert (best.hopper_backward.unsupported_reason(q, spec) is None) == (dim <= 128)
         with deterministic():
-            assert backend.hopper_backward.unsupported_reason(q, spec) is not None
+            assert best.hopper_backward.unsupported_reason(q, spec) is not None
 
 
 @DTYPE
@@ -430,16 +436,16 @@ def test_gradients_of_a_part_of_a_row_are_those_of_the_part_alone(how, dtype):
             )
 
 
-@pytest.mark.skipif(backend.hopper_forward is None, reason="this Triton has no Gluon")
+@pytest.mark.skipif(best.hopper_forward is None, reason="this Triton has no Gluon")
 def test_the_calls_that_hoppers_kernels_refuse(monkeypatch):
     """Any other takes the portable kernels, which cap scores and take other sizes."""
     chip = [(9, 0)]
-    monkeypatch.setattr(backend.hopper_forward, "nvidia_capability", lambda device: chip[0])
+    monkeypatch.setattr(best.hopper_forward, "nvidia_capability", lambda device: chip[0])
 
     def takes(dim: int = 64, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> bool:
         spec = Spec(16, 64, **{"scale": 0.1, **settings})
         q = torch.empty(1, 1, 4, dim, dtype=dtype)
-        return backend.hopper_forward.unsupported_reason(q, spec) is None
+        return best.hopper_forward.unsupported_reason(q, spec) is None
 
     assert [takes(dim) for dim in (32, 36, 40, 128, 256, 264)] == [
         *(False, False, True, True, True, False)
@@ -450,7 +456,7 @@ def test_the_calls_that_hoppers_kernels_refuse(monkeypatch):
         assert not takes()
 
 
-@pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
+@pytest.mark.skipif(best.hopper_backward is None, reason="this Triton has no Gluon")
 @DTYPE
 def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch):
     """The kernels for Hopper run nowhere else, but what comes before them does; and what they are
@@ -510,7 +516,7 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
     torch.testing.assert_close(stats[:, :, 1], delta, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(backend.hopper_backward is None, reason="this Triton has no Gluon")
+@pytest.mark.skipif(best.hopper_backward is None, reason="this Triton has no Gluon")
 def test_pooling_for_hopper_has_the_tokens_after_the_first(monkeypatch):
     """Gradients of the far past, given here, reach the first tokens as they are, and by pooling the
     tokens and group-end queries behind them."""
@@ -576,8 +582,8 @@ def fetched_call(share: int, start: int = 0, r: int = 8, dim: int = 128, g: int 
     length, shares = start + 100, -(-(start + 100) // share) - start // share
     q, k, v = (torch.zeros(2, *x, dim).bfloat16() for x in ((r, 100), (length,), (length,)))
     cores = Cores(*torch.zeros(2, 2, 1, length // g - 1, dim).bfloat16())
-    chosen = torch.zeros(2, shares, 3, dtype=torch.int32)
-    return Call(Tokens(q, k, v, start), cores, spec, None, Fetched(chosen, share))
+    choice = Choice(torch.zeros(2, shares, 3, dtype=torch.int32), share)
+    return Call(Tokens(q, k, v, start), cores, spec, None, choice)
 
 
 def test_the_calls_that_hoppers_kernels_of_fetch_take(fetch_for_hopper):
@@ -699,7 +705,7 @@ def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch)
     def kernel(name: str, takes: bool) -> SimpleNamespace:
         return SimpleNamespace(takes=lambda call: takes, attend=lambda *given: calls.append(name))
 
-    monkeypatch.setattr(backend, "attend_raw", lambda *given: calls.append("anywhere"))
+    monkeypatch.setattr(chosen, "attend_raw", lambda *given: calls.append("anywhere"))
     chip = SimpleNamespace(unsupported_reason=lambda q, spec: "capped" if spec.softcap else None)
     call = fetched_call(1)
     capped = call._replace(spec=call.spec.replace(softcap=2.0))
@@ -709,28 +715,26 @@ def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch)
         (False, False, call, "anywhere"),
         (True, True, capped, "anywhere"),
     ):
-        monkeypatch.setattr(backend, "hopper_forward", chip)
-        monkeypatch.setattr(backend, "hopper_fetch", kernel("shared", shared), raising=False)
+        monkeypatch.setattr(best, "hopper_forward", chip)
+        monkeypatch.setattr(best, "hopper_raw", kernel("shared", shared), raising=False)
         other = kernel("by query", by_query)
-        monkeypatch.setattr(backend, "hopper_fetch_query", other, raising=False)
-        backend._attend_raw(given, None, None)
+        monkeypatch.setattr(best, "hopper_query", other, raising=False)
+        best.attend_raw(given, None, None)
         assert calls.pop() == name and not calls
-    monkeypatch.setattr(backend, "hopper_forward", None)
-    backend._attend_raw(call, None, None)
+    monkeypatch.setattr(best, "hopper_forward", None)
+    best.attend_raw(call, None, None)
     assert calls == ["anywhere"]
 
     def gradients(spec: Spec, has_chip: bool = True) -> Any:
         young = SimpleNamespace(unsupported_reason=chip.unsupported_reason)
         young.gradients = lambda *given: given[-1]
-        monkeypatch.setattr(backend, "hopper_backward", young if has_chip else None)
-        arguments = (None, call.tokens, None, call.cores, spec, None, call.fetched.chosen)
-        return backend.fetch_gradients(*arguments)
+        monkeypatch.setattr(best, "hopper_backward", young if has_chip else None)
+        arguments = (None, call.tokens, None, call.cores, spec, None, call.choice)
+        return best.gradients(*arguments)
 
-    spec = call.spec.replace(fetch_groups=3, fetch_index="mean", fetch_share=4)
-    assert gradients(spec) == Fetched(call.fetched.chosen, 4)
-    assert gradients(spec, has_chip=False) is None
-    for refused in ({"softcap": 2.0}, {"fetch_index": "parts:3:4"}):
-        assert gradients(spec.replace(**refused)) is None
+    assert gradients(call.spec) is call.choice
+    assert gradients(call.spec, has_chip=False) is None
+    assert gradients(capped.spec) is None
 
 
 class _OneChip:
@@ -752,7 +756,7 @@ def test_first_tokens_kept_raw_take_the_kernels_made_for_a_chip_too(monkeypatch)
     settings = {"group_size": 4, "window_size": 7, "rotary": Rotary.from_theta(1e4, 16, DEVICE)}
     run = functools.partial(cca_attention, backend="triton", return_lse=True)
     with monkeypatch.context() as patched:
-        patched.setattr(backend, "hopper_forward", _OneChip)
+        patched.setattr(best, "hopper_forward", _OneChip)
         with pytest.raises(AssertionError, match="made for one chip"):
             run(*inputs[:3], sink_size=6, **settings)
     assert_accurate(run, inputs, sink_size=6, **settings)
@@ -773,19 +777,19 @@ def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypat
         torch.randn(1, heads, 45, 40, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)
     )
     found = []
-    for chosen in (None, (young, None), (None, young)):
-        monkeypatch.setattr(backend, "hopper_forward", chosen and chosen[0])
-        monkeypatch.setattr(backend, "hopper_backward", chosen and chosen[1])
+    for kernels in (None, (young, None), (None, young)):
+        monkeypatch.setattr(best, "hopper_forward", kernels and kernels[0])
+        monkeypatch.setattr(best, "hopper_backward", kernels and kernels[1])
         with (
             pytest.warns(UserWarning, match="cannot compile .*It said: f.. missing 1")
-            if chosen
+            if kernels
             else (contextlib.nullcontext())
         ):
             out = cca_attention(
                 q, k, v, group_size=7, window_size=10, core_position="token", backend="triton"
             )
             found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-        assert backend.hopper_forward is None and backend.hopper_backward is None
+        assert best.hopper_forward is None and best.hopper_backward is None
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
 
 

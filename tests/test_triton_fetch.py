@@ -11,16 +11,16 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
-from corecontext.ops import api, compose
+from corecontext.ops import api
 from corecontext.ops.api import cca_attention
 from corecontext.ops.batch import complete_groups
-from corecontext.ops.fetch import crossover, fetching
-from corecontext.ops.fetch.index import build, centre_of, scores
+from corecontext.ops.fetch import crossover
+from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.fetch.scoring import Queries, centre_of, group_keys, scores
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
-from corecontext.ops.triton import backend, fetch_backend
-from corecontext.ops.triton.attend import chosen as fetch_attend
-from corecontext.ops.triton.attend import marks
-from corecontext.ops.triton.attend.chosen import Fetched
+from corecontext.ops.triton import fetch_kernels as fetch
+from corecontext.ops.triton.attend import best as best_kernels
+from corecontext.ops.triton.attend import chosen_call, marks
 from corecontext.ops.triton.attend.shares import Choosing
 from corecontext.ops.triton.choose import group_scores as fetch_scores
 from corecontext.ops.triton.choose import select as fetch_choose
@@ -29,10 +29,10 @@ from corecontext.visibility import sees_core, sees_token
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and backend.hopper_forward is not None
-WAYS = {"anywhere": fetch_attend.ANYWHERE}
-if HOPPER:
-    WAYS["hopper"] = fetch_attend.Kernels(backend._attend, backend._attend_raw)
+HOPPER = (
+    GPU and torch.cuda.get_device_capability() == (9, 0) and best_kernels.hopper_forward is not None
+)
+WAYS = ("anywhere", "hopper") if HOPPER else ("anywhere",)
 DTYPES = [torch.float32] + ([torch.float16, torch.bfloat16] if GPU else [])
 
 
@@ -119,14 +119,14 @@ def test_index_keys_are_those_of_the_scores(name, g):
     """Their products with rotated queries, of each index in low bits."""
     spec = Spec(g, 9, 1.0, fetch_groups=1, fetch_index=name)
     tokens = Tokens(normal(2, 3, 1, 20), normal(2, 41, 20), normal(2, 41, 20))
-    core = normal(2, 1, 41 // g, 20)
-    q, keys = fetch_backend._index(tokens.q, tokens, Cores(core, core), spec)
-    products = torch.einsum("nrtd,nmpd->nrtmp", q, keys)
-    products += math.log(g / keys.shape[2])
+    keys = fetch._keys(tokens, 41 // g, spec)
     centre = centre_of(tokens.k, spec)
-    groups = tokens.k[:, : 41 // g * g].unflatten(1, (-1, g))
+    queries = Queries.of(tokens.q, spec.index, centre)
+    products = torch.einsum("nrtd,nmpd->nrtmp", queries.mapped, keys)
+    products += math.log(g / keys.shape[2])
     got = products.logsumexp(-1) + tokens.q @ centre[:, None, :, None]
-    right = scores(build(groups, name, centre), tokens.q, spec)
+    stored = spec.index.encode(group_keys(tokens.k, spec, 41 // g), centre)
+    right = scores(stored, queries, spec)
     torch.testing.assert_close(got, right, rtol=0, atol=1e-4)
 
 
@@ -147,7 +147,7 @@ def test_equal_scores_go_to_the_lower_number():
 # -------------------------------------------------------------------------------------------------
 
 
-def dense(inputs, fetched, spec, q_start=0, bias=None):
+def dense(inputs, choice, spec, q_start=0, bias=None):
     """out [N, r, T, D] and log-sum-exp [N, r, T] over first tokens, core tokens of groups not
     chosen, raw tokens of chosen groups and the window; differentiable."""
     q, k, v, core_k, core_v = inputs
@@ -157,9 +157,9 @@ def dense(inputs, fetched, spec, q_start=0, bias=None):
     m = core_k.shape[2]
     position = torch.arange(q_start, q_start + t, device=q.device)
     token = torch.arange(k.shape[1], device=q.device)
-    share = position // fetched.share - q_start // fetched.share
-    chosen = torch.zeros(n, fetched.chosen.shape[1], m + 1, dtype=torch.bool, device=q.device)
-    groups = torch.where(fetched.chosen < 0, m, fetched.chosen).long()
+    share = position // choice.share - q_start // choice.share
+    chosen = torch.zeros(n, choice.groups.shape[1], m + 1, dtype=torch.bool, device=q.device)
+    groups = torch.where(choice.groups < 0, m, choice.groups).long()
     chosen.scatter_(2, groups, True)
     chosen = chosen[:, share, :m]  # [N, T, M]
     core = torch.arange(m, device=q.device)
@@ -212,7 +212,7 @@ def case_of(case, dtype=torch.float32, extra="", q_start=0):
     bias = None
     if "bias" in extra:
         bias = normal(n, r) if heads == 1 else normal(n, r, m)
-    return tensors, Fetched(best(scores, k).to(torch.int32), share), spec, bias
+    return tensors, Choice(best(scores, k).to(torch.int32), share), spec, bias
 
 
 def assert_rows(got, expected, dtype, message):
@@ -226,13 +226,16 @@ def assert_rows(got, expected, dtype, message):
 
 @pytest.mark.parametrize("case, extra", with_extras(CASES), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention(dtype, case, extra):
-    tensors, fetched, spec, bias = case_of(case, dtype, extra)
+def test_attention(dtype, case, extra, monkeypatch):
+    tensors, choice, spec, bias = case_of(case, dtype, extra)
     tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
     wide = None if bias is None else bias.double()
-    expected, expected_lse = dense([x.double() for x in tensors], fetched, spec, bias=wide)
-    for name, way in WAYS.items():
-        out, lse = fetch_attend.attend(tokens, cores, spec, bias, fetched, way)
+    expected, expected_lse = dense([x.double() for x in tensors], choice, spec, bias=wide)
+    for name in WAYS:
+        if name == "anywhere":
+            monkeypatch.setattr(best_kernels, "hopper_forward", None)
+        out, lse = fetch.attend(tokens, cores, spec, bias, choice)
+        monkeypatch.undo()
         assert_rows(out, expected, dtype, f"out, {name}")
         assert_rows(lse[..., None], expected_lse[..., None], dtype, f"lse, {name}")
 
@@ -240,10 +243,10 @@ def test_attention(dtype, case, extra):
 @pytest.mark.parametrize("q_start", [1, 33])
 def test_a_later_chunk(q_start):
     case = (1, 3, 21, 16, 4, 9, 4, 1, 3, 8)
-    tensors, fetched, spec, _ = case_of(case, q_start=q_start)
+    tensors, choice, spec, _ = case_of(case, q_start=q_start)
     tokens, cores = Tokens(*tensors[:3], q_start), Cores(*tensors[3:])
-    out, lse = fetch_attend.attend(tokens, cores, spec, None, fetched)
-    expected, expected_lse = dense([x.double() for x in tensors], fetched, spec, q_start)
+    out, lse = fetch.attend(tokens, cores, spec, None, choice)
+    expected, expected_lse = dense([x.double() for x in tensors], choice, spec, q_start)
     assert_rows(out, expected, torch.float32, "out")
     assert_rows(lse[..., None], expected_lse[..., None], torch.float32, "lse")
 
@@ -251,23 +254,23 @@ def test_a_later_chunk(q_start):
 @pytest.mark.parametrize("case, extra", with_extras(CASES[:5]), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients(dtype, case, extra):
-    tensors, fetched, spec, bias = case_of(case, dtype, extra)
-    out, lse = fetch_attend.attend(Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, fetched)
+    tensors, choice, spec, bias = case_of(case, dtype, extra)
+    out, lse = fetch.attend(Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, choice)
     grad_out, grad_lse = normal(*out.shape, seed=7).to(dtype), normal(*lse.shape, seed=8)
     leaves = [x.double().requires_grad_() for x in tensors]
     wide = None if bias is None else bias.double().requires_grad_()
-    expected, expected_lse = dense(leaves, fetched, spec, bias=wide)
+    expected, expected_lse = dense(leaves, choice, spec, bias=wide)
     wanted = torch.autograd.grad(
         (expected * grad_out.double()).sum() + (expected_lse * grad_lse.double()).sum(),
         [*leaves, *([] if wide is None else [wide])],
     )
-    got = fetch_attend.attend_backward(
+    got = fetch.attend_backward(
         Upstream(grad_out, grad_lse, out, lse),
         Tokens(*tensors[:3]),
         Cores(*tensors[3:]),
         spec,
         bias,
-        fetched,
+        choice,
     )
     for name, grad, right in zip(("q", "k", "v", "core_k", "core_v"), got, wanted):
         assert_rows(grad, right, dtype, name)
@@ -277,30 +280,30 @@ def test_gradients(dtype, case, extra):
 
 @pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
 @pytest.mark.parametrize("sinks, share", [(0, 1), (32, 1), (0, 2), (16, 16), (0, 64)])
-def test_gradients_at_once(sinks, share):
+def test_gradients_at_once(sinks, share, monkeypatch):
     """Those of the kernels for Hopper are those of the kernels that run everywhere."""
     case = (2, 4, 1205, 128, 16, 64, sinks, 1, 9, share)
-    tensors, fetched, spec, bias = case_of(case, torch.bfloat16, "bias")
+    tensors, choice, spec, bias = case_of(case, torch.bfloat16, "bias")
     spec = spec.replace(fetch_groups=9, fetch_index="mean", fetch_share=share)
     tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
     groups = complete_groups(tokens, 16, sinks)
-    out, lse = fetch_attend.attend(tokens, cores, spec, bias, fetched)
+    out, lse = fetch.attend(tokens, cores, spec, bias, choice)
     grad_out, grad_lse = normal(*out.shape, seed=7).bfloat16(), normal(*lse.shape, seed=8)
     inputs = (Upstream(grad_out, grad_lse, out, lse), tokens, groups, cores, spec, bias)
-    wide = fetching.FetchBackend(backend, [fetched.chosen])
-    right = compose.gradients(wide, *inputs)
-    got = backend.fetch_gradients(*inputs, fetched.chosen)
+    got = fetch.gradients(*inputs, choice)
+    monkeypatch.setattr(best_kernels, "hopper_backward", None)
+    right = fetch.gradients(*inputs, choice)
     for name, grad, expected in zip(("q", "k", "v", "bias"), got, right):
         assert_rows(grad, expected, torch.bfloat16, name)
 
 
 @pytest.mark.parametrize("extra", ["", "bias"])
 def test_marks_of_some_heads_at_a_time(extra, monkeypatch):
-    tensors, fetched, spec, bias = case_of(CASES[0], extra=extra)
-    arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, fetched)
-    whole = fetch_attend.attend(*arguments)
-    monkeypatch.setattr(fetch_attend, "_MARK_BYTES", 1)
-    for got, expected in zip(fetch_attend.attend(*arguments), whole):
+    tensors, choice, spec, bias = case_of(CASES[0], extra=extra)
+    arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, choice)
+    whole = fetch.attend(*arguments)
+    monkeypatch.setattr(chosen_call, "_MARK_BYTES", 1)
+    for got, expected in zip(fetch.attend(*arguments), whole):
         assert torch.equal(got, expected)
 
 
@@ -369,14 +372,12 @@ def test_what_the_kernels_cannot_choose_is_chosen_as_in_the_reference(options):
 
 
 def test_the_kernels_say_what_they_cannot_choose():
-    def reason(index, dim=16, **settings):
+    def reason(index, **settings):
         spec = Spec(4, 9, 1.0, fetch_groups=2, fetch_index=index).replace(**settings)
-        q = torch.empty(1, 2, 3, dim)
-        return backend.fetch_unsupported_reason(spec, Tokens(q, q[:, 0], q[:, 0]))
+        return fetch.cannot_choose(spec)
 
     for index in ("mean", "parts:2:4", "pairs:2", "bits:1", "oracle"):
         assert reason(index) is None
-    assert reason("mean", dim=256) is None
     assert reason("mean", core_heads="query", softcap=2.0) is None
     assert "softcap" in reason("pairs:2", softcap=2.0)
     assert "differ in size" in reason("parts:3:4") and "differ" in reason("pairs:2", group_size=5)

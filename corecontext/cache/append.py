@@ -11,7 +11,7 @@ from corecontext.cache.entries import Entries
 from corecontext.cache.full import attend_causally
 from corecontext.cache.raw_store import Newest
 from corecontext.ops.api import backend_module
-from corecontext.ops.fetch.fetching import with_fetch
+from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.spec import Groups, Spec, Tokens
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
@@ -143,9 +143,9 @@ def append_rows(
         newest = Newest(position, new.raw)
         tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, spec, newest)
     cores = entries.get_cores(rows, total, new.k.dtype)
-    backend = with_fetch(backend_module(entries.config.backend, q), spec)
+    backend = backend_module(entries.config.backend, q)
     bias = entries.bias_of_cores(rows, total, q)
-    out, _ = backend.attend(tokens, cores, spec, bias)
+    out = fetch.attend(backend, tokens, cores, spec, bias)[0]
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from corecontext.cache.entries import ALL, Entries
 from corecontext.cache.raw_store import RawStore
-from corecontext.ops.fetch.choice import choose, to_indices
+from corecontext.ops.fetch.choice import choose, to_marks
 from corecontext.ops.fetch.core_part import cap, products
-from corecontext.ops.fetch.index import scores
+from corecontext.ops.fetch.scoring import scores
 from corecontext.visibility import sees_core
 
 
@@ -46,15 +46,14 @@ def attend_fetched(
     later = (position - entries.num_sinks).repeat_interleave(heads)[:, None]
     groups = torch.arange(count, device=q.device)
     visible = sees_core(groups, later, spec.group_size, spec.window_size)[:, None, None]
-    estimates = scores(store.index(count), queries, spec)
-    num_fetched = min(spec.fetch_groups, count)
-    marks = choose(estimates, visible, num_fetched) & visible[:, 0]
+    estimates = scores(store.index(count), store.queries(queries), spec)
+    numbers = choose(estimates, visible, min(spec.fetch_groups, count))[:, 0]
+    marks = to_marks(numbers, count)
     # mutant fetch: decoding sees a core token beside its raw tokens
-    hidden = marks.repeat_interleave(width, 2)[:, None]
+    hidden = marks.repeat_interleave(width, 1)[:, None, None]
     compact[..., num_raw:] = compact[..., num_raw:].masked_fill(hidden, -torch.inf)
 
     # Raw tokens of the groups chosen, [N, r, 1, k g], in the same softmax.
-    numbers = to_indices(marks, num_fetched)[:, 0]
     raw_keys, raw_values = store.groups(numbers)
     raw = cap(products(queries, raw_keys) * spec.scale, spec)
     is_chosen = (numbers >= 0).repeat_interleave(spec.group_size, 1)[:, None, None]

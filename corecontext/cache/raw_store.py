@@ -13,10 +13,8 @@ from torch import Tensor
 
 from corecontext.cache.eight_bit import decode_all
 from corecontext.cache.slots import grown, read, write
-from corecontext.config import parse_index
-from corecontext.fetch_sizes import index_lag, num_indexed
-from corecontext.ops.fetch.index import Index, build, centre_of, num_centred
-from corecontext.ops.fetch.low_bits import columns_of_codes, rotation
+from corecontext.ops.fetch.low_bits import LowBits, columns_of_codes, rotation
+from corecontext.ops.fetch.scoring import Queries, centre_of
 from corecontext.ops.spec import RawSlots, Spec
 from corecontext.visibility import num_complete_groups
 
@@ -59,36 +57,31 @@ class RawStore:
 
         # The index of one group gives the shapes and dtypes of all.
         key = self._decoded(like)[0]
-        one_group = key[:1, 0, :1].expand(1, spec.group_size, -1)[None]
-        index = build(one_group, spec.fetch_index)
-        self._shapes: list[torch.Size] = []
+        one_group = key[:, 0, :1].expand(-1, spec.group_size, -1)[:, None]
+        stored = () if spec.index.reads_raw else spec.index.encode(one_group, None)
+        self._shapes = [x.shape[2:] for x in stored]
         """Of a group in each tensor of the index that is stored."""
-        self._is_raw = any(x is one_group for x in index.tensors)
-        """Whether the index is the raw keys themselves."""
-        if not self._is_raw:
-            self._shapes = [x.shape[2:] for x in index.tensors]
-        dtypes = [x.dtype for x in index.tensors[: len(self._shapes)]]
 
         self.raw = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in like]
         """Keys and values [B, Hkv, S, D], in 8 bits with scales [B, Hkv, S, 1]: the token at
         position p of its row's sequence in slot p."""
         groups = self.num_groups(length)
         self.index_buffers = [
-            key.new_zeros(*key.shape[:2], groups, math.prod(shape), dtype=dtype)
-            for shape, dtype in zip(self._shapes, dtypes)
+            key.new_zeros(*key.shape[:2], groups, math.prod(x.shape[2:]), dtype=x.dtype)
+            for x in stored
         ]
         """[B, Hkv, M, numbers of a group] each."""
         self.centre: Tensor | None = None
         """[B, Hkv, D], the mean key that centres an index in low bits, written by the last token
         that it counts; no group has an index before."""
-        if num_centred(spec):
+        if spec.num_centred:
             wide = torch.promote_types(key.dtype, torch.float32)
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
+        if isinstance(spec.index, LowBits):
             # Held here: a captured step reads them where they are.
-            _, _, bits = parse_index(spec.fetch_index)
             dtypes = [key.dtype, torch.float32]
             matrices = [rotation(key.shape[3], dtype, key.device) for dtype in dtypes]
-            self._rotations = tuple(columns_of_codes(x, bits) for x in matrices)
+            self._rotations = tuple(columns_of_codes(x, spec.index.bits) for x in matrices)
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
         """Whether an empty store for such tokens would have the same buffers, so that this one,
@@ -112,7 +105,7 @@ class RawStore:
         """Groups that have an index."""
         spec = self.spec
         sizes = (spec.group_size, spec.window_size)
-        return num_indexed(spec.fetch_index, length - spec.sinks, *sizes)
+        return spec.index.num_indexed(length - spec.sinks, *sizes)
 
     @property
     def length(self) -> int:
@@ -122,7 +115,7 @@ class RawStore:
     @property
     def _centred_length(self) -> int:
         """Tokens of a row up to the last that its centre counts."""
-        return self.spec.sinks + num_centred(self.spec)
+        return self.spec.sinks + self.spec.num_centred
 
     def used(self, length: int) -> list[Tensor]:
         """Return raw tokens and index of rows of `length` tokens: the state to save."""
@@ -262,18 +255,22 @@ class RawStore:
         """Return keys, or keys and values, from their stored form."""
         return decode_all(stored, *self.format)
 
-    def index(self, count: int) -> Index:
-        """Return the index of the first `count` groups of all rows."""
-        first = self.spec.sinks
-        size = self.spec.group_size
-        tensors = [
+    def index(self, count: int) -> tuple[Tensor, ...]:
+        """Return what the index has stored of the first `count` groups of all rows, [N, M, ...]
+        each."""
+        if self.spec.index.reads_raw:
+            first = self.spec.sinks
+            size = self.spec.group_size
+            keys = self._keys(slice(None), first, first + count * size)
+            return self.spec.index.encode(keys.unflatten(1, (count, size)), None)
+        return tuple(
             x[:, :, :count].reshape(x.shape[0] * x.shape[1], count, *shape)
             for x, shape in zip(self.index_buffers, self._shapes)
-        ]
-        if self._is_raw:
-            keys = self._keys(slice(None), first, first + count * size)
-            tensors = [keys.unflatten(1, (count, size))]
-        return Index(self.spec.fetch_index, size, tuple(tensors), self._centre(slice(None)))
+        )
+
+    def queries(self, q: Tensor) -> Queries:
+        """Return queries [N, r, T, D] of all rows as the index scores by them."""
+        return Queries.of(q, self.spec.index, self._centre(slice(None)))
 
     def _centre(self, rows: slice) -> Tensor | None:
         """The mean key [N, D] that centres the index of these rows."""
@@ -293,7 +290,8 @@ class RawStore:
     def as_slots(self) -> RawSlots | None:
         """Return the buffers as the fused step takes them; None where raw tokens are in 8 bits or
         the index is not in low bits."""
-        if self.centre is None or len(self.raw) > 2 or not self.index_buffers[0].shape[2]:
+        is_low = isinstance(self.spec.index, LowBits) and self.centre is not None
+        if not is_low or len(self.raw) > 2 or not self.index_buffers[0].shape[2]:
             return None
         buffers = (*self.raw, *self.index_buffers, self.centre)
         return RawSlots(*buffers, self._rotations)
@@ -325,8 +323,8 @@ class RawStore:
         size = self.spec.group_size
         keys = self._keys(rows, sinks + first * size, sinks + end * size, newest)
         keys = keys.unflatten(1, (end - first, size))
-        index = build(keys, self.spec.fetch_index, self._centre(rows))
-        for buffer, x in zip(self.index_buffers, index.tensors):
+        stored = self.spec.index.encode(keys, self._centre(rows))
+        for buffer, x in zip(self.index_buffers, stored):
             # mutant fetch: a cache's index of a later group
             view = buffer[rows, :, first:end]
             view.copy_(x.reshape(view.shape))
@@ -338,7 +336,7 @@ class RawStore:
         self.spec = spec
         if self.centre is not None and self.length >= self._centred_length:
             self._set_centre(slice(None))
-        if not num_centred(spec):
+        if not spec.num_centred:
             self.centre = None
         self._build_index(slice(None), 0, self.num_groups(self.length))
 
@@ -358,17 +356,17 @@ class RawStore:
             self.centre.copy_(torch.where(is_last, centre, self.centre))
         # The index of the newest group that may have one; rows that close no group keep theirs.
         size = self.spec.group_size
-        position = position - index_lag(self.spec.fetch_index, size, self.spec.window_size)
+        position = position - self.spec.index.lag(size, self.spec.window_size)
         start = (position // size * size).clamp(min=0)
         slots = start[:, None] + torch.arange(size, device=position.device)
         slots = slots.clamp(max=self.length - 1)
         keys = self._decoded([read(x, slots) for x in self.raw[::2]])[0]
-        index = build(keys.flatten(0, 1)[:, None], self.spec.fetch_index, self._centre(slice(None)))
+        stored = self.spec.index.encode(keys.flatten(0, 1)[:, None], self._centre(slice(None)))
         is_last = ((position + 1) % size == 0)[:, None, None, None]
         group = (position - self.spec.sinks) // size
         # Groups of first tokens write to the first group, which is written again before it is seen.
         target = group.clamp(0, self.index_buffers[0].shape[2] - 1)[:, None]
-        for buffer, x in zip(self.index_buffers, index.tensors):
+        for buffer, x in zip(self.index_buffers, stored):
             x = x.reshape(*buffer.shape[:2], 1, buffer.shape[3])
             # mutant fetch: a step leaves the index of a closed group unwritten
             write(buffer, target, torch.where(is_last, x, read(buffer, target)))

@@ -79,7 +79,7 @@ def context_parallel_attention(
         NotImplementedError: backend="reference", which has no backward in parts, or fetch with a
             shared choice.
     """
-    q, k, v, bias = inputs
+    q, k, v, bias = inputs[:4]
     _check(inputs, shard, spec)
     (q, k, v), context = api.outside_autocast(q, k, v)
     if api.choose_backend(backend, q) == "reference":

@@ -21,7 +21,8 @@ from corecontext.distributed import whole
 from corecontext.distributed.attention import by_head
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
-from corecontext.ops.fetch.fetching import FetchBackend
+from corecontext.ops.fetch import attend as fetch
+from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.visibility import num_complete_groups
@@ -120,24 +121,27 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> Tensor:
         document = _Document(q, k, v, call)
-        backend = FetchBackend(call.module)
         queries = by_head(q, k.shape[1])
         outs = [queries[:, :, :0]]
         lses = [queries.new_zeros(*queries.shape[:2], 0, dtype=torch.float32)]
+        groups = []
         for _, tokens, cores, bias in document.calls(queries):
-            out, lse = backend.attend(tokens, cores, call.spec, bias)
+            out, lse, choice = fetch.attend(call.module, tokens, cores, call.spec, bias)
             outs.append(out)
             lses.append(lse)
+            groups.append(None if choice is None else choice.groups)
         out = torch.cat(outs, 2)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, torch.cat(lses, 2), *backend.choices)
+        ctx.save_for_backward(q, k, v, out, torch.cat(lses, 2), *groups)
         return out.reshape(q.shape).to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
-        q, k, v, out, lse, *choices = ctx.saved_tensors
+        q, k, v, out, lse, *groups = ctx.saved_tensors
+        share = call.spec.fetch_share
+        choices = [None if x is None else Choice(x, share) for x in groups]
         with torch.autocast(q.device.type, enabled=False):
             document = _Document(q, k, v, call)
             upstream = Upstream(by_head(grad_out, k.shape[1]), None, out, lse)
@@ -156,13 +160,12 @@ class _Attend(torch.autograd.Function):
 
 
 def _gradients(
-    document: _Document, queries: Tensor, upstream: Upstream, choices: list[Tensor]
+    document: _Document, queries: Tensor, upstream: Upstream, choices: list[Choice | None]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients from this process's queries [N, r, T, D]: of them, of all keys and
     values [2, N, L, D], and of the queries that pool [N, r, M, D]."""
     call = document.call
     spec = call.spec
-    backend = FetchBackend(call.module, choices)
     wide = torch.promote_types(queries.dtype, torch.float32)
     options: dict[str, Any] = {"dtype": wide, "device": queries.device}
     grad_q = torch.zeros(queries.shape, **options)
@@ -170,9 +173,10 @@ def _gradients(
     grad_cores = torch.zeros(2, *document.cores.k.shape, **options)
     groups = document.groups
     grad_bias = torch.zeros(groups.q_last.shape[:3], **options)
-    for rows, tokens, cores, bias in document.calls(queries):
-        dq, dk, dv, dcore_k, dcore_v, dbias = backend.attend_backward(
-            upstream.rows(rows), tokens, cores, spec, bias
+    calls = document.calls(queries)
+    for (rows, tokens, cores, bias), choice in zip(calls, choices, strict=True):
+        dq, dk, dv, dcore_k, dcore_v, dbias = fetch.attend_backward(
+            call.module, upstream.rows(rows), tokens, cores, spec, bias, choice
         )
         grad_q[:, :, rows] = dq
         grad_keys[:, :, : dk.shape[1]] += torch.stack((dk, dv))

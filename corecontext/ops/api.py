@@ -25,6 +25,7 @@ from corecontext.config import (
 from corecontext.ops import autograd, checks, packed
 from corecontext.ops.batch import check_positions, complete_groups, has_restarts
 from corecontext.ops.fetch.crossover import is_full_faster
+from corecontext.ops.fetch.index import Index
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
@@ -101,7 +102,7 @@ def cca_attention(
     core_bias: float | Tensor | None = None,
     core_mass: bool = PAPER_RULE["core_mass"],
     fetch_groups: int = 0,
-    fetch_index: str = CCAConfig.fetch_index,
+    fetch_index: str | Index = CCAConfig.fetch_index,
     fetch_share: int | None = None,
     sink_size: int = PAPER_RULE["sink_size"],
     attention_mask: Tensor | None = None,
@@ -136,7 +137,8 @@ def cca_attention(
         fetch_groups: Groups whose raw tokens each query sees instead of their core tokens (k): the
             best by the index, chosen for each KV head. 0 is CCA; where all groups that are seen are
             fetched, this is full attention (docs/fetch.md).
-        fetch_index: Scores that choose, as `CCAConfig.fetch_index`: "mean", "bits:2".
+        fetch_index: What chooses, as `CCAConfig.fetch_index`: "mean", "bits:2"; or an `Index` with
+            weights of its own.
         fetch_share: Neighbouring queries, aligned to absolute positions, that share one choice.
             Above 1 the choice looks up to fetch_share - 1 tokens ahead: for prompts only, never
             where perplexity is measured or a model is trained. By default each query chooses by
@@ -170,6 +172,7 @@ def cca_attention(
     sizes = (group_size,)
     if isinstance(group_size, (tuple, list)):
         sizes = group_size = check_sizes(group_size, k.shape[1], num_groups)
+    has_own_index = isinstance(fetch_index, Index)
     # torch.compile traces no cache.
     validate = CCAConfig if torch.compiler.is_compiling() else _known_settings
     for g in sizes:
@@ -178,7 +181,7 @@ def cca_attention(
             core_mass=core_mass,
             sink_size=sink_size,
             fetch_groups=fetch_groups,
-            fetch_index=fetch_index,
+            fetch_index=CCAConfig.fetch_index if has_own_index else fetch_index,
             fetch_share=1 if fetch_share is None else fetch_share,
         )
     spec = Spec(
@@ -280,7 +283,7 @@ def _attend(
     if backend != "reference" and _is_plain(inputs, spec, ragged, return_lse):
         sized = spec.for_length(length)
         # mutant 1: full attention for one token too many
-        if sized.is_full(length):
+        if sized.is_full(length, inputs.choice):
             # mutant 1: short rows forget the scale
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]

@@ -7,6 +7,8 @@ segment, the core tokens; else the backward pools again, and under torch.compile
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -15,13 +17,18 @@ import torch
 from torch import Tensor
 
 from corecontext.ops import mass, packed, reference
-from corecontext.ops.batch import Gathered, SegmentView, by_segment, find_segments, wide_dtype
-from corecontext.ops.fetch.fetching import FetchBackend, with_fetch
+from corecontext.ops.batch import (
+    Attended,
+    Gathered,
+    SegmentView,
+    by_segment,
+    find_segments,
+    wide_dtype,
+)
+from corecontext.ops.fetch import attend as fetch
+from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Inputs, Ragged, Spec, Upstream
-
-Backend = ModuleType | FetchBackend
-"""Functions on one sequence: pool, attend, gradients."""
 
 
 def module_of(backend: str) -> ModuleType:
@@ -41,19 +48,25 @@ def attend(inputs: Inputs, ragged: Ragged, spec: Spec, backend: str) -> tuple[Te
     Under torch.compile this is the registered operator, else the same without the dispatcher, whose
     checks cost more time than a short sequence.
     """
+    tensors = inputs[:4]
     if backend == "reference":
         return _reference(inputs, ragged, spec)
     if torch.compiler.is_compiling():
+        if inputs.choice is not None or not isinstance(spec.fetch_index, str):
+            raise NotImplementedError(
+                "choice must be None, and fetch_index a name, under torch.compile. Disable it for "
+                "this call."
+            )
         inv_freq = None if spec.rotary is None else spec.rotary.inv_freq
-        return cca_attention_op(*inputs, inv_freq, *ragged, *_flat(spec, backend))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _Eager.apply(*inputs, ragged, spec, backend)
-    return _forward(inputs, ragged, spec, with_fetch(module_of(backend), spec))[:2]
+        return cca_attention_op(*tensors, inv_freq, *ragged, *_flat(spec, backend))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Eager.apply(*tensors, inputs.choice, ragged, spec, backend)
+    return _forward(inputs, ragged, spec, module_of(backend))[:2]
 
 
 def _reference(inputs: Inputs, ragged: Ragged, spec: Spec) -> tuple[Tensor, Tensor]:
     """`attend` by the reference, which autograd follows."""
-    out, lse, _ = _forward(inputs, ragged, spec, reference)
+    out, lse = _forward(inputs, ragged, spec, reference)[:2]
     if torch.is_grad_enabled() and out.grad_fn is None:
         # Nothing but padding: gradients are 0, and a backward does not fail.
         # mutant 5: a batch of padding has no backward
@@ -63,17 +76,16 @@ def _reference(inputs: Inputs, ragged: Ragged, spec: Spec) -> tuple[Tensor, Tens
     return out, lse
 
 
-def _forward(
-    inputs: Inputs, ragged: Ragged, spec: Spec, module: Backend
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Output, log-sum-exp and, where the batch is one segment, its core tokens."""
+def _forward(inputs: Inputs, ragged: Ragged, spec: Spec, module: ModuleType) -> Attended:
+    """Attend to a whole batch."""
 
     def pool(view: SegmentView) -> tuple[Cores, Tensor | None]:
         groups = view.groups()
         masses = module.mass(groups, view.spec) if view.spec.core_mass else None
         return module.pool(groups, view.spec), masses
 
-    return by_segment(inputs, ragged, spec, pool, module.attend)
+    attend_segment = functools.partial(fetch.attend, module)
+    return by_segment(inputs, ragged, spec, pool, attend_segment)
 
 
 def _gradients(
@@ -81,19 +93,24 @@ def _gradients(
     inputs: Inputs,
     ragged: Ragged,
     spec: Spec,
-    module: Backend,
+    module: ModuleType,
     cores: tuple[Tensor, ...] = (),
+    choices: Sequence[Choice | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and, or None, the bias [H]; pools again without `cores`.
+    """Gradients of q, k, v and, or None, the bias [H]; pools again without `cores`, and chooses
+    again without `choices`, one for each segment.
 
     upstream: Of the whole batch, [B, H, L, ...].
     """
-    q, k, v, bias = inputs
+    q, k, v, bias = inputs[:4]
     grads = [Gathered(x) for x in (q, k, v)]
     grad_bias = None
     if bias is not None:
         grad_bias = torch.zeros(q.shape[1], dtype=wide_dtype(q), device=q.device)
-    for segment in find_segments(q.shape[0], q.shape[2], *ragged):
+    segments = find_segments(q.shape[0], q.shape[2], *ragged)
+    # mutant fetch: the backward has another choice
+    of_segments = zip(segments, choices or [None] * len(segments), strict=True)
+    for segment, choice in of_segments:
         view = SegmentView(segment, inputs, spec)
         groups = view.groups()
         core_bias = view.core_bias
@@ -101,13 +118,15 @@ def _gradients(
         if has_mass:
             masses = module.mass(groups, view.spec)
             core_bias = mass.add_to_bias(core_bias, masses, groups.q_last.shape[1])
-        *segment_grads, segment_bias = module.gradients(
+        *segment_grads, segment_bias = fetch.gradients(
+            module,
             upstream.map(view.take),
             view.tokens,
             groups,
             Cores(*cores) if cores else module.pool(groups, view.spec),
             view.spec,
             core_bias,
+            choice,
         )
         if has_mass:
             segment_bias = mass.add_gradients(
@@ -128,12 +147,12 @@ class _Eager(torch.autograd.Function):
     """The operator outside torch.compile."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, ragged, spec, backend):
+    def forward(ctx, q, k, v, bias, choice, ragged, spec, backend):
         q, k, v = (_heads_in_rows(x) for x in (q, k, v))
-        module = with_fetch(module_of(backend), spec)
-        out, lse, cores = _forward(Inputs(q, k, v, bias), ragged, spec, module)
-        choices = module.choices if spec.fetch_groups else []
-        ctx.save_for_backward(q, k, v, bias, out, lse, *ragged, *cores, *choices)
+        inputs = Inputs(q, k, v, bias, choice=choice)
+        out, lse, cores, choices = _forward(inputs, ragged, spec, module_of(backend))
+        groups = [None if x is None else x.groups for x in choices]
+        ctx.save_for_backward(q, k, v, bias, out, lse, *ragged, *cores, *groups)
         ctx.set_materialize_grads(False)
         ctx.num_cores = len(cores)
         ctx.spec = spec
@@ -147,7 +166,9 @@ class _Eager(torch.autograd.Function):
         ragged = Ragged(*rest[:3])
         rest = rest[3:]
         cores = tuple(rest[: ctx.num_cores])
-        choices = rest[ctx.num_cores :]
+        groups = rest[ctx.num_cores :]
+        share = ctx.spec.fetch_share
+        choices = [None if x is None else Choice(x, share) for x in groups]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         # A backward called inside autocast would lose float32 sums.
@@ -157,12 +178,13 @@ class _Eager(torch.autograd.Function):
                 Inputs(q, k, v, bias),
                 ragged,
                 ctx.spec,
-                with_fetch(module_of(ctx.backend), ctx.spec, choices),
+                module_of(ctx.backend),
                 cores,
+                choices,
             )
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return *grads, grad_bias, None, None, None
+        return *grads, grad_bias, None, None, None, None
 
 
 def _heads_in_rows(x: Tensor) -> Tensor:
@@ -208,8 +230,8 @@ def _unflattened(inv_freq: Tensor | None, settings: tuple[Any, ...]) -> tuple[Sp
 def cca_attention_op(q, k, v, core_bias, inv_freq, *rest) -> tuple[Tensor, Tensor]:
     """Return out [B, H, L, D] and log-sum-exp [B, H, L]."""
     spec, backend = _unflattened(inv_freq, rest[3:])
-    module = with_fetch(module_of(backend), spec)
-    return _forward(Inputs(q, k, v, core_bias), Ragged(*rest[:3]), spec, module)[:2]
+    inputs = Inputs(q, k, v, core_bias)
+    return _forward(inputs, Ragged(*rest[:3]), spec, module_of(backend))[:2]
 
 
 @cca_attention_op.register_fake
@@ -239,7 +261,7 @@ def cca_attention_backward_op(
         Inputs(q, k, v, core_bias),
         Ragged(*rest[:3]),
         spec,
-        with_fetch(module_of(backend), spec),
+        module_of(backend),
     )
     if grad_bias is None:
         grad_bias = torch.zeros(q.shape[1], dtype=wide_dtype(q), device=q.device)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens
 from corecontext.visibility import first_core_query, num_complete_groups
@@ -182,8 +183,8 @@ class SegmentView:
         self.num_kv_heads = inputs.k.shape[1]
         seq_len = segment.end - segment.start
         self.spec = spec.for_length(seq_len)
-        self.full = self.spec.is_full(seq_len)
-        if bias is not None and not self.spec.fetches_all(seq_len):
+        self.full = self.spec.is_full(seq_len, inputs.choice)
+        if bias is not None and not self.spec.fetches_all(seq_len, inputs.choice):
             # A bias sets far tokens apart, in groups of one token, too.
             first = first_core_query(self.spec.group_size, self.spec.window_size)
             self.full = seq_len - self.spec.sinks <= first
@@ -259,28 +260,50 @@ class Gathered:
         return self.total
 
 
+class Attended(NamedTuple):
+    """Hold the results of a batch."""
+
+    out: Tensor
+    """[B, H, L, D]."""
+    lse: Tensor
+    """[B, H, L]."""
+    cores: tuple[Tensor, ...]
+    """Keys and values of core tokens, where the batch is one segment."""
+    choices: list[Choice | None]
+    """Of each segment; None for one that fetches nothing."""
+
+
 def by_segment(
     inputs: Inputs,
     ragged: Ragged,
     spec: Spec,
     pool: Callable[[SegmentView], tuple[Cores, Tensor | None]],
-    attend: Callable[[Tokens, Cores, Spec, Tensor | None], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return out [B, H, L, D], log-sum-exp [B, H, L] and, where the batch is one segment, its core
-    tokens. `pool` gives core tokens and their masses, None for none."""
+    attend: Callable[..., tuple[Tensor, Tensor, Choice | None]],
+) -> Attended:
+    """Attend from each segment.
+
+    Args:
+        pool: Gives core tokens and their masses, None for none.
+        attend: As `ops.fetch.attend.attend`, without its backend.
+    """
     q = inputs.q
     out = Gathered(q)
     lse = Gathered(q[..., 0], wide_dtype(q), fill=-torch.inf)
     segments = find_segments(q.shape[0], q.shape[2], *ragged)
     cores: tuple[Tensor, ...] = ()
+    choices = []
     for segment in segments:
         view = SegmentView(segment, inputs, spec)
         cores, masses = pool(view)
         core_bias = add_to_bias(view.core_bias, masses, view.tokens.q.shape[1])
-        segment_out, segment_lse = attend(view.tokens, cores, view.spec, core_bias)
+        segment_out, segment_lse, choice = attend(
+            view.tokens, cores, view.spec, core_bias, inputs.choice
+        )
+        choices.append(choice)
         out.put(view, segment_out)
         lse.put(view, segment_lse)
-    return out.result(), lse.result(), cores if len(segments) == 1 else ()
+    cores = cores if len(segments) == 1 else ()
+    return Attended(out.result(), lse.result(), cores, choices)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

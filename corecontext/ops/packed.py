@@ -10,7 +10,6 @@ under one shared mask. Parts meet in `merge`.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from torch import Tensor
 from corecontext.ops import compose, partial, pooling, sinks
 from corecontext.ops import mass as entropy
 from corecontext.ops.merge import merge_into
-from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.visibility import (
     first_core_query,
     local_start,
@@ -131,7 +130,17 @@ def _bias_gradient(call: _Call, upstream: Upstream) -> Tensor:
     return total
 
 
-gradients = functools.partial(compose.gradients, sys.modules[__name__])
+def gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and core_bias, those through pooling too."""
+    grads = attend_backward(upstream, tokens, cores, spec, core_bias)
+    return compose.through_pooling(grads, groups, spec, pool_backward)
 
 
 class _Plan(NamedTuple):

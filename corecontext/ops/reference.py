@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corecontext.config import parse_index
-from corecontext.ops.fetch import low_bits
+from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens
 from corecontext.visibility import sees_core, sees_token
 
@@ -70,7 +69,7 @@ def attend(
     cores: Cores,
     spec: Spec,
     core_bias: Tensor | None = None,
-    choice: Tensor | None = None,
+    choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one softmax, with
     fetch also to raw tokens of the groups chosen, instead of their core tokens (docs/math.md, eq.
@@ -81,7 +80,7 @@ def attend(
         cores: Core tokens of the groups n / g .. n / g + M - 1, n = `spec.sinks`.
         core_bias: Added to the scores of core tokens, [N, r] or, one for each, [N, r, M]; None for
             nothing.
-        choice: Groups that each query fetches, [N, T, M], True where it does; None chooses here.
+        choice: Groups that queries fetch; None chooses here.
 
     Returns:
         out [N, r, T, D] and log-sum-exp [N, r, T], both float32 (float64 if given).
@@ -102,8 +101,10 @@ def attend(
     if spec.fetch_groups and core_k.shape[2]:
         if choice is None:
             with torch.no_grad():
-                choice = choose(q, position, see_core, k, core_k.shape[2], spec)
-        see_core, see_local = fetched(choice, see_core, see_local, spec)
+                marks = choose(q, position, see_core, k, spec)
+        else:
+            marks = marks_of(choice, position, see_core)
+        see_core, see_local = fetched(marks, see_core, see_local, spec)
     scores = torch.cat(
         (
             core_scores.masked_fill(~see_core, -torch.inf),
@@ -137,41 +138,27 @@ def group_keys(k: Tensor, spec: Spec, num_cores: int) -> Tensor:
     return k.unflatten(1, (num_cores, spec.group_size))
 
 
-def index_scores(q: Tensor, k: Tensor, num_cores: int, spec: Spec) -> Tensor:
-    """Estimate the log mass of each group for each query, [N, r, T, M] (docs/fetch.md).
+def index_scores(q: Tensor, k: Tensor, num_groups: int, spec: Spec) -> Tensor:
+    """Estimate the log mass of each group for each query, [N, r, T, M] (docs/fetch.md): the
+    log-sum-exp of the scores of its keys, each weighing as the tokens that it stands for.
 
     Args:
         q: [N, r, T, D].
         k: Raw keys from position 0 on, [N, S, D].
-        num_cores: Groups that have core tokens: M.
+        num_groups: Complete groups after the first tokens: M.
     """
-    kind, parts, bits = parse_index(spec.fetch_index)
-    size = spec.group_size
-    keys = group_keys(k, spec, num_cores)
-    # Means of parts of consecutive keys, each weighing as its keys; a part may be a single key.
-    count = {"mean": 1, "parts": min(parts, size), "pairs": (size + 1) // 2}.get(kind, size)
-    split = keys.tensor_split(count, 2)
-    means = torch.stack([part.mean(2) for part in split], 2)  # [N, M, P, D]
-    sizes = torch.tensor([part.shape[2] for part in split], dtype=q.dtype, device=q.device)
-    if bits:
-        means = _in_low_bits(means, k, spec, bits, kind != "bits")
-    scores = _softcap(torch.einsum("nrtd,nmpd->nrtmp", q, means) * spec.scale, spec.softcap)
-    return (scores + sizes.log()).logsumexp(-1)
-
-
-def _in_low_bits(means: Tensor, k: Tensor, spec: Spec, bits: int, shared: bool) -> Tensor:
-    """The keys [N, M, P, D] as an index in low bits stores them, centred by the mean of raw keys
-    that every query with a group of its own sees, at most 512."""
-    count = min(512, spec.window_size) // spec.group_size * spec.group_size
-    centre = torch.zeros_like(k[:, 0])
-    if count:
-        centre = k[:, spec.sinks : spec.sinks + count].mean(1)
-    centre = centre[:, None, None]
-    dim = k.shape[2]
-    codes, scales = low_bits.encode(means - centre, bits, shared)
-    scales = scales.to(k.dtype).view(*scales.shape, *[1] * (4 - scales.dim()))
-    stored = low_bits.decode(codes, bits, dim, k.dtype) * scales
-    return stored @ low_bits.rotation(dim, k.dtype, k.device).mT + centre
+    index = spec.index
+    count = spec.num_centred
+    centre = k[:, spec.sinks : spec.sinks + count].mean(1) if count else None
+    stored = index.encode(group_keys(k, spec, num_groups), centre)
+    mapped = index.map_queries(q)
+    keys = index.decode(stored, mapped.shape[3], q.dtype)
+    products = torch.einsum("nrtd,nmpd->nrtmp", mapped, keys)
+    offset = None if centre is None else index.offset(q, centre)
+    if offset is not None:
+        products = products + offset[..., None, None]
+    sizes = torch.tensor(index.key_sizes(spec.group_size), dtype=q.dtype, device=q.device)
+    return (_softcap(products * spec.scale, spec.softcap) + sizes.log()).logsumexp(-1)
 
 
 def choose(
@@ -179,7 +166,6 @@ def choose(
     position: Tensor,
     see_core: Tensor,
     k: Tensor,
-    num_cores: int,
     spec: Spec,
 ) -> Tensor:
     """Return the k groups that each query fetches, [N, T, M], True where it does: of the groups
@@ -191,14 +177,13 @@ def choose(
         q: [N, r, T, D], at `position` [T].
         see_core: Groups that each query sees, [T, M].
         k: Raw keys from position 0 on, [N, S, D].
-        num_cores: Groups that have core tokens: M.
     """
     choice = torch.zeros_like(see_core).repeat(len(q), 1, 1)
     number = position // spec.fetch_share
     for share in number.unique():
         rows = (number == share).nonzero()[:, 0]
         query = q[:, :, rows].mean(2, keepdim=True)
-        sigma = index_scores(query, k, num_cores, spec)
+        sigma = index_scores(query, k, see_core.shape[1], spec)
         log_shares = sigma[:, :, 0, see_core[rows[-1]]].log_softmax(-1)  # [N, r, groups seen]
         total = log_shares.logsumexp(1)
         order = total.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]
@@ -207,14 +192,22 @@ def choose(
     return choice & see_core
 
 
-def fetched(choice: Tensor, see_core: Tensor, see_raw: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return the masks of core tokens [N, 1, T, M] and raw tokens [N, 1, T, S] with the groups of
-    `choice` [N, T, M] raw, instead of their core tokens."""
-    raw = choice.repeat_interleave(spec.group_size, 2)
+def marks_of(choice: Choice, position: Tensor, see_core: Tensor) -> Tensor:
+    """Return the groups that each query fetches by a choice that is given, as `choose` does."""
+    share = position // choice.share - position[0] // choice.share
+    groups = choice.groups.long()[:, share, :, None]  # [N, T, k, 1]
+    number = torch.arange(see_core.shape[1], device=position.device)
+    return (groups == number).any(2) & see_core
+
+
+def fetched(marks: Tensor, see_core: Tensor, see_raw: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return the masks of core tokens [N, 1, T, M] and raw tokens [N, 1, T, S] with the marked
+    groups [N, T, M] raw, instead of their core tokens."""
+    raw = marks.repeat_interleave(spec.group_size, 2)
     before = spec.sinks
     raw = F.pad(raw, (before, see_raw.shape[1] - before - raw.shape[2]))
     # mutant fetch: a core token stays beside its raw tokens, reference
-    return (see_core & ~choice)[:, None], (see_raw | raw)[:, None]
+    return (see_core & ~marks)[:, None], (see_raw | raw)[:, None]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from corecontext.config import CCAConfig
+from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.rotary import Rotary
 from corecontext.visibility import (
     group_size_for,
@@ -43,8 +45,8 @@ class Spec:
     """Whether the entropy of its pooling weights is added to a core token's score."""
     fetch_groups: int = 0
     """Groups whose raw tokens each query sees instead of their core tokens (k)."""
-    fetch_index: str = CCAConfig.fetch_index
-    """The index that chooses them, as `CCAConfig.fetch_index`."""
+    fetch_index: str | Index = CCAConfig.fetch_index
+    """The index that chooses them, by name as `CCAConfig.fetch_index`."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice."""
     rotary: Rotary | None = None
@@ -87,20 +89,32 @@ class Spec:
         return self.replace(group_size=size, num_groups=None)
 
     @property
+    def index(self) -> Index:
+        """The index that chooses groups."""
+        return index_of(self.fetch_index)
+
+    @property
+    def num_centred(self) -> int:
+        """Tokens after the first ones whose mean key centres the index."""
+        return self.index.num_centred(self.group_size, self.window_size)
+
+    @property
     def sinks(self) -> int:
         """First tokens kept raw: sink_size rounded up to whole groups (n)."""
         return num_sinks(self.sink_size, self.group_size)
 
-    def is_full(self, seq_len: int) -> bool:
+    def is_full(self, seq_len: int, choice: Choice | None = None) -> bool:
         """Whether a sequence of this length has full attention without a core token's bias: no core
         token is seen, groups are single tokens, or all that are seen are fetched."""
         g = self.group_size
-        window = self.window_size
-        sinks = self.sinks
-        return is_full_attention(seq_len, g, window, sinks) or self.fetches_all(seq_len)
+        sees_none = is_full_attention(seq_len, g, self.window_size, self.sinks)
+        return sees_none or self.fetches_all(seq_len, choice)
 
-    def fetches_all(self, seq_len: int) -> bool:
-        """Whether every query of a sequence of this length fetches all groups that it sees."""
+    def fetches_all(self, seq_len: int, choice: Choice | None = None) -> bool:
+        """Whether every query of a sequence of this length fetches all groups that it sees; a
+        choice that is given may have any."""
+        if choice is not None:
+            return False
         visible = num_visible_cores(seq_len - 1 - self.sinks, self.group_size, self.window_size)
         return self.fetch_groups > 0 and self.fetch_groups >= visible
 
@@ -137,6 +151,8 @@ class Inputs(NamedTuple):
     """[B, Hkv, L, D]."""
     bias: float | Tensor | None = None
     """Added to the scores of core tokens: a number or [H]."""
+    choice: Choice | None = None
+    """Groups that queries fetch; None chooses them by the index."""
 
 
 class Ragged(NamedTuple):

@@ -196,6 +196,6 @@ def _fetched_groups(
     asked = [t for t in range(k.shape[1]) if t // spec.fetch_share in shares]
     position = torch.tensor(asked, device=k.device)
     see_core, _ = reference.visible(position, position, num_groups - without, spec)
-    choice = reference.choose(q[:, :, position], position, see_core, k, num_groups - without, spec)
+    choice = reference.choose(q[:, :, position], position, see_core, k, spec)
     chosen[:, :, without:] = choice[:, [asked.index(t) for t in queries]]
     return chosen

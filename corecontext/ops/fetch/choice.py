@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def choose(scores: Tensor, visible: Tensor, num_groups: int) -> Tensor:
-    """Mark the k groups with the largest sums, over the query heads, of their shares of a softmax
-    over the scores of visible groups; of equal sums the lower group.
+class Choice(NamedTuple):
+    """Hold the groups whose raw tokens queries see instead of their core tokens.
 
-    Sums are compared by their logs, which do not underflow.
+    Neighbouring queries, those of positions a n .. a n + n - 1, share a choice; each drops groups
+    that it does not see.
+    """
+
+    groups: Tensor
+    """[N, C, k] in int32: of each KV head and share that the queries touch the numbers of groups,
+    the first one after the tokens kept raw being 0, rising, then -1."""
+    share: int
+    """Queries of a share: n."""
+
+    def part(self, sequences: slice, shares: slice = slice(None)) -> Choice:
+        """Return the choice of some sequences and shares."""
+        return self._replace(groups=self.groups[sequences, shares])
+
+    def of_queries(self, first: int, num_visible: Tensor) -> Tensor:
+        """Return the groups of each query [N, T, k]; -1 for none.
+
+        Args:
+            first: Position of the first query.
+            num_visible: Groups that each query sees, [T].
+        """
+        groups = self.groups
+        if self.share > 1:
+            groups = groups.repeat_interleave(self.share, 1)
+            groups = groups[:, first % self.share :][:, : len(num_visible)]
+        # mutant fetch: a shared choice shows groups before they are far past
+        return groups.masked_fill(groups >= num_visible[:, None], -1)
+
+
+def num_shares(first: int, end: int, share: int) -> int:
+    """Count the shares that the queries first .. end - 1 touch: C."""
+    return -(-end // share) - first // share
+
+
+def choose(scores: Tensor, visible: Tensor, num_groups: int) -> Tensor:
+    """Return the numbers of the k groups with the largest sums, over the query heads, of their
+    shares of a softmax over the scores of visible groups; of equal sums the lower group.
 
     Args:
         scores: Index scores, [N, r, C, M] in float32 or wider.
@@ -19,31 +56,38 @@ def choose(scores: Tensor, visible: Tensor, num_groups: int) -> Tensor:
         num_groups: k.
 
     Returns:
-        [N, C, M], True for at most k groups of each of the C choices.
+        [N, C, k] in int32, rising, then -1 where fewer than k are visible.
     """
+    return to_numbers(best(sum_of_shares(scores, visible), num_groups), num_groups)
+
+
+def sum_of_shares(scores: Tensor, visible: Tensor) -> Tensor:
+    """Return the logs of the sums over query heads, [N, C, M], which do not underflow; -inf for
+    groups that are not visible. This is how the heads of a KV head choose together; for kernels
+    `ops/triton/choose/score_kernels.py` says it."""
     scores = scores.masked_fill(~visible, -torch.inf)
     total = scores.logsumexp(-1)
     # A query that sees no group has no share of -inf - -inf.
     shares = scores - total.masked_fill(total == -torch.inf, 0)[..., None]
     # mutant fetch: the first query head chooses for all
-    shares = shares.logsumexp(1)  # [N, C, M]
-    return best(shares, num_groups)
+    return shares.logsumexp(1)
 
 
 def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
-    """Return the means over the queries of each share, [N, r, C, ...] of x [N, r, T, ...], summed
-    in float32 or wider; `first` is the position of the first query."""
+    """Return the means over the queries of each share, [N, r, C, D] of x [N, r, T, D], summed in
+    float32 or wider; `first` is the position of the first query."""
     if share == 1:
         return x
-    wide = torch.promote_types(x.dtype, torch.float32)
+    num_queries = x.shape[2]
     # mutant fetch: a shared choice starts with the call, not at a multiple
     before = first % share
-    after = -(before + x.shape[2]) % share
-    padding = (0, 0) * (x.dim() - 3) + (before, after)
-    total = F.pad(x.to(wide), padding).unflatten(2, (-1, share)).sum(3)
-    counts = torch.ones(x.shape[2], dtype=wide, device=x.device)
-    sizes = F.pad(counts, (before, after)).unflatten(0, (-1, share)).sum(1)
-    return (total / sizes.view(-1, *[1] * (x.dim() - 3))).to(x.dtype)
+    after = -(before + num_queries) % share
+    padded = F.pad(x, (0, 0, before, after)) if before or after else x
+    total = padded.unflatten(2, (-1, share)).sum(3, dtype=torch.promote_types(x.dtype, torch.float))
+    starts = torch.arange(total.shape[2], device=x.device) * share - before
+    # Queries of each share that are in the call.
+    counts = (starts + share).clamp(max=num_queries) - starts.clamp(min=0)
+    return (total / counts[:, None]).to(x.dtype)
 
 
 def last_of_shares(x: Tensor, first: int, share: int) -> Tensor:
@@ -54,14 +98,6 @@ def last_of_shares(x: Tensor, first: int, share: int) -> Tensor:
     count = -(-(before + x.shape[0]) // share)
     rows = torch.arange(count, device=x.device) * share + share - 1 - before
     return x[rows.clamp(max=x.shape[0] - 1)]
-
-
-def expand(choice: Tensor, first: int, length: int, share: int) -> Tensor:
-    """Return the choice of each query, [N, T, ...], from that of each share, [N, C, ...]; a query
-    drops groups that it does not see."""
-    if share == 1:
-        return choice
-    return choice.repeat_interleave(share, 1)[:, first % share :][:, :length]
 
 
 def best(values: Tensor, count: int) -> Tensor:
@@ -79,21 +115,22 @@ def best(values: Tensor, count: int) -> Tensor:
     return chosen & (values > -torch.inf)
 
 
-def to_indices(chosen: Tensor, count: int) -> Tensor:
-    """Return the numbers of the marked groups, rising, [N, C, count] in int32; -1 fills the end."""
+def to_numbers(chosen: Tensor, count: int) -> Tensor:
+    """Return the numbers of marked groups [N, C, M], rising, [N, C, count] in int32; -1 fills the
+    end."""
     groups = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
     place = (chosen.cumsum(-1) - 1).masked_fill(~chosen, count)
-    indices = torch.full(
+    numbers = torch.full(
         (*chosen.shape[:-1], count + 1), -1, dtype=torch.int32, device=chosen.device
     )
-    return indices.scatter_(-1, place, groups.expand(chosen.shape))[..., :count]
+    return numbers.scatter_(-1, place, groups.expand(chosen.shape))[..., :count]
 
 
-def to_mask(indices: Tensor, num_groups: int) -> Tensor:
+def to_marks(numbers: Tensor, num_groups: int) -> Tensor:
     """Return the marks [N, C, M] of group numbers [N, C, k]; -1 marks none."""
-    place = indices.long().masked_fill(indices < 0, num_groups)
+    place = numbers.long().masked_fill(numbers < 0, num_groups)
     # A number of a group behind the last marks none, either.
     marks = torch.zeros(
-        (*indices.shape[:-1], num_groups + 1), dtype=torch.bool, device=indices.device
+        (*numbers.shape[:-1], num_groups + 1), dtype=torch.bool, device=numbers.device
     )
     return marks.scatter_(-1, place.clamp(max=num_groups), True)[..., :num_groups]

@@ -6,19 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from corecontext.ops.fetch.index import products
 from corecontext.ops.spec import Cores, Spec, Upstream
-
-
-def products(q: Tensor, keys: Tensor) -> Tensor:
-    """Return the inner products of q [N, r, T, D] with keys [N, K, D], [N, r, T, K] in float32 or
-    wider, accumulated in it."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    rows = q.flatten(1, 2)
-    if q.device.type == "cuda" and q.dtype != wide:
-        total = torch.bmm(rows, keys.to(q.dtype).mT, out_dtype=wide)
-    else:
-        total = rows.to(wide) @ keys.to(wide).mT
-    return total.unflatten(1, q.shape[1:3])
 
 
 def cap(scores: Tensor, spec: Spec) -> Tensor:

@@ -1,142 +1,136 @@
-"""Score groups by an index of their raw keys: build its tensors, count its bytes, estimate each
-group's share of a query's softmax.
+"""Define what an index of fetch is: keys of a group that stand for its tokens, and queries to score
+them by.
 
-A score estimates the log of the group's mass, log sum_o exp(score of token o), so that scores of
-several query heads can be compared.
+A group's score estimates the log of its mass, log sum_o exp(score of token o): the log-sum-exp over
+its P keys of map(q) . key_p, each key weighing as the tokens that it stands for
+(`ops.fetch.scoring`).
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+import functools
+import importlib
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from corecontext import fetch_sizes
 from corecontext.config import parse_index
-from corecontext.fetch_sizes import num_parts
-from corecontext.ops.fetch import low_bits
-from corecontext.ops.fetch.core_part import cap, products
-from corecontext.ops.pooling import widen
-from corecontext.ops.spec import Spec
+from corecontext.visibility import num_complete_groups
 
 
-class Index(NamedTuple):
-    """Hold the stored tensors of an index, each [N, M, ...]."""
+class Index(ABC):
+    """Make and read the keys of groups.
 
-    name: str
-    """One of `config.FETCH_INDICES`."""
-    group_size: int
-    """Tokens of a group: g."""
-    tensors: tuple[Tensor, ...]
-    """"mean": keys [N, M, D]. "oracle": keys [N, M, g, D]. In B bits: codes [N, M, P, D B / 8],
-    then scales, [N, M, g] of "bits" and [N, M] of the others."""
-    centre: Tensor | None = None
-    """Subtracted from keys before they are stored in low bits, [N, D]."""
-
-    def first(self, count: int) -> Index:
-        """Return the index of the first `count` groups."""
-        return self._replace(tensors=tuple(x[:, :count] for x in self.tensors))
-
-    def sequences(self, rows: slice) -> Index:
-        """Return the index of some of the N sequences."""
-        centre = None if self.centre is None else self.centre[rows]
-        return self._replace(tensors=tuple(x[rows] for x in self.tensors), centre=centre)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors by group."""
-        return sum(x.numel() * x.element_size() for x in self.tensors)
-
-
-def num_centred(spec: Spec) -> int:
-    """As `fetch_sizes.num_centred`."""
-    return fetch_sizes.num_centred(spec.fetch_index, spec.group_size, spec.window_size)
-
-
-def centre_of(keys: Tensor, spec: Spec) -> Tensor | None:
-    """Return the mean key [N, D], in float32 or wider, that centres an index in low bits, None for
-    none, from raw keys [N, S, D] from position 0 on."""
-    count = num_centred(spec)
-    if not count:
-        return None
-    return widen(keys[:, spec.sinks : spec.sinks + count]).mean(1)
-
-
-def build(keys: Tensor, name: str, centre: Tensor | None = None) -> Index:
-    """Build an index from the raw keys [N, M, g, D] of groups, rotary applied; its tensors have the
-    dtype of the keys, or `low_bits`' own.
-
-    Args:
-        centre: From `centre_of`; low bits alone read it.
+    To add an index, write a subclass in a file of its own and its row of `config.INDICES`. N is
+    rows x KV heads: an index with weights of each KV head repeats them for the rows.
     """
-    kind, _, bits = parse_index(name)
-    size = keys.shape[2]
-    count = num_parts(name, size)
-    if bits:
-        means = part_means(widen(keys), count)
-        if centre is not None:
-            means = means - centre[:, None, None]
-        return Index(name, size, low_bits.encode(means, bits, kind != "bits"), centre)
-    if kind == "mean":
-        return Index(name, size, (widen(keys).mean(2).to(keys.dtype),))
-    return Index(name, size, (keys,))
+
+    name = ""
+    """As `CCAConfig.fetch_index`; "" for an index that has no row."""
+    reads_raw = False
+    """Whether its keys are the raw keys, which a cache has: nothing is stored beside them."""
+
+    @abstractmethod
+    def key_sizes(self, group_size: int) -> tuple[int, ...]:
+        """Return how many tokens each of the P keys of a group stands for."""
+
+    @abstractmethod
+    def encode(self, keys: Tensor, centre: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what is stored of groups, each [N, M, ...], from their raw keys [N, M, g, D],
+        rotary applied.
+
+        Args:
+            centre: [N, D], as `num_centred` says.
+        """
+
+    @abstractmethod
+    def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
+        """Return the keys [N, M, P, D'] of what `encode` returned, in dtype; D' is `dim`."""
+
+    def map_queries(self, q: Tensor) -> Tensor:
+        """Return the queries [N, r, T, D'] that score keys, of q [N, r, T, D], in its dtype."""
+        return q
+
+    def offset(self, q: Tensor, centre: Tensor) -> Tensor | None:
+        """Return what every product of a query has besides, [N, r, T], for keys that were centred;
+        None for nothing."""
+        return None
+
+    def products(self, stored: tuple[Tensor, ...], mapped: Tensor) -> Tensor:
+        """Return the inner products of mapped queries with keys, [N, r, T, M, P] in float32 or
+        wider."""
+        keys = self.decode(stored, mapped.shape[3], mapped.dtype)
+        return products(mapped, keys.flatten(1, 2)).unflatten(3, keys.shape[1:3])
+
+    # Sizes
+    # -----
+
+    def key_dim(self, head_dim: int) -> int:
+        """Return the elements of a key: D'."""
+        return head_dim
+
+    def num_centred(self, group_size: int, window_size: int) -> int:
+        """Count the tokens, after the first tokens kept raw, whose mean key centres the others:
+        whole groups, at most the window, so that each query that sees a group is behind them."""
+        return 0
+
+    def num_keys(self, group_size: int) -> int:
+        """Count the keys of a group: P."""
+        return len(self.key_sizes(group_size))
+
+    def num_bytes(self, group_size: int, head_dim: int, itemsize: int) -> int:
+        """Count the bytes of a group and KV head, raw keys having `itemsize` bytes an element."""
+        return self.num_keys(group_size) * self.key_dim(head_dim) * itemsize
+
+    def num_stored_bytes(self, group_size: int, head_dim: int, itemsize: int) -> int:
+        """Count those that a cache stores beside its raw tokens."""
+        return 0 if self.reads_raw else self.num_bytes(group_size, head_dim, itemsize)
+
+    def lag(self, group_size: int, window_size: int) -> int:
+        """Count the tokens between a group's last and the one that makes its keys: a group less
+        than the centre counts, so that no query sees a group whose keys are younger than a step."""
+        return max(0, self.num_centred(group_size, window_size) - group_size)
+
+    def num_indexed(self, seq_len: int, group_size: int, window_size: int) -> int:
+        """Count the groups that have keys after seq_len tokens behind those kept raw: where a
+        centre is needed they wait for its tokens, as no query sees a group that is younger."""
+        return num_complete_groups(seq_len - self.lag(group_size, window_size), group_size)
 
 
-def part_means(keys: Tensor, count: int) -> Tensor:
-    """Return the means [N, M, P, D] of `count` parts of consecutive keys [N, M, g, D]."""
-    if count == keys.shape[2]:
-        return keys
-    return torch.stack([part.mean(2) for part in keys.tensor_split(count, 2)], 2)
+def index_of(index: str | Index) -> Index:
+    """Return the index of a name.
+
+    Raises:
+        ValueError: no index has this name.
+    """
+    return index if isinstance(index, Index) else _named(index)
 
 
-def scores(index: Index, q: Tensor, spec: Spec) -> Tensor:
-    """Return the estimated log mass of each group for each query of q [N, r, T, D], [N, r, T, M] in
-    float32 or wider."""
-    kind, _, bits = parse_index(index.name)
-    size = index.group_size
-    if kind == "mean":
-        return cap(products(q, index.tensors[0]) * spec.scale, spec) + math.log(size)
-    each = _low_bit_products(index, q) if bits else products(q, index.tensors[0].flatten(1, 2))
-    count = num_parts(index.name, size)
-    each = cap(each * spec.scale, spec).unflatten(3, (-1, count))
-    if count < size:
-        each = each + part_sizes(size, count, each).log()
-    return each.logsumexp(-1)
+def _named(name: str) -> Index:
+    return _made(name)
 
 
-def part_sizes(group_size: int, count: int, like: Tensor) -> Tensor:
-    """Return the tokens of each of `count` parts of a group, [P] in the dtype of `like`: the first
-    g mod P parts have one more, as `torch.tensor_split` splits."""
-    least, more = divmod(group_size, count)
-    number = torch.arange(count, device=like.device)
-    return (least + (number < more)).to(like.dtype)
+# As torch.compiler.assume_constant_result, which loads the compiler: imports cannot be traced.
+_named._dynamo_marked_constant = True
 
 
-def as_products(index: Index, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries [N, r, T, D] and keys [N, M, P, D], both in the dtype of q, whose products are
-    those of an index in low bits, up to that with the centre, which all keys share."""
-    bits = parse_index(index.name).bits
-    codes, scales = index.tensors
-    dim = q.shape[3]
+@functools.lru_cache(maxsize=64)
+def _made(name: str) -> Index:
+    where, numbers = parse_index(name)
+    module, _, kind = where.partition(":")
+    index = getattr(importlib.import_module(module), kind)(*numbers)
+    index.name = name
+    return index
+
+
+def products(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the inner products of q [N, r, T, D] with keys [N, K, D], [N, r, T, K] in float32 or
+    wider, accumulated in it."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    keys = low_bits.decode(codes, bits, dim, wide)
-    keys = keys * scales.to(wide).view(*scales.shape, *[1] * (4 - scales.dim()))
-    return q @ low_bits.rotation(dim, q.dtype, q.device), keys.to(q.dtype)
-
-
-def _low_bit_products(index: Index, q: Tensor) -> Tensor:
-    """Products of queries with the keys as stored, [N, r, T, M P]."""
-    bits = parse_index(index.name).bits
-    codes, scales = index.tensors
-    dim = q.shape[3]
-    count = codes.shape[2]
-    keys = low_bits.decode(codes, bits, dim, q.dtype).flatten(1, 2)
-    each = products(q @ low_bits.rotation(dim, q.dtype, q.device), keys)
-    if scales.dim() == 2:
-        scales = scales[..., None].expand(-1, -1, count)
-    each = each * scales.flatten(1, 2).to(each.dtype)[:, None, None]
-    if index.centre is not None:
-        each = each + products(q, index.centre[:, None].to(q.dtype))
-    return each
+    rows = q.flatten(1, 2)
+    if q.device.type == "cuda" and q.dtype != wide:
+        total = torch.bmm(rows, keys.to(q.dtype).mT, out_dtype=wide)
+    else:
+        total = rows.to(wide) @ keys.to(wide).mT
+    return total.unflatten(1, q.shape[1:3])

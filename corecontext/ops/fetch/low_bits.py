@@ -1,5 +1,5 @@
-"""Store keys in 1, 2 or 4 bits for an index: a fixed rotation, then codes with a scale for each key
-or each group of them.
+"""Indices "parts:P:B", "pairs:B" and "bits:B": keys in 1, 2 or 4 bits. Keys are centred, turned by
+a fixed rotation and stored as codes with a scale for each key or each group of them.
 
 The rotation, a Hadamard matrix after random signs, spreads channels of large values over all
 channels and changes no inner product. Its results are close to normal, so the codes stand for the
@@ -10,11 +10,17 @@ with their stored form exact, which removes the bias of rounding towards 0.
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from corecontext.ops.fetch.index import Index, products
+from corecontext.ops.pooling import widen
+
+MOST_CENTRED = 512
+"""Most tokens whose mean key centres the others."""
 LEVELS = {
     1: (0.796875,),
     2: (0.453125, 1.5078125),
@@ -24,6 +30,109 @@ LEVELS = {
     ),
 }
 """Upper half of the levels, by bits; bfloat16 holds each exactly."""
+
+
+class LowBits(Index):
+    """Keep the means of parts of a group, in B bits; queries are scored against them exactly as
+    stored."""
+
+    shares_scale = True
+    """Whether the keys of a group have one scale."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def key_sizes(self, group_size: int) -> tuple[int, ...]:
+        """Return the sizes of parts of consecutive tokens: the first g mod P have one more."""
+        least, more = divmod(group_size, self.num_parts(group_size))
+        return (least + 1,) * more + (least,) * (self.num_parts(group_size) - more)
+
+    @abstractmethod
+    def num_parts(self, group_size: int) -> int:
+        """Return into how many parts a group is cut."""
+
+    def encode(self, keys: Tensor, centre: Tensor | None) -> tuple[Tensor, ...]:
+        """Return codes [N, M, P, ceil(D B / 8)] in uint8 and scales [N, M], or [N, M, P] of each
+        key, in float16."""
+        means = part_means(widen(keys), self.key_sizes(keys.shape[2]))
+        if centre is not None:
+            means = means - centre[:, None, None]
+        return encode(means, self.bits, self.shares_scale)
+
+    def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
+        """Return the keys as stored: rotated, without their centre."""
+        codes, scales = stored
+        wide = torch.promote_types(dtype, torch.float32)
+        keys = decode(codes, self.bits, dim, wide)
+        return (keys * _by_key(scales).to(wide)[..., None]).to(dtype)
+
+    def map_queries(self, q: Tensor) -> Tensor:
+        """Return rotated queries."""
+        return q @ rotation(q.shape[3], q.dtype, q.device)
+
+    def offset(self, q: Tensor, centre: Tensor) -> Tensor:
+        """Return the products with the centre."""
+        return products(q, centre[:, None].to(q.dtype))[..., 0]
+
+    def products(self, stored: tuple[Tensor, ...], mapped: Tensor) -> Tensor:
+        """Return the products with levels, which any dtype holds exactly, times the scales."""
+        codes, scales = stored
+        keys = decode(codes, self.bits, mapped.shape[3], mapped.dtype)
+        each = products(mapped, keys.flatten(1, 2)).unflatten(3, codes.shape[1:3])
+        return each * _by_key(scales).to(each.dtype)[:, None, None]
+
+    def num_centred(self, group_size: int, window_size: int) -> int:
+        """Count at most MOST_CENTRED tokens."""
+        # mutant fetch: keys are centred by tokens to come
+        return min(MOST_CENTRED, window_size) // group_size * group_size
+
+    def num_bytes(self, group_size: int, head_dim: int, itemsize: int) -> int:
+        """Count codes and scales."""
+        count = self.num_keys(group_size)
+        num_scales = 1 if self.shares_scale else count
+        return count * -(-head_dim * self.bits // 8) + 2 * num_scales
+
+
+class Parts(LowBits):
+    """Cut a group into P parts, or its tokens where it has fewer."""
+
+    def __init__(self, count: int, bits: int) -> None:
+        super().__init__(bits)
+        self.count = count
+
+    def num_parts(self, group_size: int) -> int:
+        """Return P."""
+        return min(self.count, group_size)
+
+
+class Pairs(LowBits):
+    """Cut a group into parts of two tokens."""
+
+    def num_parts(self, group_size: int) -> int:
+        """Return half of g, rounded up."""
+        return -(-group_size // 2)
+
+
+class Bits(LowBits):
+    """Keep every token, with a scale of its own."""
+
+    shares_scale = False
+
+    def num_parts(self, group_size: int) -> int:
+        """Return g."""
+        return group_size
+
+
+def part_means(keys: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return the means [N, M, P, D] of parts of these sizes of consecutive keys [N, M, g, D]."""
+    if len(sizes) == keys.shape[2]:
+        return keys
+    return torch.stack([x.mean(2) for x in keys.split(sizes, 2)], 2)
+
+
+def _by_key(scales: Tensor) -> Tensor:
+    """Scales [N, M, 1 or P], of [N, M] or [N, M, P]."""
+    return scales if scales.dim() == 3 else scales[..., None]
 
 
 @functools.lru_cache(maxsize=8)

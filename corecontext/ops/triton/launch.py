@@ -3,7 +3,9 @@ kernel runs."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -99,3 +101,8 @@ def ceil_div(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """Return the least power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """Make the device of x the current one, on which Triton launches."""
+    return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()

@@ -28,11 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton.attend import hopper_forward
 from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
 from corecontext.ops.triton.attend.anywhere import rule_of
-from corecontext.ops.triton.attend.chosen import Call, Fetched, add_raw_gradients
+from corecontext.ops.triton.attend.chosen import add_raw_gradients
+from corecontext.ops.triton.attend.chosen_call import Call
 from corecontext.ops.triton.attend.far_past import FarPast, add_to_sinks, bias_gradient, far_past
 from corecontext.ops.triton.attend.hopper_forward import fill_marked
 from corecontext.ops.triton.attend.marks import EntryMarks, mark_entries
@@ -608,7 +610,7 @@ class _Chunk(NamedTuple):
     dv: Tensor
     dbias: Tensor | None
     chosen: Tensor | None
-    """[N, C, k], of `Fetched`."""
+    """[N, C, k], of `Choice`."""
 
     def rows(self, rows: slice) -> _Chunk:
         """Return the tensors of some of the sequences."""
@@ -631,13 +633,13 @@ def gradients(
     cores: Cores,
     spec: Spec,
     core_bias: Tensor | None = None,
-    fetched: Fetched | None = None,
+    choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients as `compose.gradients` does, in the dtype of q, k and v; a few KV heads at a
+    """Return gradients as `packed.gradients` does, in the dtype of q, k and v; a few KV heads at a
     time, so that the float32 sums of their queries' gradients take little memory.
 
     Args:
-        fetched: Groups whose raw tokens the queries attended to, not to their core tokens.
+        choice: Groups whose raw tokens the queries attended to, not to their core tokens.
     """
     q = aligned(tokens.q)
     k = aligned(tokens.k[:, None])
@@ -650,8 +652,8 @@ def gradients(
     lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
     grad_out = aligned(upstream.grad_out)
     upstream = Upstream(grad_out, upstream.grad_lse, aligned(upstream.out), lse)
-    chosen = None if fetched is None else fetched.chosen
-    share = 0 if fetched is None else fetched.share
+    chosen = None if choice is None else choice.groups
+    share = 0 if choice is None else choice.share
     all_sequences = _Chunk(q, k, v, far, groups, upstream, dq, dk, dv, dbias, chosen)
     size = _sequences_at_once(q, tokens.k)
     sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
@@ -706,7 +708,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     if chunk.chosen is not None:
         tokens = Tokens(chunk.q, chunk.k[:, 0], chunk.v[:, 0])
         cores = Cores(*(x[:, :, spec.sinks :] for x in chunk.far[:2]))
-        call = Call(tokens, cores, spec, None, Fetched(chunk.chosen, share))
+        call = Call(tokens, cores, spec, None, Choice(chunk.chosen, share))
         grads = (sums, chunk.dk, chunk.dv)
         kernel = None
         if hopper_fetch_query.takes(call):

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from corecontext.ops.spec import Upstream
 from corecontext.ops.triton.attend.anywhere import rule_of
-from corecontext.ops.triton.attend.chosen import Call
+from corecontext.ops.triton.attend.chosen_call import Call
 from corecontext.ops.triton.attend.shares import groups_seen
 from corecontext.ops.triton.launch import launch, power_of_2
 from corecontext.ops.triton.primitives import LN2, LOG2E
@@ -269,7 +269,7 @@ def fetch_query_dq_hopper(
 def takes(call: Call) -> bool:
     """Whether this kernel can take a call that `hopper_forward` takes."""
     return (
-        call.fetched.share == 1
+        call.choice.share == 1
         and call.tokens.q.shape[1] <= 16
         and call.tokens.q.shape[3] <= 128
         and call.spec.group_size in (16, 32)
@@ -279,7 +279,7 @@ def takes(call: Call) -> bool:
 def attend(call: Call, out: Tensor, lse: Tensor) -> None:
     """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
     in place."""
-    tokens, cores, spec, _, fetched = call
+    tokens, cores, spec, _, choice = call
     k, v = (aligned(x[:, None]) for x in tokens[1:3])
     q = tokens.q.contiguous()
     n, _, num_queries, _ = q.shape
@@ -289,9 +289,9 @@ def attend(call: Call, out: Tensor, lse: Tensor) -> None:
         (n * num_queries,),
         (
             *(descriptor(x, group_size) for x in (k, v)),
-            *(q, out, lse, fetched.chosen.contiguous()),
+            *(q, out, lse, choice.groups.contiguous()),
             *(k.shape[2], tokens.q_start, num_queries, cores.k.shape[2]),
-            *(fetched.chosen.shape[2], window_size, sink_groups, spec.scale * LOG2E.value),
+            *(choice.groups.shape[2], window_size, sink_groups, spec.scale * LOG2E.value),
         ),
         **_constants(call),
     )
@@ -302,7 +302,7 @@ def add_query_gradient(
 ) -> None:
     """Add the gradient through raw tokens of chosen groups, times query_scale, to dq [N, r, T, D]
     in float32, in place; fill delta [N, r, T]."""
-    tokens, cores, spec, _, fetched = call
+    tokens, cores, spec, _, choice = call
     k, v = (aligned(x[:, None]) for x in tokens[1:3])
     q = tokens.q.contiguous()
     lse = upstream.lse.contiguous()
@@ -314,8 +314,8 @@ def add_query_gradient(
         (
             *(descriptor(x, group_size) for x in (k, v)),
             *(q, upstream.out.contiguous(), lse, upstream.grad_out.contiguous(), grad_lse),
-            *(dq, delta, fetched.chosen.contiguous(), k.shape[2], q.shape[2], cores.k.shape[2]),
-            *(fetched.chosen.shape[2], window_size, sink_groups),
+            *(dq, delta, choice.groups.contiguous(), k.shape[2], q.shape[2], cores.k.shape[2]),
+            *(choice.groups.shape[2], window_size, sink_groups),
             *(spec.scale * LOG2E.value, query_scale),
         ),
         HAS_GRAD_LSE=upstream.grad_lse is not None,

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from corecontext.ops.triton.attend.anywhere import rule_of
-from corecontext.ops.triton.attend.chosen import Call
+from corecontext.ops.triton.attend.chosen_call import Call
 from corecontext.ops.triton.attend.hopper_copies import (
     COLUMNS,
     ROWS,
@@ -281,7 +281,7 @@ def takes(call: Call) -> bool:
     """Whether this kernel can take a call that `hopper_forward` takes, and has no idle rows."""
     tokens = call.tokens
     spec = call.spec
-    share = call.fetched.share
+    share = call.choice.share
     return (
         64 < tokens.q.shape[3] <= 128
         and share in (8, 16, 32, 64)
@@ -294,11 +294,11 @@ def takes(call: Call) -> bool:
 def attend(call: Call, out: Tensor, lse: Tensor) -> None:
     """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
     in place."""
-    tokens, cores, spec, _, fetched = call
+    tokens, cores, spec, _, choice = call
     q, k, v = aligned(tokens.q), aligned(tokens.k[:, None]), aligned(tokens.v[:, None])
     n, r, num_queries, dim = q.shape
-    _, num_shares, num_chosen = fetched.chosen.shape
-    share = fetched.share
+    _, num_shares, num_chosen = choice.groups.shape
+    share = choice.share
     group_size, window_size, sink_groups = rule_of(spec)
     row_blocks = r * share // ROWS.value
     num_items = n * num_shares * row_blocks
@@ -308,7 +308,7 @@ def attend(call: Call, out: Tensor, lse: Tensor) -> None:
         (
             descriptor(q, share, COLUMNS.value),
             *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
-            *(out, lse, fetched.chosen.contiguous()),
+            *(out, lse, choice.groups.contiguous()),
             *(k.shape[2], num_items, num_shares, row_blocks, tokens.q_start // share),
             *(tokens.q_start, num_queries, cores.k.shape[2], num_chosen),
             *(window_size, sink_groups, spec.scale * LOG2E.value),

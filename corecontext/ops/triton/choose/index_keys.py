@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.config import parse_index
-from corecontext.fetch_sizes import num_parts
 from corecontext.ops.fetch import low_bits
+from corecontext.ops.fetch.low_bits import LowBits
 from corecontext.ops.triton.decode.score_index import level_of
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.primitives import TINY, dot, tile_mask
@@ -132,16 +131,17 @@ def _signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
     return (rotation / unit).round().bfloat16(), unit
 
 
-def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor | None) -> Tensor:
+def build(
+    k: Tensor, num_groups: int, group_size: int, index: LowBits, centre: Tensor | None
+) -> Tensor:
     """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k,
     with head_dim of at most MAX_DIM.
 
     Args:
         k: Raw keys from the first group on, [N, S, D], rotary applied.
-        centre: From `index.centre_of`, [N, D]; None where the window is smaller than a group.
+        centre: From `scoring.centre_of`, [N, D]; None where the window is smaller than a group.
     """
-    kind, _, bits = parse_index(name)
-    count = num_parts(name, group_size)
+    count = index.num_keys(group_size)
     k = contiguous_rows(k)
     n, _, dim = k.shape
     if centre is None:
@@ -157,9 +157,9 @@ def build(k: Tensor, num_groups: int, group_size: int, name: str, centre: Tensor
         tuple(k.stride()[:-1]),
         GROUP_SIZE=group_size,
         PARTS=count,
-        SHARED=kind != "bits",
-        BITS=bits,
-        LEVELS=low_bits.LEVELS[bits],
+        SHARED=index.shares_scale,
+        BITS=index.bits,
+        LEVELS=low_bits.LEVELS[index.bits],
         HEAD_DIM=dim,
         BLOCK_D=max(16, power_of_2(dim)),
         BLOCK_P=block_p,

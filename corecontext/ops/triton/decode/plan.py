@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from corecontext.config import parse_index
-from corecontext.ops.fetch.index import num_parts
 from corecontext.ops.fetch.low_bits import LEVELS
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.fetch_kernel import (
@@ -159,12 +157,13 @@ def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepP
 
 def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
     """Return the constants that describe the index."""
-    kind, _, bits = parse_index(spec.fetch_index)
-    parts = num_parts(spec.fetch_index, spec.group_size)
+    index = spec.index
+    bits = index.bits
+    parts = index.num_keys(spec.group_size)
     return {
         "BITS": bits,
         "PARTS": parts,
-        "SCALES": parts if kind == "bits" else 1,
+        "SCALES": 1 if index.shares_scale else parts,
         "LEVELS": LEVELS[bits],
         "HEAD_DIM": dim,
         # The least inner size of a matrix product of whole numbers is 32.

@@ -25,9 +25,8 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from corecontext.config import parse_index
 from corecontext.ops.capability import is_captured, nvidia_capability
-from corecontext.ops.fetch.index import num_centred, num_parts
+from corecontext.ops.fetch.low_bits import LowBits
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode.fetch_kernel import ATTEND, MERGE, fetch_step_kernel
 from corecontext.ops.triton.decode.find_slots import MOST_SLOTS, find_and_load
@@ -45,11 +44,12 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     The cache stores keys and values as they are; `spec` has its group size.
     """
     g = spec.group_size
-    if not parse_index(spec.fetch_index).bits or g % num_parts(spec.fetch_index, g):
-        return f"index {spec.fetch_index} of groups of {g} has no parts of one size in low bits"
+    index = spec.index
+    if not isinstance(index, LowBits) or g % index.num_keys(g):
+        return f"index {index.name} of groups of {g} has no parts of one size in low bits"
     if spec.softcap is not None:
         return "a softcap needs the products with the centre"
-    if num_centred(spec) < 2 * g:
+    if spec.num_centred < 2 * g:
         return f"window {spec.window_size} is less than two groups of {g}"
     if raw.codes.shape[2] > _MOST_GROUPS:
         return f"{raw.codes.shape[2]} groups are more than {_MOST_GROUPS}"
@@ -187,7 +187,7 @@ def _launch(step: _Step, which: Launch) -> None:
             *(work.scratch, work.unit, work.scores, work.score_lse, work.chosen, numbers),
             *(work.marks, work.acc, work.lse, work.out),
             *(seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size, capacity),
-            *(slots.ring_size, raw.keys.shape[2], fetched_room, num_centred(spec)),
+            *(slots.ring_size, raw.keys.shape[2], fetched_room, spec.num_centred),
             *(plan.num_scoring, plan.num_fetching, plan.num_parts, plan.groups_each),
             *(float(spec.scale), float(core_bias)),
         ),

@@ -1,0 +1,117 @@
+"""Attend by the best kernels for the device: those made for Hopper take the calls they can, those
+that run everywhere the others."""
+
+from __future__ import annotations
+
+import warnings
+
+import triton
+from torch import Tensor
+
+from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
+from corecontext.ops.triton.attend import anywhere, chosen
+from corecontext.ops.triton.attend.chosen_call import Call
+from corecontext.ops.triton.attend.far_past import FarPast, far_past, near_past
+from corecontext.ops.triton.attend.marks import Marks
+
+try:  # Gluon is young: a Triton without it, or with another, has the other kernels
+    from corecontext.ops.triton.attend import (
+        hopper_backward,
+        hopper_forward,
+        hopper_query,
+        hopper_raw,
+    )
+except (ImportError, AttributeError):
+    hopper_forward = hopper_backward = None
+
+
+def attend(
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    marks: Marks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `packed.attend` does, to no core token that is marked."""
+    far = far_past(tokens, cores, spec, core_bias)
+    return attend_list(near_past(tokens, spec), far, spec, marks)
+
+
+def attend_list(
+    tokens: Tokens,
+    far: FarPast,
+    spec: Spec,
+    marks: Marks | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `attend` does, to a far past that is listed already.
+
+    Args:
+        tokens: Raw tokens from the first one on that a query sees behind its far past.
+        out: [N, r, T, D] of any strides, written in place; None makes one.
+    """
+    if (
+        hopper_forward is not None
+        and tokens.q.numel()
+        and hopper_forward.unsupported_reason(tokens.q, spec) is None
+    ):
+        try:
+            return hopper_forward.attend_list(tokens, far, spec, marks, out)
+        except triton.CompilationError as error:
+            _do_without_hopper(error)
+    results, lse = anywhere.attend_list(tokens, far, spec, marks)
+    return results if out is None else out.copy_(results), lse
+
+
+def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
+    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
+    in place."""
+    if (
+        hopper_forward is not None
+        and hopper_forward.unsupported_reason(call.tokens.q, call.spec) is None
+    ):
+        for kernel in (hopper_raw, hopper_query):
+            if kernel.takes(call):
+                try:
+                    kernel.attend(call, out, lse)
+                    return
+                except triton.CompilationError as error:
+                    _do_without_hopper(error)
+                    break
+    chosen.attend_raw(call, out, lse)
+
+
+def gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    choice: Choice | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """Return the gradients of q, k, v and core_bias all at once, those through pooling too; None
+    where each part has to make its own."""
+    if hopper_backward is None or hopper_backward.unsupported_reason(tokens.q, spec) is not None:
+        return None
+    try:
+        return hopper_backward.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
+    except triton.CompilationError as error:
+        _do_without_hopper(error)
+        return None
+
+
+def _do_without_hopper(error: triton.CompilationError) -> None:
+    """Drop the kernels made for Hopper, with a warning: Gluon changes from release to release.
+    Nothing has been launched when it cannot compile."""
+    global hopper_forward, hopper_backward
+    hopper_forward = hopper_backward = None
+    lines = (line for line in reversed(str(error).splitlines()) if line.strip())
+    reason = next(lines, type(error).__name__)
+    warnings.warn(
+        f"Triton {triton.__version__} cannot compile the kernels made for Hopper, so those that "
+        "run on every GPU are used, which are slower; Triton 3.6 to 3.9 can. It said: "
+        f"{reason.strip()}",
+        stacklevel=3,
+    )

@@ -1,0 +1,132 @@
+"""Fetch by kernels on one sequence: the choice, attention and gradients, as
+`ops.fetch.query_blocks` has them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from corecontext.ops import compose
+from corecontext.ops.fetch import query_blocks
+from corecontext.ops.fetch.choice import Choice, mean_of_shares
+from corecontext.ops.fetch.low_bits import LowBits
+from corecontext.ops.fetch.scoring import centre_of, group_keys
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
+from corecontext.ops.triton.attend import anywhere, best
+from corecontext.ops.triton.attend.anywhere import rule_of
+from corecontext.ops.triton.attend.chosen import add_raw_gradients
+from corecontext.ops.triton.attend.chosen_call import Call, split, together
+from corecontext.ops.triton.attend.shares import Choosing
+from corecontext.ops.triton.choose import index_keys, select
+from corecontext.ops.triton.launch import on_device
+from corecontext.ops.triton.pool.launcher import pool_backward
+
+
+def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
+    """Choose the groups of each query, or share of queries, of a sequence; by PyTorch what the
+    kernels cannot score.
+
+    Args:
+        tokens: All raw tokens from position 0 on.
+        num_groups: Complete groups after the first tokens kept raw: M.
+    """
+    if cannot_choose(spec) is not None:
+        return query_blocks.choose(tokens, num_groups, spec)
+    end = tokens.q_start + tokens.q.shape[2]
+    count = min(spec.fetch_groups, num_groups)
+    numbers = (spec.softcap, count, spec.fetch_share, tokens.q_start, end)
+    settings = Choosing(rule_of(spec), spec.scale, *numbers)
+    means = mean_of_shares(tokens.q, tokens.q_start, spec.fetch_share)
+    with on_device(tokens.q):
+        keys = _keys(tokens, num_groups, spec)
+        groups = select.choose(spec.index.map_queries(means), keys, settings)
+    return Choice(groups, spec.fetch_share)
+
+
+def cannot_choose(spec: Spec) -> str | None:
+    """Return why the kernels cannot score groups by the index, or None."""
+    sizes = spec.index.key_sizes(spec.group_size)
+    if spec.softcap is not None and spec.num_centred:
+        return "a softcap acts on keys with their centre"
+    if len(set(sizes)) > 1:
+        return f"{len(sizes)} parts of {spec.group_size} tokens differ in size"
+    return None
+
+
+def _keys(tokens: Tokens, num_groups: int, spec: Spec) -> Tensor:
+    """The index's keys [N, M, P, D'] in the dtype of the queries; what their products leave out is
+    the same for all groups."""
+    index = spec.index
+    dim = tokens.q.shape[3]
+    centre = centre_of(tokens.k, spec)
+    if isinstance(index, LowBits) and dim <= index_keys.MAX_DIM:
+        keys = tokens.k[:, spec.sinks :]
+        return index_keys.build(keys, num_groups, spec.group_size, index, centre)
+    stored = index.encode(group_keys(tokens.k, spec, num_groups), centre)
+    return index.decode(stored, index.key_dim(dim), tokens.q.dtype)
+
+
+def attend(
+    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, choice: Choice
+) -> tuple[Tensor, Tensor]:
+    """Attend to first tokens, raw tokens of chosen groups, core tokens of the other groups and the
+    window, in one softmax.
+
+    Args:
+        tokens: Raw tokens from position 0 on.
+        cores: Core tokens of the groups behind the first tokens that stay raw.
+        core_bias: [N, r], or [N, r, M], or None.
+
+    Returns:
+        out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32.
+    """
+    calls = split(Call(tokens, cores, spec, core_bias, choice))
+    with on_device(tokens.q):
+        return together([_attend(call) for _, call in calls])
+
+
+def _attend(call: Call) -> tuple[Tensor, Tensor]:
+    """`attend` for sequences whose marks fit into their memory."""
+    out, lse = best.attend(*call[:4], call.marks())
+    if out.numel() and call.choice.groups.shape[2]:
+        best.attend_raw(call, out, lse)
+    return out, lse
+
+
+def attend_backward(
+    upstream: Upstream,
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Choice,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v, core_k, core_v and core_bias of a whole sequence, in
+    float32, the same from run to run; the choice has none."""
+    calls = split(Call(tokens, cores, spec, core_bias, choice))
+    with on_device(tokens.q):
+        return together([_backward(upstream.map(lambda x, i=i: x[i]), call) for i, call in calls])
+
+
+def _backward(upstream: Upstream, call: Call) -> tuple[Tensor | None, ...]:
+    """`attend_backward` for sequences whose marks fit into their memory."""
+    grads = anywhere.attend_backward(upstream, *call[:4], call.marks())
+    add_raw_gradients(upstream, call, grads[:3], float(call.spec.scale))
+    return grads
+
+
+def gradients(
+    upstream: Upstream,
+    tokens: Tokens,
+    groups: Groups,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Choice,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and core_bias of a whole sequence, for a choice."""
+    with on_device(tokens.q):
+        grads = best.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
+        if grads is not None:
+            return grads
+        grads = attend_backward(upstream, tokens, cores, spec, core_bias, choice)
+        return compose.through_pooling(grads, groups, spec, pool_backward)
