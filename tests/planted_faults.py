@@ -71,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "1: full attention for one token too many",
-        "if sized.is_full(length - 1, inputs.choice):",
+        "if sized.is_full(length - 1):",
         f"{LAWS}::test_law_1_the_first_core_query_is_the_first_to_differ",
     ),
     Fault(

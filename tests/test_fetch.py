@@ -17,6 +17,7 @@ from corecontext.ops.autograd import _flat, cca_attention_op
 from corecontext.ops.batch import complete_groups
 from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch import choice, gathered, low_bits, query_blocks
+from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.fetch.index import index_of
 from corecontext.ops.fetch.scoring import Queries, centre_of, group_keys, scores
 from corecontext.ops.mass import add_to_bias
@@ -315,6 +316,73 @@ def test_the_registered_operator_has_the_settings():
     found = results_and_gradients(compiled, x)
     for name, value in results_and_gradients(eager, x).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+# A choice that is given
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "packed"])
+@pytest.mark.parametrize("share", [1, 6])
+def test_a_choice_that_is_given_is_fetched(backend, share):
+    """That of an index has the results of the index, and gradients; none is CCA."""
+    x = make_inputs(80, batch_size=2, dtype=torch.float64)
+    options = {"core_mass": True, "core_position": "token", "backend": backend}
+    sizes = {**SIZES, "sink_size": 5}
+    spec = Spec(4, 9, 0.25, sink_size=5, fetch_groups=3, fetch_index="mean", fetch_share=share)
+    rows = (x.q.unflatten(1, (x.k.shape[1], -1)).flatten(0, 1), *(y.flatten(0, 1) for y in x[1:3]))
+    chosen = query_blocks.choose(Tokens(*rows), 18, spec)
+    run = functools.partial(cca_attention, return_lse=True, **sizes, **options)
+    index = {"fetch_groups": 3, "fetch_index": "mean", "fetch_share": share}
+    truth = results_and_gradients(run, x, **index)
+    found = results_and_gradients(run, x, choice=chosen)
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+    none = Choice(torch.full_like(chosen.groups, -1), share)
+    cca, _ = run(*x[:3])
+    torch.testing.assert_close(run(*x[:3], choice=none)[0], cca, rtol=0, atol=1e-10)
+    assert not torch.allclose(run(*x[:3], choice=chosen)[0], cca)
+    # As many numbers as groups, but not all of them: this is not full attention.
+    many = Choice(torch.nn.functional.pad(none.groups, (0, 20), value=-1), share)
+    torch.testing.assert_close(run(*x[:3], choice=many)[0], cca, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "groups, share, settings, error, message",
+    [
+        (None, 1, {}, TypeError, "choice must be a Choice, got tuple. Make one with"),
+        ([[[0]]], 0, {}, ValueError, "choice.share must be at least 1, got 0"),
+        ([[0]], 4, {}, ValueError, r"choice.groups must be \[B Hkv, C, k\], got \[1, 1\]"),
+        ([[[0]] * 5], 4, {"fetch_groups": 2}, ValueError, "fetch_groups must be the choice's 1"),
+        ([[[0]] * 5], 4, {"fetch_share": 2}, ValueError, "fetch_share must be the choice's 4"),
+        ([[[0]] * 4], 4, {}, ValueError, r"with B Hkv = 1 and C = ceil\(L / share\) = 5, got"),
+        ([[[-2]] * 5], 4, {}, ValueError, "choice.groups must rise in each row"),
+        ([[[1, 0]] * 5], 4, {}, ValueError, "choice.groups must rise in each row"),
+        ([[[1, 1]] * 5], 4, {}, ValueError, "choice.groups must rise in each row"),
+        ([[[-1, 1]] * 5], 4, {}, ValueError, "choice.groups must rise in each row"),
+        ([[[-1], [0], [0], [1], [2]]], 4, {}, ValueError, "got 0 in share 1, which sees 0"),
+        ([[[-1], [-1], [-1], [0], [2]]], 4, {}, ValueError, "got 2 in share 4, which sees 2"),
+        ([[[-1]] * 5], 4, {"attention_mask": torch.ones(1, 20)}, NotImplementedError, "one length"),
+        ([[[-1]] * 5], 4, {"group_size": (4,)}, NotImplementedError, "one group_size for all"),
+    ],
+)
+def test_other_choices_are_refused(groups, share, settings, error, message):
+    x = make_inputs(20, num_heads=2, num_kv_heads=1)
+    given = (groups, share)
+    if groups is not None:
+        given = Choice(torch.tensor(groups, dtype=torch.int32), share)
+    with pytest.raises(error, match=message):
+        cca_attention(x.q, x.k, x.v, choice=given, **SIZES | {"core_position": "token"} | settings)
+
+
+def test_a_choice_of_other_numbers_or_elsewhere_is_refused():
+    x = make_inputs(20, num_heads=2, num_kv_heads=1)
+    for groups, error in ((torch.zeros(1, 5, 1), TypeError), ([[[0]]], TypeError)):
+        with pytest.raises(error, match="^choice.groups must be (int32|a tensor), got"):
+            FETCH(x.q, x.k, x.v, fetch_groups=0, choice=Choice(groups, 4))
+    meta = torch.zeros(1, 5, 1, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="^choice.groups must be on cpu, got meta. Move them"):
+        FETCH(x.q, x.k, x.v, fetch_groups=0, choice=Choice(meta, 4))
 
 
 # Indices

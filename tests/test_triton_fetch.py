@@ -352,6 +352,19 @@ def test_operator(index, share, window_size):
         assert_rows(got, right, torch.float32, "out, q, k or v")
 
 
+def test_a_choice_that_is_given_is_fetched():
+    """Of two rows and two KV heads, of any strides, by shares of 8 queries."""
+    x = [normal(2, heads, 33, 16, seed=seed) for seed, heads in enumerate((4, 2, 2))]
+    rows = [[[-1, -1], [-1, -1], [0, -1], [0, n], [n, 4]] for n in (1, 1, 2, 2)]
+    groups = torch.tensor(rows, dtype=torch.int32, device=DEVICE).mT.contiguous().mT
+    settings = {"group_size": 4, "window_size": 9, "sink_size": 4, "core_position": "token"}
+    found = [
+        cca_attention(*x, backend=name, choice=Choice(groups, 8), **settings)
+        for name in ("triton", "reference")
+    ]
+    assert_rows(*found, torch.float32, "out")
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -24,6 +24,7 @@ from corecontext.config import (
 )
 from corecontext.ops import autograd, checks, packed
 from corecontext.ops.batch import check_positions, complete_groups, has_restarts
+from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.fetch.crossover import is_full_faster
 from corecontext.ops.fetch.index import Index
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
@@ -104,6 +105,7 @@ def cca_attention(
     fetch_groups: int = 0,
     fetch_index: str | Index = CCAConfig.fetch_index,
     fetch_share: int | None = None,
+    choice: Choice | None = None,
     sink_size: int = PAPER_RULE["sink_size"],
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -144,6 +146,13 @@ def cca_attention(
             where perplexity is measured or a model is trained. By default each query chooses by
             itself, and full attention, which is exact, takes the call where it takes less time and
             backend is "auto" (docs/fetch.md); with 1 each query chooses at any length.
+        choice: Groups that queries fetch, chosen by anybody, in place of an index:
+            `ops.fetch.choice.Choice(groups, share)`. groups is [B Hkv, C, k] in int32 on the device
+            of q: for each row, KV head and share the numbers of k groups, rising, then -1; group 0
+            has the first g tokens after the n kept raw. The C = ceil(L / share) shares are `share`
+            neighbouring queries each; the last of a share must see its groups, others drop those
+            that they do not see. k and share replace fetch_groups and fetch_share. No gradient
+            belongs to it. Not for ragged batches, with a g for each head, or in torch.compile.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
             up to a multiple n of g; their groups have no core token (docs/math.md, eq. 13). 0, the
             paper's equation, keeps none; the default of `CCAConfig` does.
@@ -172,6 +181,10 @@ def cca_attention(
     sizes = (group_size,)
     if isinstance(group_size, (tuple, list)):
         sizes = group_size = check_sizes(group_size, k.shape[1], num_groups)
+    if choice is not None:
+        checks.check_choice_settings(choice, fetch_groups, fetch_share)
+        fetch_groups = choice.groups.shape[2]
+        fetch_share = choice.share
     has_own_index = isinstance(fetch_index, Index)
     # torch.compile traces no cache.
     validate = CCAConfig if torch.compiler.is_compiling() else _known_settings
@@ -202,7 +215,7 @@ def cca_attention(
     for name, x in zip(ragged._fields, ragged):
         if x is not None:
             checks.check_tensor(name, x)
-    inputs = Inputs(q, k, v, core_bias)
+    inputs = Inputs(q, k, v, core_bias, choice)
     fetches = fetch_share == 1
     out, lse = attend(inputs, spec, ragged, backend, return_lse, fetches)
     return (out, lse) if return_lse else out
@@ -236,12 +249,16 @@ def attend(
     (q, k, v), context = outside_autocast(*inputs[:3])
     checks.check_tensors(q, k, v)
     checks.check_rotary_size(spec.rotary, q.shape[3])
-    inputs = Inputs(q, k, v, checks.bias_tensor(inputs.bias, q))
+    bias = checks.bias_tensor(inputs.bias, q)
+    inputs = inputs._replace(q=q, k=k, v=v, bias=bias)
     if ragged.position_ids is not None:
         # mutant 5: position_ids of another length are taken
         check_positions(ragged.position_ids, q.shape[0], q.shape[2])
         if not torch.compiler.is_compiling() and not has_restarts(ragged.position_ids):
             ragged = ragged._replace(position_ids=None)
+    if inputs.choice is not None:
+        choice = checks.check_choice(inputs.choice, k, spec, ragged)
+        inputs = inputs._replace(choice=choice)
     with context:
         chosen = choose_backend(backend, q)
         # mutant fetch: full attention where each query must choose
@@ -267,6 +284,7 @@ def attend(
 def _is_plain(inputs: Inputs, spec: Spec, ragged: Ragged, return_lse: bool) -> bool:
     """Whether PyTorch's attention can take the call, were all tokens seen raw."""
     plain = not return_lse and spec.softcap is None and inputs.bias is None
+    plain = plain and inputs.choice is None
     return plain and all(x is None for x in ragged)
 
 
@@ -283,7 +301,7 @@ def _attend(
     if backend != "reference" and _is_plain(inputs, spec, ragged, return_lse):
         sized = spec.for_length(length)
         # mutant 1: full attention for one token too many
-        if sized.is_full(length, inputs.choice):
+        if sized.is_full(length):
             # mutant 1: short rows forget the scale
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from corecontext.config import check_int
+from corecontext.ops.fetch.choice import Choice, num_shares
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Ragged, Spec
+from corecontext.visibility import num_visible_cores
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -101,3 +105,81 @@ def bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
         wide = torch.promote_types(q.dtype, torch.float32)
         return torch.full((num_heads,), float(core_bias), dtype=wide, device=q.device)
     return core_bias
+
+
+def check_choice_settings(choice: Choice, fetch_groups: int, fetch_share: int | None) -> None:
+    """Raise unless a choice is one, and the settings beside it say the same."""
+    if not isinstance(choice, Choice):
+        raise TypeError(
+            f"choice must be a Choice, got {type(choice).__name__}. Make one with "
+            "corecontext.ops.fetch.choice.Choice(groups, share)."
+        )
+    groups, share = choice
+    check_tensor("choice.groups", groups)
+    check_int("choice.share", share, 1)
+    if groups.dim() != 3:
+        raise ValueError(
+            f"choice.groups must be [B Hkv, C, k], got {list(groups.shape)}. Of [B, Hkv, C, k] use "
+            "groups.flatten(0, 1)."
+        )
+    if groups.dtype != torch.int32:
+        raise TypeError(f"choice.groups must be int32, got {groups.dtype}. Use groups.int().")
+    if fetch_groups not in (0, groups.shape[2]):
+        raise ValueError(
+            f"fetch_groups must be the choice's {groups.shape[2]}, got {fetch_groups}. Leave it "
+            "out."
+        )
+    if fetch_share not in (None, share):
+        raise ValueError(
+            f"fetch_share must be the choice's {share}, got {fetch_share}. Leave it out."
+        )
+
+
+def check_choice(choice: Choice, k: Tensor, spec: Spec, ragged: Ragged) -> Choice:
+    """Return a choice, contiguous, if its groups are those that queries see; reads them on the
+    host.
+
+    Args:
+        k: [B, Hkv, L, D].
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("choice must be None under torch.compile. Disable it here.")
+    if any(x is not None for x in ragged) or isinstance(spec.group_size, tuple):
+        raise NotImplementedError(
+            "choice must come with rows of one length and one group_size for all heads. Call each "
+            "document, or the heads of each g, by themselves."
+        )
+    groups, share = choice
+    length = k.shape[2]
+    wanted = [k.shape[0] * k.shape[1], num_shares(0, length, share)]
+    if list(groups.shape[:2]) != wanted:
+        raise ValueError(
+            f"choice.groups must be [B Hkv, C, k] with B Hkv = {wanted[0]} and C = ceil(L / share) "
+            f"= {wanted[1]}, got {list(groups.shape)}."
+        )
+    if groups.device != k.device:
+        raise ValueError(f"choice.groups must be on {k.device}, got {groups.device}. Move them.")
+    if not groups.numel():
+        return choice
+    before = groups[..., :-1]
+    after = groups[..., 1:]
+    if bool((groups < -1).any() | ((after >= 0) & ((before < 0) | (after <= before))).any()):
+        raise ValueError(
+            "choice.groups must rise in each row, without equal numbers, then be -1, got others. "
+            "Sort them, and put -1 last."
+        )
+    # Groups that the last query of each share sees.
+    sized = spec.for_length(length)
+    g = sized.group_size
+    ends = [min(end, length) for end in range(share, length + share, share)]
+    seen = [num_visible_cores(end - 1, g, sized.window_size) - sized.sinks // g for end in ends]
+    seen = torch.tensor(seen, device=groups.device).clamp(min=0)
+    unseen = groups >= seen[:, None]
+    if bool(unseen.any()):
+        sequence, number, place = unseen.nonzero()[0].tolist()
+        raise ValueError(
+            f"choice.groups must be groups that the last query of their share sees, got "
+            f"{int(groups[sequence, number, place])} in share {number}, which sees "
+            f"{int(seen[number])}. Take groups of the far past, and -1 where there are fewer."
+        )
+    return choice._replace(groups=groups.contiguous())
