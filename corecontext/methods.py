@@ -42,7 +42,7 @@ def takes(method: str) -> tuple[str, ...]:
 
 def settings_for(method: str, methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings given to a comparison of methods that one of them is loaded with: without
-    those that only others have. A setting that none has stays, for `check_sizes` to refuse."""
+    those that only others have. A setting that none has stays, for `check_settings` to refuse."""
     others = {name for other in methods for name in takes(other)} - set(takes(method))
     return {name: value for name, value in given.items() if name not in others}
 

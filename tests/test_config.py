@@ -273,6 +273,7 @@ def test_a_field_that_is_no_more_is_refused_unless_it_was_off(field, value, harm
         lambda given: CCAConfig(4, 9).replace(**given),
         lambda given: CCAConfig.from_dict({**saved, **given}),
         lambda given: TrainConfig.from_dict({"group_size": 4, **given}),
+        lambda given: TrainConfig(group_size=4, **given),
         lambda given: cca_attention(x, x, x, core_position="token", **given),
         lambda given: pool_core_tokens(x, x, x, core_position="token", **given),
     ):

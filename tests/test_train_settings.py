@@ -203,6 +203,23 @@ def test_no_option_of_the_attention_is_ignored(method, option, is_used, monkeypa
     assert (said in capsys.readouterr().err) is not is_used
 
 
+@pytest.mark.parametrize("recipe", [(), ("paper",)])
+def test_an_option_that_is_gone_is_refused_in_one_line(recipe, tmp_path, monkeypatch, capsys):
+    model = save_tiny_model(tmp_path / "model")
+    result = run.Result(Path("out"), 1, [(1, 3.0)], {}, {}, 0)
+    monkeypatch.setattr(run, "train", lambda config: result)
+    capsys.readouterr()
+    for name, value, harmless in (("pooling", "mean", "cca"), ("fetch-index", "core", "mean")):
+        argv = ["train", *recipe, "--model", model, f"--{name}"]
+        assert main([*argv, harmless]) == 0
+        assert main([*argv, value]) == 2
+        error = capsys.readouterr().err
+        assert f"error: {name.replace('-', '_')} must not be '{value}', " in error
+        assert "gone since version" in error and error.count("\n") == 1
+    assert main(["train", "--help"]) == 0
+    assert "--pooling" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "recipe, options, is_measured",
     [

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from corecontext.baselines.rivals import RIVALS
-from corecontext.config import CCAConfig, field_help, setting_help
+from corecontext.config import REMOVED, CCAConfig, field_help, setting_help
 from corecontext.files import UserError
 from corecontext.train.train_config import (
     DEFAULT_RECIPE,
@@ -95,6 +95,10 @@ def train_command() -> Callable[..., None]:
         panel = _PANELS.get(setting.name, panel)
         text = texts.get(setting.name) or setting_help(setting.name)
         annotations[setting.name] = _annotation(setting, escape(text), panel)
+    # Options of earlier versions, which the settings refuse in one line.
+    removed = Annotated[str | None, typer.Option(hidden=True)]
+    for row in REMOVED:
+        annotations.setdefault(row.field, removed)
     train.__annotations__ = annotations
     train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [

@@ -26,6 +26,7 @@ from corecontext.config import (
     check_choice,
     check_int,
     did_you_mean,
+    refuses_removed,
     without_removed,
 )
 from corecontext.files import UserError
@@ -347,6 +348,9 @@ class TrainConfig:
     def replace(self, **changes: Any) -> TrainConfig:
         """Return a copy with some fields changed, validated again."""
         return self.from_dict(vars(self) | changes)
+
+
+TrainConfig.__init__ = refuses_removed(TrainConfig.__init__)  # type: ignore[method-assign]
 
 
 def load_recipe(name: str) -> TrainConfig:
