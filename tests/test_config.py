@@ -14,7 +14,7 @@ from corecontext import cca_attention, pool_core_tokens
 from corecontext.config import (
     CACHE_DTYPES,
     CORE_POSITIONS,
-    FETCH_INDICES,
+    INDICES,
     PAPER_RULE,
     PREFILLS,
     STORES,
@@ -92,7 +92,7 @@ def test_the_help_of_a_setting_is_its_first_sentence_and_names_its_choices():
     assert setting_help("fetch_share") == (
         "Neighbouring queries that share one choice, aligned to absolute positions."
     )
-    choices = {"cache_dtype": CACHE_DTYPES, "fetch_index": FETCH_INDICES}
+    choices = {"cache_dtype": CACHE_DTYPES, "fetch_index": tuple(INDICES)}
     choices |= {"store": STORES, "prefill": PREFILLS, "core_position": CORE_POSITIONS}
     for name, allowed in choices.items():
         for choice in allowed:
