@@ -33,10 +33,16 @@ from corecontext.ops.triton.attend import raw as fetch_kernels
 from corecontext.ops.triton.choose import index_keys as fetch_index_keys
 from corecontext.ops.triton.choose import score_kernels as fetch_score_kernels
 from corecontext.ops.triton.choose import select as fetch_choose
-from corecontext.ops.triton.decode import fetch_kernel as fetch_decode_kernel
-from corecontext.ops.triton.decode import find_slots as fetch_decode_slots
-from corecontext.ops.triton.decode import plain_step as decode
-from corecontext.ops.triton.decode import plan as fetch_decode_plan
+from corecontext.ops.triton.decode import (
+    attend_chosen,
+    attend_compact,
+    find_slots,
+    merge_parts,
+    plain_step,
+    score_index,
+    select_groups,
+)
+from corecontext.ops.triton.decode import plan as decode_plan
 from corecontext.ops.triton.launch import power_of_2
 from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import gather as paged_gather
@@ -93,10 +99,35 @@ PAGED = (
     paged_gather._gather_kernel,
 )
 STEP = (
-    fetch_decode_kernel.fetch_step_kernel,
-    fetch_decode_slots.find_slots_kernel,
-    fetch_decode_slots.load_slots_kernel,
+    score_index.rotate_kernel,
+    score_index.score_kernel,
+    select_groups.select_kernel,
+    attend_compact.attend_compact_kernel,
+    attend_chosen.attend_chosen_kernel,
+    find_slots.find_slots_kernel,
+    find_slots.load_slots_kernel,
 )
+STEP_TYPES = {
+    "tokens": ("", "", ""),
+    "cache": ("", "", "fp32"),
+    "raw": ("", ""),
+    "fetched": ("", ""),
+    "index": ("u8", "fp16", "fp32", "fp32"),
+    "tables": ("fp32", "fp32"),
+    "length": ("i64", "i64"),
+    "partial": ("fp32", "fp32"),
+    "rotated": ("i8", "fp32"),
+    "results": ("fp32", "fp32"),
+    "scores": ("fp32", "fp32"),
+    "choice": ("i32", "i8"),
+    "chosen": ("i32", "i32"),
+    "seen_ptr": "i64",
+}
+"""Pointers of the kernels of a decoding step."""
+SLOT_TYPES = {
+    f"{name}_ptr": "i32"
+    for name in ("chosen", "table", "owner", "order", "slot", "missing", "num_missing")
+}
 LOSS = (loss_kernel.loss_kernel,)
 HEADS = 4  # query heads that share a KV head
 
@@ -106,8 +137,9 @@ class Kernel(NamedTuple):
 
     function: Any
     constants: dict[str, Any]
-    types: dict[str, str]
-    """Of pointers whose elements have not the dtype of q."""
+    types: dict[str, str | tuple[str, ...]]
+    """Of pointers whose elements have not the dtype of q, and of tuples of pointers; "" is the
+    dtype of q."""
 
 
 def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
@@ -136,35 +168,20 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         sums = dict.fromkeys(("count_ptr", "loss_ptr", "entropy_ptr"), "fp32")
         types = {"labels_ptr": "i64", **sums}
         yield Kernel(loss_kernel.loss_kernel, {**sizes, "num_warps": 8}, types)
-    turn = {"HALF": dim // 2, "INTERLEAVED": False}
-    settings = {"HEADS": HEADS, "HEAD_DIM": dim, "HAS_SOFTCAP": False, **turn}
-    tables = {"cos_ptr": "fp32", "sin_ptr": "fp32"}
     yield from pool_kernels(dim)
-    plan = decode.step_plan(chip, dtype, 8, HEADS, dim, 4096, 16)
-    parts = {"acc_ptr": "fp32", "lse_ptr": "fp32", "seen_ptr": "i64", "pad_ptr": "i64"}
-    parts["mass_ptr"] = "fp32"
-    codes = {"keys_ptr": "i8", "values_ptr": "i8", "ks_ptr": "fp32", "vs_ptr": "fp32"}
+    plan = decode_plan.step_plan(chip, dtype, 8, HEADS, dim, 4096)
+    pooling = decode_plan.Pooling(True, dim // 2, False, HEADS, 8)
+    types = {**STEP_TYPES, "cache": ("", "", "fp32", "fp32", "fp32")}
+    codes = {"cache": ("i8", "i8", "fp32", "fp32", "fp32")}
     for kind, sinks in (("auto", 0), ("auto", 16), ("int8", 0), ("fp8", 0)):
-        yield Kernel(
-            decode._step_kernel,
-            {
-                **settings,
-                **plan.step,
-                "ON_DEVICE": True,
-                "KIND": kind,
-                "SINKS": sinks,
-                "WIDTH": 1,
-                "POOLS": True,
-                "HAS_BIAS": False,
-                "HAS_MASS": sinks > 0,
-            },
-            {**parts, **tables, **(codes if kind != "auto" else {})},
-        )
-    yield Kernel(
-        decode._merge_kernel,
-        {"ON_DEVICE": True, "HEADS": HEADS, "HEAD_DIM": dim, **plan.merge},
-        parts,
-    )
+        form = decode_plan.CacheForm(kind, sinks, False, sinks > 0, False)
+        sizes = {"ON_DEVICE": True, "CACHE": form, "POOLING": pooling, "TILE": plan.tile}
+        sizes["num_warps"] = plan.num_warps
+        yield Kernel(plain_step.step_kernel, sizes, types | (codes if kind != "auto" else {}))
+    for removes, columns in ((False, power_of_2(dim)), (True, power_of_2(dim) // 4)):
+        flags = {"ON_DEVICE": True, "REMOVES": removes, "HEADS": HEADS, "HEAD_DIM": dim}
+        blocks = {"COLUMNS": columns, "BLOCK_P": 64, "num_warps": 4}
+        yield Kernel(merge_parts.merge_kernel, {**flags, **blocks}, STEP_TYPES)
 
 
 def pool_kernels(dim: int) -> Iterator[Kernel]:
@@ -273,30 +290,35 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
-    """Those of a decoding step with fetch, of pairs in 2 bits: with a branch and without."""
-    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="pairs:2")
-    floats = ("scores", "score_lse", "lse", "acc", "mass", "centre", "cos", "sin", "wide_rotation")
-    types = {f"{name}_ptr": "fp32" for name in (*floats, "unit")}
-    types |= {"seen_ptr": "i64", "pad_ptr": "i64", "chosen_ptr": "i32", "marks_ptr": "i8"}
-    types |= {"codes_ptr": "u8", "scales_ptr": "fp16", "scratch_ptr": "i8", "numbers_ptr": "i32"}
-    place = {"ON_DEVICE": True, "SINKS": 16, "FETCHED_SINKS": 16, "HEADS": HEADS, "CORE_WIDTH": 1}
-    pooling = {"POOLS": True, "HALF": dim // 2, "INTERLEAVED": False}
-    flags = {**place, **pooling, "HAS_BIAS": False, "HAS_MASS": True}
+    """Those of a decoding step with fetch, of pairs in 2 bits."""
+    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="pairs:2", sink_size=16)
     is_nvidia = chip is not CHIPS["gfx942"][1]
-    sizes = fetch_decode_plan.StepSizes(dtype, 1, 8, HEADS, dim, 9216, 8192, 64, False, is_nvidia)
-    for core_bias in (0.0, 1.0):  # attention is a branch, or waits for the choice
-        plan = fetch_decode_plan.plan_of(chip, sizes, spec, core_bias)
-        for phase, _, options in plan.launches:
-            constants = {"PHASE": phase, **flags, **plan.constants, **options}
-            constants["HAS_BIAS"] = core_bias != 0
-            yield Kernel(fetch_decode_kernel.fetch_step_kernel, constants, types)
-    numbers = ("table", "owner", "order", "slot", "missing", "num_missing")
-    types |= {f"{name}_ptr": "i32" for name in numbers}
-    types |= {"last_used_ptr": "i64", "counts_ptr": "i64"}
+    sizes = decode_plan.StepSizes(dtype, 8, HEADS, dim, 9216, 8192, 64, is_nvidia)
+    plan = decode_plan.fetch_plan(chip, sizes, spec)
+    place = {"ON_DEVICE": True, "SINKS": spec.sinks}
+    form = decode_plan.CacheForm("auto", spec.sinks, False, True, False)
+    pooling = decode_plan.Pooling(True, dim // 2, False, HEADS, 8)
+    scoring = {"INDEX": plan.index, "SCORING": plan.scoring, "TILE": plan.tile}
+    sizes = {**scoring, "num_warps": decode_plan.ROTATE_WARPS}
+    if plan.scoring.whole:
+        yield Kernel(score_index.rotate_kernel, sizes, STEP_TYPES)
+    types = {**STEP_TYPES, "index": ("u8", "fp16")}
+    sizes = {**place, **scoring, "num_warps": decode_plan.SCORE_WARPS}
+    yield Kernel(score_index.score_kernel, sizes, types)
+    blocks = {"BLOCK": plan.scoring.width, "BLOCK_H": HEADS, "BLOCK_K": 64}
+    blocks["BLOCK_S"] = power_of_2(plan.num_scoring)
+    sizes = {**place, **blocks, "HEADS": HEADS, "num_warps": plan.select_warps}
+    yield Kernel(select_groups.select_kernel, sizes, STEP_TYPES)
+    entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
+    sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}
+    yield Kernel(attend_compact.attend_compact_kernel, sizes, STEP_TYPES)
+    sizes = {**entries, "FETCHED_SINKS": spec.sinks}
+    yield Kernel(attend_chosen.attend_chosen_kernel, sizes, STEP_TYPES)
     blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "num_warps": 8}
-    yield Kernel(fetch_decode_slots.find_slots_kernel, blocks, types)
+    types = {**SLOT_TYPES, "counts_ptr": "i64", "last_used_ptr": "i64", "marks_ptr": "i8"}
+    yield Kernel(find_slots.find_slots_kernel, blocks, types)
     blocks = {"GROUP": 16 * dim, "HEAD_DIM": dim, "BLOCK": 2048, "num_warps": 1}
-    yield Kernel(fetch_decode_slots.load_slots_kernel, blocks, types)
+    yield Kernel(find_slots.load_slots_kernel, blocks, SLOT_TYPES)
 
 
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
@@ -317,9 +339,10 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     masses = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)
     if function in (*FETCH, *CHOICE, *PAGED, *STEP, *LOSS, *masses):
         return chip == "sm_86" and (function in STEP or constants.get("BLOCK_M") != 16)
-    if function is decode._step_kernel:
-        is_plain = constants["KIND"] == "auto" and constants["SINKS"] == 0
-        return not is_plain
+    if function is plain_step.step_kernel:
+        return constants["CACHE"].kind != "auto" or constants["CACHE"].sinks > 0
+    if function is merge_parts.merge_kernel:
+        return constants["REMOVES"]
     if function.__name__ in ("_attend_fwd_hopper", "_attend_bwd_hopper"):
         return constants["HAS_BIAS"] and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
     return True
@@ -410,6 +433,8 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     for name in names:
         if name in constants:
             signature[name] = "constexpr"
+        elif isinstance(kernel.types.get(name), tuple):
+            signature[name] = tuple(f"*{kind or NAMES[dtype]}" for kind in kernel.types[name])
         elif name.endswith("_desc"):
             signature[name] = kernel.types[name]
         elif name.endswith("_ptr"):
@@ -430,7 +455,7 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     for i, name in enumerate(names):
         if name.endswith("_ptr"):
             aligned[i,] = [["tt.divisibility", 16]]
-        elif name.endswith("_strides"):
+        elif isinstance(signature[name], tuple):
             for j in range(len(signature[name])):
                 aligned[i, j] = [["tt.divisibility", 16]]
     return triton.compile(
@@ -442,7 +467,7 @@ def num_strides(function: Any, name: str) -> int:
     """How many strides the launch passes as one argument: those of all dimensions but the last;
     raw tokens [N, S, D] have no heads, nor has the new token of a decoding step [B, H, 1, D] a
     length."""
-    if function is decode._step_kernel or function in STEP:
+    if function is plain_step.step_kernel or function in STEP:
         return 2
     if function in PAGED:
         return 3 if name in ("page_strides", "core_strides", "mass_strides") else 2

@@ -28,8 +28,8 @@ PLAIN = {
     "pool_half_bwd_kernel",
     "pool_long_fwd_kernel",
     "pool_long_bwd_kernel",
-    "_step_kernel",
-    "_merge_kernel",
+    "step_kernel",
+    "merge_kernel",
 }
 FETCH = {
     "index_keys_kernel",
@@ -41,7 +41,11 @@ FETCH = {
     "fetch_fwd_kernel",
     "fetch_dq_kernel",
     "fetch_dkv_kernel",
-    "fetch_step_kernel",
+    "rotate_kernel",
+    "score_kernel",
+    "select_kernel",
+    "attend_compact_kernel",
+    "attend_chosen_kernel",
     "find_slots_kernel",
     "load_slots_kernel",
 }

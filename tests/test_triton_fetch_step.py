@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
 from corecontext.ops.triton import backend
-from corecontext.ops.triton.decode import fetch_kernel as fetch_decode_kernel
 from corecontext.ops.triton.decode import plan as fetch_decode_plan
 from corecontext.ops.triton.decode import step_with_fetch as fetch_decode
 
@@ -69,9 +68,8 @@ RECIPE = {"fetch_index": "bits:2", "core_mass": True, "store": "host"}
 CASES = {
     # An index is written at the first step, and read from the fifth on.
     "kv": (4, 8, 4, 2, 16, 2, 26, 32, {"core_mass": True, "sink_size": 4}),
-    "half": (4, 8, 4, 1, 16, 3, 38, 44, {"core_bias": 0.5, "store": "host"}),
-    "half, without bias": (4, 8, 4, 2, 16, 3, 38, 44, {"core_mass": True}),
-    "query": (5, 11, 7, 1, 18, 2, 43, 46, {"core_heads": "query", "fetch_index": "parts:1:4"}),
+    "half": (4, 8, 4, 2, 16, 3, 38, 44, {"core_mass": True, "store": "host"}),
+    "one part": (5, 11, 7, 1, 18, 2, 43, 46, {"fetch_index": "parts:1:4", "sink_size": 5}),
     "more than there are": (4, 9, 1, 1, 16, 9, 30, 32, {"fetch_index": "bits:1"}),
     # The groups and index of the default recipe of `corecontext train`.
     "half, recipe": (32, 64, 3, 1, 64, 2, 256, 262, {**RECIPE, "sink_size": 16}),
@@ -99,7 +97,7 @@ def test_every_step_of_every_row(case):
     mask = None
     if case == "kv":
         mask = torch.arange(length) >= torch.tensor([[0], [3]])
-    layer = CompactLayer(config, rotary, max_length=None if case == "query" else length)
+    layer = CompactLayer(config, rotary, max_length=None if case == "one part" else length)
     out = fed(layer, qkv, prefill, mask)
     expected = reference(config, rotary, qkv, mask)[:, :, prefill:]
     assert_rows(out, expected, dtype, 0.0 if length < 100 or dtype == torch.float32 else 0.05)
@@ -112,16 +110,11 @@ def test_every_step_of_every_row(case):
         assert same.float().mean() > 0.999
 
 
-@pytest.mark.parametrize("case", ["kv", "half, without bias", "more than there are"])
-def test_every_step_that_chooses_before_it_attends(case, monkeypatch):
-    monkeypatch.setattr(fetch_decode_plan, "can_take_out", lambda *given: False)
-    test_every_step_of_every_row(case)
-
-
 @pytest.mark.parametrize("slots", [None, 3])
 def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
     launched = []
-    launch = fetch_decode._launch
+    launch = fetch_decode.launch
+    merge = fetch_decode.merge
 
     class Stream:
         """A stream of a GPU, by name."""
@@ -139,13 +132,18 @@ def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
         monkeypatch.setattr(Stream, "current", stream.name)
         yield
 
-    def recorded(step, which):
-        launched.append((Stream.current, which.phase))
-        launch(step, which)
+    def recorded(kernel, *arguments, **constants):
+        launched.append((Stream.current, kernel.fn.__name__))
+        launch(kernel, *arguments, **constants)
+
+    def merged(*arguments, **constants):
+        launched.append((Stream.current, "merge"))
+        merge(*arguments, **constants)
 
     monkeypatch.setattr(fetch_decode, "is_captured", lambda device: True)
     monkeypatch.setattr(fetch_decode, "_side_stream", lambda device: Stream("side"))
-    monkeypatch.setattr(fetch_decode, "_launch", recorded)
+    monkeypatch.setattr(fetch_decode, "launch", recorded)
+    monkeypatch.setattr(fetch_decode, "merge", merged)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", used)
     store = {} if slots is None else {"store": "host", "fetch_slots": slots}
@@ -155,18 +153,17 @@ def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
     layer = CompactLayer(config, rotary, max_length=34)
     out = fed(layer, qkv, 33)
     assert_rows(out, reference(config, rotary, qkv)[:, :, 33:], torch.float32)
-    kernel = fetch_decode_kernel
-    attend = ["main waits for side", ("main", kernel.ATTEND.value)]
-    score = [("side", kernel.SCORE.value)]
+    attend = ["main waits for side", ("main", "attend_compact_kernel")]
+    score = [("side", "score_kernel")]
     # Attention goes on while groups are loaded into slots.
     first = [*attend, *score] if slots is None else [*score, *attend]
     assert launched == [
         "side waits for main",
         *first,
-        ("side", kernel.CHOOSE.value),
-        ("side", kernel.FETCH.value),
+        ("side", "select_kernel"),
+        ("side", "attend_chosen_kernel"),
         "main waits for side",
-        ("main", kernel.MERGE.value),
+        ("main", "merge"),
     ]
 
 
@@ -231,6 +228,7 @@ def test_of_equal_groups_the_lower_are_fetched():
         ({"window_size": 7}, None),
         ({"cache_dtype": "int8"}, None),
         ({"store": "host", "fetch_slots": 2, "cache_dtype": "int8"}, None),
+        ({"core_bias": 0.5}, None),
         ({}, 3.0),
     ],
     ids=str,
@@ -265,15 +263,13 @@ def test_compiles_as_one_graph(changes):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="graphs need a GPU")
 @pytest.mark.parametrize(
-    "index, store, num_slots, overlaps",
+    "index, store, num_slots",
     [
-        *(("pairs:2", "device", 0, False), ("pairs:2", "device", 0, True)),
-        *(("mean", "device", 0, False), ("pairs:2", "host", 0, False)),
-        *(("mean", "host", 0, False), ("pairs:2", "host", 6, False), ("pairs:2", "host", 6, True)),
+        *(("pairs:2", "device", 0), ("mean", "device", 0), ("pairs:2", "host", 0)),
+        *(("mean", "host", 0), ("pairs:2", "host", 6)),
     ],
 )
-def test_a_captured_step_replays(index, store, num_slots, overlaps, monkeypatch):
-    monkeypatch.setattr(fetch_decode_plan, "can_take_out", lambda *given: overlaps)
+def test_a_captured_step_replays(index, store, num_slots):
     prefill, length = 300, 420
     settings = {"store": store, "fetch_slots": num_slots, "fetch_index": index, "core_mass": True}
     config = CCAConfig.paper(16, 64, fetch_groups=4, **settings)

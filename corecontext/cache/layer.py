@@ -198,7 +198,8 @@ class CompactLayer(SavedState):
         raw = None
         if self.store is not None:
             raw = self.store.as_slots()
-            if raw is None or self._refusal(self.spec, raw) is not None:
+            bias = self.config.core_bias
+            if raw is None or self._refusal(self.spec, raw, bias) is not None:
                 return None
         return Slots(
             self.keys,

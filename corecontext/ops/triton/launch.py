@@ -33,14 +33,15 @@ def launch(
     Args:
         kernel: Its constants come last, in the order given here.
         grid: Programs along one or two dimensions.
-        arguments: Tensors, descriptors, floats, and integers that the kernel has in
-            `do_not_specialize`. Descriptors of other tiles need another constant that tells them
-            apart. Tensors that begin anywhere belong in `do_not_specialize_on_alignment`: others
-            are launched by Triton where they are not aligned.
+        arguments: Tensors, tuples of tensors, descriptors, floats, and integers that the kernel has
+            in `do_not_specialize`, which holds for no integer in a tuple. Descriptors of other
+            tiles need another constant that tells them apart. Tensors that begin anywhere belong in
+            `do_not_specialize_on_alignment`: others are launched by Triton where they are not
+            aligned.
         specialized: The arguments after them, for whose values Triton may compile a kernel of its
             own: integers and, as tuples, strides.
         maxnreg: Most registers of a thread, on NVIDIA's chips.
-        constants: The values that the kernel is compiled for.
+        constants: The values that the kernel is compiled for; a NamedTuple holds some by name.
     """
     options: dict[str, Any] = {"num_warps": num_warps}
     if num_stages is not None:
@@ -54,10 +55,11 @@ def launch(
     dtypes = []
     any_alignment = _any_alignment(kernel)
     for i, x in enumerate(arguments):
-        if isinstance(x, Tensor):
-            if i not in any_alignment:
-                pointers |= x.data_ptr()
-            dtypes.append(x.dtype)
+        for tensor in x if isinstance(x, tuple) else (x,):
+            if isinstance(tensor, Tensor):
+                if i not in any_alignment:
+                    pointers |= tensor.data_ptr()
+                dtypes.append(tensor.dtype)
     if pointers % 16 or triton.knobs.runtime.interpret:
         # Triton compiles a kernel for each choice of unaligned tensors.
         kernel[grid](*arguments, *specialized, **constants, **options)

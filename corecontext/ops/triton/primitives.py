@@ -1,5 +1,5 @@
-"""Device functions that the kernels share: the visibility rule, online softmax, products, masked
-tiles.
+"""Device functions that the kernels share: the visibility rule, online softmax, products, levels
+of codes, masked tiles.
 
 `visible_cores`, `visible_entries`, `first_query_of_entry` and `last_query_of_token` are the rule of
 `visibility.py` and its inverses; kernels in Gluon call them too. The far past is one list of
@@ -61,6 +61,40 @@ def dot(a, b):
     else:
         product = tl.dot(a, b, input_precision="ieee")
     return product
+
+
+@triton.jit
+def tile_products(q, k, VECTOR: tl.constexpr):
+    """Return rows of q times rows of k, [rows, entries] in float32. Few float32 rows would spill as
+    a matrix product."""
+    if VECTOR:
+        products = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
+    else:
+        products = dot(q, tl.trans(k))
+    return products
+
+
+@triton.jit
+def weighted_sum(weights, v, VECTOR: tl.constexpr):
+    """Return weighted sums of the rows of v, [rows, columns] in float32."""
+    if VECTOR:
+        # Not weights * v: a sum of such products over 16 rows is compiled as a product in TF32.
+        mixed = tl.sum(tl.fma(weights[:, :, None], v.to(tl.float32)[None, :, :], 0.0), 1)
+    else:
+        mixed = dot(weights.to(v.dtype), v)
+    return mixed
+
+
+@triton.jit
+def level_of(codes, BITS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the level of each code of an index in float32; LEVELS are those above 0."""
+    UPPER: tl.constexpr = 2 ** (BITS - 1)
+    is_upper = codes >= UPPER
+    distance = tl.where(is_upper, codes - UPPER, UPPER - 1 - codes)
+    level = tl.zeros(codes.shape, tl.float32) + LEVELS[0]
+    for i in tl.static_range(1, UPPER):
+        level = tl.where(distance == i, LEVELS[i], level)
+    return tl.where(is_upper, level, -level)
 
 
 @triton.jit

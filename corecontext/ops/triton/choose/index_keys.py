@@ -12,9 +12,8 @@ from torch import Tensor
 
 from corecontext.ops.fetch import low_bits
 from corecontext.ops.fetch.low_bits import LowBits
-from corecontext.ops.triton.decode.score_index import level_of
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.primitives import TINY, dot, tile_mask
+from corecontext.ops.triton.primitives import TINY, dot, level_of, tile_mask
 
 MAX_DIM = 128  # elements of a key; the rotation of more does not fit into shared memory
 _ROWS = 64  # parts that one program holds

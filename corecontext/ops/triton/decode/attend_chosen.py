@@ -1,55 +1,109 @@
-"""Attend to the tokens of chosen groups in a decoding step."""
+"""Attend to the raw tokens of chosen groups in a decoding step, and to their core tokens, which the
+merge takes out again."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from corecontext.ops.triton.decode.plain_step import tile_products, weighted_sum
-from corecontext.ops.triton.primitives import log2_scores, softmax_step
+from corecontext.ops.triton.decode.attend_entries import (
+    load_queries,
+    num_entries,
+    row_of,
+    store_part,
+)
+from corecontext.ops.triton.primitives import (
+    log2_scores,
+    softmax_step,
+    tile_products,
+    weighted_sum,
+)
 
 
-@triton.jit
-def store_raw(tokens, raw, position, room, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store the new key and value of a row at its position; padding has none.
+@triton.jit(
+    do_not_specialize=[
+        *("seen", "kv_heads", "group_size", "window_size", "capacity", "ring_size"),
+        *("fetched_room", "num_parts", "groups_each"),
+    ]
+)
+def attend_chosen_kernel(
+    q_ptr,
+    cache,
+    fetched,
+    chosen,
+    length,
+    partial,
+    seen,
+    kv_heads,
+    group_size,
+    window_size,
+    capacity,
+    ring_size,
+    fetched_room,
+    num_parts,
+    groups_each,
+    scale,
+    num_chosen,
+    q_strides,
+    ON_DEVICE: tl.constexpr,
+    FETCHED_SINKS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attend to fetched tokens in parts, and to the core tokens of the groups chosen in one more.
+
+    Grid: (B Hkv, programs). A program reads the tokens of groups_each groups once, for all heads,
+    the last one the core tokens of all groups chosen.
 
     Args:
-        tokens: Pointers to the new key and value.
-        raw: Pointers to the row's raw keys and values.
-        room: Positions that there are.
+        q_ptr: [B, H, 1, D].
+        cache: As of `attend_compact_kernel`.
+        fetched: Pointers to keys and values [B Hkv, fetched_room, D], raw ones behind FETCHED_SINKS
+            tokens, or slots of groups.
+        chosen: Pointers to the groups chosen, [B Hkv, num_chosen] in int32, -1 for none, and to
+            their places in `fetched`: the same, or their slots.
+        length, partial: As of `attend_compact_kernel`; this launch's parts are behind that of the
+            new token, that of the core tokens last.
     """
-    dims = tl.arange(0, BLOCK_D)
-    mask = dims < HEAD_DIM
-    at = tl.maximum(position, 0).to(tl.int64) * HEAD_DIM + dims
-    stored = tl.where((position >= 0) & (position < room), HEAD_DIM, 0)
-    k = tl.load(tokens[0] + dims, mask=mask, other=0.0)
-    v = tl.load(tokens[1] + dims, mask=mask, other=0.0)
-    # mutant fetch: a fused step leaves its raw token unstored
-    tl.store(raw[0] + at, k, mask=dims < stored)
-    tl.store(raw[1] + at, v, mask=dims < stored)
+    n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
+    program = tl.program_id(1)
+    SINKS: tl.constexpr = CACHE.sinks
+    q_ptr += batch * q_strides[0] + head * TILE.heads * q_strides[1]
+    q = load_queries(q_ptr, q_strides[1], TILE)  # [M, D]
+    entries, _ = num_entries((position, capacity, ring_size, group_size, window_size), SINKS)
+    fetched_k_ptr = fetched[0] + n * fetched_room * TILE.dim
+    fetched_v_ptr = fetched[1] + n * fetched_room * TILE.dim
+    numbers_ptr = chosen[1] + n * num_chosen
+    is_core = program == tl.num_programs(1) - 1
+    if is_core:
+        fetched_k_ptr = cache[0] + n * capacity * TILE.dim
+        fetched_v_ptr = cache[1] + n * capacity * TILE.dim
+        numbers_ptr = chosen[0] + n * num_chosen
+    each = groups_each * group_size
+    end = tl.minimum(program * each + each, num_chosen * group_size)
+    bounds = (tl.where(is_core, 0, program * each), tl.where(is_core, num_chosen, end))
+    sizes = (
+        tl.where(is_core, 1, group_size),
+        tl.where(is_core, ring_size + SINKS, FETCHED_SINKS),
+        tl.where(is_core, entries, fetched_room),
+        tl.where(is_core, entries, 0),
+    )
+    buffers = (fetched_k_ptr, fetched_v_ptr, cache[2] + n * capacity)
+    sums = _fetched_sums(q, buffers, numbers_ptr, bounds, sizes, scale, CACHE.has_mass, TILE)
+    part = n * num_parts + 1 + program
+    acc_ptr = partial[0] + part * (TILE.heads * TILE.dim)
+    store_part((acc_ptr, partial[1] + part * TILE.heads), sums, TILE)
 
 
 @triton.jit
-def fetched_sums(
-    q,
-    buffers,
-    numbers_ptr,
-    bounds,
-    sizes,
-    scale,
-    HAS_MASS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+def _fetched_sums(
+    q, buffers, numbers_ptr, bounds, sizes, scale, HAS_MASS: tl.constexpr, TILE: tl.constexpr
 ):
     """Attend from all heads to a share of the tokens of chosen groups; return the sums for
     `store_part`.
 
     Args:
-        q: [BLOCK_M, BLOCK_D].
+        q: [M, D].
         buffers: Pointers to the row's keys, values and masses.
         numbers_ptr: Numbers of the row's groups, -1 for none.
         bounds: The share's first token of those of all chosen groups, and one past its last.
@@ -57,43 +111,33 @@ def fetched_sums(
     """
     group_size, before, room, with_mass = sizes
     begin, end = bounds
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_D: tl.constexpr = TILE.block_d
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     running_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     offs = tl.arange(0, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=TILE.stages):
         place = start + offs
-        group = tl.load(numbers_ptr + place // group_size, mask=place < end, other=-1)
+        group = tl.load(numbers_ptr + place // group_size, mask=place < end, other=-1)  # [N]
         seen = group >= 0
         # mutant fetch: a fused step reads groups as if there were no first tokens
         token = tl.where(seen, group, 0).to(tl.int64) * group_size + (place % group_size + before)
         seen = seen & (token < room)
-        at = token[:, None] * HEAD_DIM + dims[None, :]
-        exists = seen[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(buffers[0] + at, mask=exists, other=0.0)
+        at = token[:, None] * TILE.dim + dims[None, :]
+        exists = seen[:, None] & (dims < TILE.dim)[None, :]
+        k = tl.load(buffers[0] + at, mask=exists, other=0.0)  # [N, D]
         v = tl.load(buffers[1] + at, mask=exists, other=0.0)
         mass = 0.0
         if HAS_MASS:
             mass = tl.load(buffers[2] + token, mask=seen & (token < with_mass), other=0.0)[None, :]
-        products = tile_products(q, k, VECTOR)
+        products = tile_products(q, k, TILE.vector)  # [M, N]
         scores, _ = log2_scores(products, scale, mass, 1.0, False)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(
             scores, running_max, running_sum, True
         )
-        acc = acc * fade[:, None] + weighted_sum(weights, v, VECTOR)
+        acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)  # [M, D]
     return acc, running_sum, running_max
-
-
-@triton.jit
-def joined_sums(first, second):
-    """Return the sums of two parts of a softmax as those of the whole."""
-    acc, total, highest = first
-    acc_2, total_2, highest_2 = second
-    new_max = tl.maximum(highest, highest_2)
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    fade = tl.exp2(highest - shift)
-    fade_2 = tl.exp2(highest_2 - shift)
-    acc = acc * fade[:, None] + acc_2 * fade_2[:, None]
-    return acc, total * fade + total_2 * fade_2, new_max

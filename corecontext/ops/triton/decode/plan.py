@@ -1,35 +1,27 @@
-"""Launches of a decoding step with fetch: programs and constants, by shapes only, so that a
-captured step keeps them."""
+"""Plan the launches of a decoding step: constants of the kernels and programs, by shapes only, so
+that a captured step keeps them.
+
+Kernels take the tuples here as constants, by the names CACHE, POOLING, TILE, INDEX and SCORING.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import torch
 
 from corecontext.ops.fetch.low_bits import LEVELS
-from corecontext.ops.spec import Spec
-from corecontext.ops.triton.decode.fetch_kernel import (
-    ATTEND,
-    CHOOSE,
-    FETCH,
-    MERGE,
-    ROTATE,
-    SCORE,
-)
-from corecontext.ops.triton.decode.plain_step import step_plan
+from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton.launch import ceil_div, power_of_2
-from corecontext.ops.triton.tiles import Chip
+from corecontext.ops.triton.tiles import Chip, decode_splits, decode_tiles
 
-_SLICES = 4  # of a head's columns, merged one by one
-# Warps of a program of each phase.
-_SCORE_WARPS = 2
-_CHOICE_WARPS = 16
-_MERGE_WARPS = 4
-_SCORING_ALONE = 7  # programs on a multiprocessor
+# Warps of a program of each launch.
+ROTATE_WARPS = 8
+SCORE_WARPS = 2
+_SELECT_WARPS = 16
 _ATTEND_REGISTERS = 168  # of a thread of four warps, so that three programs run at once
-# With a branch: programs on a multiprocessor that score beside those that attend, and that fetch.
-_ROTATE_WARPS = 8
+# Programs on a multiprocessor that score beside those that attend, and that fetch.
 _SCORING = 6
 _ATTENDING = 1
 _LEAST_ATTENDING = 2  # programs that attend from a KV head
@@ -37,12 +29,155 @@ _FETCHING = 4
 _LEAST_FETCHING = 2  # programs that fetch for a KV head
 
 
+class CacheForm(NamedTuple):
+    """Describe the entries of a compact cache and their scores."""
+
+    kind: str
+    """One of `config.CACHE_DTYPES`."""
+    sinks: int
+    """First tokens behind the ring."""
+    has_bias: bool
+    """Whether a number is added to the scores of core tokens."""
+    has_mass: bool
+    """Whether core tokens have masses."""
+    has_softcap: bool
+
+
+class Tile(NamedTuple):
+    """Describe a tile of entries and the queries of all heads of a KV head."""
+
+    heads: int
+    """Query heads that share a KV head."""
+    dim: int
+    """Elements of a head."""
+    block_m: int
+    """Rows of queries."""
+    block_n: int
+    """Entries."""
+    block_d: int
+    """Columns."""
+    vector: bool
+    """Whether products are sums of vectors."""
+    stages: int
+    """Tiles on the way at once."""
+
+
+class Pooling(NamedTuple):
+    """Describe how the group that a token closes is pooled."""
+
+    pools: bool
+    """Whether there is room for core tokens."""
+    half: int
+    """Pairs of columns that are rotated."""
+    interleaved: bool
+    """Whether the columns of a pair are neighbours."""
+    block_r: int
+    """Rows of queries, at least `Tile.heads`."""
+    block_g: int
+    """Tokens read at once."""
+
+
+class IndexForm(NamedTuple):
+    """Describe an index in low bits."""
+
+    bits: int
+    keys: int
+    """Keys of a group."""
+    scales: int
+    """Scales of a group: one, or one for each key."""
+    levels: tuple[float, ...]
+    """Those above 0."""
+    block_c: int
+    """Bytes of a key in a tile."""
+    block_p: int
+    """Keys of a group in a tile that is written."""
+
+
+class Scoring(NamedTuple):
+    """Describe a tile of the index whose groups are scored."""
+
+    whole: bool
+    """Whether codes are multiplied as whole numbers."""
+    asm: bool
+    """Whether by instructions of NVIDIA's."""
+    width: int
+    """Scores of a query head that there is room for."""
+    block_m: int
+    """Rows of queries."""
+    block_n: int
+    """Groups."""
+    block_p: int
+    """Keys of a group."""
+    stages: int
+    """Tiles on the way at once."""
+
+
+class Plan(NamedTuple):
+    """Hold the launch of a step without fetch."""
+
+    num_parts: int
+    """Parts of the softmax of a KV head, that of the new token first."""
+    tile: Tile
+    num_warps: int
+
+
+@functools.lru_cache(maxsize=1024)
+def step_plan(
+    chip: Chip,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    capacity: int,
+) -> Plan:
+    """Return the plan of a shape, looked up at every step; rows is B Hkv, heads those that share
+    one."""
+    tiles = decode_tiles(chip, dtype, heads, head_dim)
+    tile = Tile(
+        heads=heads,
+        dim=head_dim,
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        block_d=max(16, power_of_2(head_dim)),
+        vector=tiles.vector,
+        stages=tiles.num_stages,
+    )
+    return Plan(1 + decode_splits(chip, rows, capacity, tiles.block_n), tile, tiles.num_warps)
+
+
+def cache_form(slots: Slots, spec: Spec, core_bias: float = 0.0) -> CacheForm:
+    """Return the form of a cache."""
+    return CacheForm(
+        kind=slots.cache_dtype,
+        sinks=spec.sinks,
+        has_bias=core_bias != 0,
+        has_mass=slots.masses is not None,
+        has_softcap=spec.softcap is not None,
+    )
+
+
+def pooling_of(slots: Slots, spec: Spec, tile: Tile) -> Pooling:
+    """Return how a step pools."""
+    block_r = power_of_2(tile.heads)
+    return Pooling(
+        pools=slots.keys.shape[2] > slots.ring_size + spec.sinks,
+        half=0 if slots.rotation is None else slots.rotation[0].shape[1],
+        interleaved=spec.rotary is not None and spec.rotary.interleaved,
+        block_r=block_r,
+        block_g=max(1, min(power_of_2(spec.group_size), 4096 // (block_r * tile.block_d))),
+    )
+
+
+# With fetch
+# -------------------------------------------------------------------------------------------------
+
+
 class StepSizes(NamedTuple):
-    """Hold the sizes that the launches of a step depend on."""
+    """Hold the sizes that the launches of a step with fetch depend on."""
 
     dtype: torch.dtype
-    batch: int
-    kv_heads: int
+    rows: int
+    """Rows of the batch times KV heads."""
     heads: int
     """Query heads that share a KV head."""
     dim: int
@@ -51,128 +186,77 @@ class StepSizes(NamedTuple):
     num_groups: int
     """Groups that there is room for."""
     num_chosen: int
-    has_slots: bool
-    """Whether groups are loaded into slots before they are read."""
     is_nvidia: bool
 
-    @property
-    def rows(self) -> int:
-        """Rows of the batch times KV heads."""
-        return self.batch * self.kv_heads
 
+class FetchPlan(NamedTuple):
+    """Hold the launches of a step with fetch."""
 
-class Launch(NamedTuple):
-    """Hold one launch of the kernel of a step."""
-
-    phase: int
-    programs: int
-    """For each KV head."""
-    options: dict[str, Any]
-
-
-class StepPlan(NamedTuple):
-    """Hold the launches of a step, and what they share."""
-
-    launches: list[Launch]
     num_scoring: int
     """Programs that score groups of a KV head."""
+    num_attending: int
+    """Programs that attend to compact entries from a KV head."""
     num_fetching: int
-    """Programs of the launch that attends to fetched tokens from a KV head."""
-    num_parts: int
-    """Parts of the softmax of a KV head."""
+    """Programs that attend to fetched tokens from a KV head, one of them to core tokens."""
     groups_each: int
-    """Chosen groups that a program attends to."""
-    fetches: int
-    """The phase that reads fetched tokens."""
-    constants: dict[str, Any]
-    """The kernel's last constants by name, in its order."""
+    """Chosen groups that such a program attends to."""
+    select_warps: int
+    attend_options: dict[str, int]
+    """How Triton compiles attention."""
+    tile: Tile
+    index: IndexForm
+    scoring: Scoring
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the softmax of a KV head, that of the new token first."""
+        return 1 + self.num_fetching + self.num_attending
 
 
-def can_take_out(spec: Spec, core_bias: float) -> bool:
-    """Whether core tokens can be taken out of a sum again: not if they may weigh far more than
-    their raw tokens."""
-    return not core_bias and spec.core_heads != "query"
-
-
-def plan_of(chip: Chip, sizes: StepSizes, spec: Spec, core_bias: float) -> StepPlan:
-    """Return the launches of a step."""
-    shape = (sizes.dtype, sizes.rows, sizes.heads, sizes.dim, sizes.capacity, spec.group_size)
-    of_cache = step_plan(chip, *shape)
-    tile = dict(of_cache.step)
-    attending = {"num_warps": tile.pop("num_warps")}
+def fetch_plan(chip: Chip, sizes: StepSizes, spec: Spec) -> FetchPlan:
+    """Return the launches of a step with fetch."""
+    rows = sizes.rows
+    plan = step_plan(chip, sizes.dtype, rows, sizes.heads, sizes.dim, sizes.capacity)
+    index = index_form(spec, sizes.dim)
+    scoring = scoring_of(chip, sizes, index)
+    fitting = _SCORING * chip.multiprocessors // rows
+    per_row = _ATTENDING * chip.multiprocessors // rows
+    of_a_tile = ceil_div(plan.tile.block_n, spec.group_size)
+    fetching = max(_LEAST_FETCHING, _FETCHING * chip.multiprocessors // rows)
+    groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fetching))
+    options = {"num_warps": plan.num_warps}
     if sizes.is_nvidia:
-        attending["maxnreg"] = _ATTEND_REGISTERS
-    index = index_constants(spec, sizes.dim)
-    scoring = scoring_constants(chip, sizes, index)
-    overlaps = can_take_out(spec, core_bias)
-    per_chip = _SCORING if overlaps else _SCORING_ALONE
-    fitting = per_chip * chip.multiprocessors // sizes.rows
-    num_scoring = scoring_splits(fitting, sizes.num_groups, scoring["SCORE_N"])
-    choice_warps = max(4, min(_CHOICE_WARPS, sizes.num_groups // 512))
-    num_shares = of_cache.num_parts - 1
-    num_fetching = 0
-    groups_each = ceil_div(sizes.num_chosen, num_shares)
-    if overlaps:
-        per_row = _ATTENDING * chip.multiprocessors // sizes.rows
-        num_shares = max(_LEAST_ATTENDING, min(num_shares, per_row))
-        fitting = max(_LEAST_FETCHING, _FETCHING * chip.multiprocessors // sizes.rows)
-        of_a_tile = ceil_div(tile["BLOCK_N"], spec.group_size)
-        groups_each = max(of_a_tile, ceil_div(sizes.num_chosen, fitting))
-        num_fetching = ceil_div(sizes.num_chosen, groups_each) + 1  # and the core tokens
-    rotate = Launch(ROTATE.value, 1, {"num_warps": _ROTATE_WARPS})
-    score = Launch(SCORE.value, num_scoring, {"num_warps": _SCORE_WARPS})
-    choose = Launch(CHOOSE.value, 1 if overlaps else 2, {"num_warps": choice_warps})
-    attend = Launch(ATTEND.value, num_shares, attending)
-    fetch = Launch(FETCH.value, num_fetching, attending)
-    merge = Launch(MERGE.value, sizes.heads * _SLICES, {"num_warps": _MERGE_WARPS})
-    launches = [score, choose, attend, merge]
-    if overlaps:
-        scores = [rotate, score] if scoring["WHOLE"] else [score]
-        # Scoring leaves memory idle, and loading groups from host memory leaves it idle for longer:
-        # attention to compact entries runs beside the longer of the two.
-        first = [*scores, attend] if sizes.has_slots else [attend, *scores]
-        launches = [*first, choose, fetch, merge]
-    num_parts = 1 + num_fetching + num_shares
-    constants = {
-        "OVERLAPS": overlaps,
-        **index,
-        **scoring,
-        "CLOSE_P": max(16, scoring["SCORE_P"]),
-        "BLOCK_S": power_of_2(num_scoring),
-        "BLOCK_K": power_of_2(sizes.num_chosen),
-        "BLOCK_P": power_of_2(num_parts),
-        "SLICES": _SLICES,
-        **tile,
-    }
-    return StepPlan(
-        launches,
-        num_scoring,
-        num_fetching,
-        num_parts,
-        groups_each,
-        (FETCH if overlaps else ATTEND).value,
-        constants,
+        options["maxnreg"] = _ATTEND_REGISTERS
+    return FetchPlan(
+        num_scoring=scoring_splits(fitting, sizes.num_groups, scoring.block_n),
+        num_attending=max(_LEAST_ATTENDING, min(plan.num_parts - 1, per_row)),
+        num_fetching=ceil_div(sizes.num_chosen, groups_each) + 1,
+        groups_each=groups_each,
+        select_warps=max(4, min(_SELECT_WARPS, sizes.num_groups // 512)),
+        attend_options=options,
+        tile=plan.tile,
+        index=index,
+        scoring=scoring,
     )
 
 
-def index_constants(spec: Spec, dim: int) -> dict[str, Any]:
-    """Return the constants that describe the index."""
-    index = spec.index
-    bits = index.bits
-    parts = index.num_keys(spec.group_size)
-    return {
-        "BITS": bits,
-        "PARTS": parts,
-        "SCALES": 1 if index.shares_scale else parts,
-        "LEVELS": LEVELS[bits],
-        "HEAD_DIM": dim,
+def index_form(spec: Spec, dim: int) -> IndexForm:
+    """Return the form of the index."""
+    bits = spec.index.bits
+    keys = spec.index.num_keys(spec.group_size)
+    return IndexForm(
+        bits=bits,
+        keys=keys,
+        scales=1 if spec.index.shares_scale else keys,
+        levels=LEVELS[bits],
         # The least inner size of a matrix product of whole numbers is 32.
-        "BLOCK_C": max(32 if bits == 2 else 16, power_of_2(ceil_div(dim * bits, 8))),
-    }
+        block_c=max(32 if bits == 2 else 16, power_of_2(ceil_div(dim * bits, 8))),
+        block_p=max(16, power_of_2(keys)),
+    )
 
 
-def scoring_constants(chip: Chip, sizes: StepSizes, index: dict[str, Any]) -> dict[str, Any]:
-    """Return the constants of scoring by two warps; without tensor cores, sums of vectors.
+def scoring_of(chip: Chip, sizes: StepSizes, index: IndexForm) -> Scoring:
+    """Return the tile of scoring by two warps; without tensor cores, sums of vectors.
 
     Two warps hold the keys of a tile as the smaller operand of a matrix product needs them, so that
     bytes become levels in registers.
@@ -181,22 +265,22 @@ def scoring_constants(chip: Chip, sizes: StepSizes, index: dict[str, Any]) -> di
     keys = 32
     if chip.shared_memory and not vector:
         keys = 256 * 128 // max(128, sizes.dim)
-    block_p = power_of_2(index["PARTS"])
-    whole = index["BITS"] == 2 and not vector
+    block_p = power_of_2(index.keys)
+    whole = index.bits == 2 and not vector
     block_m = power_of_2(sizes.heads)
     if not vector:  # columns of the smallest matrix product, two for each head of whole numbers
         block_m = max(4 if whole else 8, block_m)
-    return {
-        "WHOLE": whole,
+    return Scoring(
+        whole=whole,
         # Instructions of NVIDIA's, whose registers have four neighbouring bytes where whole rows
         # are loaded.
-        "ASM": whole and sizes.is_nvidia and sizes.dim % 64 == 0,
-        "WIDTH": max(16, power_of_2(sizes.num_groups)),
-        "SCORE_M": block_m,
-        "SCORE_N": max(1, keys // block_p),
-        "SCORE_P": block_p,
-        "SCORE_STAGES": 3,
-    }
+        asm=whole and sizes.is_nvidia and sizes.dim % 64 == 0,
+        width=max(16, power_of_2(sizes.num_groups)),
+        block_m=block_m,
+        block_n=max(1, keys // block_p),
+        block_p=block_p,
+        stages=3,
+    )
 
 
 def scoring_splits(fitting: int, num_groups: int, block_n: int) -> int:

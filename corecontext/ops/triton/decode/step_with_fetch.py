@@ -1,9 +1,17 @@
-"""One decoding step with fetch in Triton launches: score the index, choose, attend in parts, merge
-them. In a captured step attention to compact entries is a branch beside rotating the queries,
-scoring, choosing and attention to fetched tokens, whose programs come first; it takes the core
-tokens of all groups, and those of the groups chosen are taken out again. Where groups are loaded
-from host memory, it begins after scoring, and goes on while they are. Where core tokens cannot be
-taken out (`fetch_decode_plan.can_take_out`), attention waits for the choice, in four launches.
+"""One decoding step with fetch in Triton launches, each by its own kernel:
+
+rotate          the queries, where the index has two bits (`score_index`)
+score           the visible groups (`score_index`)
+select          the groups with the largest shares (`select_groups`)
+load            them into slots, where there are any (`find_slots`)
+attend_chosen   to their raw tokens, and to their core tokens in a part apart (`attend_chosen`)
+attend_compact  to compact entries, the core tokens of all groups among them; it also appends the
+                new token, pools the group that it closes and writes an index (`attend_compact`)
+merge           the parts, and take the core tokens of the groups chosen out again (`merge_parts`)
+
+In a captured step `attend_compact` is a branch beside the others, whose programs come first. It
+begins beside scoring, which leaves memory idle; where groups are loaded from host memory, which
+leaves it idle for longer, it begins after scoring and goes on while they are.
 
 Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
 is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
@@ -19,7 +27,7 @@ device, so a captured step replays at any length.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Optional
 
 import torch
@@ -28,23 +36,37 @@ from torch import Tensor
 from corecontext.ops.capability import is_captured, nvidia_capability
 from corecontext.ops.fetch.low_bits import LowBits
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
-from corecontext.ops.triton.decode.fetch_kernel import ATTEND, MERGE, fetch_step_kernel
+from corecontext.ops.triton.decode.attend_chosen import attend_chosen_kernel
+from corecontext.ops.triton.decode.attend_compact import attend_compact_kernel
 from corecontext.ops.triton.decode.find_slots import MOST_SLOTS, find_and_load
+from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plain_step import arguments_of, slots_of
-from corecontext.ops.triton.decode.plan import Launch, StepPlan, StepSizes, plan_of
-from corecontext.ops.triton.launch import contiguous_rows, launch
+from corecontext.ops.triton.decode.plan import (
+    ROTATE_WARPS,
+    SCORE_WARPS,
+    FetchPlan,
+    StepSizes,
+    cache_form,
+    fetch_plan,
+    pooling_of,
+)
+from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
+from corecontext.ops.triton.decode.select_groups import select_kernel
+from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.tiles import chip_of
 
 _MOST_GROUPS = 32768  # whose scores one program holds
 
 
-def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
+def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots, core_bias: float) -> str | None:
     """Return why `fetch_step` cannot take a cache, or None.
 
     The cache stores keys and values as they are; `spec` has its group size.
     """
     g = spec.group_size
     index = spec.index
+    if core_bias:
+        return "core tokens with a bias may weigh too much to be taken out of a sum again"
     if not isinstance(index, LowBits) or g % index.num_keys(g):
         return f"index {index.name} of groups of {g} has no parts of one size in low bits"
     if spec.softcap is not None:
@@ -59,81 +81,112 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
 
 
 class _Work(NamedTuple):
-    """Hold the tensors that launches leave for the next ones, [B, Hkv, ...] with the shapes of
-    `fetch_step_kernel`."""
+    """Hold the tensors that launches leave for the next ones."""
 
-    scratch: Tensor
-    unit: Tensor
-    scores: Tensor
-    score_lse: Tensor
-    chosen: Tensor
-    marks: Tensor
-    acc: Tensor
-    lse: Tensor
+    rotated: tuple[Tensor, Tensor]
+    """As `rotate_kernel` writes them."""
+    scores: tuple[Tensor, Tensor]
+    """As `score_kernel` writes them."""
+    choice: tuple[Tensor, Tensor]
+    """Groups [B Hkv, k] in int32 and marks [B Hkv, WIDTH] in int8."""
+    partial: tuple[Tensor, Tensor]
+    """Parts of the softmax: outputs [B Hkv, parts, r, D] and log-sum-exp [B Hkv, parts, r] in
+    float32, that of the new token first, then those of `attend_chosen`."""
     out: Tensor
+    """[B, H, 1, D]."""
 
 
 class _Step(NamedTuple):
     """Hold the arguments of the launches of a step."""
 
-    tokens: Sequence[Tensor]
+    tokens: tuple[Tensor, Tensor, Tensor]
     """q, k and v."""
     slots: Slots
-    work: _Work
-    plan: StepPlan
+    raw: RawSlots
     spec: Spec
-    core_bias: float
+    plan: FetchPlan
+    work: _Work
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the length is on the device."""
+        return isinstance(self.slots.seen, Tensor)
+
+    @property
+    def length(self) -> tuple[Tensor, Tensor]:
+        """The length on the device, or a tensor that stands in for it, and each row's padding."""
+        seen = self.slots.seen
+        return (seen if isinstance(seen, Tensor) else self.slots.pad, self.slots.pad)
+
+    @property
+    def seen(self) -> int:
+        """The length, where it is not on the device."""
+        return 0 if isinstance(self.slots.seen, Tensor) else self.slots.seen
+
+    @property
+    def cache(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and masses, or a tensor that stands in for them."""
+        keys, values, masses = self.slots.keys, self.slots.values, self.slots.masses
+        return keys, values, keys if masses is None else masses
+
+    @property
+    def grid(self) -> int:
+        """Rows of the batch times KV heads."""
+        return self.slots.keys.shape[0] * self.slots.keys.shape[1]
 
 
-def _decode(tokens: list[Tensor], slots: Slots, spec: Spec, core_bias: float) -> Tensor:
+def _decode(tokens: list[Tensor], slots: Slots, spec: Spec) -> Tensor:
     """Run the launches of a step."""
     raw = slots.raw
     assert raw is not None, "fetch reads raw tokens"
     q, k, v = map(contiguous_rows, tokens)
     batch, kv_heads, capacity, dim = slots.keys.shape
+    rows = batch * kv_heads
     heads = q.shape[1] // kv_heads
     num_groups = raw.codes.shape[2]
     num_chosen = min(spec.fetch_groups, max(1, num_groups))
     sizes = StepSizes(
         dtype=q.dtype,
-        batch=batch,
-        kv_heads=kv_heads,
+        rows=rows,
         heads=heads,
         dim=dim,
         capacity=capacity,
         num_groups=num_groups,
         num_chosen=num_chosen,
-        has_slots=raw.slots is not None,
         is_nvidia=nvidia_capability(q.device) is not None,
     )
-    plan = plan_of(chip_of(q.device), sizes, spec, core_bias)
+    plan = fetch_plan(chip_of(q.device), sizes, spec)
 
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty((batch, kv_heads, *shape), dtype=dtype, device=q.device)
+        return torch.empty((rows, *shape), dtype=dtype, device=q.device)
 
-    constants = plan.constants
-    width = constants["WIDTH"]
-    block_m = constants["SCORE_M"]
-    words = 8 * block_m * constants["BLOCK_C"] if constants["WHOLE"] else 0
+    scoring = plan.scoring
+    num_bytes = 8 * scoring.block_m * plan.index.block_c if scoring.whole else 0
     work = _Work(
-        scratch=make(plan.num_scoring, words, dtype=torch.int8),
-        unit=make(block_m),
-        scores=make(heads, width),
-        score_lse=make(plan.num_scoring, heads),
-        chosen=make(num_chosen, dtype=torch.int32),
-        marks=make(width, dtype=torch.int8),
-        acc=make(plan.num_parts, heads, dim),
-        lse=make(plan.num_parts, heads),
+        rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
+        scores=(make(heads, scoring.width), make(plan.num_scoring, heads)),
+        choice=(make(num_chosen, dtype=torch.int32), make(scoring.width, dtype=torch.int8)),
+        partial=(make(plan.num_parts, heads, dim), make(plan.num_parts, heads)),
         out=torch.empty_like(q, memory_format=torch.contiguous_format),
     )
-    step = _Step((q, k, v), slots, work, plan, spec, core_bias)
+    step = _Step((q, k, v), slots, raw, spec, plan, work)
     with torch.cuda.device_of(q):
-        if constants["OVERLAPS"] and is_captured(q.device):
+        if is_captured(q.device):
             _capture(step)
         else:
-            for which in plan.launches:
-                _launch(step, which)
+            for run in _launches(step):
+                run(step)
     return work.out
+
+
+def _launches(step: _Step) -> list[Callable[[_Step], None]]:
+    """Return the launches of a step in their order."""
+    scoring = [_rotate, _score] if step.plan.scoring.whole else [_score]
+    if step.raw.slots is not None:
+        first = [*scoring, _attend_compact]
+    else:
+        first = [_attend_compact, *scoring]
+    return [*first, _select, _attend_chosen, _merge]
 
 
 def _capture(step: _Step) -> None:
@@ -142,12 +195,12 @@ def _capture(step: _Step) -> None:
     main = torch.cuda.current_stream()
     side = _side_stream(step.work.out.device)
     side.wait_stream(main)
-    for which in step.plan.launches:
-        beside = which.phase not in (ATTEND.value, MERGE.value)
+    for run in _launches(step):
+        beside = run not in (_attend_compact, _merge)
         if not beside:
             main.wait_stream(side)
         with torch.cuda.stream(side if beside else main):
-            _launch(step, which)
+            run(step)
 
 
 @functools.cache
@@ -156,56 +209,136 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _launch(step: _Step, which: Launch) -> None:
-    """Run one launch of a step; groups that it reads from slots are loaded before."""
-    (q, k, v), slots, work, plan, spec, core_bias = step
-    raw = slots.raw
-    batch, kv_heads, capacity, _ = slots.keys.shape
-    heads = q.shape[1] // kv_heads
-    num_chosen = work.chosen.shape[2]
-    # Kernels do not touch the tensors that stand in for missing ones.
-    on_device = isinstance(slots.seen, Tensor)
-    length, seen = (slots.seen, 0) if on_device else (slots.pad, slots.seen)
-    cos, sin = slots.rotation or (slots.keys, slots.keys)
-    masses = slots.keys if slots.masses is None else slots.masses
+def _rotate(step: _Step) -> None:
+    """Rotate the queries."""
+    q = step.tokens[0]
+    launch(
+        rotate_kernel,
+        (step.grid,),
+        (q, step.raw.rotations[0], step.work.rotated, step.slots.keys.shape[1]),
+        (q.stride()[:2],),
+        INDEX=step.plan.index,
+        SCORING=step.plan.scoring,
+        TILE=step.plan.tile,
+        num_warps=ROTATE_WARPS,
+    )
+
+
+def _score(step: _Step) -> None:
+    """Score the visible groups."""
+    q = step.tokens[0]
+    raw = step.raw
+    spec = step.spec
+    launch(
+        score_kernel,
+        (step.grid, step.plan.num_scoring),
+        (
+            *(q, raw.rotations[0], step.work.rotated, (raw.codes, raw.scales), step.work.scores),
+            *(step.length, step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
+            *(spec.group_size, spec.window_size, float(spec.scale)),
+        ),
+        (q.stride()[:2],),
+        ON_DEVICE=step.on_device,
+        SINKS=spec.sinks,
+        INDEX=step.plan.index,
+        SCORING=step.plan.scoring,
+        TILE=step.plan.tile,
+        num_warps=SCORE_WARPS,
+    )
+
+
+def _select(step: _Step) -> None:
+    """Choose groups."""
+    spec = step.spec
+    plan = step.plan
+    num_chosen = step.work.choice[0].shape[1]
+    launch(
+        select_kernel,
+        (step.grid,),
+        (
+            *(step.work.scores, step.work.choice, step.length, step.seen),
+            *(step.slots.keys.shape[1], step.raw.codes.shape[2]),
+            *(spec.group_size, spec.window_size, plan.num_scoring),
+        ),
+        (num_chosen,),
+        ON_DEVICE=step.on_device,
+        SINKS=spec.sinks,
+        HEADS=plan.tile.heads,
+        BLOCK=plan.scoring.width,
+        BLOCK_H=power_of_2(plan.tile.heads),
+        BLOCK_S=power_of_2(plan.num_scoring),
+        BLOCK_K=power_of_2(num_chosen),
+        num_warps=plan.select_warps,
+    )
+
+
+def _attend_chosen(step: _Step) -> None:
+    """Attend to the groups chosen, which are loaded into slots before, where there are any."""
+    spec = step.spec
+    raw = step.raw
+    plan = step.plan
+    q = step.tokens[0]
+    chosen, marks = step.work.choice
     fetched = (raw.keys, raw.values)
     fetched_room = raw.keys.shape[2]
     fetched_sinks = spec.sinks
-    numbers = work.chosen
-    if raw.slots is not None and which.phase == plan.fetches:
-        chosen, marks = (x.flatten(0, 1) for x in (work.chosen, work.marks))
+    numbers = chosen
+    if raw.slots is not None:
         numbers = find_and_load(raw, chosen, marks, spec.sinks)
         fetched = (raw.slots.keys, raw.slots.values)
         fetched_room = raw.slots.keys.shape[2] * spec.group_size
         fetched_sinks = 0
+    kv_heads, capacity = step.slots.keys.shape[1:3]
     launch(
-        fetch_step_kernel,
-        (batch * kv_heads, which.programs),
+        attend_chosen_kernel,
+        (step.grid, plan.num_fetching),
         (
-            *(q, k, v, slots.keys, slots.values, masses, raw.keys, raw.values, *fetched),
-            *(raw.codes, raw.scales, raw.centre, *raw.rotations, length, slots.pad, cos, sin),
-            *(work.scratch, work.unit, work.scores, work.score_lse, work.chosen, numbers),
-            *(work.marks, work.acc, work.lse, work.out),
-            *(seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size, capacity),
-            *(slots.ring_size, raw.keys.shape[2], fetched_room, spec.num_centred),
-            *(plan.num_scoring, plan.num_fetching, plan.num_parts, plan.groups_each),
-            *(float(spec.scale), float(core_bias)),
+            *(q, step.cache, fetched, (chosen, numbers), step.length, step.work.partial),
+            *(step.seen, kv_heads, spec.group_size, spec.window_size, capacity),
+            *(step.slots.ring_size, fetched_room, plan.num_parts, plan.groups_each),
+            float(spec.scale),
         ),
-        (q.stride()[:2], k.stride()[:2], v.stride()[:2], num_chosen),
-        PHASE=which.phase,
-        ON_DEVICE=on_device,
-        SINKS=spec.sinks,
+        (chosen.shape[1], q.stride()[:2]),
+        ON_DEVICE=step.on_device,
         FETCHED_SINKS=fetched_sinks,
-        HEADS=heads,
-        CORE_WIDTH=heads if spec.core_heads == "query" else 1,
-        POOLS=capacity > slots.ring_size + spec.sinks,
-        HALF=0 if slots.rotation is None else cos.shape[1],
-        INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
-        HAS_BIAS=core_bias != 0,
-        HAS_MASS=slots.masses is not None,
-        **plan.constants,
-        **which.options,
+        CACHE=cache_form(step.slots, spec),
+        TILE=plan.tile,
+        **plan.attend_options,
     )
+
+
+def _attend_compact(step: _Step) -> None:
+    """Append the new token, and attend to compact entries."""
+    q, k, v = step.tokens
+    slots = step.slots
+    raw = step.raw
+    spec = step.spec
+    kv_heads, capacity = slots.keys.shape[1:3]
+    index = (raw.codes, raw.scales, raw.centre, raw.rotations[1])
+    launch(
+        attend_compact_kernel,
+        (step.grid, step.plan.num_attending),
+        (
+            *(step.tokens, step.cache, (raw.keys, raw.values), index),
+            *(slots.rotation or step.cache[:2], step.length, step.work.partial),
+            *(step.seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size),
+            *(capacity, slots.ring_size, raw.keys.shape[2], spec.num_centred),
+            *(step.plan.num_fetching, float(spec.scale)),
+        ),
+        (q.stride()[:2], k.stride()[:2], v.stride()[:2]),
+        ON_DEVICE=step.on_device,
+        CACHE=cache_form(slots, spec),
+        POOLING=pooling_of(slots, spec, step.plan.tile),
+        INDEX=step.plan.index,
+        TILE=step.plan.tile,
+        **step.plan.attend_options,
+    )
+
+
+def _merge(step: _Step) -> None:
+    """Merge the parts; the last one of those that fetch is taken out."""
+    seen = step.length[0] if step.on_device else None
+    merge(step.work.partial, step.work.out, seen, removed=step.plan.num_fetching)
 
 
 @torch.library.custom_op("corecontext::fetch_step", mutates_args=("buffers", "seen"))
@@ -232,10 +365,10 @@ def _fetch_op(
         fetched = FetchSlots(*buffers[-6:])
         buffers = buffers[:-6]
     arguments = (buffers[:-5], seen, pad, tables[:-2], sizes, factors, "auto")
-    slots, spec, core_bias = slots_of(*arguments)
+    slots, spec, _ = slots_of(*arguments)
     spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
     slots = slots._replace(raw=RawSlots(*buffers[-5:], tuple(tables[-2:]), fetched))
-    return _decode(tokens, slots, spec, core_bias)
+    return _decode(tokens, slots, spec)
 
 
 @_fetch_op.register_fake
@@ -259,7 +392,7 @@ def fetch_step(
         [B, H, 1, D] in the dtype of q, the same from run to run.
     """
     if not torch.compiler.is_compiling():
-        return _decode([q, k, v], slots, spec, core_bias)
+        return _decode([q, k, v], slots, spec)
     assert slots.raw is not None, "fetch reads raw tokens"
     buffers, seen, pad, tables, sizes, factors, _ = arguments_of(slots, spec, core_bias)
     *stored, rotations, fetched = slots.raw

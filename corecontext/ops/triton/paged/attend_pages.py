@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.decode.plain_step import _merge_kernel
+from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.paged.pages import (
     Batch,
@@ -303,7 +303,7 @@ def compile_for_any_batch(
     for exponent in range(2, power_of_2(MOST_SPLITS).bit_length()):
         acc, lse = _parts(q, kv_heads, 1 << exponent)
         with torch.cuda.device_of(q):
-            _merge(acc, lse, out, 1 << exponent)
+            merge((acc, lse), out)
 
 
 def _tiles_of(q: Tensor, kv_heads: int, most_new: int) -> Tiles:
@@ -380,7 +380,7 @@ def _launch(
             num_stages=tiles.num_stages,
         )
         if num_parts > 1:
-            _merge(acc, lse, out, num_parts)
+            merge((acc, lse), out)
 
 
 def _num_parts(q: Tensor, kv_heads: int, batch: Batch, spec: Spec, tiles: Tiles) -> int:
@@ -390,20 +390,3 @@ def _num_parts(q: Tensor, kv_heads: int, batch: Batch, spec: Spec, tiles: Tiles)
     entries += ceil_div(batch.longest, spec.group_size)
     entries = min(entries, batch.longest)
     return decode_splits(chip_of(q.device), programs, entries, tiles.block_n)
-
-
-def _merge(acc: Tensor, lse: Tensor, out: Tensor, num_parts: int) -> None:
-    """Merge the parts [T Hkv, num_parts, HEADS, D] of each query head into one softmax."""
-    tokens, num_heads, dim = out.shape
-    block_p, block_d = power_of_2(num_parts), max(16, power_of_2(dim))
-    launch(
-        _merge_kernel,
-        (tokens * num_heads,),
-        (acc, lse, out, lse, num_parts),
-        ON_DEVICE=False,
-        HEADS=acc.shape[2],
-        HEAD_DIM=dim,
-        BLOCK_P=block_p,
-        BLOCK_D=block_d,
-        num_warps=min(8, max(1, block_p * block_d // 1024)),
-    )

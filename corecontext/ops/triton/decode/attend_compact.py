@@ -1,0 +1,147 @@
+"""Append a token to a cache with raw tokens, and attend to its compact entries, in a decoding step
+with fetch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from corecontext.ops.triton.decode.append_token import append_token
+from corecontext.ops.triton.decode.attend_entries import (
+    attend_entries,
+    load_queries,
+    num_entries,
+    row_of,
+    store_part,
+)
+from corecontext.ops.triton.decode.write_index import close_group
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("seen", "kv_heads", "num_groups", "group_size", "window_size", "capacity", "ring_size"),
+        *("room", "num_centred", "num_fetching"),
+    ]
+)
+def attend_compact_kernel(
+    tokens,
+    cache,
+    raw,
+    index,
+    tables,
+    length,
+    partial,
+    seen,
+    kv_heads,
+    num_groups,
+    group_size,
+    window_size,
+    capacity,
+    ring_size,
+    room,
+    num_centred,
+    num_fetching,
+    scale,
+    q_strides,
+    k_strides,
+    v_strides,
+    ON_DEVICE: tl.constexpr,
+    CACHE: tl.constexpr,
+    POOLING: tl.constexpr,
+    INDEX: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Append the new tokens, and attend to compact entries in parts, the core tokens of all visible
+    groups among them.
+
+    Grid: (B Hkv, programs). A program reads an even share of the visible entries once, for all
+    heads. The first one also stores the new token and pools the group that it closes, the last one
+    writes the index of an earlier group: no program of the step reads what these two write.
+
+    Args:
+        tokens: Pointers to q [B, H, 1, D], k and v [B, Hkv, 1, D].
+        cache: Pointers to keys and values [B Hkv, capacity, D] and masses [B Hkv, capacity].
+        raw: Pointers to raw keys and values [B Hkv, room, D].
+        index: Pointers to codes [B Hkv, num_groups, bytes], scales [B Hkv, num_groups, scales],
+            centre [B Hkv, D] and the index's rotation in float32.
+        tables: Pointers to cosines and sines.
+        length: Pointers to the length on the device, and to each row's padding.
+        partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
+            in float32: the new token is part 0, this launch's parts are behind num_fetching more.
+    """
+    n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
+    SINKS: tl.constexpr = CACHE.sinks
+    SIZE: tl.constexpr = TILE.heads * TILE.dim
+    q_ptr = tokens[0] + batch * q_strides[0] + head * TILE.heads * q_strides[1]
+    k_ptr = tokens[1] + batch * k_strides[0] + head * k_strides[1]
+    v_ptr = tokens[2] + batch * v_strides[0] + head * v_strides[1]
+    keys_ptr = cache[0] + n * capacity * TILE.dim
+    values_ptr = cache[1] + n * capacity * TILE.dim
+    # The cache is not in 8 bits: no scales are read.
+    cache_of_row = (keys_ptr, values_ptr, keys_ptr, values_ptr, cache[2] + n * capacity)
+    raw_k_ptr = raw[0] + n * room * TILE.dim
+    raw_v_ptr = raw[1] + n * room * TILE.dim
+    first = n * (1 + num_fetching + programs)  # part of the row
+    factors = (scale, 1.0, 0.0)
+    slot = tl.maximum(position, 0) % ring_size
+
+    if program == 0:
+        append_token(
+            (q_ptr, q_strides[1], k_ptr, v_ptr),
+            cache_of_row,
+            tables,
+            (partial[0] + first * SIZE, partial[1] + first * TILE.heads),
+            (position, slot, capacity, ring_size, group_size),
+            factors,
+            CACHE,
+            POOLING,
+            TILE,
+        )
+        _store_raw((k_ptr, v_ptr), (raw_k_ptr, raw_v_ptr), position, room, TILE)
+
+    # A share of the entries.
+    entries, cores = num_entries((position, capacity, ring_size, group_size, window_size), SINKS)
+    size = tl.cdiv(entries, 8 * programs) * 8
+    begin = tl.minimum(program * size, entries)
+    q = load_queries(q_ptr, q_strides[1], TILE)  # [M, D]
+    reach = position - SINKS - cores * group_size
+    bounds = (begin, tl.minimum(begin + size, entries))
+    place = (position, slot, reach, ring_size)
+    sums = attend_entries(q, cache_of_row, bounds, place, factors, CACHE, TILE)
+    part = first + 1 + num_fetching + program
+    store_part((partial[0] + part * SIZE, partial[1] + part * TILE.heads), sums, TILE)
+
+    if program == programs - 1:
+        KEYS: tl.constexpr = INDEX.keys
+        BYTES: tl.constexpr = (TILE.dim * INDEX.bits + 7) // 8
+        index_of_row = (
+            index[0] + n * num_groups * KEYS * BYTES,
+            index[1] + n * num_groups * INDEX.scales,
+            index[2] + n * TILE.dim,
+            index[3],
+        )
+        keys = (raw_k_ptr + SINKS * TILE.dim, k_ptr)
+        sizes = (position - SINKS, group_size, num_centred, num_groups)
+        close_group(keys, index_of_row, sizes, SINKS, INDEX, TILE)
+
+
+@triton.jit
+def _store_raw(tokens, raw, position, room, TILE: tl.constexpr):
+    """Store the new key and value of a row at its position; padding has none.
+
+    Args:
+        tokens: Pointers to the new key and value.
+        raw: Pointers to the row's raw keys and values.
+        room: Positions that there are.
+    """
+    dims = tl.arange(0, TILE.block_d)
+    mask = dims < TILE.dim
+    at = tl.maximum(position, 0).to(tl.int64) * TILE.dim + dims
+    stored = tl.where((position >= 0) & (position < room), TILE.dim, 0)
+    k = tl.load(tokens[0] + dims, mask=mask, other=0.0)
+    v = tl.load(tokens[1] + dims, mask=mask, other=0.0)
+    # mutant fetch: a fused step leaves its raw token unstored
+    tl.store(raw[0] + at, k, mask=dims < stored)
+    tl.store(raw[1] + at, v, mask=dims < stored)

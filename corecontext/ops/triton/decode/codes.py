@@ -1,0 +1,84 @@
+"""Round vectors to codes in 8 bits in a decoding step, and dequantize them (cache/eight_bit.py).
+
+The bits of fp8 (e4m3), moved to where float16 has them, are its numbers over 256, on chips without
+fp8 too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dequantize(codes, KIND: tl.constexpr):
+    """Dequantize codes without the scale. fp8 comes out 256 times too small; `load_scales`
+    compensates."""
+    if KIND == "fp8":
+        wide = codes.to(tl.int16)
+        codes = ((wide & -32768) | ((wide & 127) << 7)).to(tl.float16, bitcast=True)
+    return codes
+
+
+@triton.jit
+def load_scales(scale_ptr, entries, mask, KIND: tl.constexpr):
+    """Load the scales of some entries, for the results of `dequantize`."""
+    scales = tl.load(scale_ptr + entries, mask=mask, other=0.0)
+    if KIND == "fp8":
+        scales = scales * 256.0
+    return scales
+
+
+@triton.jit
+def scale_of(highest, KIND: tl.constexpr):
+    """Return the scale of vectors by their largest magnitudes."""
+    if KIND == "fp8":
+        scale = tl.div_rn(highest, 448.0)
+    else:
+        scale = tl.div_rn(highest, 127.0)
+    return scale
+
+
+@triton.jit
+def round_to_codes(x, scale, KIND: tl.constexpr):
+    """Divide numbers in float32 by their scale and round to those that have codes, ties to even.
+    Adding and subtracting a large number rounds to its spacing."""
+    x = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale))
+    if KIND == "fp8":
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        bits = x.to(tl.int32, bitcast=True)
+        # mutant decoding: fp8 rounds ties up
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+    else:
+        x = tl.minimum(tl.maximum((x + 12582912.0) - 12582912.0, -127.0), 127.0)
+    return x
+
+
+@triton.jit
+def codes_of(x, KIND: tl.constexpr):
+    """Return the codes of numbers from `round_to_codes`."""
+    if KIND == "fp8":
+        bits = (x * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
+        x = ((bits & -32768) >> 8) | ((bits >> 7) & 127)
+    return x.to(tl.int8)
+
+
+@triton.jit
+def store_core(buffers, entry, x, in_dims, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Store a core token's key or value x [1, D] in float32, in 8 bits with its scale.
+
+    Args:
+        buffers: Pointers to the row's entries and to their scales.
+        entry: Where it is stored, [1].
+        in_dims: Which columns exist, [1, D].
+    """
+    buffer_ptr, scales_ptr = buffers
+    at = entry[:, None] * HEAD_DIM + tl.arange(0, x.shape[1])[None, :]
+    if KIND != "auto":
+        x = tl.where(in_dims, x, 0.0)
+        scale = scale_of(tl.max(tl.abs(x), 1), KIND)[:, None]  # [1, 1]
+        tl.store(scales_ptr + entry[:, None], scale)
+        tl.store(buffer_ptr + at, codes_of(round_to_codes(x, scale, KIND), KIND), mask=in_dims)
+    else:
+        tl.store(buffer_ptr + at, x.to(buffer_ptr.dtype.element_ty), mask=in_dims)
