@@ -193,11 +193,11 @@ def test_unknown_kinds_are_refused():
 
 CASES = [
     (4, 9, 4, 2, 21, 26, {}),
-    (5, 6, 2, 1, 13, 21, {"core_heads": "query", "core_bias": 0.5}),
+    (5, 6, 2, 1, 13, 21, {"core_bias": 0.5}),
     (5, 8, 2, 1, 13, 21, {}),
     (1, 5, 2, 1, 7, 15, {}),
     (4, 5, 2, 1, 6, 18, {"sink_size": 8}),
-    (5, 6, 2, 1, 13, 21, {"core_mass": True, "core_heads": "query"}),
+    (5, 6, 2, 1, 13, 21, {"core_mass": True}),
 ]
 
 

@@ -35,7 +35,6 @@ FETCH = {
     "index_keys_kernel",
     "index_lse_kernel",
     "group_scores_kernel",
-    "segment_means_kernel",
     "_select_kernel",
     "_mark_kernel",
     "fetch_fwd_kernel",

@@ -32,7 +32,7 @@ def tensors(batch, heads, kv_heads, length, dim, dtype=torch.float32, seed=0):
 
 
 def reference(config, rotary, qkv, mask=None, backend="reference"):
-    names = ("window_size", "sink_size", "core_heads", "core_mass", "fetch_groups", "fetch_index")
+    names = ("window_size", "sink_size", "core_mass", "fetch_groups", "fetch_index")
     return cca_attention(
         *(x.double() for x in qkv),
         group_size=config.group_size,

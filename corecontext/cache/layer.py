@@ -229,6 +229,8 @@ class CompactLayer(SavedState):
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)
         if choose_backend(self.config.backend, head) != "triton":
             return
+        if self.core_width > 1:
+            return  # a fused step has one core token for all query heads
         module = backend_module("triton", self.keys)
         self._step = module.decode_step
         if fetches:
