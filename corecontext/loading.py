@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corecontext.config import MOST, CCAConfig, listed
 from corecontext.files import UserError, first_line, one_line
@@ -17,11 +17,15 @@ from corecontext.methods import (
     cca_config,
     check_settings,
     field_of,
+    name_of,
     pick_rival,
 )
 from corecontext.model_sizes import ModelSizes, check_counts
 from corecontext.ops.spec import Spec
 from corecontext.visibility import group_size_for
+
+if TYPE_CHECKING:
+    from corecontext.baselines.method import Method
 
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 CHARACTERS_OF_TOKEN = 8
@@ -114,7 +118,7 @@ def _used_settings(config: CCAConfig) -> dict[str, Any]:
 def load(
     name: str,
     *,
-    method: str = "cca",
+    method: str | Method = "cca",
     dtype: str = "auto",
     device: str = "auto",
     tensor_parallel: bool = False,
@@ -127,7 +131,7 @@ def load(
     Args:
         name: A folder in the Hugging Face format, a GGUF file, "smollm2", or an identifier on the
             hub.
-        method: "cca", "full" or a name of corecontext.baselines.
+        method: "cca", "full", a name of corecontext.baselines, or the settings of a rival.
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
         tensor_parallel: Split the model over the ranks of torch.distributed, each on its device.
@@ -155,7 +159,7 @@ def load(
         check_architecture(hf_config, untested)
     rival = None
     if method not in METHODS:
-        rival = pick_rival(method, settings, hf_config)
+        rival = pick_rival(method, settings)
 
     with one_line(
         f"the tokenizer of model '{name}' cannot be loaded (tokenizer.json is usually beside "
@@ -172,7 +176,7 @@ def load(
         )
 
     if method == "full":
-        return Loaded(model, tokenizer, None, method=method)
+        return Loaded(model, tokenizer, None, method="full")
     from corecontext.baselines import enable
 
     config = rival
@@ -183,8 +187,8 @@ def load(
     with one_line():
         enable(model, config, untested=untested, warn=warn and method == "cca")
     if isinstance(config, CCAConfig):
-        return Loaded(model, tokenizer, config, adapted=adapted, method=method)
-    return Loaded(model, tokenizer, None, config, adapted, method)
+        return Loaded(model, tokenizer, config, adapted=adapted, method=name_of(method))
+    return Loaded(model, tokenizer, None, config, adapted, name_of(method))
 
 
 def _group_sizes(config: CCAConfig, length: int) -> set[int]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corecontext.config import CCAConfig, listed
 from corecontext.files import UserError, one_line
+
+if TYPE_CHECKING:
+    from corecontext.baselines.method import Method
 
 METHODS = ("cca", "full")
 CCA_SETTINGS = (
@@ -23,14 +26,22 @@ def field_of(setting: str) -> str:
     return "sink_size" if setting == "sinks" else setting
 
 
-def takes(method: str) -> tuple[str, ...]:
+def name_of(method: str | Method) -> str:
+    """Return the name of a method that is given by its name, or as a rival."""
+    return method if isinstance(method, str) else method.name
+
+
+def takes(method: str | Method) -> tuple[str, ...]:
     """Return the settings that a method has.
 
     Raises:
         UserError: there is no such method.
     """
-    from corecontext.baselines.rivals import NAMES, RIVALS
+    from corecontext.baselines.rivals import NAMES, RIVALS, check_moved
 
+    if not isinstance(method, str):
+        return tuple(name for name in CCA_SETTINGS if hasattr(method, name))
+    check_moved(method)
     if method not in (*METHODS, *NAMES):
         raise UserError(f"method must be {listed((*METHODS, *NAMES))}, got {method!r}.")
     if method == "full":
@@ -40,22 +51,24 @@ def takes(method: str) -> tuple[str, ...]:
     return RIVALS[method].takes
 
 
-def settings_for(method: str, methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_for(
+    method: str | Method, methods: Sequence[str | Method], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the settings given to a comparison of methods that one of them is loaded with: without
     those that only others have. A setting that none has stays, for `check_settings` to refuse."""
     others = {name for other in methods for name in takes(other)} - set(takes(method))
     return {name: value for name, value in given.items() if name not in others}
 
 
-def check_settings(method: str, given: Mapping[str, Any]) -> None:
+def check_settings(method: str | Method, given: Mapping[str, Any]) -> None:
     """Raise a UserError where a setting breaks a rule, or the method does not exist or have it."""
     names = takes(method)
     for name, value in given.items():
         if value is not None and name not in names:
             option = name.replace("_", "-")
             raise UserError(
-                f"{option} must be left out with method {method!r}, which would ignore it, got "
-                f"{value}."
+                f"{option} must be left out with method {name_of(method)!r}, which would ignore "
+                f"it, got {value}."
             )
     cca_config(None, given if method == "cca" else {**given, "sinks": None})
 
@@ -79,28 +92,19 @@ def cca_config(hf_config: Any, given: Mapping[str, Any]) -> CCAConfig:
         return config
 
 
-def pick_rival(method: str, given: Mapping[str, Any], hf_config: Any = None) -> Any:
-    """Make a rival by its name, with those of the given settings that it has.
-
-    Args:
-        hf_config: The model's config, for a rival whose heads may come from the checkpoint.
+def pick_rival(method: str | Method, given: Mapping[str, Any]) -> Any:
+    """Make a rival by its name, or change one, with those of the given settings that it has.
 
     Raises:
         UserError: a setting breaks a rule.
     """
-    from corecontext.baselines.rivals import RIVALS, make_rival
+    from corecontext.baselines.rivals import make_rival
 
-    settings = {name: given.get(name) for name in RIVALS[method].takes}
+    settings = {name: given[name] for name in takes(method) if given.get(name) is not None}
     with one_line():
-        if "full_heads" in settings:
-            from corecontext.baselines.duo_attention import find_heads
-
-            settings["full_heads"] = find_heads(settings["full_heads"], hf_config)
-        if settings.get("patterns") is not None:
-            from corecontext.baselines import read_patterns
-
-            settings["patterns"] = read_patterns(settings["patterns"])
-        return make_rival(method, **settings)
+        if isinstance(method, str):
+            return make_rival(method, **settings)
+        return replace(method, **settings)  # type: ignore[type-var]
 
 
 def bounded(config: Any, most: int) -> Any:

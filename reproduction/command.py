@@ -84,7 +84,8 @@ def reproduce(
     """The paper's tables and figures: with small models trained here, or on a checkpoint.
 
     `python -m reproduction real` measures attentions on a pretrained model, `python -m
-    reproduction rivals` beside kvpress.
+    reproduction rivals` beside kvpress, `python -m reproduction compare` on RULER, MMLU and
+    LongBench-E.
     """
     from pathlib import Path
 
@@ -173,12 +174,13 @@ def reproduce(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the reproduction, or a measurement on a pretrained model: `real`, its
-    `indices`, or `rivals` beside kvpress; returns the exit code."""
+    `indices`, `rivals` beside kvpress, or `compare` on suites; returns the exit code."""
     from reproduction.indices_command import indices
     from reproduction.real_command import real
     from reproduction.rivals_command import rivals
+    from reproduction.suites.command import compare
 
-    measurements = {"real": real, "rivals": rivals, "indices": indices}
+    measurements = {"real": real, "rivals": rivals, "indices": indices, "compare": compare}
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: Any = reproduce
     program = "python -m reproduction"

@@ -7,17 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from corecontext.baselines import (
-    DuoAttention,
-    LMInfinite,
-    MInference,
-    Pattern,
-    StreamingLLM,
-    WindowOnly,
-)
+from corecontext.baselines import LMInfinite, StreamingLLM, WindowOnly
 from corecontext.config import CCAConfig
 from corecontext.heads.budget import COARSE, MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.visibility import num_complete_groups, window_capacity
+from reproduction.attentions.duo_attention import DuoAttention
+from reproduction.attentions.minference import MInference, Pattern
 from reproduction.attentions.pooled import MaxPooled, MeanPooled, Pooled
 from reproduction.real_methods import Sizes
 from reproduction.sizes import Size

@@ -10,19 +10,23 @@ from typing import Any
 
 from benchmarks.tables import Column
 from corecontext.config import PAPER_RULE
-from corecontext.eval import ruler
 from corecontext.eval.evaluate import ModelOptions, evaluate, of_task
 from corecontext.eval.items import Settings
-from corecontext.eval.runner import TASKS, data_hashes
+from corecontext.eval.runner import data_hashes
 from corecontext.eval.summary import Row, shown_value, summarise, to_records
+from corecontext.eval.task_table import Task
 from corecontext.files import UserError, make_folder, write_text
 from corecontext.loading import load_config
+from corecontext.methods import name_of
 from corecontext.record import Record, append_records
 from corecontext.terminal import console
 from reproduction import paper
+from reproduction.attentions.minference import MInference
 from reproduction.html_page import DASH, Page, table
+from reproduction.suites import ruler
+from reproduction.suites.tasks import SUITES
 
-METHODS = ("full", "cca", "streaming_llm", "lm_infinite", "minference")
+METHODS = ("full", "cca", "streaming_llm", "lm_infinite", MInference())
 WHERE = {
     "perplexity": "Tables 7 to 9",
     "multidoc_qa": "Table 3",
@@ -65,7 +69,8 @@ def reproduce_checkpoint(
     Raises:
         UserError: no task has its files, or an error of `evaluate`.
     """
-    tasks = [task for task in TASKS if _has_files(task, data)]
+    tasks = [task for task in SUITES.values() if _has_files(task, data)]
+    names = [task.name for task in tasks]
     if not tasks:
         raise UserError(
             f"data '{data}' must hold the files of a task (docs/evaluation.md), got none."
@@ -73,23 +78,24 @@ def reproduce_checkpoint(
     make_folder(folder)
     settings = settings or Settings()
     options = options or ModelOptions()
-    if "ruler" in tasks and not of_task(settings, "ruler").subtasks:
+    if "ruler" in names and not of_task(settings, "ruler").subtasks:
         subtasks = (f"ruler:{subtask}" for subtask in ruler.available(data))
         settings = settings._replace(subtasks=(*settings.subtasks, *subtasks))
     results = str(folder / "items.jsonl")
     items: list[Record] = []
     rule = _paper_rule(model)
     for method in METHODS:
-        console().print(f"{method}: {', '.join(tasks)}")
+        console().print(f"{name_of(method)}: {', '.join(names)}")
         sized = options._replace(sizes=rule) if method == "cca" else options
         items += evaluate(model, [method], tasks, [data], settings, sized, results)
-    rows = summarise(items)
+    rows = summarise(items, SUITES)
     grid: list[Row] = []
-    for g, s in GRID if "perplexity" in tasks else ():
+    for g, s in GRID if "perplexity" in names else ():
         console().print(f"cca, g = {g}, s = {s}: perplexity")
         sized = options._replace(sizes={"group_size": g, "window_size": s, **rule})
         of_grid = of_task(settings, "perplexity")
-        grid += summarise(evaluate(model, ["cca"], ["perplexity"], [data], of_grid, sized, results))
+        perplexity = [SUITES["perplexity"]]
+        grid += summarise(evaluate(model, ["cca"], perplexity, [data], of_grid, sized, results))
     records = to_records([*rows, *grid], items[0].device)
     if json_path is not None:
         append_records(json_path, records)
@@ -106,9 +112,9 @@ def _paper_rule(model: str) -> dict[str, Any]:
     return {"sinks": PAPER_RULE["sink_size"], "core_mass": PAPER_RULE["core_mass"]}
 
 
-def _has_files(task: str, data: str) -> bool:
+def _has_files(task: Task, data: str) -> bool:
     hashes = data_hashes(task, data)
-    return len(hashes) > (1 if task == "longbench" else 0)
+    return len(hashes) > (1 if task.name == "longbench" else 0)
 
 
 def _page(model: str, rows: Sequence[Row], grid: Sequence[Row], records: Sequence[Record]) -> str:

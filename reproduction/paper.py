@@ -32,11 +32,11 @@ QUESTIONS = (
 )
 FACTS = (
     f"{SMALL} Facts asked for at the end of a text stand for RULER's retrieval; its other tasks "
-    "are `corecontext eval --task ruler` on a checkpoint."
+    "are `python -m reproduction compare --task ruler` on a checkpoint."
 )
 LONGLORA = (
     "It trains with shifted groups and then is full attention, so time and memory are full "
-    "attention's; its score needs LongBench-E. `corecontext.baselines.LongLoRA` has the method."
+    "attention's; its score needs LongBench-E. `reproduction.attentions.longlora` has the method."
 )
 CLOZE = (
     "A small model is at chance on MMLU (25 %), which shows nothing; a four-way choice of how a "

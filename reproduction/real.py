@@ -165,7 +165,7 @@ class RealModel:
         """The KV heads that keep every token: given, or searched for in the original model."""
         shape = self._shape
         if self.protocol.full_heads is not None:
-            from corecontext.baselines.duo_attention import find_heads
+            from reproduction.attentions.duo_attention import find_heads
 
             with one_line():
                 by_layer = find_heads(self.protocol.full_heads, self.hf_config)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from corecontext import cost
-from corecontext.baselines.duo_attention import DuoAttention
 from corecontext.baselines.sink_methods import StreamingLLM, WindowOnly
 from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache
 from corecontext.visibility import num_sinks
+from reproduction.attentions.duo_attention import DuoAttention
 from reproduction.real_kept import KeptTokens
 
 

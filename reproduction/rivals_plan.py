@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corecontext.eval.ruler import SUBTASKS
 from corecontext.record import Record
 from reproduction import real_plan
 from reproduction.published import command_of, options_of
@@ -20,6 +19,7 @@ from reproduction.rivals import (
     of_first_device,
 )
 from reproduction.rivals_tasks import PASSAGES, Cell, Counts, Task
+from reproduction.suites.ruler import SUBTASKS
 
 # Estimated seconds on one H200.
 START_SECONDS = 5.0

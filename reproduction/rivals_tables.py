@@ -8,11 +8,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks.tables import Column, markdown
-from corecontext.eval.ruler import SUBTASKS
 from corecontext.record import Record
 from reproduction.real_methods import TITLES as TRAINED
 from reproduction.rivals import COMPRESSIONS, LEAST, NAMES, of_first_device
 from reproduction.rivals_tasks import PASSAGES, Task
+from reproduction.suites.ruler import SUBTASKS
 
 TITLES = {
     "full": "full attention",

@@ -16,12 +16,13 @@ from torch.nn import functional
 
 from corecontext.data.chat import chat_prompt
 from corecontext.data.needles import find_tokens
-from corecontext.eval import multidoc_qa, ruler
+from corecontext.eval import multidoc_qa
 from corecontext.eval.items import Generated, Settings
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.loading import Loaded
 from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
+from reproduction.suites import ruler
 
 FAILURES = (AssertionError, RuntimeError, UserError, ValueError)
 """Errors of a method that the others survive: a context may be too short, or kvpress fail."""

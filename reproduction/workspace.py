@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from corecontext.baselines import MInference
 from corecontext.files import UserError, atomic_path
 from corecontext.heads.budget import Unit
 from corecontext.inference.fuse import Fused
 from corecontext.record import Record, device_name, make_record
 from reproduction import scoring
+from reproduction.attentions.minference import MInference
 from reproduction.methods import Method, fine_config, methods
 from reproduction.miniature import given_model, make_model
 from reproduction.plan import Stage, layers_of, trained_tokens

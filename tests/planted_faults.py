@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+MARKED = ("corecontext", "reproduction")
+"""Folders whose statements are marked."""
 LAWS, NUMERICS, API = (
     "tests/test_ops_laws.py",
     "tests/test_ops_numerics.py",
@@ -1125,17 +1127,17 @@ return NewTokens(q, *raw, stored, raw)
     Fault(
         "eval: F1 of words without their counts",
         "common = len(set(given) & set(wanted))",
-        f"{EVAL_LAWS}::test_f1_counts_a_word_as_often_as_it_comes",
+        "tests/test_suites.py::test_f1_counts_a_word_as_often_as_it_comes",
     ),
     Fault(
         "eval: edit similarity not in whole hundredths",
         "return difflib.SequenceMatcher(None, code, reference).ratio()",
-        f"{EVAL_LAWS}::test_edit_similarity_is_in_whole_hundredths",
+        "tests/test_suites.py::test_edit_similarity_is_in_whole_hundredths",
     ),
     Fault(
         "eval: references match in their own case only",
         "return float(any(reference in text for reference in references))",
-        f"{EVAL_LAWS}::test_matches_ignore_the_case_of_answer_and_reference",
+        "tests/test_suites.py::test_matches_ignore_the_case_of_answer_and_reference",
     ),
     Fault(
         "inspect: a token can end the script",
@@ -1374,7 +1376,7 @@ limits = (
     Fault(
         "eval: a prompt of MMLU without room for its letter",
         "if subject.limit is None or len(subject.encode_prompt(prompt)) <= subject.limit:",
-        "tests/test_eval.py::test_an_mmlu_prompt_and_its_letter_fit_the_limit",
+        "tests/test_suites.py::test_an_mmlu_prompt_and_its_letter_fit_the_limit",
     ),
     Fault(
         "baselines: the chunk before a query's is read forwards",
@@ -1384,7 +1386,7 @@ limits = (
     Fault(
         "baselines: a diagonal too few",
         "count = min(pattern.second // block_size, slash.shape[2])",
-        "tests/test_baselines.py::test_the_picked_diagonals_hold_as_many_tokens_as_the_pattern_says",
+        "tests/test_attentions.py::test_the_picked_diagonals_hold_as_many_tokens_as_the_pattern_says",
     ),
     Fault(
         "loading: a byte order mark is a part of the text",
@@ -1429,7 +1431,7 @@ limits = (
 ]
 
 
-def find(fault: Fault, package: Path) -> Path:
+def find(fault: Fault, root: Path) -> Path:
     """Find the one file of the package that holds the fault's marker.
 
     Raises:
@@ -1437,7 +1439,8 @@ def find(fault: Fault, package: Path) -> Path:
     """
     lines = [
         path
-        for path in sorted(package.rglob("*.py"))
+        for folder in MARKED
+        for path in sorted((root / folder).rglob("*.py"))
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.strip() == fault.marker
     ]
@@ -1496,11 +1499,11 @@ def run_tests(nodes: list[str], fault: Fault | None = None) -> tuple[bool, str]:
     they print."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("corecontext", "tests", "benchmarks"):
+        for name in ("corecontext", "tests", "benchmarks", "reproduction"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         if fault is not None:
-            path = find(fault, copy / "corecontext")
+            path = find(fault, copy)
             path.write_text(planted(fault, path.read_text(encoding="utf-8")), encoding="utf-8")
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         command = [

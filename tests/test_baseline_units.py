@@ -12,26 +12,16 @@ from transformers import DynamicCache
 
 from corecontext import CCAConfig, Rotary, baselines
 from corecontext.baselines import (
-    DuoAttention,
     LMInfinite,
-    LongLoRA,
-    MInference,
-    Pattern,
     StreamingLLM,
     WindowOnly,
     hook,
-    minference,
-    pattern_search,
 )
 from corecontext.baselines import blocks as blocks_module
 from corecontext.baselines.blocks import Scoring, masked_attention
-from corecontext.baselines.duo_attention import find_heads
-from corecontext.baselines.longlora import shifted_attention
-from corecontext.baselines.method import Call, Layer, left_padding
-from corecontext.baselines.minference import pick_blocks, pick_vertical_slash, sparse_attention
-from corecontext.baselines.rivals import offered, takers
+from corecontext.baselines.method import Call, Layer, Method, left_padding
+from corecontext.baselines.rivals import takers
 from corecontext.baselines.sink_cache import SinkCacheLayer
-from corecontext.files import UserError
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 
 LAYER = Layer(0, 0, 4, 2)
@@ -60,6 +50,12 @@ def call(q, k, v, layer=LAYER, **options):
     return Call(q, k, v, Scoring(0.3), layer, **options)
 
 
+class GrowingCache(Method):
+    """A method that leaves transformers' cache as it is."""
+
+    name = "growing"
+
+
 # Masks
 
 
@@ -80,48 +76,6 @@ def test_padding_is_counted_on_the_left_alone():
     assert left_padding(mask).tolist() == [2, 0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("config", [LongLoRA(4), MInference()], ids=lambda config: config.name)
-def test_rows_padded_on_the_left_are_refused_where_any_is(config):
-    q, k, v = qkv(6)
-    mask = torch.ones(2, 6)
-    wanted = config.attend(call(q, k, v))
-    mask[1, 4:] = 0  # on the right nothing changes
-    assert torch.equal(config.attend(call(q, k, v, attention_mask=mask)), wanted)
-    mask[1, 0] = 0
-    with pytest.raises(NotImplementedError, match=f"on the left under {config.name}"):
-        config.attend(call(q, k, v, attention_mask=mask))
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (3, 3), (1, 1)])
-@pytest.mark.parametrize("size, length", [(7, 30), (2, 9), (8, 3), (5, 5), (4, 5)])
-def test_groups_are_shifted_by_half_of_them_in_the_second_half_of_heads(
-    heads, kv_heads, size, length
-):
-    q, k, v = qkv(length, heads, kv_heads)
-    t = torch.arange(length)
-    masks = []
-    for offset in (0, size // 2):
-        groups = (t + offset) // size
-        masks.append((groups[:, None] == groups) & (t <= t[:, None]))
-    mask = torch.stack([masks[head >= heads // 2] for head in range(heads)])
-    out = shifted_attention(q, k, v, size, Scoring(0.3))
-    torch.testing.assert_close(out, masked(q, k, v, mask, Scoring(0.3)))
-
-
-def test_a_group_is_a_quarter_of_the_length_unless_it_is_given():
-    for length, size in ((3, 2), (8, 2), (9, 3), (40, 10), (41, 11)):
-        q, k, v = qkv(length)
-        out = LongLoRA().attend(call(q, k, v, training=True))
-        assert torch.equal(out, shifted_attention(q, k, v, size, Scoring(0.3)))
-        given = LongLoRA(6).attend(call(q, k, v, training=True))
-        assert torch.equal(given, shifted_attention(q, k, v, 6, Scoring(0.3)))
-    with pytest.raises(ValueError, match="trains on whole sequences, got a filled cache"):
-        LongLoRA().attend(call(q[:, :, 1:], k, v, training=True))
-    causal = torch.ones(40, 41).tril(1).bool()  # later steps see all before them
-    out = LongLoRA(4).attend(call(q[:, :, 1:], k, v))
-    torch.testing.assert_close(out, masked(q[:, :, 1:], k, v, causal, Scoring(0.3)))
-
-
 @pytest.mark.parametrize(
     "config, length",
     [
@@ -129,7 +83,6 @@ def test_a_group_is_a_quarter_of_the_length_unless_it_is_given():
         (StreamingLLM(3, 9), 12),
         (LMInfinite(3, 9), 10),  # of several sinks beyond the window all but one are moved
         (LMInfinite(0, 9), 9),
-        (DuoAttention(((),), 3, 9), 12),
     ],
     ids=lambda x: str(x),
 )
@@ -169,7 +122,7 @@ def test_a_cache_that_is_reset_begins_anew():
     q, k, v = qkv(30)
     mask = torch.ones(2, 30)
     mask[1, :5] = 0
-    for config in (StreamingLLM(3, 6), WindowOnly(0, 6), DuoAttention(((0,),), 3, 6)):
+    for config in (StreamingLLM(3, 6), WindowOnly(0, 6)):
         wanted = config.make_cache(LAYER).attend(call(q, k, v), "none")
         cache = config.make_cache(LAYER)
         first = [x[:1] for x in (q, k, v)]  # of another number of rows
@@ -194,8 +147,8 @@ def test_a_cache_that_is_reset_begins_anew():
             cache.offload()
 
 
-@pytest.mark.parametrize("config", [StreamingLLM(3, 6), DuoAttention(((0,),), 3, 6)], ids=str)
-def test_rows_of_a_cache_are_selected_and_repeated_with_their_padding(config):
+def test_rows_of_a_cache_are_selected_and_repeated_with_their_padding():
+    config = StreamingLLM(3, 6)
     q, k, v = qkv(30)
     mask = torch.ones(2, 30)
     mask[1, :5] = 0
@@ -215,193 +168,6 @@ def test_rows_of_a_cache_are_selected_and_repeated_with_their_padding(config):
         change(cache)
         out = cache.attend(call(*(x[index] for x in later)), "none")
         torch.testing.assert_close(out, wanted[index])
-
-
-def test_heads_that_see_all_tokens_are_checked_and_sorted():
-    layer = Layer(7, 1, 8, 4)
-    config = DuoAttention([[], [3, 0, 3]], 2, 9)
-    assert config.full_heads == ((), (3, 0, 3))
-    cache = config.make_cache(layer)
-    assert cache.settings == (2, 9, (0, 3), 4) and cache.shares == [[0, 3], [1, 2]]
-    assert config.make_cache(layer._replace(full_index=0)).shares == [[0, 1, 2, 3]]
-    assert DuoAttention(((0, 1),)).make_cache(Layer(0, 0, 4, 2)).shares == [[0, 1]]
-    config.check(layer)
-    for wrong, got in (
-        (layer._replace(full_index=2), "no such"),
-        (layer._replace(kv_heads=3), "3"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"to {wrong.kv_heads - 1} for each layer, got .*{got}"
-        ):
-            config.check(wrong)
-    with pytest.raises(ValueError, match="full_heads must be at least 0, got -1"):
-        DuoAttention(((-1,),))
-
-
-@pytest.mark.parametrize(
-    "text, saved, heads",
-    [
-        ("0:1", None, {0: (1,)}),
-        ("10:1, 2:0,10:0 ", None, {10: (1, 0), 2: (0,)}),
-        (None, [4] * 9 + [2, 1, [2, 1]], {10: (0, 1), 11: (1,)}),
-        ("3:0", [1] * 12, {3: (0,)}),
-    ],
-)
-def test_heads_that_see_all_tokens_are_given_or_the_checkpoints_own(text, saved, heads):
-    config = tiny_model().config
-    config.num_hidden_layers = 12
-    if saved is not None:
-        config.cca = {"layer_group_sizes": saved}
-    assert find_heads(text, config) == tuple(heads.get(layer, ()) for layer in range(12))
-    for wrong in ("12:0", "1:0,12:0", "1:0,", "1", "a:1", "1:0 2:0", "-1:0"):
-        with pytest.raises(ValueError, match="with layers from 0 to 11, got"):
-            find_heads(wrong, config)
-
-
-def test_heads_of_a_checkpoint_may_be_the_same_in_every_layer():
-    config = tiny_model().config
-    config.cca = {"layer_group_sizes": None, "head_group_sizes": [8, 1]}
-    assert find_heads(None, config) == ((1,),) * config.num_hidden_layers
-
-
-# Patterns
-
-
-def test_each_head_and_row_attends_by_its_own_pattern():
-    patterns = (
-        Pattern("a_shape", 2, 6),
-        Pattern("vertical_slash", 5, 16),
-        Pattern("block_sparse", 2, 0),
-        Pattern("a_shape", 1, 9),
-        Pattern("a_shape", 2, 6),
-        Pattern("vertical_slash", 2, 8),
-    )
-    for new in (40, 33):
-        q, k, v = qkv(40, 6, 3, new=new)
-        out = sparse_attention(q, k, v, patterns, Scoring(0.3), 8, 8)
-        for row in range(2):
-            for head, pattern in enumerate(patterns):
-                tensors = (q[row, head], k[row, head // 2], v[row, head // 2])
-                alone = [x[None, None] for x in tensors]
-                wanted = sparse_attention(*alone, [pattern], Scoring(0.3), 8, 8)
-                torch.testing.assert_close(out[row, head], wanted[0, 0])
-
-
-@pytest.mark.parametrize("new, probe", [(90, 8), (90, 1), (5, 8)])
-def test_columns_and_diagonals_are_those_with_most_attention_of_the_last_queries(new, probe):
-    q, k, _ = qkv(90, 1, 1, 1, new)
-    last = min(new, probe)
-    columns = torch.zeros(90, dtype=torch.float64)
-    bands = torch.zeros(12, dtype=torch.float64)
-    for t in range(90 - last, 90):
-        weights = (2.0 * q[0, 0, t - 90] @ k[0, 0, : t + 1].mT).softmax(0)
-        columns[: t + 1] += weights
-        for j, weight in enumerate(weights):
-            bands[t // 8 - j // 8] += weight
-    columns[:30] = torch.inf
-    bands[:2] = torch.inf
-    picked, diagonals = pick_vertical_slash(q, k, Pattern("vertical_slash", 36, 35), 8, probe, 2.0)
-    assert sorted(picked.flatten().tolist()) == sorted(columns.topk(36).indices.tolist())
-    assert sorted(diagonals.flatten().tolist()) == sorted(bands.topk(5).indices.tolist())
-    # Of few columns the first, of few diagonals the nearest.
-    picked, diagonals = pick_vertical_slash(q, k, Pattern("vertical_slash", 5, 8), 8, probe, 2.0)
-    assert picked.flatten().tolist() == [0, 1, 2, 3, 4] and diagonals.flatten().tolist() == [0]
-    _, diagonals = pick_vertical_slash(q, k, Pattern("vertical_slash", 5, 9), 8, probe, 2.0)
-    assert diagonals.flatten().tolist() == [0, 1]
-
-
-def test_blocks_are_picked_by_their_mean_beside_the_own_and_the_first():
-    rows = torch.tensor([[[[9.0, 0.0], [0.0, 2.0]]]])  # mean (4.5, 1)
-    means = torch.tensor([[[[-9.0, 0.0], [1.0, 0.0], [0.0, 3.0], [1.0, 0.5], [-9.0, 0.0]]]])
-    picked = {1: [4], 2: [0, 4], 3: [0, 3, 4], 4: [0, 1, 3, 4], 9: [0, 1, 2, 3, 4]}
-    for count, blocks in picked.items():
-        assert sorted(pick_blocks(rows, means.clone(), count).flatten().tolist()) == blocks
-
-
-def test_a_prompt_of_a_block_is_read_by_the_layers_patterns(monkeypatch):
-    asked = []
-
-    def sparse(q, k, v, patterns, scoring, block_size, probe):
-        asked.append((q.shape[2], patterns, scoring, block_size, probe))
-        return q
-
-    monkeypatch.setattr(minference, "sparse_attention", sparse)
-    q, k, v = qkv(20)
-    first, second = ((Pattern("a_shape", i, 5),) * 4 for i in (1, 2))
-    config = MInference((first, second), block_size=8, probe=3)
-    layer = Layer(1, 0, 4, 2)  # the second layer, and the first with full attention
-    for new in (7, 8, 20):
-        config.attend(call(q[:, :, 20 - new :], k, v, layer))
-    MInference(block_size=8).attend(call(q, k, v, layer))
-    scoring = Scoring(0.3)
-    assert asked == [
-        (8, second, scoring, 8, 3),
-        (20, second, scoring, 8, 3),
-        (20, (Pattern("vertical_slash", 1000, 6096),) * 4, scoring, 8, 64),
-    ]
-    config.check(layer)
-    for wrong, got in ((layer._replace(index=2), "no such"), (layer._replace(query_heads=3), "4")):
-        with pytest.raises(ValueError, match=f"heads of layer {wrong.index}, got {got}"):
-            config.check(wrong)
-    for kind, size in (("a_shape", (0, 1)), ("vertical_slash", (1, 1)), ("block_sparse", (1, 0))):
-        Pattern(kind, *size)
-        for wrong in ((size[0] - 1, size[1]), (size[0], size[1] - 1)):
-            with pytest.raises(ValueError, match="must be at least"):
-                Pattern(kind, *wrong)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2-hybrid", "gemma3"])
-def test_the_search_takes_each_heads_nearest_pattern_of_full_attention(family, monkeypatch):
-    model, ids = tiny_model(family), tokens(1, 16)
-    candidates = [Pattern("a_shape", i, 5) for i in range(3)]
-    heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * layers
-    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-    calls = []
-
-    def sparse(q, k, v, patterns, scoring, block_size, probe):
-        """Return the exact output and an error: the candidate of a head is its number modulo 3 and
-        the next one in the next layer, in which the first head has ties."""
-        assert (block_size, probe) == (16, 9) and len(set(patterns)) == 1
-        index = candidates.index(patterns[0])
-        layer = len(calls) // 3
-        calls.append(index)
-        error = torch.tensor([0.1 if (head + layer) % 3 == index else 0.2 for head in range(heads)])
-        if layer:
-            error[0] = 0.3
-        exact = pattern_search.dense_attention(q, k, v, scoring)
-        return exact + error.view(1, -1, 1, 1)
-
-    monkeypatch.setattr(pattern_search, "sparse_attention", sparse)
-    chosen = baselines.search_patterns(model, ids, candidates, block_size=16, probe=9)
-    assert calls == [0, 1, 2] * len(full) and len(chosen) == full[-1] + 1
-    for place, layer in enumerate(full):
-        wanted = [candidates[(head + place) % 3] for head in range(heads)]
-        if place:
-            wanted[0] = candidates[0]
-        assert chosen[layer] == tuple(wanted)
-    for layer in set(range(len(chosen))) - set(full):
-        assert chosen[layer] == (candidates[0],) * heads
-    # The layers' inputs were those of full attention.
-    states = []
-    model.get_decoder().register_forward_hook(lambda *call: states.append(call[2][0]))
-    with torch.no_grad():
-        model(ids)
-    baselines.search_patterns(model, ids, candidates, block_size=16, probe=9)
-    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-4)
-
-
-def test_patterns_are_read_as_they_were_written_or_refused(tmp_path):
-    path = tmp_path / "patterns.json"
-    patterns = ((Pattern("a_shape", 0, 1), Pattern()), (Pattern("block_sparse", 3, 0),))
-    baselines.write_patterns(path, patterns)
-    assert baselines.read_patterns(path) == patterns
-    for wrong in ("{", "3", "[[3]]", '[[{"kind": "diagonal"}]]', '[[{"third": 1}]]'):
-        path.write_text(wrong)
-        with pytest.raises(UserError, match="patterns.json' must hold patterns by layer and head"):
-            baselines.read_patterns(path)
-    with pytest.raises(UserError, match="does not exist"):
-        baselines.read_patterns(tmp_path / "none")
 
 
 # How they are attached
@@ -458,7 +224,7 @@ def test_a_cache_keeps_its_sizes_and_its_kind():
         with baselines.enabled(model, LMInfinite(0, 6)):
             model(ids[:, :1], **with_cache(cache))  # of the same sizes
         with (
-            baselines.enabled(model, LongLoRA(4)),
+            baselines.enabled(model, GrowingCache()),
             pytest.raises(NotImplementedError, match="SinkCacheLayer cannot be used here"),
         ):
             model(ids[:, :1], **with_cache(cache))
@@ -519,11 +285,9 @@ def test_documents_are_told_by_positions_or_by_their_edges():
 
 
 def test_rivals_are_offered_where_they_can_be_chosen():
-    assert offered("train") == ("window", "streaming_llm", "lm_infinite", "longlora")
-    assert set(offered("eval")) == set(baselines.NAMES) - {"longlora"}
-    assert takers("patterns") == ("minference",) and takers("full_heads") == ("duo_attention",)
-    assert takers("group_size") == ("longlora",)
-    assert takers("sinks") == ("streaming_llm", "lm_infinite", "duo_attention")
+    assert baselines.NAMES == ("window", "streaming_llm", "lm_infinite")
+    assert takers("group_size") == ()
+    assert takers("sinks") == ("streaming_llm", "lm_infinite")
     assert takers("window_size") == ("window", *takers("sinks"))
     make = baselines.make_rival
     for made, wanted in (
@@ -531,9 +295,6 @@ def test_rivals_are_offered_where_they_can_be_chosen():
         (make("streaming_llm"), StreamingLLM(4)),
         (make("streaming_llm", sinks=0, window_size=7), StreamingLLM(0, 7)),
         (make("lm_infinite"), LMInfinite(16)),
-        (make("longlora", group_size=8), LongLoRA(8)),
-        (make("duo_attention", full_heads=((1,),)), DuoAttention(((1,),), 4)),
-        (make("minference", patterns=[[Pattern()]]), MInference(((Pattern(),),))),
     ):
         assert made == wanted and type(made) is type(wanted)
     with pytest.raises(ValueError, match="^sinks must not be given for window, got 3: it has no"):

@@ -500,8 +500,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--method", "x"],
-            "method must be cca, full, window, streaming_llm, lm_infinite, minference, longlora "
-            "or duo_attention, got 'x'.",
+            "method must be cca, full, window, streaming_llm or lm_infinite, got 'x'.",
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"],

@@ -21,6 +21,7 @@ from corecontext.eval import summary
 from corecontext.eval.evaluate import ModelOptions
 from corecontext.eval.inspect import page
 from corecontext.eval.items import Settings
+from corecontext.eval.task_table import TASKS
 from corecontext.files import UserError
 from corecontext.heads import findings
 from corecontext.record import make_record, read_records
@@ -116,10 +117,10 @@ def test_generate(monkeypatch, calls, here, capsys):
     monkeypatch.setattr(generation, "generate", generate)
     line = "generate --model m --question q --no-chat-template --max-new-tokens 9 --chunk-size 4"
     line += " --temperature 0.5 --top-k 7 --top-p 0.25 --seed 8 --method window"
-    line += " --cache-dtype int8 --full-heads 0:1"
+    line += " --cache-dtype int8"
     assert main(line, *SIZES, *READ, "--prompt", "a text") == 0
     of_load = {**SIZE_VALUES, **READ_VALUES, "method": "window"}
-    of_load |= {"cache_dtype": "int8", "full_heads": "0:1"}
+    of_load |= {"cache_dtype": "int8"}
     wanted = generation.Continuation(
         max_new_tokens=9, temperature=0.5, top_k=7, top_p=0.25, seed=8, chunk_size=4
     )
@@ -141,11 +142,11 @@ def test_perplexity(monkeypatch, calls, here, capsys):
     monkeypatch.setattr(perplexity, "measure", measured)
     monkeypatch.setattr(perplexity, "print_table", calls.keep("print"))
     monkeypatch.setattr(perplexity, "to_records", calls.keep("records", []))
-    line = "perplexity text.txt --model f/m --chunk-size 6 --json r.jsonl --full-heads 0:1"
+    line = "perplexity text.txt --model f/m --chunk-size 6 --json r.jsonl"
     line += " --cache-dtype int8"
     assert main(line, *SIZES, *READ, "--method", "full") == 0
     sizes = {**SIZE_VALUES, **READ_VALUES, "method": "full"}
-    sizes |= {"cache_dtype": "int8", "full_heads": "0:1"}
+    sizes |= {"cache_dtype": "int8"}
     assert calls[0] == ("load", ("f/m",), sizes)
     assert calls[1][1][1:] == ("a text", "full", 6)
     assert calls[2:] == [
@@ -156,9 +157,7 @@ def test_perplexity(monkeypatch, calls, here, capsys):
     assert main(line, *SIZES, *READ, "--compare") == 0
     pairs = zip(calls[:10:2], calls[1:10:2])
     found = {measure[1][2]: load[2] for load, measure in pairs}
-    # No method of the comparison has full_heads: `load` refuses it.
     plain = {name: SIZE_VALUES[name] for name in ("dtype", "device", "untested")}
-    plain |= {"full_heads": "0:1"}
     cca = {**SIZE_VALUES, **READ_VALUES, **plain, "method": "cca", "cache_dtype": "int8"}
     assert found == {
         "full": {**plain, "method": "full"},
@@ -221,9 +220,9 @@ def test_convert(monkeypatch, calls, capsys):
 
 
 EVALUATION = (
-    "--model f/m --task mmlu --task ruler --data d --data ruler=e --length 8 --length 9 "
-    "--documents 3 --subtask law --limit 4 --positions 6 --shots 7 --seed 10 --max-new-tokens 11 "
-    "--patterns p --full-heads 0:1 --chunk-size 12 --no-chat-template --results r.jsonl"
+    "--model f/m --task multidoc_qa --task perplexity --data d --data perplexity=e --length 8 "
+    "--length 9 --documents 3 --subtask law --limit 4 --positions 6 --seed 10 --max-new-tokens 11 "
+    "--chunk-size 12 --no-chat-template --results r.jsonl"
 )
 
 
@@ -241,28 +240,28 @@ def test_eval_and_compare(monkeypatch, calls, here, command):
         main(f"{command} {EVALUATION} --json s.jsonl{more}", *SIZES, *FETCH, "--prefill", "cca")
         == 0
     )
-    settings = Settings((8, 9), (3,), ("law",), 4, 6, 7, 10, 11)
+    settings = Settings((8, 9), (3,), ("law",), 4, 6, 10, 11)
     names = ("group_size", "window_size", "sinks", "core_mass", "untested")
     sizes = {name: SIZE_VALUES[name] for name in names} | FETCH_VALUES | {"prefill": "cca"}
-    sizes |= {"patterns": "p", "full_heads": "0:1"}
     model_options = ModelOptions(sizes, None, 12, False, "float16", "cpu")
     methods = ["cca"] if command == "eval" else ["full", "cca"]
-    tasks, data = ["mmlu", "ruler"], ["d", "ruler=e"]
+    tasks = [TASKS["multidoc_qa"], TASKS["perplexity"]]
+    data = ["d", "perplexity=e"]
     given = ("f/m", methods, tasks, data, settings, model_options, "r.jsonl")
     assert calls[:4] == [
         ("run", given, {}),
-        ("summarise", ([record],), {}),
+        ("summarise", ([record], TASKS), {}),
         ("print", (rows,), {"parts": command == "eval"}),
         ("records", (rows, "there"), {}),
     ]
     assert calls[4:] == ([] if command == "eval" else [("draw", (rows, "p.png"), {})])
     assert read_records("s.jsonl") == [record]
     calls.clear()
-    assert main(f"{command} --model m --task mmlu --num-groups 3 --chat-template") == 0
-    assert calls[0][1][1:5] == (["cca"] if command == "eval" else methods, ["mmlu"], (), Settings())
+    assert main(f"{command} --model m --task perplexity --num-groups 3 --chat-template") == 0
+    assert calls[0][1][1:5] == (methods, tasks[1:], (), Settings())
     assert calls[0][1][5].num_groups == 3 and calls[0][1][5].chat_template is True
     rows.pop()
-    assert main(f"{command} --model m --task mmlu") == 0
+    assert main(f"{command} --model m --task perplexity") == 0
     assert calls[-1][2] == {"parts": True}
 
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 import lzma
 import math
-import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,22 +15,16 @@ import pytest
 import torch
 from tiny_model import save_tiny_model
 
+from corecontext.baselines import NAMES
 from corecontext.cli import main
 from corecontext.data.readers import find_file, model_hash, read_lines
-from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, runner, windows
+from corecontext.eval import multidoc_qa, windows
 from corecontext.eval.evaluate import ModelOptions, data_paths, evaluate, of_task
-from corecontext.eval.items import Settings
+from corecontext.eval.items import Chosen, Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
-from corecontext.eval.summary import (
-    Row,
-    draw,
-    method_name,
-    print_table,
-    score_parts,
-    summarise,
-    to_records,
-)
+from corecontext.eval.summary import Row, draw, method_name, print_table, summarise, to_records
+from corecontext.eval.task_table import TASKS, pick_tasks
 from corecontext.files import UserError
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import load
@@ -41,40 +33,6 @@ from corecontext.record import Record, read_records
 from corecontext.terminal import progress
 
 IDENTITY = {"method": "stub", "model": "stub", "weights": ""}
-NOUNS = [
-    "river",
-    "stone",
-    "cloud",
-    "bridge",
-    "window",
-    "garden",
-    "engine",
-    "letter",
-    "market",
-    "valley",
-    "candle",
-    "button",
-    "pillow",
-    "ladder",
-    "anchor",
-    "basket",
-    "copper",
-    "dragon",
-    "forest",
-    "hammer",
-    "island",
-    "jacket",
-    "kettle",
-    "lizard",
-    "magnet",
-    "needle",
-    "orange",
-    "pencil",
-    "quiver",
-    "ribbon",
-    "saddle",
-    "tunnel",
-]
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -111,89 +69,6 @@ def data(tmp_path_factory) -> Path:
             for i in range(3)
         ],
     )
-    (folder / "ruler_words.json").write_text(
-        json.dumps(
-            {
-                "adjectives": [f"a{noun}" for noun in NOUNS],
-                "nouns": NOUNS,
-                "verbs": [f"{noun}ing" for noun in NOUNS],
-            }
-        )
-    )
-    write_lines(
-        folder / "haystack_essays.jsonl",
-        [{"text": "Some plain words were said. Others were not. " * 40}],
-    )
-    write_lines(
-        folder / "squad.jsonl",
-        [
-            {
-                "context": f"Here {noun} is number {i}.",
-                "qas": [
-                    {"question": f"which number is {noun}?", "answers": [{"text": f"number {i}"}]}
-                ],
-            }
-            for i, noun in enumerate(NOUNS[:8])
-        ],
-    )
-    (folder / "hotpotqa.json").write_text(
-        json.dumps(
-            [
-                {
-                    "question": f"where is {noun}?",
-                    "answer": f"{noun} hall",
-                    "context": [[f"T{noun}", [f"{noun} hall.", " It is."]], ["Same", ["as ever."]]],
-                }
-                for noun in NOUNS[:4]
-            ]
-        )
-    )
-    for split, count in (("dev", 5), ("test_subset", 3)):
-        write_lines(
-            folder / f"mmlu_{split}.jsonl",
-            [
-                {
-                    "subject": subject,
-                    "idx": i,
-                    "question": f"{subject} {i}?",
-                    "choices": ["w", "x", "y", "z"],
-                    "answer": "ABCD"[i % 4],
-                }
-                for subject in ("high_school_math", "law")
-                for i in range(count)
-            ],
-        )
-    (folder / "longbench_config.json").write_text(
-        json.dumps(
-            {
-                "dataset2prompt": {
-                    task: f"Read, {task}. {{context}}\nAsk: {{input}}"
-                    for task in longbench.SUBTASKS
-                },
-                "dataset2maxlen": dict.fromkeys(longbench.SUBTASKS, 6),
-            }
-        )
-    )
-    for task in longbench.SUBTASKS:
-        answers = {
-            "trec": ["Human being"],
-            "passage_count": ["7"],
-            "passage_retrieval_en": ["Paragraph 7"],
-        }
-        write_lines(
-            folder / f"{task}_e.jsonl",
-            [
-                {
-                    "_id": f"{task}{i}",
-                    "input": "what?",
-                    "context": f"text {i} " * 20,
-                    "length": 3000 + 3000 * i,
-                    "answers": answers.get(task, ["a blue bird sang"]),
-                    "all_classes": ["Human being", "Human", "Place"],
-                }
-                for i in range(3)
-            ],
-        )
     write_lines(
         folder / "lm_test.jsonl",
         [
@@ -257,33 +132,10 @@ class Stub:
         )
 
 
-TASKS = [
-    ("multidoc_qa", Settings(documents=(1, 5))),
-    ("ruler", Settings(lengths=(900, 1500), limit=3)),
-    ("mmlu", Settings()),
-    ("longbench", Settings(lengths=(30,))),
-]
-
-
-@pytest.mark.parametrize("task, settings", TASKS, ids=lambda x: x if isinstance(x, str) else "")
-def test_a_copier_scores_100_and_silence_0(task, settings, data):
-    if task == "longbench":
-        pytest.importorskip("rouge")
-    for copies, score in ((True, 1.0), (False, 0.0)):
-        subject = Stub(copies)
-        subject.learn(runner.TASKS[task].items(data, settings, subject))
-        rows = summarise(run_task(task, data, settings, subject, IDENTITY))
-        assert all(row.value == pytest.approx(score) for row in rows) and rows[0].part == ""
-        if task == "ruler":
-            assert {row.part for row in rows} == {"", *ruler.SUBTASKS}
-        if task == "longbench":
-            assert {*longbench.CATEGORIES, *longbench.SUBTASKS, ""} == {row.part for row in rows}
-
-
 def test_perplexity_scores_every_token_once(data):
     settings = Settings(lengths=(16, 32))
     sure, even = (
-        summarise(run_task("perplexity", data, settings, Stub(copies), IDENTITY))
+        summarise(run_task(TASKS["perplexity"], data, settings, Stub(copies), IDENTITY))
         for copies in (True, False)
     )
     assert {row.value for row in sure} == {1.0}
@@ -297,29 +149,6 @@ def test_perplexity_scores_every_token_once(data):
         row.part: row.count for row in even if row.size == 16 and row.part in ("math", "books")
     }
     assert sum(domains.values()) == whole[16]
-
-
-def test_a_missing_package_is_said_before_the_first_answer(data, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge", None)
-    with pytest.raises(UserError, match=r"Install it: pip install 'corecontext\[eval\]'"):
-        longbench.items(data, Settings(lengths=(30,), subtasks=("samsum",)), Stub(True))
-
-
-def test_buckets_and_categories_are_means_of_means(data):
-    subject = Stub(True)
-    items = longbench.items(data, Settings(lengths=(30,), subtasks=("qasper", "lcc")), subject)
-    subject.learn(items)
-    records = run_task(
-        "longbench", data, Settings(lengths=(30,), subtasks=("qasper", "lcc")), subject, IDENTITY
-    )
-    extra = [
-        records[0].__class__.from_json(records[0].to_json().replace('"value": 1.0', '"value": 0.0'))
-    ] * 3
-    parts = score_parts([*extra, *records])
-    assert parts["qasper"][0] == pytest.approx(
-        (0.25 + 1 + 1) / 3
-    )  # the first bucket holds one right and three wrong
-    assert parts[""][0] == pytest.approx((parts["qasper"][0] + 1) / 2)
 
 
 def test_multidoc_prompts(data):
@@ -342,103 +171,6 @@ def test_multidoc_prompts(data):
         multidoc_qa.items(data, Settings(documents=(12,)), Stub(True))[0].make()
 
 
-@pytest.mark.parametrize("task", ruler.SUBTASKS)
-def test_ruler_samples_fit_and_hold_their_answers(task, data):
-    subject = Stub(True)
-    for length in (800, 1100):
-        items = ruler.items(data, Settings(lengths=(length,), subtasks=(task,), limit=3), subject)
-        prompts = [item.make() for item in items]
-        for item, question in zip(items, prompts):
-            tokens = len(subject.encode(question.prompt)) + item.max_new_tokens
-            assert tokens <= length
-            if not task.startswith(
-                "qa"
-            ):  # the files here are too short to fill such lengths with passages
-                assert tokens > 0.6 * length
-            assert question.references and all(
-                one in question.prompt for one in question.references
-            )
-        assert len({question.prompt for question in prompts}) == len(prompts)
-        assert (
-            prompts
-            == [
-                item.make()
-                for item in ruler.items(  # the same, asked in another order
-                    data, Settings(lengths=(length,), subtasks=(task,), limit=3), subject
-                )[::-1]
-            ][::-1]
-        )
-
-
-def test_a_task_that_ruler_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="task must be one of niah_single_1, .* got 'niah'"):
-        ruler.builder("niah", 4096, 0, source=None)
-
-
-def test_ruler_settings(data):
-    counts = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
-    assert len(ruler.SUBTASKS) == 13 and len({ruler._place(i) for i in range(40)}) == 40
-    for task, count in counts.items():
-        item = ruler.items(data, Settings(lengths=(1500,), subtasks=(task,), limit=1), Stub(True))[
-            0
-        ]
-        assert len(set(item.make().references)) == count
-
-
-def test_ruler_counts_are_right(data):
-    subject = Stub(True)
-    for task, seldom in (("cwe", 2), ("fwe", 0)):
-        for item in ruler.items(
-            data, Settings(lengths=(1500,), subtasks=(task,), limit=2), subject
-        ):
-            question = item.make()
-            text = question.prompt.rsplit("\nQuestion", 1)[0].rsplit(".\n", 1)[1]
-            words = [word for word in text.split() if word.isalpha()]
-            often = sorted((words.count(word) for word in question.references), reverse=True)
-            others = max(words.count(word) for word in set(words) - set(question.references))
-            assert often[-1] > max(others, seldom)
-
-
-def test_mmlu_prompt(data):
-    subject = Stub(True)
-    items = mmlu.items(data, Settings(shots=2, limit=1), subject)
-    assert [item.params["subtask"] for item in items] == ["high_school_math", "law"]
-    assert items[0].make() == (
-        "The following are multiple choice questions (with answers) about high school math.\n\n"
-        "high_school_math 0?\nA. w\nB. x\nC. y\nD. z\nAnswer: A\n\n"
-        "high_school_math 1?\nA. w\nB. x\nC. y\nD. z\nAnswer: B\n\n"
-        "high_school_math 0?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
-    )
-    subject.limit = 40
-    assert items[0].make().count("Answer: ") == 1  # examples are lost from the end
-    with pytest.raises(UserError, match="examples must be at least 6"):
-        mmlu.items(data, Settings(shots=6), subject)
-    with pytest.raises(UserError, match="subtask must be one of high_school_math, law, got 'lwa'"):
-        mmlu.items(data, Settings(shots=2, subtasks=("law", "lwa")), subject)
-
-
-def test_an_mmlu_prompt_and_its_letter_fit_the_limit(data):
-    subject = Stub(True)
-    items = mmlu.items(data, Settings(shots=2, limit=1), subject)
-    subject.learn(items)
-    length = len(subject.encode_prompt(items[0].make()))
-    for limit, shots in ((length, 1), (length + 1, 2)):
-        subject.limit = limit
-        subject.learn(items)
-        assert items[0].make().count("Answer: ") == shots
-        assert items[0].run(subject).value == 1
-
-
-def test_longbench_cuts_the_middle(data):
-    items = longbench.items(data, Settings(lengths=(10,), subtasks=("qasper",)), Stub(True))
-    prompt = items[0].make().prompt
-    assert len(Stub(True).encode(prompt)) == 10
-    assert prompt.startswith("Read, qasper. text 0") and prompt.endswith("what?")
-    row = {"all_classes": []}
-    assert longbench.scorer("triviaqa", row)("\nblue\nx", ["blue"]) == 1.0
-    assert longbench.scorer("qasper", row)("blue\nx", ["blue", "red"]) == pytest.approx(2 / 3)
-
-
 # Resuming
 # -----------------------------------------------------------------------------------------------
 
@@ -454,27 +186,34 @@ def test_interrupted_runs_resume(data, tmp_path):
 
     items = multidoc_qa.items(data, settings, Stub(True))
     with pytest.raises(KeyboardInterrupt):
-        run_task("multidoc_qa", data, settings, Stops(True).learn(items), IDENTITY, results=results)
+        run_task(
+            TASKS["multidoc_qa"],
+            data,
+            settings,
+            Stops(True).learn(items),
+            IDENTITY,
+            results=results,
+        )
     assert len(read_records(results)) == 4
     with results.open("a") as file:
         file.write('{"name": "quality.sc')  # a line that a power cut left
     second = Stub(True).learn(items)
-    records = run_task("multidoc_qa", data, settings, second, IDENTITY, results=results)
+    records = run_task(TASKS["multidoc_qa"], data, settings, second, IDENTITY, results=results)
     assert len(second.asked) == len(items) - 4 and len(records) == len(items) == len(
         read_records(results)
     )
     third = Stub(False).learn(items)
     assert (
-        run_task("multidoc_qa", data, settings, third, IDENTITY, results=results) == records
+        run_task(TASKS["multidoc_qa"], data, settings, third, IDENTITY, results=results) == records
         and not third.asked
     )
     for other in ({**IDENTITY, "weights": "other"}, {**IDENTITY, "window_size": 3}):
         fresh = Stub(False).learn(items)
-        run_task("multidoc_qa", data, settings, fresh, other, results=results)
+        run_task(TASKS["multidoc_qa"], data, settings, fresh, other, results=results)
         assert len(fresh.asked) == len(items)
     seeded = settings._replace(seed=1)
     fresh = Stub(False).learn(multidoc_qa.items(data, seeded, Stub(True)))
-    run_task("multidoc_qa", data, seeded, fresh, IDENTITY, results=results)
+    run_task(TASKS["multidoc_qa"], data, seeded, fresh, IDENTITY, results=results)
     assert len(fresh.asked) == len(items)
     for mine in (
         "not a record\n",
@@ -484,7 +223,7 @@ def test_interrupted_runs_resume(data, tmp_path):
     ):  # it stays
         results.write_text(mine)
         with pytest.raises(UserError, match="must be a record"):
-            run_task("multidoc_qa", data, settings, fresh, IDENTITY, results=results)
+            run_task(TASKS["multidoc_qa"], data, settings, fresh, IDENTITY, results=results)
         assert results.read_text() == mine
 
 
@@ -493,11 +232,11 @@ def test_items_that_do_not_fit_are_left_out_and_said(data, capsys):
     settings = Settings(documents=(1, 10), positions=1, max_new_tokens=2)
     subject.learn(multidoc_qa.items(data, settings, subject))
     subject.limit = 50
-    assert len(run_task("multidoc_qa", data, settings, subject, IDENTITY)) == 3
+    assert len(run_task(TASKS["multidoc_qa"], data, settings, subject, IDENTITY)) == 3
     assert "3 of 6 left out" in capsys.readouterr().err
     subject.limit = 5
     with pytest.raises(UserError, match="must have an item that fits, got none of 6"):
-        run_task("multidoc_qa", data, settings, subject, IDENTITY)
+        run_task(TASKS["multidoc_qa"], data, settings, subject, IDENTITY)
 
 
 # Real models, command line
@@ -511,81 +250,33 @@ def model(tmp_path_factory) -> str:
 
 PERPLEXITY = ("--task", "perplexity", "--length", "64", "--limit", "1", "--device", "cpu")
 
-METHODS = ["full", "cca", "window", "streaming_llm", "lm_infinite", "minference"]
-
 
 def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd):
-    pytest.importorskip("rouge")
     monkeypatch.chdir(tmp_path)
-    argv = [
-        "compare",
-        "--model",
-        model,
-        "--data",
-        str(data),
-        "--window-size",
-        "16",
-        "--limit",
-        "1",
-        "--max-new-tokens",
-        "2",
-        "--length",
-        "400",
-        "--documents",
-        "3",
-        "--positions",
-        "1",
-        "--shots",
-        "1",
-        "--device",
-        "cpu",
-        "--subtask",
-        "ruler:niah_single_1",
-        "--subtask",
-        "longbench:qasper",
-        "--subtask",
-        "longbench:lcc",
-        "--subtask",
-        "mmlu:law",
-        "--results",
-        "r.jsonl",
-        "--json",
-        "s.jsonl",
-        "--plot",
-        "p.png",
-        "--force",
-    ]
-    for task in runner.TASKS:
-        argv += ["--task", task]
-    for method in METHODS:
-        argv += ["--method", method]
+    argv = ["compare", "--model", model, "--data", str(data), "--window-size", "16"]
+    argv += ["--limit", "1", "--max-new-tokens", "2", "--length", "400", "--documents", "3"]
+    argv += ["--positions", "1", "--device", "cpu", "--results", "r.jsonl", "--json", "s.jsonl"]
+    argv += ["--plot", "p.png", "--force"]
+    methods = ["full", "cca", *NAMES]
+    for option, names in (("--task", TASKS), ("--method", methods)):
+        for name in names:
+            argv += [option, name]
     assert main(argv) == 0
     shown = capfd.readouterr().out
-    assert all(task in shown for task in runner.TASKS) and "streaming_llm" in shown
+    assert all(task in shown for task in TASKS) and "streaming_llm" in shown
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
     records = read_records("r.jsonl")
-    assert {(r.params["method"], r.params["task"]) for r in records} == {
-        (m, t) for m in METHODS for t in runner.TASKS
-    }
+    asked = {(r.params["method"], r.params["task"]) for r in records}
+    assert asked == {(method, task) for method in methods for task in TASKS}
     values = {r.params["method"]: r.value for r in records if r.params["task"] == "perplexity"}
-    assert values["minference"] == pytest.approx(
-        values["full"], rel=1e-6
-    )  # the text is too short for it to skip
-    assert len({round(x, 3) for x in values.values()}) == len(METHODS) - 1
-    before = len(records)
-    summaries = len(read_records("s.jsonl"))
+    assert len({round(value, 3) for value in values.values()}) == len(methods)
+    summaries = read_records("s.jsonl")
     assert main(argv) == 0  # all from the file
-    assert len(read_records("r.jsonl")) == before and len(read_records("s.jsonl")) == 2 * summaries
-    one = [
-        r
-        for r in read_records("s.jsonl")
-        if r.params["task"] == "perplexity" and "part" not in r.params
-    ]
-    assert (
-        one[0].params["data"]
-        and one[0].params["weights"] == model_hash(model)
-        and one[0].params["items"] == 399
-    )
+    assert read_records("r.jsonl") == records
+    assert len(read_records("s.jsonl")) == 2 * len(summaries)
+    whole = next(r for r in summaries if r.name == "quality.perplexity" and "part" not in r.params)
+    assert whole.params["data"] and whole.params["weights"] == model_hash(model)
+    assert whole.params["items"] == 399
 
 
 TEMPLATE = (
@@ -609,80 +300,35 @@ def test_questions_go_into_the_chat_template(chat_model, model, data):
         shown = subject.decode(subject.encode_prompt("Why?"))
         assert shown == ("<user>Why?</><assistant>" if chats else "Why?")
         assert subject.decode(subject.encode_prompt("Why", chat=False)) == "Why"
-        settings = Settings(documents=(1,), positions=1, limit=1, max_new_tokens=1, shots=1)
-        for task in ("multidoc_qa", "mmlu"):
-            record = run_task(task, data, settings, subject, IDENTITY)[0]
-            assert record.params["chat_template"] is chats
-            prompt = TASK_PROMPTS[task](data, settings, subject)
-            tokens = len(subject.encode_prompt(prompt))
-            assert record.params["prompt_tokens"] == tokens
-            assert tokens == len(subject.encode(prompt)) + chats * len("<user></><assistant>")
+        settings = Settings(documents=(1,), positions=1, limit=1, max_new_tokens=1)
+        record = run_task(TASKS["multidoc_qa"], data, settings, subject, IDENTITY)[0]
+        assert record.params["chat_template"] is chats
+        prompt = multidoc_qa.items(data, settings, subject)[0].make().prompt
+        tokens = len(subject.encode_prompt(prompt))
+        assert record.params["prompt_tokens"] == tokens
+        assert tokens == len(subject.encode(prompt)) + chats * len("<user></><assistant>")
+    asked = []
+    subject.choose = lambda prompt, options: asked.append(options) or 0
+    for subject.chat in (True, False):  # an answer in a chat begins with the letter
+        Chosen("key", {}, lambda: "Why", (" A", " B"), 0).run(subject)
+    assert asked == [("A", "B"), (" A", " B")]
     plain = load(model, method="full", device="cpu")
     assert not ModelSubject(plain).chat
     with pytest.raises(UserError, match="chat-template must be left out"):
         ModelSubject(plain, chat_template=True)
 
 
-TASK_PROMPTS = {
-    "multidoc_qa": lambda *given: multidoc_qa.items(*given)[0].make().prompt,
-    "mmlu": lambda *given: mmlu.items(*given)[0].make(),
-}
-
-
-def test_what_is_chosen_in_a_chat_begins_with_the_letter(chat_model, data):
-    subject = ModelSubject(load(chat_model, method="full", device="cpu"))
-    asked = []
-    subject.choose = lambda prompt, options: asked.append(options) or 0
-    mmlu.items(data, Settings(), subject)[0].run(subject)
-    subject.chat = False
-    mmlu.items(data, Settings(), subject)[0].run(subject)
-    assert asked == [("A", "B", "C", "D"), (" A", " B", " C", " D")]
-
-
-def test_samples_fit_their_length_with_the_chat_template(chat_model, data):
-    subject = ModelSubject(load(chat_model, method="full", device="cpu"))
-    settings = Settings(lengths=(1500,), subtasks=("vt",), limit=2)
-    for item in ruler.items(data, settings, subject):
-        tokens = len(subject.encode_prompt(item.make().prompt)) + item.max_new_tokens
-        assert 1000 < tokens <= 1500
-
-
-def test_longbench_continues_examples_and_code_without_a_template(data):
-    items = longbench.items(data, Settings(lengths=(30,)), Stub(True))
-    continued = {item.params["subtask"] for item in items if not item.chat}
-    assert continued == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
-
-
 def test_nothing_counts_twice(model, data):
-    twice = evaluate(
-        model,
-        ["full", "full"],
-        ["mmlu", "mmlu"],
-        [str(data)],
-        Settings(limit=1, shots=1),
-        ModelOptions(device="cpu"),
-    )
-    assert len(twice) == 2  # a question of each subject
+    tasks = pick_tasks(["multidoc_qa", "multidoc_qa"])
+    settings = Settings(documents=(1,), positions=1, limit=1, max_new_tokens=1)
+    methods = ["full", "full"]
+    records = evaluate(model, methods, tasks, [str(data)], settings, ModelOptions(device="cpu"))
+    assert len(records) == 1
 
 
 def test_eval_with_a_constant_number_of_groups(model, data, capfd):
-    argv = [
-        "eval",
-        "--model",
-        model,
-        "--task",
-        "mmlu",
-        "--data",
-        f"mmlu={data}",
-        "--window-size",
-        "16",
-        "--num-groups",
-        "8",
-        "--limit",
-        "1",
-        "--device",
-        "cpu",
-    ]
+    argv = ["eval", "--model", model, "--data", f"perplexity={data}", *PERPLEXITY]
+    argv += ["--window-size", "16", "--num-groups", "8"]
     assert main(argv) == 0
     assert "m=8" in capfd.readouterr().out
     assert main([*argv, "--method", "window"]) == 2
@@ -720,32 +366,36 @@ def test_subject_agrees_with_the_model(model):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--task", "glue"], "task must be one of perplexity, multidoc_qa"),
-        (["--task", "mmlu", "--limit", "0"], "limit must be at least 1, got 0."),
-        (["--task", "ruler", "--subtask", "niah"], "subtask must be one of niah_single_1"),
+        (["--task", "glue"], "task must be perplexity or multidoc_qa, got 'glue'."),
         (
-            ["--task", "ruler", "--subtask", "rulr:vt"],
-            "subtask must be SUBTASK or TASK:SUBTASK, with a task of ruler, got 'rulr:vt'.",
+            ["--task", "ruler"],
+            "task ruler has moved to the laboratory. In a clone of the repository, run `python -m "
+            "reproduction compare --task ruler` with the other options",
         ),
-        (["--task", "ruler", "--length", "0"], "length must be at least 1"),
+        (["--task", "multidoc_qa", "--limit", "0"], "limit must be at least 1, got 0."),
+        (
+            ["--task", "perplexity", "--subtask", "multidoc:x"],
+            "subtask must be SUBTASK or TASK:SUBTASK, with a task of perplexity, got 'multidoc:x'.",
+        ),
+        (["--task", "perplexity", "--length", "0"], "length must be at least 1"),
         (
             ["--task", "perplexity", "--length", "100000"],
             "length must be at most that of a document",
         ),
-        (["--task", "mmlu", "--method", "nothing"], "method must be cca, full, window"),
+        (["--task", "perplexity", "--method", "nothing"], "method must be cca, full, window"),
         (
-            ["--task", "mmlu", "--method", "window", "--sinks", "3"],
+            ["--task", "perplexity", "--method", "minference"],
+            "method minference has moved to the laboratory. In a clone of the repository, run",
+        ),
+        (
+            ["--task", "perplexity", "--method", "window", "--sinks", "3"],
             "sinks must be left out with method 'window'",
         ),
         (
-            ["--task", "mmlu", "--method", "full", "--sinks", "3"],
+            ["--task", "perplexity", "--method", "full", "--sinks", "3"],
             "sinks must be left out with method 'full'",
         ),
-        (["--task", "mmlu", "--chunk-size", "0"], "chunk-size must be at least 1"),
-        (
-            ["--task", "mmlu", "--method", "minference", "--patterns", "none.json"],
-            "file 'none.json' does not exist",
-        ),
+        (["--task", "perplexity", "--chunk-size", "0"], "chunk-size must be at least 1"),
     ],
 )
 def test_mistakes_cost_one_line(argv, message, model, data, capfd):
@@ -771,36 +421,26 @@ def test_mistakes_in_files(data, tmp_path):
     for items, folder in ((multidoc_qa.items, data), (windows.items, plain)):
         with pytest.raises(UserError, match="subtask must be left out .* 'law'. Use TASK:law for"):
             items(folder, wrong, Stub(True))
-    own = f"ruler={tmp_path}"
-    with pytest.raises(UserError, match="data must be given for mmlu"):
-        data_paths([own], ["ruler", "mmlu"])
-    paths = {"ruler": str(tmp_path), "mmlu": str(data)}
-    assert data_paths([own, str(data)], ["ruler", "mmlu"]) == paths
-    for wrong in ("none", f"rulr={data}", "ruler="):
+    own = f"perplexity={tmp_path}"
+    both = list(TASKS.values())
+    with pytest.raises(UserError, match="data must be given for multidoc_qa"):
+        data_paths([own], both, Settings())
+    paths = {"perplexity": str(tmp_path), "multidoc_qa": str(data), "": str(data)}
+    assert data_paths([own, str(data)], both, Settings()) == paths
+    for wrong in ("none", f"multidoc={data}", "perplexity="):
         with pytest.raises(UserError, match=f"data must be an existing folder, .* got '{wrong}'"):
-            data_paths([wrong], ["ruler"])
-    with pytest.raises(UserError, match="data of ruler must be a folder, got the file"):
-        data_paths([str(tmp_path / "bad.jsonl")], ["perplexity", "ruler"])
-    assert of_task(Settings(subtasks=("a", "ruler:b")), "mmlu").subtasks == ("a",)
-    assert set(data_hashes("mmlu", data)) == {"mmlu_dev.jsonl", "mmlu_test_subset.jsonl"}
+            data_paths([wrong], both, Settings())
+    with pytest.raises(UserError, match="data of multidoc_qa must be a folder, got the file"):
+        data_paths([str(tmp_path / "bad.jsonl")], both, Settings())
+    assert of_task(Settings(subtasks=("a", "perplexity:b")), "multidoc_qa").subtasks == ("a",)
+    names = {"multidoc_qa_pool.jsonl.xz", "multidoc_qa_test.jsonl"}
+    assert set(data_hashes(TASKS["multidoc_qa"], data)) == names
 
 
 @pytest.mark.parametrize(
     "task, name, rows, message",
     [
         ("perplexity", "lm_test", [{"text": 5}], "line 1: text must be a string, got 5"),
-        (
-            "mmlu",
-            "mmlu_test",
-            [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": ""}],
-            "A to D",
-        ),
-        (
-            "mmlu",
-            "mmlu_test",
-            [{"subject": "law", "question": "q", "choices": list("wxyz"), "answer": 2}],
-            "A to D",
-        ),
         (
             "multidoc_qa",
             "multidoc_qa_test",
@@ -813,39 +453,16 @@ def test_mistakes_in_files(data, tmp_path):
             [{"qid": "q", "question": "q", "answers": "ab", "gold_doc": "d1"}],
             "a list",
         ),
-        (
-            "longbench",
-            "lcc_e",
-            [{"input": "", "context": "", "answers": [], "length": "9"}],
-            "number as length; TypeError",
-        ),
-        ("longbench", "longbench_config", [{}], "qasper must have its template .* KeyError"),
-        ("ruler", "haystack_essays", [{"text": " "}], "must hold words in haystack_essays"),
-        ("ruler", "haystack_essays", [{"essay": "a"}], "line 1: must be an object with text"),
-        (
-            "ruler",
-            "squad",
-            [{"context": "x", "qas": [{"question": "a"}]}],
-            "qas of .* must have question and answers",
-        ),
     ],
 )
 def test_mistakes_in_rows(task, name, rows, message, data, tmp_path):
     copy = shutil.copytree(data, tmp_path / "data")
-    (copy / f"{name}.json").unlink(missing_ok=True)
-    write_lines(copy / f"{name}.json{'l' * (name != 'longbench_config')}", rows)
-    subtasks = {"haystack_essays": ("niah_single_2",), "squad": ("qa_1",)}.get(name, ())
+    write_lines(copy / f"{name}.jsonl", rows)
     with pytest.raises(UserError, match=message):
-        run_task(
-            task,
-            copy,
-            Settings(subtasks=subtasks, documents=(2,), shots=1, limit=1),
-            Stub(True),
-            IDENTITY,
-        )
+        run_task(TASKS[task], copy, Settings(documents=(2,), limit=1), Stub(True), IDENTITY)
     (tmp_path / "plain.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="must be UTF-8 text"):
-        run_task("perplexity", tmp_path / "plain.txt", Settings(), Stub(True), IDENTITY)
+        run_task(TASKS["perplexity"], tmp_path / "plain.txt", Settings(), Stub(True), IDENTITY)
 
 
 @pytest.mark.parametrize("name", ["web[/b]", "see [link] here", "[red]", ":warning: a"])
@@ -861,7 +478,7 @@ def test_summaries_name_sizes_and_draw(data, tmp_path):
     params = {"method": "cca", "fetch_groups": 4, "prefill": "full"}
     assert method_name(params) == "cca k=4 prefill=full"
     rows = summarise(
-        run_task("perplexity", data, Settings(lengths=(16, 32)), Stub(False), IDENTITY)
+        run_task(TASKS["perplexity"], data, Settings(lengths=(16, 32)), Stub(False), IDENTITY)
     )
     assert all(record.name == "quality.perplexity" for record in to_records(rows, "here"))
     draw(rows, str(tmp_path / "p.svg"))
@@ -869,24 +486,8 @@ def test_summaries_name_sizes_and_draw(data, tmp_path):
 
 
 def test_a_wrong_folder_of_data_is_refused_before_the_model_is_loaded(capfd):
-    assert main(["eval", "--model", "none", "--task", "ruler", "--data", "typo"]) == 2
+    assert main(["eval", "--model", "none", "--task", "perplexity", "--data", "typo"]) == 2
     assert "data must be an existing folder" in capfd.readouterr().err
-
-
-def test_ruler_runs_whole_or_by_subtask(data, tmp_path):
-    shutil.copy(data / "ruler_words.json", tmp_path)
-    settings = Settings(lengths=(900,), limit=1)
-    with pytest.raises(
-        UserError, match=r"haystack_essays.* that of all 13 .*such as niah_single_1"
-    ):
-        ruler.items(tmp_path, settings, Stub(True))
-    with pytest.raises(UserError, match=r"must hold squad_xquad_en\.jsonl or squad\.jsonl"):
-        ruler.items(tmp_path, settings._replace(subtasks=("qa_1",)), Stub(True))
-    assert ruler.available(data) == list(ruler.SUBTASKS)
-    named = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
-    assert ruler.available(tmp_path) == list(named)
-    items = ruler.items(tmp_path, settings._replace(subtasks=named), Stub(True))
-    assert [item.params["subtask"] for item in items] == list(named)
 
 
 def test_the_number_of_items_is_said(data, tmp_path, capsys):
@@ -894,7 +495,9 @@ def test_the_number_of_items_is_said(data, tmp_path, capsys):
     for reused in (0, 3):
         items = multidoc_qa.items(data, settings, Stub(True))
         subject = Stub(True).learn(items)
-        run_task("multidoc_qa", data, settings, subject, IDENTITY, results=tmp_path / "r.jsonl")
+        run_task(
+            TASKS["multidoc_qa"], data, settings, subject, IDENTITY, results=tmp_path / "r.jsonl"
+        )
         line = f"multidoc_qa: 3 items, {reused} of them done before\n"
         assert line in capsys.readouterr().err
 
@@ -917,7 +520,6 @@ def test_progress_says_the_time_left(monkeypatch, capsys):
         ("window", {"window_size": 20}, 20, 21),
         ("streaming_llm", {"window_size": 20, "sinks": 5}, 25, 26),
         ("lm_infinite", {"window_size": 20, "sinks": 5}, 21, 22),
-        ("duo_attention", {"window_size": 20, "sinks": 5, "full_heads": "0:1"}, 25, 26),
     ],
     ids=str,
 )
@@ -950,30 +552,6 @@ def test_idle_is_said_wherever_numbers_are_shown(model, data, tmp_path, capfd):
     assert capfd.readouterr().err.count("perplexity: CCA was idle: at most 64 tokens") == 1
 
 
-def test_duo_attention_is_a_method_with_heads_of_its_own(model, data, tmp_path, capfd):
-    settings = {"method": "duo_attention", "window_size": 8, "device": "cpu"}
-    assert load(model, full_heads="0:1, 1:0", **settings).rival.full_heads == ((1,), (0,))
-    folder = shutil.copytree(model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    for sizes, heads in (([[4, 1], 4], ((1,), ())), ([1, 4], ((0, 1), ()))):
-        cca = {"layer_group_sizes": sizes, "window_size": 16}
-        (folder / "config.json").write_text(json.dumps({**config, "cca": cca}))
-        assert load(str(folder), **settings).rival.full_heads == heads
-    for wrong, message in (
-        (None, "full_heads must be LAYER:HEAD,.* got none. Find them with corecontext layers"),
-        ("0:1;1:0", "full_heads must be LAYER:HEAD,.* with layers from 0 to 1, got '0:1;1:0'"),
-        ("2:0", "with layers from 0 to 1, got '2:0'"),
-        ("0:2", "full_heads must have heads from 0 to 1 for each layer"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(model, full_heads=wrong, **settings)
-    with pytest.raises(UserError, match="full-heads must be left out with method 'cca'"):
-        load(model, full_heads="0:1", device="cpu")
-    argv = ["compare", "--model", model, "--data", str(data), *PERPLEXITY, "--full-heads", "0:1"]
-    assert main([*argv, "--method", "full", "--method", "duo_attention"]) == 0
-    assert "duo_attention" in capfd.readouterr().out
-
-
 def test_losses_that_are_no_numbers_are_an_error():
     def model(ids, **_):
         logits = torch.zeros(1, ids.shape[1], 5)
@@ -997,19 +575,3 @@ def test_records_are_appended_to_records_alone(model, data, tmp_path, capfd):
     assert all(Record.from_json(line).name == "quality.perplexity" for line in out.splitlines())
     assert len(out.splitlines()) == 3 and "perplexity" in err
     assert not Path("-").exists()
-
-
-@pytest.mark.skipif(
-    "CORECONTEXT_DATA" not in os.environ, reason="CORECONTEXT_DATA names no folder with the data"
-)
-@pytest.mark.parametrize("task", ["multidoc_qa", "ruler", "mmlu"])
-def test_real_files(task):
-    folder, settings = (
-        os.environ["CORECONTEXT_DATA"],
-        Settings(lengths=(2048,), documents=(5,), limit=1, positions=2),
-    )
-    subject = Stub(True)
-    subject.learn(runner.TASKS[task].items(folder, settings, subject))
-    assert {
-        row.value for row in summarise(run_task(task, folder, settings, subject, IDENTITY))
-    } == {1.0}

@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from corecontext.eval import scores, windows
+from corecontext.eval import windows
+from corecontext.eval.combine import perplexities
 from corecontext.eval.inspect.page import make_page
 from corecontext.eval.items import Settings, Window
-from corecontext.eval.summary import perplexity_parts
 from corecontext.perplexity import Perplexity
 from corecontext.record import make_record
 
@@ -71,7 +71,7 @@ def test_perplexity_of_several_windows_is_that_of_all_their_tokens():
         for nll, tokens in ((10.0, 10), (900.0, 300))
     ]
     expected = (pytest.approx(math.exp(910 / 310)), 310)
-    assert perplexity_parts(records) == dict.fromkeys(("", "d", "0-511"), expected)
+    assert perplexities(records) == dict.fromkeys(("", "d", "0-511"), expected)
 
 
 def test_bytes_are_those_of_utf8(tmp_path):
@@ -102,22 +102,6 @@ def test_a_character_that_an_edge_cuts_counts_once(tmp_path, length):
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     items = windows.items(tmp_path / "text.txt", Settings(lengths=(length,)), Bytes())
     assert len(items) * length == len(text.encode()) == sum(item.num_bytes for item in items)
-
-
-def test_f1_counts_a_word_as_often_as_it_comes():
-    assert scores.token_f1("cat cat dog dog", "cat cat bird") == pytest.approx(4 / 7)
-    assert scores.token_f1("cat cat cat", "cat") == pytest.approx(2 / 4)
-
-
-def test_edit_similarity_is_in_whole_hundredths():
-    assert scores.edit_similarity("ab", "abcd") == 0.67
-    assert scores.edit_similarity("a", "abcde") == 0.33
-
-
-@pytest.mark.parametrize("match", [scores.match_any, scores.match_all])
-def test_matches_ignore_the_case_of_answer_and_reference(match):
-    assert match("it is the ANSWER", ["Answer"]) == match("it is the answer", ["ANSWER"]) == 1
-    assert match("it is the answer", ["REPLY"]) == 0
 
 
 class Scripts(HTMLParser):

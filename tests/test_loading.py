@@ -254,9 +254,7 @@ def test_sizes_name_what_differs_from_the_default(model):
                 ("full", "window-size", {"window_size": 4}),
                 ("full", "sinks", {"sinks": 0}),
                 ("full", "cache-dtype", {"cache_dtype": "int8"}),
-                ("cca", "patterns", {"patterns": "p"}),
                 ("window", "group-size", {"group_size": 4, "window_size": 8}),
-                ("window", "full-heads", {"full_heads": "0:1"}),
                 ("window", "core-mass", {"core_mass": False}),
                 ("mean", "cache-dtype", {"group_size": 4, "cache_dtype": "int8"}),
             )

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 
 import pytest
-from planted_faults import FAULTS, ROOT, Fault, find, planted, run_tests
+from planted_faults import FAULTS, MARKED, ROOT, Fault, find, planted, run_tests
 
 
 def test_every_fault_has_its_marker_and_changes_the_code():
     for fault in FAULTS:
-        path = find(fault, ROOT / "corecontext")
+        path = find(fault, ROOT)
         compile(planted(fault, path.read_text(encoding="utf-8")), str(path), "exec")
 
 
 def test_every_marker_has_its_fault():
     names = {fault.name for fault in FAULTS}
     assert len(names) == len(FAULTS)
-    text = "".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "corecontext").rglob("*.py")
-    )
+    paths = [path for folder in MARKED for path in (ROOT / folder).rglob("*.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in paths)
     assert set(re.findall(r"# mutant (.+)", text)) == names
 
 

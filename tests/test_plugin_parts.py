@@ -510,9 +510,6 @@ def test_tasks_of_the_harness_read_the_files(tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write("lm_test", [{"text": f"t{i}", "domain": "ab"[i % 2]} for i in range(6)])
-    row = {"subject": "law", "choices": list("wxyz"), "answer": "C"}
-    write("mmlu_dev", [{**row, "question": "d"}])
-    write("mmlu_test", [{**row, "question": "q"}] * 3)
     write("multidoc_qa_pool", [{"doc_id": f"d{i}", "title": "t", "text": "x"} for i in range(4)])
     write("multidoc_qa_test", [{"qid": 1, "question": "q", "answers": ["a"], "gold_doc": "d0"}])
     data = {"data": str(tmp_path), "model": "ignored"}
@@ -521,8 +518,6 @@ def test_tasks_of_the_harness_read_the_files(tmp_path, monkeypatch):
     assert len(tasks.perplexity(**data)["test"]["text"]) == 6
     with pytest.raises(UserError, match="subtask must be one of a, b, got 'c'"):
         tasks.perplexity(**data, subtasks=["b", "c"])
-    found = tasks.mmlu_questions(**data, shots=1, limit=2)["test"]
-    assert found["right"] == [2, 2] and found["prompt"][0].count("Answer:") == 2
     found = tasks.multidoc_questions(**data, documents=[4, 2], positions=2)["test"]
     assert [row["prompt"].count("Document [") for row in found] == [4, 4, 2, 2]
     assert found[0]["answers"] == ["a"]

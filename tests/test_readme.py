@@ -142,7 +142,7 @@ def test_extras_that_errors_name_exist():
     ]
     source = "".join(path.read_text() for path in (ROOT / "corecontext").rglob("*.py"))
     named = re.findall(r"corecontext\[([\w,-]+)\]", source)
-    assert {"eval", "serve", "train"} <= set(named) <= set(extras)
+    assert {"lm-eval", "serve", "train"} <= set(named) <= set(extras)
 
 
 def check_set_up(rest: str) -> None:

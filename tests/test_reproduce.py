@@ -26,6 +26,7 @@ from corecontext import CCAConfig, drawing
 from corecontext.eval.summary import Row as ScoreRow
 from corecontext.eval.summary import to_records
 from corecontext.files import UserError, alone_in
+from corecontext.methods import name_of
 from corecontext.record import append_records, make_record, read_records
 from reproduction import paper, plots
 from reproduction.command import main
@@ -962,7 +963,7 @@ def test_curves_from_two_contexts_have_equal_steps(tmp_path):
 
 
 def test_a_checkpoints_page_claims_no_row_that_was_not_run():
-    rows = [ScoreRow(method, "longbench", 4000, "", 0.5, 1, {}) for method in METHODS]
+    rows = [ScoreRow(name_of(x), "longbench", 4000, "", 0.5, 1, {}) for x in METHODS]
     page = _page("m", rows, [], to_records(rows, "cpu"))
     line = re.search(r"<td>Table 5</td><td>LongLoRA</td><td>(.*?)</td>", page)
     assert line[1] == "none" and '<td>CCA-LLM</td><td><a href="#longbench">' in page

@@ -701,9 +701,7 @@ def test_compiled_parts_train_alike(setting, whole, tmp_path):
         torch.testing.assert_close(fused[key], value, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "method, distil", [("full", 0.0), ("window", 0.0), ("longlora", 0.0), ("window", 0.5)]
-)
+@pytest.mark.parametrize("method, distil", [("full", 0.0), ("window", 0.0), ("window", 0.5)])
 def test_rivals_train_too(setting, tmp_path, method, distil):
     config = setting.replace(output=str(tmp_path / "run"), method=method, steps=2, distil=distil)
     train(config)

@@ -188,7 +188,6 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
         ("full", ("--sinks", "8"), False),
         ("window", ("--group-size", "8", "--window-size", "64"), True),
         ("streaming_llm", ("--sinks", "8"), False),
-        ("longlora", ("--group-size", "512"), False),
         ("window", ("--no-core-mass",), False),
         ("window", ("--fetch-groups", "0"), True),
         ("cca", ("--sinks", "8"), True),

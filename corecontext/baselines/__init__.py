@@ -9,9 +9,7 @@ from corecontext.baselines.rivals import NAMES, RIVALS, make_rival
 
 _FILES = {
     "Method": "method",
-    "Pattern": "minference",
     **dict.fromkeys(("enable", "enabled", "rival_of"), "hook"),
-    **dict.fromkeys(("read_patterns", "search_patterns", "write_patterns"), "pattern_search"),
     **{rival.maker: rival.file for rival in RIVALS.values()},
 }
 

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corecontext.config import check_choice
+from corecontext.files import UserError
 
 if TYPE_CHECKING:
     from corecontext.baselines.method import Method
@@ -17,31 +18,27 @@ SINKS = ("window_size", "sinks")
 
 
 class Rival(NamedTuple):
-    """A method, and where it can be chosen."""
+    """A method, and its settings."""
 
     file: str
     """Holds the class of its settings."""
     maker: str
     takes: tuple[str, ...]
     """Settings that the user may give."""
-    commands: tuple[str, ...] = ("eval", "train")
-    """Commands whose help offers it."""
 
 
 RIVALS = {
     "window": Rival("sink_methods", "WindowOnly", ("window_size",)),
     "streaming_llm": Rival("sink_methods", "StreamingLLM", SINKS),
     "lm_infinite": Rival("sink_methods", "LMInfinite", SINKS),
-    "minference": Rival("minference", "MInference", ("patterns",), ("eval",)),
-    "longlora": Rival("longlora", "LongLoRA", ("group_size",), ("train",)),
-    "duo_attention": Rival("duo_attention", "DuoAttention", ("full_heads", *SINKS), ("eval",)),
 }
 NAMES = tuple(RIVALS)
-
-
-def offered(command: str) -> tuple[str, ...]:
-    """Return the rivals that the help of "eval" or "train" offers."""
-    return tuple(name for name, rival in RIVALS.items() if command in rival.commands)
+_COMPARE = "run `python -m reproduction compare --method {}` with the other options of your command"
+MOVED = {
+    **{name: _COMPARE.format(name) for name in ("minference", "duo_attention", "mean", "max")},
+    "longlora": "enable reproduction.attentions.longlora.LongLoRA() in a training loop of your own",
+}
+"""Rivals that have moved to the laboratory, and how to use them in a clone."""
 
 
 def takers(setting: str) -> tuple[str, ...]:
@@ -49,15 +46,26 @@ def takers(setting: str) -> tuple[str, ...]:
     return tuple(name for name in NAMES if setting in RIVALS[name].takes)
 
 
+def check_moved(name: str) -> None:
+    """Raise a UserError for a rival that has moved to the laboratory."""
+    if name in MOVED:
+        raise UserError(
+            f"method {name} has moved to the laboratory. In a clone of the repository, "
+            f"{MOVED[name]}."
+        )
+
+
 def make_rival(name: str, **settings: Any) -> Method:
     """Make the rival of a name in NAMES.
 
     Args:
-        settings: group_size, window_size, sinks, patterns, full_heads; None is the rival's default.
+        settings: group_size, window_size, sinks; None is the rival's default.
 
     Raises:
         ValueError: there is no such rival, or it has no such setting.
+        UserError: it has moved to the laboratory.
     """
+    check_moved(name)
     check_choice("method", name, NAMES)
     given = {key: value for key, value in settings.items() if value is not None}
     for key, value in given.items():

@@ -16,7 +16,6 @@ from corecontext.cli.options import (
     Device,
     Dtype,
     Force,
-    FullHeads,
     Json,
     LoadOptions,
     Model,
@@ -90,7 +89,6 @@ def generate(
     options: LoadOptions,
     settings: dict[str, Any],
     method: AnyMethod = "cca",
-    full_heads: FullHeads = None,
     prompt_file: Annotated[
         str | None, typer.Option(help="Text to continue, or - for standard input.")
     ] = None,
@@ -147,7 +145,7 @@ def generate(
     from corecontext.loading import load
     from corecontext.terminal import progress
 
-    loaded = load(model, method=method, full_heads=full_heads, **settings, **vars(options))
+    loaded = load(model, method=method, **settings, **vars(options))
     input_ids = encode_prompt(loaded, prompt, question, chat_template, room_for=max_new_tokens)
     length = input_ids.shape[1]
     total = length if output is None else length + max_new_tokens
@@ -188,7 +186,6 @@ def perplexity(
     options: LoadOptions,
     settings: dict[str, Any],
     method: AnyMethod = "cca",
-    full_heads: FullHeads = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -225,8 +222,6 @@ def perplexity(
     from corecontext.perplexity import Perplexity, measure, print_table, to_records
 
     results: dict[str, Perplexity] = {}
-
-    settings |= {"full_heads": full_heads}
 
     def run(name: str, method: str, **changes: Any) -> CCAConfig | None:
         given = settings_for(method, methods, {**settings, **changes})

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_origin
 import typer
 from rich.markup import escape
 
-from corecontext.baselines.rivals import offered, takers
+from corecontext.baselines.rivals import NAMES
 from corecontext.config import CCAConfig, listed, setting_help
 from corecontext.files import UserError
 from corecontext.methods import field_of
@@ -35,18 +35,10 @@ MODEL_HELP = "Folder in the Hugging Face format, GGUF file, smollm2, or an ident
 Model = Annotated[str, typer.Option(help=MODEL_HELP, callback=unpacked)]
 Text = Annotated[str, typer.Argument(help="Text, or - for standard input.")]
 Method = Annotated[str, typer.Option(help="cca, or full for the model's own attention.")]
-FullHeads = Annotated[
-    str | None,
-    typer.Option(
-        help="KV heads that duo_attention shows all tokens, as LAYER:HEAD,... Default: those that "
-        "keep every token in the checkpoint's settings."
-    ),
-]
 AnyMethod = Annotated[
     str,
     typer.Option(
-        help=f"{listed(('cca', 'full', *offered('eval')))}; settings that it does not have are "
-        "refused."
+        help=f"{listed(('cca', 'full', *NAMES))}; settings that it does not have are refused."
     ),
 ]
 ChunkSize = Annotated[
@@ -78,13 +70,12 @@ Plot = Annotated[
 ]
 Tasks = Annotated[
     list[str],
-    typer.Option(help="perplexity, multidoc_qa, ruler, mmlu or longbench; may be repeated."),
+    typer.Option(help="perplexity or multidoc_qa; may be repeated."),
 ]
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated. "
-        "Not needed for ruler:vt and ruler:fwe."
+        help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
     ),
 ]
 
@@ -104,10 +95,7 @@ class EvaluationOptions(LoadOptions):
 
     length: Annotated[
         list[int] | None,
-        typer.Option(
-            help="Tokens; may be repeated: of a window (perplexity), of prompt and answer (ruler), "
-            "of a prompt before its middle is cut (longbench)."
-        ),
+        typer.Option(help="Tokens of a window (perplexity); may be repeated."),
     ] = None
     documents: Annotated[
         list[int] | None, typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
@@ -120,16 +108,10 @@ class EvaluationOptions(LoadOptions):
         int | None, typer.Option(help="Most questions of each subtask. Default: all.")
     ] = None
     positions: Annotated[int, typer.Option(help="Places of the right passage (multidoc_qa).")] = 5
-    shots: Annotated[int, typer.Option(help="Examples before a question (mmlu).")] = 5
     seed: Seed = 42
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer. Default: the task's own limit.")
     ] = None
-    patterns: Annotated[
-        str | None,
-        typer.Option(help=f"File with the model's patterns: {', '.join(takers('patterns'))}."),
-    ] = None
-    full_heads: FullHeads = None
     num_groups: Annotated[
         int | None, typer.Option(help="Constant number of core tokens; replaces --group-size.")
     ] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -29,11 +29,12 @@ from corecontext.cli.options import (
 )
 from corecontext.files import UserError
 
-_with_settings = with_settings(*SIZES, "fetch_groups", "fetch_index", "prefill")
+with_attention = with_settings(*SIZES, "fetch_groups", "fetch_index", "prefill")
+"""Lets a command take the settings of an evaluation."""
 
 
 @with_options(EvaluationOptions)
-@_with_settings
+@with_attention
 def evaluate(
     model: Model,
     task: Tasks,
@@ -42,12 +43,14 @@ def evaluate(
     data: Data = None,
     method: AnyMethod = "cca",
 ) -> None:
-    """Evaluate a model from files: perplexity, multi-document QA, RULER, MMLU, LongBench-E."""
-    _evaluate(model, [method], task, data or (), options, settings)
+    """Evaluate a model from files: perplexity, or questions about one of many passages."""
+    from corecontext.eval.task_table import TASKS
+
+    run_evaluation(model, [method], task, data or (), options, settings, TASKS)
 
 
 @with_options(EvaluationOptions)
-@_with_settings
+@with_attention
 def compare(
     model: Model,
     task: Tasks,
@@ -63,22 +66,25 @@ def compare(
 ) -> None:
     """Compare several methods on several tasks and lengths in one table and one figure."""
     check_drawn(plot, force)
-    rows = _evaluate(model, method, task, data or (), options, settings)
+    from corecontext.eval.task_table import TASKS
+
+    rows = run_evaluation(model, method, task, data or (), options, settings, TASKS)
     if plot is not None:
         from corecontext.eval.summary import draw
 
         draw(rows, plot)
 
 
-def _evaluate(
+def run_evaluation(
     model: str,
-    methods: Sequence[str],
-    tasks: Sequence[str],
+    methods: Sequence[Any],
+    names: Sequence[str],
     data: Sequence[str],
     options: EvaluationOptions,
     settings: dict[str, Any],
+    tasks: Mapping[str, Any],
 ) -> list[Any]:
-    """Run methods on tasks, print the table and return its rows."""
+    """Run methods on the named tasks, print the table and return its rows."""
     check_least(1, chunk_size=options.chunk_size)
     if options.chunk_size is not None and options.num_groups is not None:
         from corecontext.loading import WHOLE
@@ -89,6 +95,7 @@ def _evaluate(
     from corecontext.eval.evaluate import evaluate as run
     from corecontext.eval.items import Settings
     from corecontext.eval.summary import print_table, summarise, to_records
+    from corecontext.eval.task_table import pick_tasks
 
     questions = Settings(
         lengths=tuple(options.length or ()),
@@ -96,25 +103,20 @@ def _evaluate(
         subtasks=tuple(options.subtask or ()),
         limit=options.limit,
         positions=options.positions,
-        shots=options.shots,
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
     )
     model_options = ModelOptions(
-        settings={
-            **settings,
-            "patterns": options.patterns,
-            "full_heads": options.full_heads,
-            "untested": options.untested,
-        },
+        settings={**settings, "untested": options.untested},
         num_groups=options.num_groups,
         chunk_size=options.chunk_size,
         chat_template=options.chat_template,
         dtype=options.dtype,
         device=options.device,
     )
-    records = run(model, methods, tasks, data, questions, model_options, options.results)
-    rows = summarise(records)
+    chosen = pick_tasks(names, tasks)
+    records = run(model, methods, chosen, data, questions, model_options, options.results)
+    rows = summarise(records, tasks)
     publish(
         options.json,
         lambda: print_table(rows, parts=len(methods) == 1 or len(rows) <= 60),

@@ -1,1 +1,1 @@
-"""Evaluate a checkpoint from local files: perplexity, RULER, LongBench-E, MMLU, questions."""
+"""Evaluate a checkpoint from local files: perplexity, questions; inspect its attention."""

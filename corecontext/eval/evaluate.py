@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corecontext.eval import ruler
+from corecontext.baselines.method import Method
 from corecontext.eval.items import Settings
-from corecontext.eval.runner import TASKS, describe, run_task
+from corecontext.eval.runner import describe, run_task
 from corecontext.eval.subject import ModelSubject
+from corecontext.eval.task_table import Task
 from corecontext.files import UserError
 from corecontext.loading import WHOLE, load
 from corecontext.methods import settings_for
@@ -32,47 +33,42 @@ class ModelOptions(NamedTuple):
     device: str = "auto"
 
 
-def data_paths(
-    given: Sequence[str], tasks: Sequence[str], optional: Container[str] = ()
-) -> dict[str, str]:
-    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one; "" for an
-    `optional` task without one.
+def data_paths(given: Sequence[str], tasks: Sequence[Task], settings: Settings) -> dict[str, str]:
+    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one; "" for a task
+    that reads no file and has no path.
 
     Raises:
-        UserError: a path does not exist, or a task has no path, no folder, or is unknown.
+        UserError: a path does not exist, or a task has no path, or no folder.
     """
+    names = [task.name for task in tasks]
     paths: dict[str, str] = {}
     for argument in given:
-        task, _, path = argument.partition("=")
-        if task not in TASKS or not path:
-            task = ""
+        name, _, path = argument.partition("=")
+        if name not in names or not path:
+            name = ""
             path = argument
         if not Path(path).exists():
             raise UserError(
                 f"data must be an existing folder, or TASK=FOLDER with a task of "
-                f"{', '.join(TASKS)}, got '{argument}'."
+                f"{', '.join(names)}, got '{argument}'."
             )
-        paths[task] = path
+        paths[name] = path
     for task in tasks:
-        if task not in TASKS:
-            raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
-        path = paths.get(task, paths.get("", ""))
-        if not path and task in optional:
-            continue
-        if not path:
+        path = paths.setdefault(task.name, paths.get("", ""))
+        if not path and needs_data(settings, task):
             raise UserError(
-                f"data must be given for {task}, got none. Use --data FOLDER or --data "
-                f"{task}=FOLDER."
+                f"data must be given for {task.name}, got none. Use --data FOLDER or --data "
+                f"{task.name}=FOLDER."
             )
-        if task != "perplexity" and not Path(path).is_dir():
-            raise UserError(f"data of {task} must be a folder, got the file '{path}'.")
-    return {task: paths.get(task, paths.get("", "")) for task in tasks}
+        if path and task.name != "perplexity" and not Path(path).is_dir():
+            raise UserError(f"data of {task.name} must be a folder, got the file '{path}'.")
+    return paths
 
 
-def needs_data(settings: Settings, task: str) -> bool:
+def needs_data(settings: Settings, task: Task) -> bool:
     """Whether a task with these settings reads files."""
-    subtasks = of_task(settings, task).subtasks
-    return task != "ruler" or not subtasks or not set(subtasks) <= set(ruler.WITHOUT_FILES)
+    subtasks = of_task(settings, task.name).subtasks
+    return not subtasks or not set(subtasks) <= set(task.without_files)
 
 
 def of_task(settings: Settings, task: str) -> Settings:
@@ -89,8 +85,8 @@ def of_task(settings: Settings, task: str) -> Settings:
 
 def evaluate(
     model: str,
-    methods: Sequence[str],
-    tasks: Sequence[str],
+    methods: Sequence[str | Method],
+    tasks: Sequence[Task],
     data: Sequence[str],
     settings: Settings,
     options: ModelOptions,
@@ -100,9 +96,9 @@ def evaluate(
 
     Args:
         model: A folder in the Hugging Face format, or an identifier on the hub.
-        methods: Names that `corecontext.loading.load` knows; repeats are ignored.
-        tasks: Keys of TASKS; repeats are ignored.
-        data: See `data_paths`; a task that reads no file may go without.
+        methods: As for `corecontext.loading.load`; repeats are ignored.
+        tasks: See `corecontext.eval.task_table`.
+        data: See `data_paths`.
         settings: Which questions of each task to ask.
         options: How to load and run the model.
         results: See `run_task`.
@@ -111,16 +107,15 @@ def evaluate(
         UserError: an argument is wrong.
     """
     methods = list(dict.fromkeys(methods))
-    tasks = list(dict.fromkeys(tasks))
-    for name in settings.subtasks:
-        task, separator, _ = name.partition(":")
-        if separator and task not in tasks:
+    names = [task.name for task in tasks]
+    for subtask in settings.subtasks:
+        name, separator, _ = subtask.partition(":")
+        if separator and name not in names:
             raise UserError(
-                f"subtask must be SUBTASK or TASK:SUBTASK, with a task of {', '.join(tasks)}, got "
-                f"{name!r}."
+                f"subtask must be SUBTASK or TASK:SUBTASK, with a task of {', '.join(names)}, got "
+                f"{subtask!r}."
             )
-    without_data = [task for task in tasks if not needs_data(settings, task)]
-    paths = data_paths(data, tasks, optional=without_data)
+    paths = data_paths(data, tasks, settings)
     # One model at a time; of several methods, each gets the settings that it has.
     records = []
     for method in methods:
@@ -137,15 +132,15 @@ def evaluate(
             chunk_size=options.chunk_size,
             chat_template=options.chat_template,
         )
-        identity = describe(loaded, model, method)
+        identity = describe(loaded, model)
         if num_groups is not None:
             identity.pop("group_size", None)
             identity["num_groups"] = num_groups
         for task in tasks:
             records += run_task(
                 task,
-                paths[task],
-                of_task(settings, task),
+                paths[task.name],
+                of_task(settings, task.name),
                 subject,
                 identity,
                 results=results,

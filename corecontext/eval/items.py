@@ -15,8 +15,7 @@ class Settings(NamedTuple):
     """Options shared by all tasks; each reads those it supports."""
 
     lengths: tuple[int, ...] = ()
-    """Most tokens of prompt and answer (ruler), of a window (perplexity), of a prompt before it is
-    cut (longbench)."""
+    """Most tokens, such as of a window (perplexity); each task says of what."""
     documents: tuple[int, ...] = (20,)
     """Numbers of passages (multidoc_qa)."""
     subtasks: tuple[str, ...] = ()
@@ -25,8 +24,6 @@ class Settings(NamedTuple):
     """Most questions of each subtask."""
     positions: int = 5
     """Places of the right passage, evenly spaced (multidoc_qa)."""
-    shots: int = 5
-    """Examples before a question (mmlu)."""
     seed: int = 42
     max_new_tokens: int | None = None
     """Replaces the task's own limits."""

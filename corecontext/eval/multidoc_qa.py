@@ -8,13 +8,15 @@ gold_doc, hard: distractors by similarity, contains_answer: passages never used 
 from __future__ import annotations
 
 import random
+import re
+import string
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from corecontext.data.readers import find_file, read_lines
 from corecontext.eval.items import Generated, Item, Question, Settings, check_subtasks
-from corecontext.eval.scores import contains_answer
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
@@ -24,6 +26,8 @@ _INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results "
     "(some of which might be irrelevant)."
 )
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = set(string.punctuation)
 
 
 def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
@@ -102,3 +106,16 @@ def prompt_of(question: dict[str, Any], documents: list[dict[str, Any]]) -> str:
         for i, document in enumerate(documents, 1)
     )
     return f"{_INSTRUCTION}\n\n{lines}\n\nQuestion: {question['question']}\nAnswer:"
+
+
+def normalise(text: str) -> str:
+    """Return text in lower case, without punctuation and articles, with single blanks (SQuAD)."""
+    kept = "".join(c for c in text.lower() if c not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", kept).split())
+
+
+def contains_answer(answer: str, references: Sequence[str]) -> float:
+    """Return 1 if a normalised reference occurs in the normalised first line of the answer
+    (multi-document QA)."""
+    line = normalise(answer.split("\n")[0].strip())
+    return float(any(normalise(reference) in line for reference in references))

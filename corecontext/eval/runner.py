@@ -7,15 +7,15 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from corecontext.data.readers import OPENERS, file_hash, model_hash
-from corecontext.eval import longbench, mmlu, multidoc_qa, ruler, ruler_data, windows
-from corecontext.eval.items import Item, Settings, TooLong, Window
+from corecontext.eval.items import Settings, TooLong, Window
 from corecontext.eval.subject import ModelSubject
+from corecontext.eval.task_table import Task
 from corecontext.files import UserError
 from corecontext.loading import Loaded
 from corecontext.record import (
@@ -29,33 +29,15 @@ from corecontext.record import (
 from corecontext.terminal import progress
 
 
-class Task(NamedTuple):
-    """A task's items, and the names of its data files without their endings."""
-
-    items: Callable[[str | Path, Settings, ModelSubject], list[Item]]
-    files: tuple[str, ...]
-
-
-TASKS = {
-    "perplexity": Task(windows.items, windows.FILES),
-    "multidoc_qa": Task(multidoc_qa.items, multidoc_qa.FILES),
-    "ruler": Task(ruler.items, ruler_data.FILES),
-    "mmlu": Task(mmlu.items, mmlu.FILES),
-    "longbench": Task(longbench.items, longbench.FILES),
-}
-
-
-def describe(loaded: Loaded, model: str, method: str) -> dict[str, Any]:
+def describe(loaded: Loaded, model: str) -> dict[str, Any]:
     """Return the identity of a model and its attention in records."""
-    sizes = loaded.sizes()
-    if "patterns" in sizes:
-        sizes["patterns"] = fingerprint(sizes["patterns"])
     # Models on the hub may differ in their owner alone.
     weights = model_hash(model) or model
-    return {"method": method, "model": Path(model).name, "weights": weights, **sizes}
+    identity = {"method": loaded.method, "model": Path(model).name, "weights": weights}
+    return identity | loaded.sizes()
 
 
-def data_hashes(task: str, data: str | Path) -> dict[str, str]:
+def data_hashes(task: Task, data: str | Path) -> dict[str, str]:
     """Return the hashes of a task's data files by name; none without data, ""."""
     if not data:
         return {}
@@ -64,7 +46,7 @@ def data_hashes(task: str, data: str | Path) -> dict[str, str]:
         return {path.name: file_hash(path)}
     names = {
         f"{name}{ending}{compression}"
-        for name in TASKS[task].files
+        for name in task.files
         for ending in (".jsonl", ".json")
         for compression in OPENERS
     }
@@ -72,7 +54,7 @@ def data_hashes(task: str, data: str | Path) -> dict[str, str]:
 
 
 def run_task(
-    task: str,
+    task: Task,
     data: str | Path,
     settings: Settings,
     subject: ModelSubject,
@@ -84,7 +66,7 @@ def run_task(
     """Evaluate a subject on a task.
 
     Args:
-        task: A key of TASKS.
+        task: See `corecontext.eval.task_table`.
         data: Folder (or, for perplexity, file) with the task's data; "" for a task that reads none.
         settings: Which questions to ask.
         subject: The model under test.
@@ -97,11 +79,12 @@ def run_task(
         A record per item, in the order of the items. Items too long for the model are left out.
 
     Raises:
-        UserError: the task, data or a setting is wrong, or every item is too long.
+        UserError: the data or a setting is wrong, or every item is too long.
     """
-    _check(task, settings)
-    items = TASKS[task].items(data, settings, subject)
-    common = {**identity, "task": task, "data": data_hashes(task, data), "seed": settings.seed}
+    _check(settings)
+    name = task.name
+    items = task.items(data, settings, subject)
+    common = {**identity, "task": name, "data": data_hashes(task, data), "seed": settings.seed}
     if settings.max_new_tokens is not None:
         common["max_new_tokens"] = settings.max_new_tokens
     # Each item's parameters by its mark, in the order of the items.
@@ -113,16 +96,16 @@ def run_task(
         params[fingerprint(item_params)] = item_params
     if len(params) < len(items):
         raise UserError(
-            f"items of {task} must have names of their own, got {len(items) - len(params)} twice."
+            f"items of {name} must have names of their own, got {len(items) - len(params)} twice."
         )
 
     done = {} if results is None else finished(results)
     reused = len(params.keys() & done.keys())
-    print(f"{task}: {len(items)} items, {reused} of them done before", file=sys.stderr)
+    print(f"{name}: {len(items)} items, {reused} of them done before", file=sys.stderr)
     template = None  # describes the machine, once
     records: list[Record] = []
     skipped: list[str] = []
-    with progress(f"{identity.get('method', '')} {task}".strip(), max(1, len(items))) as advance:
+    with progress(f"{identity.get('method', '')} {name}".strip(), max(1, len(items))) as advance:
         for item, (mark, item_params) in zip(items, params.items()):
             if mark in done:
                 records.append(done[mark])
@@ -150,25 +133,22 @@ def run_task(
 
     if not records:
         reason = f": {skipped[0]}" if skipped else ""
-        raise UserError(f"{task} must have an item that fits, got none of {len(items)}{reason}.")
+        raise UserError(f"{name} must have an item that fits, got none of {len(items)}{reason}.")
     if skipped:
-        print(f"{task}: {len(skipped)} of {len(items)} left out ({skipped[0]})", file=sys.stderr)
+        print(f"{name}: {len(skipped)} of {len(items)} left out ({skipped[0]})", file=sys.stderr)
     # A window of t + 1 tokens has t losses.
     longest = max(r.params.get("prompt_tokens") or r.params["tokens"] + 1 for r in records)
     note = subject.idle_note(longest)
     if note:
-        print(f"{task}: {note}", file=sys.stderr)
+        print(f"{name}: {note}", file=sys.stderr)
     return records
 
 
-def _check(task: str, settings: Settings) -> None:
-    """Raise a UserError unless the task exists and its settings are in range."""
-    if task not in TASKS:
-        raise UserError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
+def _check(settings: Settings) -> None:
+    """Raise a UserError unless the settings are in range."""
     for name, value, least in (
         ("limit", settings.limit, 1),
         ("positions", settings.positions, 1),
-        ("shots", settings.shots, 0),
         ("max-new-tokens", settings.max_new_tokens, 1),
         *(("length", length, 1) for length in settings.lengths),
     ):

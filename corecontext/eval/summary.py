@@ -3,15 +3,15 @@ to publish."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from corecontext.drawing import pyplot, save
-from corecontext.eval.longbench import CATEGORIES
+from corecontext.eval.combine import group_by
+from corecontext.eval.task_table import TASKS, Task
 from corecontext.record import Record, make_record
 from corecontext.terminal import console
 
@@ -40,9 +40,11 @@ class Row(NamedTuple):
     """Perplexity, or a fraction."""
     count: int
     params: Mapping[str, Any]
+    name: str = "quality.score"
+    """That of its items' records."""
 
 
-def summarise(records: Iterable[Record]) -> list[Row]:
+def summarise(records: Iterable[Record], tasks: Mapping[str, Task] = TASKS) -> list[Row]:
     """Return the rows of item records, the whole before its parts."""
 
     def key(record: Record) -> tuple:
@@ -51,15 +53,15 @@ def summarise(records: Iterable[Record]) -> list[Row]:
         return method_name(params), params["model"], params["weights"], params["task"], size
 
     rows = []
-    for (method, _, _, task, size), group in _group_by(records, key).items():
+    for (method, _, _, task, size), group in group_by(records, key).items():
         shared = {
             name: value
             for name, value in group[0].params.items()
             if name not in _ITEM_PARAMS and all(r.params.get(name) == value for r in group)
         }
-        values = perplexity_parts(group) if task == "perplexity" else score_parts(group)
-        for name, (value, count) in values.items():
-            rows.append(Row(method, task, size, name, value, count, {**shared, "items": count}))
+        for part, (value, count) in tasks[task].combine(group).items():
+            params = {**shared, "items": count}
+            rows.append(Row(method, task, size, part, value, count, params, group[0].name))
     return rows
 
 
@@ -69,81 +71,14 @@ def method_name(params: Mapping[str, Any]) -> str:
     return " ".join([params["method"], *sizes])
 
 
-def perplexity_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
-    """Return (perplexity, tokens) of all tokens together, by domain, and by bucket of positions."""
-    sums: dict[str, list[float]] = {"": [0.0, 0]}
-    for record in records:
-        params = record.params
-        # mutant eval: every window counts the same
-        entries = [("", params["nll"], params["tokens"])]
-        if params.get("domain"):
-            entries.append((params["domain"], params["nll"], params["tokens"]))
-        for start, end, nll, count in params["buckets"]:
-            entries.append((f"{start}-{end - 1}", nll, count))
-        for name, nll, count in entries:
-            total = sums.setdefault(name, [0.0, 0])
-            total[0] += nll
-            total[1] += count
-    return {
-        name: (math.exp(nll / count), int(count)) for name, (nll, count) in sums.items() if count
-    }
-
-
-def score_parts(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
-    """Return (mean score, items) of the whole, "", and of its parts.
-
-    The whole is the mean of subtasks (RULER), of categories (LongBench), or of items.
-    """
-    task = records[0].params["task"]
-    key = "position" if task == "multidoc_qa" else "subtask"
-    groups = _group_by(records, lambda record: str(record.params.get(key, "")))
-    if key == "position":
-        groups = dict(sorted(groups.items(), key=lambda item: int(item[0])))
-    mean = _mean_of_buckets if task == "longbench" else _mean
-    values = {name: (mean(group), len(group)) for name, group in groups.items()}
-    whole = _mean(records)
-    if task == "ruler":
-        whole = sum(value for value, _ in values.values()) / len(values)
-    elif task == "longbench":
-        categories = {}
-        for category, tasks in CATEGORIES.items():
-            present = [values[name] for name in tasks if name in values]
-            if present:
-                value = sum(value for value, _ in present) / len(present)
-                categories[category] = (value, sum(count for _, count in present))
-        whole = sum(value for value, _ in categories.values()) / len(categories)
-        values |= categories
-    return {"": (whole, len(records)), **values}
-
-
-def _group_by(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
-    """Return the records by a key, in the order of first occurrence."""
-    groups: dict[Any, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return groups
-
-
-def _mean(records: Sequence[Record]) -> float:
-    return sum(record.value for record in records) / len(records)
-
-
-def _mean_of_buckets(records: Sequence[Record]) -> float:
-    """Return the mean of the means of LongBench's length buckets."""
-    buckets = _group_by(records, lambda record: str(record.params.get("bucket")))
-    return sum(_mean(group) for group in buckets.values()) / len(buckets)
-
-
 def to_records(rows: Iterable[Row], device: str) -> list[Record]:
     """Return a record for each row, for results/quality.jsonl."""
-    names = {"perplexity": "quality.perplexity", "mmlu": "quality.accuracy"}
     records = []
     for row in rows:
         params = dict(row.params)
         if row.part:
             params["part"] = row.part
-        name = names.get(row.task, "quality.score")
-        records.append(make_record(name, row.value, params, device=device))
+        records.append(make_record(row.name, row.value, params, device=device))
     return records
 
 
@@ -167,7 +102,7 @@ def print_table(rows: Sequence[Row], parts: bool = True) -> None:
 
 def shown_value(row: Row) -> str:
     """Return a value in the form of tables."""
-    return f"{row.value:.4f}" if row.task == "perplexity" else f"{100 * row.value:.1f}"
+    return f"{row.value:.4f}" if row.name == "quality.perplexity" else f"{100 * row.value:.1f}"
 
 
 def draw(rows: Sequence[Row], path: str) -> None:

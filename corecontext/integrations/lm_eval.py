@@ -1,12 +1,12 @@
 """Add a model `corecontext`, and tasks that read local files, to lm-evaluation-harness's command.
 
-    python -m corecontext.integrations.lm_eval run --model corecontext --tasks corecontext_mmlu
-        --model_args pretrained=DIR,group_size=16,window_size=1024 --metadata '{"data": "FOLDER"}'
+    python -m corecontext.integrations.lm_eval run --model corecontext --tasks mmlu
+        --model_args pretrained=DIR,group_size=16,window_size=1024
 
 The plain `lm_eval` command does not have the model, since the harness finds models by import alone.
-Tasks are those of the harness and `corecontext_perplexity`, `corecontext_mmlu` and
-`corecontext_multidoc_qa` (eval/harness/). Full attention is the harness's `--model hf`. Needs the
-extra 'lm-eval'.
+Tasks are those of the harness and two that read `--metadata '{"data": "FOLDER"}'`:
+`corecontext_perplexity` and `corecontext_multidoc_qa` (eval/harness/). Full attention is the
+harness's `--model hf`. Needs the extra 'lm-eval'.
 """
 
 from __future__ import annotations

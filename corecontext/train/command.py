@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from corecontext.baselines.rivals import RIVALS
 from corecontext.config import REMOVED, CCAConfig, field_help, setting_help
 from corecontext.files import UserError
 from corecontext.train.train_config import (
@@ -123,15 +122,12 @@ def _check_used(given: dict[str, Any], method: str) -> None:
     """Raise a UserError for an option of CCA that another method would ignore.
 
     TrainConfig cannot tell an option from its default, so it refuses only those whose default
-    means that they are off. Sizes g and s may be given for any method; but g of a rival that has
-    one is not the run's.
+    means that they are off. Sizes g and s may be given for any method.
     """
     if method == "cca":
         return
     names = {setting.name for setting in fields(CCAConfig)}
     names -= {"fetch_groups", "layer_group_sizes", "group_size", "window_size"}
-    if method in RIVALS and "group_size" in RIVALS[method].takes:
-        names.add("group_size")
     for name, value in given.items():
         if name in names:
             raise UserError(

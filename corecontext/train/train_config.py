@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corecontext.baselines.rivals import offered
+from corecontext.baselines.rivals import NAMES, check_moved
 from corecontext.config import (
     FETCH_RECIPE,
     PAPER_RULE,
@@ -33,7 +33,7 @@ from corecontext.files import UserError
 from corecontext.visibility import is_full_attention, num_sinks, num_visible_cores
 
 STRATEGIES = ("scratch", "full", "partial", "lora")
-METHODS = ("cca", "full", *offered("train"))
+METHODS = ("cca", "full", *NAMES)
 REPORTS = ("tensorboard", "wandb")
 PRECISIONS = ("auto", "float32", "bfloat16")
 SCHEDULE = {
@@ -91,7 +91,7 @@ class TrainConfig:
     strategy: str = "full"
     """Trained weights: scratch (all, random), full, partial (W^Q, W^K, W^V) or lora."""
     method: str = "cca"
-    """Attention: cca, full, window, streaming_llm, lm_infinite or longlora."""
+    """Attention: cca, full, window, streaming_llm or lm_infinite."""
     # CCA's settings, which CCAConfig explains. Those of caches and of prompts are left out.
     group_size: int = CCAConfig.group_size
     window_size: int = CCAConfig.window_size
@@ -196,6 +196,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
+        check_moved(self.method)
         check_choice("method", self.method, METHODS)
         check_choice("precision", self.precision, PRECISIONS)
         for name in self.report_to:

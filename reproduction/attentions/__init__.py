@@ -1,1 +1,1 @@
-"""Rivals that no command of the package offers: MInference, LongLoRA and DuoAttention."""
+"""Rivals that no command of the package offers: MInference, LongLoRA, DuoAttention, pooling."""

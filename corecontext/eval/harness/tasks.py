@@ -11,9 +11,8 @@ from typing import Any
 from datasets import Dataset
 
 from corecontext.data.readers import find_file
-from corecontext.eval import mmlu, multidoc_qa
+from corecontext.eval import multidoc_qa
 from corecontext.eval.items import Settings
-from corecontext.eval.scores import contains_answer
 from corecontext.eval.windows import FILES, documents
 from corecontext.files import UserError
 
@@ -41,14 +40,6 @@ def perplexity(**metadata: Any) -> dict[str, Dataset]:
     return {"test": Dataset.from_dict({"text": texts[: settings.limit]})}
 
 
-def mmlu_questions(**metadata: Any) -> dict[str, Dataset]:
-    """Return MMLU prompts with their examples."""
-    folder, settings = _settings(metadata)
-    items = mmlu.items(folder, settings, _NoModel())
-    columns = {"prompt": [item.make() for item in items], "right": [item.right for item in items]}
-    return {"test": Dataset.from_dict(columns)}
-
-
 def multidoc_questions(**metadata: Any) -> dict[str, Dataset]:
     """Return multi-document QA prompts; {"documents": [20, 48]} sets the numbers of passages."""
     folder, settings = _settings(metadata)
@@ -59,4 +50,4 @@ def multidoc_questions(**metadata: Any) -> dict[str, Dataset]:
 
 def score_answer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Return exact match of multi-document QA."""
-    return {"exact_match": contains_answer(results[0], doc["answers"])}
+    return {"exact_match": multidoc_qa.contains_answer(results[0], doc["answers"])}

@@ -14,8 +14,8 @@ from torch import Tensor
 from corecontext.baselines.blocks import dense_attention
 from corecontext.baselines.hook import enabled
 from corecontext.baselines.method import Call, Method
-from corecontext.baselines.minference import Pattern, sparse_attention
 from corecontext.files import UserError, read_text, write_text
+from reproduction.attentions.minference import Pattern, sparse_attention
 
 
 def search_patterns(

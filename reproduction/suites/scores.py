@@ -6,29 +6,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from corecontext.eval.multidoc_qa import normalise
 from corecontext.files import UserError
 
 Metric = Callable[[str, str], float]
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = set(string.punctuation)
-
-
-def normalise(text: str) -> str:
-    """Return text in lower case, without punctuation and articles, with single blanks (SQuAD)."""
-    kept = "".join(c for c in text.lower() if c not in _PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", kept).split())
-
-
-def contains_answer(answer: str, references: Sequence[str]) -> float:
-    """Return 1 if a normalised reference occurs in the normalised first line of the answer
-    (multi-document QA)."""
-    line = normalise(answer.split("\n")[0].strip())
-    return float(any(normalise(reference) in line for reference in references))
 
 
 def match_all(answer: str, references: Sequence[str]) -> float:
@@ -63,9 +48,7 @@ def import_rouge() -> Any:
     try:
         return importlib.import_module("rouge")
     except ImportError:
-        raise UserError(
-            "Rouge needs the package rouge. Install it: pip install 'corecontext[eval]'."
-        ) from None
+        raise UserError("Rouge needs the package rouge. Install it: pip install rouge.") from None
 
 
 def rouge_l(answer: str, reference: str) -> float:

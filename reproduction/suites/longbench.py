@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from corecontext.data.readers import find_file, read_json, read_lines
+from corecontext.eval.combine import Values, group_by, mean
 from corecontext.eval.items import Generated, Item, Question, Settings, check_subtasks
-from corecontext.eval.scores import (
+from corecontext.eval.subject import ModelSubject
+from corecontext.files import UserError
+from corecontext.record import Record
+from reproduction.suites.scores import (
     Metric,
     classification,
     edit_similarity,
@@ -24,8 +28,6 @@ from corecontext.eval.scores import (
     rouge_l,
     token_f1,
 )
-from corecontext.eval.subject import ModelSubject
-from corecontext.files import UserError
 
 CATEGORIES = {
     "single-document QA": ("qasper", "multifieldqa_en"),
@@ -98,6 +100,26 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
     if not questions:
         raise UserError(f"data '{folder}' must hold files such as {SUBTASKS[0]}_e.jsonl, got none.")
     return questions
+
+
+def combine(records: Sequence[Record]) -> Values:
+    """Return the score of each task and category; the whole is the mean of the categories."""
+    groups = group_by(records, lambda record: record.params["subtask"])
+    tasks = {name: (_mean_of_buckets(group), len(group)) for name, group in groups.items()}
+    categories = {}
+    for category, names in CATEGORIES.items():
+        present = [tasks[name] for name in names if name in tasks]
+        if present:
+            value = sum(value for value, _ in present) / len(present)
+            categories[category] = (value, sum(count for _, count in present))
+    whole = sum(value for value, _ in categories.values()) / len(categories)
+    return {"": (whole, len(records)), **tasks, **categories}
+
+
+def _mean_of_buckets(records: Sequence[Record]) -> float:
+    """Return the mean of the means of the length buckets."""
+    buckets = group_by(records, lambda record: str(record.params.get("bucket")))
+    return sum(map(mean, buckets.values())) / len(buckets)
 
 
 def _default_length(limit: int | None, settings: Settings) -> int:

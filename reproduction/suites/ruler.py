@@ -22,11 +22,13 @@ from typing import NamedTuple
 
 from corecontext.data.readers import find_file
 from corecontext.data.retrieval import nearest_boundary
+from corecontext.eval.combine import Values, scores_by
 from corecontext.eval.items import Generated, Item, Question, Settings, TooLong, check_subtasks
-from corecontext.eval.ruler_data import ESSAYS, HOTPOT, SQUAD, WORDS, Passages, Source
-from corecontext.eval.scores import match_all, match_any
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
+from corecontext.record import Record
+from reproduction.suites.ruler_data import ESSAYS, HOTPOT, SQUAD, WORDS, Passages, Source
+from reproduction.suites.scores import match_all, match_any
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = 40
@@ -90,6 +92,14 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
         for length in settings.lengths or (4096,)
         for sample in _samples(task, length, source, settings, subject)
     ]
+
+
+def combine(records: Sequence[Record]) -> Values:
+    """Return the mean score of each subtask; the whole is the mean of these."""
+    values = dict(scores_by("subtask", records))
+    _, count = values.pop("")
+    whole = sum(value for value, _ in values.values()) / len(values)
+    return {"": (whole, count), **values}
 
 
 def check_files(task: str, folder: str | Path) -> None:

@@ -19,6 +19,8 @@ from corecontext.files import UserError
 
 FILES = ("mmlu_dev", "mmlu_test", "mmlu_test_subset")
 LETTERS = "ABCD"
+SHOTS = 5
+"""Examples before a question."""
 _KEYS = ("subject", "question", "choices", "answer")
 
 
@@ -44,15 +46,13 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
                 "answers must be A to D with four choices, got "
                 f"{row['answer']!r} in question {number + 1}."
             )
-        shots = examples[field][: settings.shots]
-        if len(shots) < settings.shots:
-            raise UserError(
-                f"examples must be at least {settings.shots} for {field}, got {len(shots)}."
-            )
+        shots = examples[field][:SHOTS]
+        if len(shots) < SHOTS:
+            raise UserError(f"examples must be at least {SHOTS} for {field}, got {len(shots)}.")
         questions.append(
             Chosen(
                 f"{field}/{row.get('idx', number)}",
-                {"subtask": field, "shots": settings.shots},
+                {"subtask": field, "shots": SHOTS},
                 partial(_fitting_prompt, subject, row, shots),
                 tuple(f" {letter}" for letter in LETTERS),
                 LETTERS.index(row["answer"]),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from corecontext.baselines.blocks import (
 )
 from corecontext.baselines.method import Call, Layer, Method
 from corecontext.config import check_choice, check_int
+from corecontext.eval.runner import fingerprint
 
 KINDS = ("a_shape", "vertical_slash", "block_sparse")
 FIRST_COLUMNS = 30
@@ -74,6 +75,13 @@ class MInference(Method):
         check_int("probe", self.probe, 1)
         if self.patterns is not None:
             object.__setattr__(self, "patterns", tuple(tuple(layer) for layer in self.patterns))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values, with a short name of the patterns."""
+        settings = super().to_dict()
+        if self.patterns is not None:
+            settings["patterns"] = fingerprint(settings["patterns"])
+        return settings
 
     def check(self, layer: Layer) -> None:
         """Raise a ValueError unless there is a pattern for each query head of a layer."""

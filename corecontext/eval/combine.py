@@ -1,0 +1,56 @@
+"""Combine the records of a task's items into its numbers: the whole, then its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from corecontext.record import Record
+
+Values = Mapping[str, tuple[float, int]]
+"""(value, items or tokens) of the whole, "", and of its parts by name."""
+
+
+def group_by(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Return the records by a key, in the order of first occurrence."""
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+def mean(records: Sequence[Record]) -> float:
+    """Return the mean value of records."""
+    return sum(record.value for record in records) / len(records)
+
+
+def scores_by(param: str, records: Sequence[Record]) -> Values:
+    """Return the mean score of all items, and of those that share a value of a parameter; numbers
+    are in ascending order."""
+    groups = group_by(records, lambda record: record.params.get(param, ""))
+    names = list(groups)
+    if isinstance(names[0], int):
+        names.sort()
+    values = {str(name): (mean(groups[name]), len(groups[name])) for name in names}
+    return {"": (mean(records), len(records)), **values}
+
+
+def perplexities(records: Sequence[Record]) -> Values:
+    """Return (perplexity, tokens) of all tokens together, by domain, and by bucket of positions."""
+    sums: dict[str, list[float]] = {"": [0.0, 0]}
+    for record in records:
+        params = record.params
+        # mutant eval: every window counts the same
+        entries = [("", params["nll"], params["tokens"])]
+        if params.get("domain"):
+            entries.append((params["domain"], params["nll"], params["tokens"]))
+        for start, end, nll, count in params["buckets"]:
+            entries.append((f"{start}-{end - 1}", nll, count))
+        for name, nll, count in entries:
+            total = sums.setdefault(name, [0.0, 0])
+            total[0] += nll
+            total[1] += count
+    return {
+        name: (math.exp(nll / count), int(count)) for name, (nll, count) in sums.items() if count
+    }
