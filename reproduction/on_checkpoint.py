@@ -86,13 +86,13 @@ def reproduce_checkpoint(
     rule = _paper_rule(model)
     for method in METHODS:
         console().print(f"{name_of(method)}: {', '.join(names)}")
-        sized = options._replace(sizes=rule) if method == "cca" else options
+        sized = options._replace(settings=rule) if method == "cca" else options
         items += evaluate(model, [method], tasks, [data], settings, sized, results)
     rows = summarise(items, SUITES)
     grid: list[Row] = []
     for g, s in GRID if "perplexity" in names else ():
         console().print(f"cca, g = {g}, s = {s}: perplexity")
-        sized = options._replace(sizes={"group_size": g, "window_size": s, **rule})
+        sized = options._replace(settings={"group_size": g, "window_size": s, **rule})
         of_grid = of_task(settings, "perplexity")
         perplexity = [SUITES["perplexity"]]
         grid += summarise(evaluate(model, ["cca"], perplexity, [data], of_grid, sized, results))

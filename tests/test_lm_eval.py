@@ -101,10 +101,10 @@ def test_the_harness_chooses_as_our_own_evaluations_do(folder):
     model = str(folder / "model")
     lm = ours.register()(pretrained=model, device="cpu", dtype="float32", batch_size=2, **SIZES)
     subject = ModelSubject(load(model, **SIZES))
-    options = (" A", " B", " C", " D")
+    options = tuple("ABCDEFGH")
     chosen = []
     for number in range(6):
-        prompt = f"law {number * 7}? " * 12 + "Answer:"
+        prompt = "A law of numbers. " * 12 + str(number)
         asked = [
             instance("loglikelihood", {}, (prompt, option), index)
             for index, option in enumerate(options)
@@ -158,7 +158,7 @@ def test_mistakes_cost_one_line(folder, tmp_path, capsys, monkeypatch):
                 "--batch_size",
                 "2",
                 "--metadata",
-                json.dumps({"data": str(folder)}),
+                json.dumps({"data": str(folder), "documents": [3]}),
             ],
             "batch_size must be 1 with num_groups",
         ),
