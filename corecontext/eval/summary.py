@@ -59,9 +59,9 @@ def summarise(records: Iterable[Record], tasks: Mapping[str, Task] = TASKS) -> l
             for name, value in group[0].params.items()
             if name not in _ITEM_PARAMS and all(r.params.get(name) == value for r in group)
         }
-        for part, (value, count) in tasks[task].combine(group).items():
+        for name, (value, count) in tasks[task].combine(group).items():
             params = {**shared, "items": count}
-            rows.append(Row(method, task, size, part, value, count, params, group[0].name))
+            rows.append(Row(method, task, size, name, value, count, params, group[0].name))
     return rows
 
 
