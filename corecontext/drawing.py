@@ -20,7 +20,7 @@ def check_plot(path: str) -> None:
     Raises:
         UserError: matplotlib is missing, or the file has an unknown ending.
     """
-    if Path(path).suffix not in SUFFIXES:
+    if Path(path).suffix.lower() not in SUFFIXES:
         raise UserError(f"plot must end in {', '.join(SUFFIXES)}, got '{path}'.")
     try:
         import matplotlib  # noqa: F401
@@ -46,7 +46,7 @@ def save(figure: Any, path: str) -> None:
     import matplotlib
 
     # The same records make the same file: no date, and no random names inside.
-    metadata = {"Date": None} if path.endswith(".svg") else None
+    metadata = {"Date": None} if path.lower().endswith(".svg") else None
     with atomic_path(path) as name, matplotlib.rc_context({"svg.hashsalt": "corecontext"}):
         figure.savefig(name, dpi=150, metadata=metadata)
     pyplot().close(figure)

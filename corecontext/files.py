@@ -92,7 +92,8 @@ def read_text(path: str) -> str:
         raise UserError(
             f"{name} must be UTF-8 text, got a binary file (a zero byte at {data.index(0)})."
         )
-    return text
+    # As Python reads text files, so that a file of Windows is one text for all commands.
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_output(path: str | None, force: bool = False) -> None:

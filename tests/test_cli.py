@@ -19,10 +19,10 @@ from families import tiny_model, tokens
 from tiny_model import save_tiny_model
 
 from corecontext import cli, generation, perplexity
-from corecontext.cli import main
+from corecontext.cli import entry, main
 from corecontext.cli.entry import application, run
-from corecontext.files import UserError, atomic_path, read_text, write_text
-from corecontext.loading import load
+from corecontext.files import UserError, atomic_path, write_text
+from corecontext.loading import load, load_config
 from corecontext.record import read_records
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12  # 540 bytes
@@ -57,10 +57,14 @@ def refuse(capfd, folder: Path, *argv: str) -> str:
 # -----------------------------------------------------------------------------------------------
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"\xef\xbb\xbfthe sea")
-    assert read_text(str(path)) == "the sea"
+def test_a_path_behind_an_equals_sign_may_begin_with_home(model, here, capfd, monkeypatch):
+    """No shell expands ~ there."""
+    monkeypatch.setenv("HOME", str(Path(model).parent))
+    name = Path(model).name
+    assert main(["info", f"--model=~/{name}"]) == 0
+    assert load_config(f"~/{name}").model_type == "llama"
+    text = "--prompt=~/ is home"
+    assert entry._with_home(text) == text
 
 
 def test_help_and_version(capfd):

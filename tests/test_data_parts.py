@@ -44,7 +44,7 @@ from corecontext.data.readers import (  # noqa: E402
     read_text_file,
 )
 from corecontext.data.row_stream import FileShard, HubShard, StreamedRows, open_shards  # noqa: E402
-from corecontext.files import UserError  # noqa: E402
+from corecontext.files import UserError, read_text  # noqa: E402
 
 # Names, fields and places
 
@@ -90,12 +90,12 @@ def test_a_document_has_its_text_kind_and_place():
 
 
 def test_files_of_a_folder_come_in_order_from_all_its_folders(tmp_path, monkeypatch):
-    for name in ("b.txt", "a/z.jsonl.bz2", "a/b/c.parquet", "c.ndjson.gz", "d.text", "e.csv", "f"):
+    names = ["a/b/c.parquet", "a/z.jsonl.bz2", "b.TXT", "b.txt", "c.NDJSON.GZ", "d.text", "e.Md"]
+    for name in ("e.csv", *reversed(names), "f"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
     (tmp_path / "g.txt").mkdir()
-    names = ["a/b/c.parquet", "a/z.jsonl.bz2", "b.txt", "c.ndjson.gz", "d.text"]
     assert files_of(str(tmp_path)) == [tmp_path / name for name in names]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert files_of("~/b.txt") == [tmp_path / "b.txt"]
@@ -213,7 +213,7 @@ def test_a_file_is_read_by_its_ending(tmp_path):
     for ending, pack in (
         ("", bytes),
         (".xz", lzma.compress),
-        (".gz", gzip.compress),
+        (".GZ", gzip.compress),
         (".bz2", bz2.compress),
     ):
         path = tmp_path / f"a.jsonl{ending}"
@@ -244,7 +244,7 @@ def test_the_first_name_and_ending_is_the_file(tmp_path):
 
 
 def test_documents_of_an_evaluation_have_a_name_and_a_domain(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
+    path = tmp_path / "a.NDJSON.gz"
     rows = ['{"text": "one"}', "", '{"text": "two", "id": 7, "domain": "law"}', '{"text": "three"}']
     with gzip.open(path, "wt") as file:
         file.write("\n".join(rows))
@@ -254,8 +254,9 @@ def test_documents_of_an_evaluation_have_a_name_and_a_domain(tmp_path):
         ("2", "", "three"),
     ]
     path = tmp_path / "b.txt"
-    path.write_text("whole\ntext")
-    assert list(read_documents(str(path))) == [("b.txt", "", "whole\ntext")]
+    path.write_bytes("\ufeffwhole\r\ntext\r".encode())
+    assert list(read_documents(str(path))) == [("b.txt", "", "whole\ntext\n")]
+    assert read_text(str(path)) == "whole\ntext\n"  # all commands read one text
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "a"}\n\n{"text": 5}\n')
     with pytest.raises(UserError, match="c.jsonl', line 3: text must be a string, got 5"):

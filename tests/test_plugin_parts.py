@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -12,10 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import tiny_model, tokens
-from transformers import AttentionMaskInterface, DynamicCache, LlamaConfig, StaticCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LlamaConfig,
+    StaticCache,
+)
 
 import corecontext
-from corecontext import CCAConfig
+from corecontext import CCAConfig, baselines
 from corecontext.cache import UNDO_LIMIT
 from corecontext.files import UserError
 from corecontext.integrations import lm_eval
@@ -540,3 +547,24 @@ def test_a_model_that_was_not_adapted_is_told_of_first_tokens_where_none_are_kep
     with pytest.warns(UserWarning, match="was not trained with CCA") as warned:
         corecontext.enable(model, CCAConfig(4, 9, sink_size=sink_size))
     assert ("Keep its first tokens, sink_size=16" in str(warned[0].message)) == told
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, baselines.StreamingLLM(window_size=8)], ids=["cca", "rival"]
+)
+def test_a_pickled_model_runs_in_another_process(attention, config, monkeypatch):
+    """A process that has enabled no model does not know the names of attention."""
+    model = tiny_model()
+    model.set_attn_implementation(attention)
+    handle = baselines.enable(model, config)
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        expected = model(ids).logits
+    saved = pickle.dumps(model)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        known = {**interface._global_mapping}
+        known.pop(handle.name)
+        monkeypatch.setattr(interface, "_global_mapping", known)
+    with torch.no_grad():
+        assert torch.equal(pickle.loads(saved)(ids).logits, expected)

@@ -21,7 +21,7 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 datasets = pytest.importorskip("datasets", reason="training reads its data with datasets")
 
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from corecontext import baselines  # noqa: E402
 from corecontext.data.packing import IGNORED, collate, run_order, shuffled, upsampled  # noqa: E402
@@ -616,6 +616,21 @@ def test_a_copy_of_a_checkpoint_is_whole_or_absent(tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
         conversion.convert(tiny, str(tmp_path / "other"), settings)
     assert {path.name for path in tmp_path.iterdir()} == {"new", "plain"}
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_half_a_checkpoint_is_not_copied(tiny, tmp_path, damage):
+    shards = tmp_path / "shards"
+    LlamaForCausalLM.from_pretrained(tiny).save_pretrained(shards, max_shard_size="50KB")
+    conversion.convert(str(shards), str(tmp_path / "whole"), None)
+    weights = sorted(shards.glob("*.safetensors"))[1]
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"must hold .*weights.*{weights.name}|{weights.name}'"):
+        conversion.convert(str(shards), str(tmp_path / "new"), None)
+    assert not (tmp_path / "new").exists()
 
 
 # The finished model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -26,6 +27,12 @@ def application(
     return app
 
 
+def _with_home(argument: str) -> str:
+    """Expand the ~ of `--option=~/path`, which no shell does."""
+    is_path = re.fullmatch(r"--[\w-]+=~/\S*", argument)
+    return argument.replace("~", os.path.expanduser("~"), 1) if is_path else argument
+
+
 def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0, or 2 after one line that explains the mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -36,7 +43,7 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         command = typer.main.get_command(app)
         for subcommand in getattr(command, "commands", {}).values():
             _state_defaults(subcommand)
-        arguments = arguments or ["--help"]
+        arguments = list(map(_with_home, arguments)) or ["--help"]
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             code = command.main(args=arguments, prog_name=program, standalone_mode=False)

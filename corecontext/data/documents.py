@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corecontext.data.readers import OPENERS, numbered_lines, read_text_file
+from corecontext.data.readers import KINDS, ending_of, kind_of, numbered_lines, read_text_file
 from corecontext.files import UserError, first_line
 
 HUB = "hub:"
-_TEXTS = (".txt", ".md", ".text")
-_LINES = (".jsonl", ".ndjson")
-_KINDS = {"text": _TEXTS, "lines": _LINES, "parquet": (".parquet",)}
 
 
 class Fields(NamedTuple):
@@ -83,7 +81,7 @@ class HubName(NamedTuple):
 def documents(paths: Sequence[str | Path], fields: Fields) -> Iterator[dict[str, str]]:
     """Yield text, source and origin of each document that is not empty."""
     for path in map(Path, paths):
-        kind = _kind_of(path)
+        kind = kind_of(path)
         if kind == "text":
             rows: Any = [(1, {"text": read_text_file(path)})]
             row_fields = Fields()
@@ -143,7 +141,7 @@ def files_of(name: str) -> list[Path]:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and _kind_of(file))
+        files = sorted(file for file in path.rglob("*") if file.is_file() and kind_of(file))
         if not files:
             raise UserError(
                 f"data '{name}' must hold .txt, .jsonl or .parquet files, got a folder without any."
@@ -154,27 +152,12 @@ def files_of(name: str) -> list[Path]:
             f"data '{name}' does not exist. Give a file, a folder, or hub:NAME for a dataset on "
             "the hub."
         )
-    if not _kind_of(path):
+    if not kind_of(path):
         raise UserError(
-            f"file '{path}' must end in {', '.join((*_TEXTS, *_LINES, '.parquet'))}, packed or "
-            f"not, got '{_ending(path)}'."
+            f"file '{path}' must end in {', '.join(itertools.chain(*KINDS.values()))}, packed or "
+            f"not, got '{ending_of(path)}'."
         )
     return [path]
-
-
-def _kind_of(path: Path) -> str:
-    """Return "text", "lines" or "parquet" by a file's ending; "" for other endings."""
-    for kind, endings in _KINDS.items():
-        if _ending(path) in endings:
-            return kind
-    return ""
-
-
-def _ending(path: Path) -> str:
-    """Return a file's ending, without that of its compression."""
-    if path.suffix in OPENERS:
-        path = path.with_suffix("")
-    return path.suffix
 
 
 def _parquet_rows(path: Path, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -37,6 +37,12 @@ OPENERS: dict[str, Any] = {
     ".zst": _open_zst,
 }
 """How to open a file, by the ending of its compression."""
+KINDS = {
+    "text": (".txt", ".md", ".text"),
+    "lines": (".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+}
+"""Endings of each kind of file."""
 _DAMAGED = (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error)
 """Errors of decompressing and parsing."""
 
@@ -62,6 +68,18 @@ def find_file(
     raise UserError(f"data '{folder}' must hold {wanted} (or .xz, .gz), got a folder without it.")
 
 
+def kind_of(path: Path) -> str:
+    """Return "text", "lines" or "parquet" by a file's ending; "" for other endings."""
+    return next((kind for kind, endings in KINDS.items() if ending_of(path) in endings), "")
+
+
+def ending_of(path: Path) -> str:
+    """Return a file's ending in lower case, without that of its compression."""
+    if path.suffix.lower() in OPENERS:
+        path = path.with_suffix("")
+    return path.suffix.lower()
+
+
 def open_text(path: str | Path) -> Any:
     """Open a UTF-8 text file for reading, with or without a byte order mark; decompress it by its
     ending.
@@ -71,7 +89,7 @@ def open_text(path: str | Path) -> Any:
     """
     path = Path(path)
     try:
-        return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")
+        return OPENERS.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"file '{path}' cannot be read: {error.strerror or error}.") from None
 
@@ -157,7 +175,7 @@ def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
         UserError: the file cannot be read, or a line has no text; the message names the line.
     """
     path = Path(path)
-    if ".jsonl" not in path.suffixes:
+    if kind_of(path) != "lines":
         yield path.name, "", read_text_file(path)
         return
     for index, (line, row) in enumerate(numbered_lines(path, ("text",))):

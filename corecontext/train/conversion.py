@@ -6,8 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors import safe_open
+
 from corecontext.config import CCAConfig
-from corecontext.files import UserError, write_text
+from corecontext.files import UserError, one_line, write_text
 from corecontext.train.checkpoint import publish
 
 
@@ -16,8 +18,30 @@ def check_copy(source: str, target: str) -> None:
     checkpoint's folder, and target does not exist."""
     if not (Path(source).expanduser() / "config.json").is_file():
         raise UserError(f"model '{source}' must be a folder with config.json, got none.")
+    _check_whole(Path(source).expanduser())
     if Path(target).exists():
         raise UserError(f"output '{target}' already exists. Give a new folder.")
+
+
+def _check_whole(folder: Path) -> None:
+    """Raise a UserError where a checkpoint lacks a file of weights that its index names, or has
+    half of one."""
+    names = {file.name for file in folder.glob("*.safetensors")}
+    for index in folder.glob("*.index.json"):
+        with one_line(f"file '{index}' must name the weights of a checkpoint"):
+            names |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise UserError(
+                f"model '{folder}' must hold all of its weights, got none of {name}. Take the "
+                "whole checkpoint."
+            )
+        if name.endswith(".safetensors"):
+            with (
+                one_line(f"file '{folder / name}' must hold weights"),
+                safe_open(folder / name, "pt"),
+            ):
+                pass
 
 
 def convert(source: str, target: str, config: CCAConfig | None) -> None:

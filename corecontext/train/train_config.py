@@ -376,7 +376,7 @@ def load_recipe(name: str) -> TrainConfig:
             f"recipe '{file}' does not exist. Give {', '.join(RECIPES)}, FILE.py:FUNCTION, or a "
             "run's train_config.json."
         )
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         return _read_settings(file, path)
     with _errors_with_lines(file, path):
         namespace = runpy.run_path(str(path), run_name=path.stem)

@@ -186,6 +186,11 @@ class AttentionHandle:
         self.name = ""
         self._removable: list[Any] = []
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register the attention again: a pickled model may be loaded in another process."""
+        self.__dict__ = state
+        register(self.KIND, self.INCOMPLETE, self.previous)
+
     def replace_attention(self, hooks: Sequence[LayerHook]) -> None:
         """Route the model's attention calls through these hooks, one for each module in `full`."""
         for module, hook in zip(self.full, hooks, strict=True):

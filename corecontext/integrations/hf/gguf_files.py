@@ -42,11 +42,12 @@ def local_model(name: str) -> str:
             )
         return _unpacked(files[0], folder)
     path = Path(name).expanduser()
-    if path.suffix != ".gguf" or path.is_dir():
-        return name
+    if path.suffix.lower() != ".gguf" or path.is_dir():
+        return str(path) if name.startswith("~") else name
     if not path.is_file():
         raise UserError(f"model '{name}' does not exist. Give an existing GGUF file.")
-    return _unpacked(path, path.stem)
+    # "..": the stem of "...gguf", is a folder above.
+    return _unpacked(path, path.stem.strip(".") or "model")
 
 
 def _unpacked(path: Path, name: str) -> str:
