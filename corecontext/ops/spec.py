@@ -4,6 +4,7 @@ shares."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,9 +89,9 @@ class Spec:
         size = group_size_for(seq_len, self.window_size, self.num_groups)
         return self.replace(group_size=size, num_groups=None)
 
-    @property
+    @functools.cached_property
     def index(self) -> Index:
-        """The index that chooses groups."""
+        """The index that chooses groups; kept, so that torch.compile reads it as an attribute."""
         return index_of(self.fetch_index)
 
     @property
