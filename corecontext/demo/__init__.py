@@ -1,1 +1,1 @@
-"""The demo: full attention and CCA side by side on one small model and one document."""
+"""The demo: full attention, CCA and fetch side by side on one model and one document."""

@@ -1,1 +1,1 @@
-"""Operators: the public functions (api), backends, pooling rules (rules), kernels (triton/)."""
+"""Operators: the public functions (api), the reference, backends, fetch/, kernels (triton/)."""
