@@ -19,6 +19,7 @@ from corecontext.files import UserError
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.integrations.hf.logits_head import head_logits
+from corecontext.integrations.hf.rotation import rotation_of
 from corecontext.loading import WHOLE, Loaded, encode
 from corecontext.record import Record, make_record
 from corecontext.terminal import console, progress
@@ -195,8 +196,9 @@ def document_nll(
     _check_prefill(model)
     cache = None
     losses = []
-    with torch.inference_mode():
-        for start in range(0, input_ids.shape[1], chunk_size):
+    length = input_ids.shape[1]
+    with torch.inference_mode(), rotation_of(model, length):
+        for start in range(0, length, chunk_size):
             chunk = input_ids[:, start : start + chunk_size]
             out = model(chunk, **with_cache(cache), use_cache=True)
             cache = returned_cache(out)

@@ -19,6 +19,7 @@ from corecontext.inference.prefill import read_left_padding
 from corecontext.inference.session import Session, SessionKey
 from corecontext.inference.stream import Generation, Prompt, Stream
 from corecontext.integrations.hf.enabling import handle_of
+from corecontext.integrations.hf.rotation import rotated_length
 
 
 @dataclass(eq=False, repr=False)
@@ -141,7 +142,8 @@ class Engine:
         config = self._settings_for(generation, pads, length)
         if config is not None:
             config = cut_to(config, max_length)
-        key = SessionKey(batch, max_length, config, streams)
+        lengths = [length - pad + new_tokens for pad in pads]
+        key = SessionKey(batch, max_length, config, streams, rotated_length(self.model, lengths))
         self._check_host_memory(key)
         mask = attention_mask if max(pads) else None
         return Stream(self, key, Prompt(input_ids, mask, pads), generation)

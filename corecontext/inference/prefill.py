@@ -21,6 +21,7 @@ from corecontext.inference.limits import (
 )
 from corecontext.integrations.hf.cache_layers import CCALayer, GrowingCache, cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
+from corecontext.integrations.hf.rotation import rotated_length, rotation_of
 
 ANSWER_TOKENS = 256
 """Tokens behind a prompt that a growing cache has room for at once."""
@@ -114,7 +115,7 @@ def prefill(
 
     Raises:
         ValueError: the prompt exceeds the model's positions, padding is not on the left, the cache
-            is not empty, or chunk_size is less than 1.
+            is not empty, chunk_size is less than 1, or rows have different rotations.
         MemoryError: GPU memory ran out; says what length, batch or chunk would fit.
     """
     pads = read_left_padding(input_ids, attention_mask)
@@ -138,10 +139,12 @@ def prefill(
     done = 0
     out = None
     out_of_memory = None
+    rotated = rotated_length(model, [length - pad for pad in pads])
     while done < length:
         end = min(length, done + chunk_size)
         try:
-            out = read_chunk(model, input_ids, mask, pads, cache, done, end)
+            with rotation_of(model, rotated):
+                out = read_chunk(model, input_ids, mask, pads, cache, done, end)
         except torch.OutOfMemoryError:
             out_of_memory = meter.explain(model, batch, length, chunk_size, done, cache)
         # Raised outside of `except`, whose traceback would keep the chunk's tensors alive.

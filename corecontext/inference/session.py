@@ -19,6 +19,7 @@ from corecontext.inference.sampling import Sampler
 from corecontext.integrations.hf.cache_layers import CCALayer, layer_bytes
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import Handle
+from corecontext.integrations.hf.rotation import rotation_of
 
 
 class SessionKey(NamedTuple):
@@ -32,6 +33,8 @@ class SessionKey(NamedTuple):
     """CCA's settings; None without CCA."""
     streams: int
     """Random streams, 1 or `batch`."""
+    rotated_length: int | None = None
+    """Length of the whole text, prompt and answer, where the rotation depends on it."""
 
 
 @contextlib.contextmanager
@@ -81,7 +84,9 @@ class Session:
         # Raw tokens in host memory are allocated at once: their end comes before the first token.
         self.fixed = (self.static or from_host) and self._all_compact
         device = self.model.device
-        self.capture = self.capture and self.fixed and device.type == "cuda"
+        # A captured step would rotate as when it was captured.
+        is_fixed = self.fixed and self.key.rotated_length is None
+        self.capture = self.capture and is_fixed and device.type == "cuda"
         self.cache = self._new_cache()
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
@@ -114,9 +119,14 @@ class Session:
         """Bytes that the cache holds in host memory."""
         return sum(layer.allocated_host_bytes for layer in self._compact_layers)
 
-    def configured(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def configured(self) -> Iterator[None]:
         """Set the model to this session's settings, and back."""
-        return configured(self.handle, self.key.config)
+        with (
+            configured(self.handle, self.key.config),
+            rotation_of(self.model, self.key.rotated_length),
+        ):
+            yield
 
     @property
     def _asks_device(self) -> bool:

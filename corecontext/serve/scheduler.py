@@ -23,6 +23,7 @@ from torch import Tensor
 from corecontext.inference.limits import SERVED_CHUNK, position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
+from corecontext.integrations.hf.rotation import fix_rotation
 from corecontext.serve.admission import Admission, servable_handle
 from corecontext.serve.errors import Code, InvalidRequest, RequestError, draining
 from corecontext.serve.logprobs import add_logprobs
@@ -92,6 +93,9 @@ class Scheduler:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.max_length = min(self.max_length, position_limit(self.model.config) or UNLIMITED)
+
+        # A step has rows of many lengths: all get the frequencies of the longest.
+        fix_rotation(self.model, self.max_length)
 
         # All ranks must have one budget, or they would make different choices.
         budget = self.cache_bytes

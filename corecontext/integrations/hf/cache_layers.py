@@ -36,6 +36,8 @@ class CCALayer(CacheLayerMixin):
     supports_early_init = False
     is_attended = False
     """Whether the call in progress has CCA's attention, which appends the tokens."""
+    is_alone = True
+    """Whether no layer with an attention of its own takes the size of its mask from this one."""
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None, **options: Any) -> None:
         super().__init__()
@@ -73,11 +75,15 @@ class CCALayer(CacheLayerMixin):
         """Return length and offset of this layer's mask; length 0 for a token that needs no mask,
         because the padding is known: a mask that grows with every step would be compiled anew."""
         # mutant plug-in: padding read one token at a time
-        if query_length == 1 and not self.compact.is_empty and self.compact.padding_known:
+        if query_length == 1 and self.is_alone and self._needs_no_mask:
             return 0, 0
         if self.compact.max_length is not None:
             return self.compact.max_length, 0
         return self.compact.seen + query_length, 0
+
+    @property
+    def _needs_no_mask(self) -> bool:
+        return not self.compact.is_empty and self.compact.padding_known
 
     def get_max_length(self) -> int:
         """Return the longest sequence, or -1."""

@@ -32,7 +32,12 @@ from corecontext.integrations.hf.attention_interface import (
 )
 from corecontext.integrations.hf.cache_layers import compact_layer
 from corecontext.integrations.hf.layer_call import CCACall, note_draft
-from corecontext.integrations.hf.rotation import find_rotary, rotates
+from corecontext.integrations.hf.rotation import (
+    check_rope_type,
+    find_rotary,
+    layer_type_of,
+    rotates,
+)
 from corecontext.integrations.hf.self_check import self_check
 from corecontext.integrations.hf.weights import check_keys
 from corecontext.ops.rotary import Rotary
@@ -119,6 +124,11 @@ class Handle(AttentionHandle):
                 "a model with sliding-window layers cannot run on parts of a sequence: these "
                 "layers see the part only. Use handle.shard = None."
             )
+        if shard is not None:
+            for module in self.full:
+                check_rope_type(
+                    self.model.config, layer_type_of(self.model.config, module.layer_idx)
+                )
         self._shard = shard
 
     def configure(self, **changes: Any) -> None:
@@ -172,6 +182,7 @@ class CCAHook(LayerHook):
             options = {"rollback": handle.rollback}
             layer = compact_layer(cache, module.layer_idx, config, rotary, **options)
             layer.is_attended = True
+            layer.is_alone = not handle.hybrid
             compact = layer.compact
         observer = None
         if handle.observer is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from transformers import PreTrainedModel
 from corecontext.ops.rotary import Rotary
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+FIXED = "fixed"
+"""Type of a rotary module whose frequencies `fix_rotation` has fixed."""
 
 
 def rotates(attention: nn.Module) -> bool:
@@ -84,3 +88,86 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
     raise NotImplementedError(
         f"the rotary layout of {type(model).__name__} is not known. Use core_position='token'."
     )
+
+
+# Frequencies that depend on the length
+# -------------------------------------
+
+
+@contextlib.contextmanager
+def rotation_of(model: Any, length: int | None) -> Iterator[None]:
+    """Let a model rotate in the block as it rotates a text of `length` tokens in one pass, whatever
+    part of the text it reads; None, or a model of fixed frequencies, changes nothing."""
+    module = _changing_rotary(model)
+    if module is None or length is None:
+        yield
+        return
+    before = dict(vars(module)), dict(module._buffers)
+    fix_rotation(model, length)
+    try:
+        yield
+    finally:
+        module._buffers.clear()
+        module._buffers.update(before[1])
+        vars(module).clear()
+        vars(module).update(before[0])
+
+
+def fix_rotation(model: Any, length: int) -> None:
+    """Let a model rotate as it rotates a text of `length` tokens, from now on."""
+    module = _changing_rotary(model)
+    if module is None:
+        return
+    for name in ("", *(f"{kind}_" for kind in _kinds(module) if kind)):
+        # Frequencies that an earlier text has grown are forgotten.
+        if (first := getattr(module, f"{name}original_inv_freq", None)) is not None:
+            module._buffers[f"{name}inv_freq"] = first.to(
+                module._buffers[f"{name}inv_freq"].device
+            ).clone()
+            setattr(module, f"{name}max_seq_len_cached", module.original_max_seq_len)
+    device = next(iter(module.buffers())).device
+    for kind in _kinds(module):
+        options = {} if kind is None else {"layer_type": kind}
+        position = torch.full((1, 1), length - 1, device=device)
+        module(torch.zeros(1, 1, 1, device=device), position, **options)
+    if isinstance(module.rope_type, str):
+        module.rope_type = FIXED
+    else:
+        module.rope_type = dict.fromkeys(module.rope_type, FIXED)
+
+
+def rotated_length(model: Any, lengths: Sequence[int]) -> int | None:
+    """Return the length by which the rows of a batch are rotated; None where no length matters.
+
+    Raises:
+        ValueError: texts of these lengths have different frequencies.
+    """
+    module = _changing_rotary(model)
+    if module is None:
+        return None
+    frequencies = []
+    for length in (min(lengths), max(lengths)):
+        with rotation_of(model, length):
+            frequencies.append([buffer.clone() for buffer in module.buffers()])
+    if not all(map(torch.equal, *frequencies)):
+        raise ValueError(
+            "rows must be of one length where the rotation depends on it, got "
+            f"{min(lengths)} to {max(lengths)} tokens. Run them one by one."
+        )
+    return max(lengths)
+
+
+def _kinds(module: nn.Module) -> list[str | None]:
+    """Return the kinds of layers of a rotary module; None where it does not tell them apart."""
+    return [None] if isinstance(module.rope_type, str) else list(module.rope_type)
+
+
+def _changing_rotary(model: Any) -> Any:
+    """Return a model's rotary module where its frequencies change with the length, else None."""
+    module = getattr(getattr(model, "base_model", None), "rotary_emb", None)
+    kinds = getattr(module, "rope_type", None)
+    if not isinstance(kinds, (str, dict)):
+        return None
+    types = [kinds] if isinstance(kinds, str) else kinds.values()
+    fixed = (*FIXED_ROPE_TYPES, FIXED)
+    return None if all(kind in fixed for kind in types) else module
