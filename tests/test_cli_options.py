@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, get_args
 
 import pytest
 import torch
 import typer
+from rich.markup import escape
 
 from corecontext import CCAConfig, cli, generation, info, perplexity
 from corecontext.cli import entry, options
 from corecontext.cli.entry import application, run
+from corecontext.config import setting_help
 from corecontext.demo import compare as demo_compare
 from corecontext.demo import report
 from corecontext.eval import evaluate as evaluation
@@ -24,6 +26,7 @@ from corecontext.eval.items import Settings
 from corecontext.eval.task_table import TASKS
 from corecontext.files import UserError
 from corecontext.heads import findings
+from corecontext.methods import CCA_SETTINGS, field_of
 from corecontext.record import make_record, read_records
 from corecontext.train import conversion
 
@@ -318,6 +321,16 @@ def test_serve_ends_with_the_code_of_the_server(monkeypatch, calls):
         monkeypatch.setattr("corecontext.serve.build.run", calls.keep("serve", code))
         assert main("serve --model m --port 5") == code
     assert calls[0][1][0].port == 5
+
+
+def test_an_option_of_a_setting_is_its_field():
+    for name in CCA_SETTINGS:
+        kind, option = get_args(options.setting_option(name))
+        default = getattr(CCAConfig, field_of(name))
+        assert kind == type(default) | None
+        assert option.help.startswith(escape(setting_help(field_of(name))))
+        stated = "yes" if default is True else default
+        assert option.help.endswith(f" Default: the checkpoint's, else {stated}.")
 
 
 # Outputs
