@@ -385,12 +385,13 @@ def test_what_the_kernels_cannot_choose_is_chosen_as_in_the_reference(options):
 
 
 def test_the_kernels_say_what_they_cannot_choose():
-    def reason(index, **settings):
+    def reason(index, dim=16, **settings):
         spec = Spec(4, 9, 1.0, fetch_groups=2, fetch_index=index).replace(**settings)
-        return fetch.cannot_choose(spec)
+        return fetch.cannot_choose(spec, dim)
 
     for index in ("mean", "parts:2:4", "pairs:2", "bits:1", "oracle"):
         assert reason(index) is None
+    assert reason("mean", dim=256) is None and "258 elements" in reason("mean", dim=258)
     assert reason("mean", core_heads="query", softcap=2.0) is None
     assert "softcap" in reason("pairs:2", softcap=2.0)
     assert "differ in size" in reason("parts:3:4") and "differ" in reason("pairs:2", group_size=5)

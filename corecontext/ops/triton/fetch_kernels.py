@@ -20,6 +20,8 @@ from corecontext.ops.triton.choose import index_keys, select
 from corecontext.ops.triton.launch import on_device
 from corecontext.ops.triton.pool.launcher import pool_backward
 
+_MAX_KEY_DIM = 256  # elements that a kernel scores
+
 
 def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
     """Choose the groups of each query, or share of queries, of a sequence; by PyTorch what the
@@ -29,7 +31,7 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
         tokens: All raw tokens from position 0 on.
         num_groups: Complete groups after the first tokens kept raw: M.
     """
-    if cannot_choose(spec) is not None:
+    if cannot_choose(spec, tokens.q.shape[3]) is not None:
         return query_blocks.choose(tokens, num_groups, spec)
     end = tokens.q_start + tokens.q.shape[2]
     count = min(spec.fetch_groups, num_groups)
@@ -42,13 +44,16 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
     return Choice(groups, spec.fetch_share)
 
 
-def cannot_choose(spec: Spec) -> str | None:
+def cannot_choose(spec: Spec, head_dim: int) -> str | None:
     """Return why the kernels cannot score groups by the index, or None."""
     sizes = spec.index.key_sizes(spec.group_size)
     if spec.softcap is not None and spec.num_centred:
         return "a softcap acts on keys with their centre"
     if len(set(sizes)) > 1:
         return f"{len(sizes)} parts of {spec.group_size} tokens differ in size"
+    dim = spec.index.key_dim(head_dim)
+    if dim > _MAX_KEY_DIM:
+        return f"keys of {dim} elements are more than {_MAX_KEY_DIM}"
     return None
 
 

@@ -136,6 +136,17 @@ def index_lse_kernel(
 
 
 @triton.jit
+def _share(scores, log_sum):
+    """Return the share of one key of each group in the softmax of one query head, [rows, groups].
+
+    A group's score is the sum of these over its keys and over the query heads: how keys are reduced
+    and heads choose together, which `ops.fetch.scoring.log_mass` and
+    `ops.fetch.choice.sum_of_shares` say in PyTorch.
+    """
+    return tl.exp2(scores - log_sum[:, None])
+
+
+@triton.jit
 def _store_scores(
     scores_ptr,
     queries,
@@ -178,7 +189,7 @@ def _store_scores(
             k = load_tile(tile, groups, num_groups, dims, MASKED, True, HEAD_DIM, BLOCK_D)
             for i in tl.static_range(HEADS):
                 scores, _ = log2_scores(dot(queries[i], k), scale, 0.0, softcap, HAS_SOFTCAP)
-                total += tl.exp2(scores - log_sums[i][:, None])
+                total += _share(scores, log_sums[i])
         place = scores_ptr + row[:, None] * stride_row + groups[None, :]
         kept = exists[:, None]
         if MASKED:
