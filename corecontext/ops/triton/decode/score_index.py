@@ -185,8 +185,8 @@ def score_kernel(
         group = start + keys % BLOCK_N
         exists = (group < end) & (key < KEYS)
         at = (group.to(tl.int64) * KEYS + key)[:, None] * BYTES + cols[None, :]
-        mask = exists[:, None] & (cols < BYTES)[None, :]
-        packed = tl.load(codes_ptr + at, mask=mask, other=0)  # [P N, bytes]
+        is_byte = exists[:, None] & (cols < BYTES)[None, :]
+        packed = tl.load(codes_ptr + at, mask=is_byte, other=0)  # [P N, bytes]
         if SCORING.whole:
             products = _whole_products(queries, unit, packed, SCORING.asm)  # [P N, M]
         else:
