@@ -189,7 +189,6 @@ def filled_layer(like: Tensor, seen: int, max_length: int, config: CCAConfig) ->
             "config": layer.config.to_dict(),
             "rollback": 0,
             "group_size": group_size,
-            "core_width": 1,
             "seen": seen,
             "intact_from": seen,
             "ended": None,

@@ -72,12 +72,11 @@ def context_parallel_traffic(
         sum(end - first for first, end in (layout.groups(i, g) for i in layout.chunks(rank)))
         for rank in range(num_processes)
     ]
-    heads = num_heads if spec.core_heads == "query" else num_kv_heads
-    cores = (num_processes - 1) * 2 * batch_size * heads * max(made) * head_dim
+    cores = (num_processes - 1) * 2 * batch_size * num_kv_heads * max(made) * head_dim
     wide_bytes = max(4, item_bytes)
     mass_bytes = 0
     if spec.core_mass and g > 1:
-        mass_bytes = (num_processes - 1) * batch_size * heads * max(made) * wide_bytes
+        mass_bytes = (num_processes - 1) * batch_size * num_kv_heads * max(made) * wide_bytes
     return Traffic(
         (first + cores + forward_elements) * item_bytes + mass_bytes,
         (first + cores + backward_elements) * wide_bytes + mass_bytes,

@@ -38,7 +38,6 @@ FETCH_RECIPE: dict[str, Any] = {
 """Settings to which `corecontext train` adapts a pretrained model. With the index, a row of 8,192
 tokens takes the bytes on the device of groups of 16 and a window of 512."""
 CORE_POSITIONS = ("middle", "token")
-CORE_HEADS = ("kv", "query")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 INDICES = {
     "mean": "corecontext.ops.fetch.mean:Mean",
@@ -76,9 +75,6 @@ class CCAConfig:
     core_position: str = "middle"
     """Rotary position of a core key: "middle" of its group (the paper), or "token": keys pooled as
     they are."""
-    core_heads: str = "kv"
-    """One core token per "kv" head (mean of the query heads' weights), or per "query" head (r times
-    the memory)."""
     core_bias: float = 0.0
     """Added to every core token's score; log(group_size) without `core_mass` is proportional
     attention."""
@@ -270,6 +266,7 @@ REMOVED = (
         "another rule for core tokens than the paper's",
         "Leave it out; in a clone, `python -m reproduction` has mean and max pooling.",
     ),
+    Removed("core_heads", "(?!kv$).*", "a core token for each query head", "Leave it out."),
     Removed(
         "learned",
         r"(?!\(\)$|\[\]$).*",
@@ -451,7 +448,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "window_size": partial(check_int, least=1, why=" (a query sees itself)"),
     "num_groups": _optional(partial(check_int, least=1)),
     "core_position": partial(check_choice, allowed=CORE_POSITIONS),
-    "core_heads": partial(check_choice, allowed=CORE_HEADS),
     "core_bias": _finite,
     "layer_group_sizes": _optional(_group_sizes_by_layer),
     "sink_size": partial(check_int, least=0),

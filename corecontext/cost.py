@@ -94,7 +94,6 @@ def cache_entries(
     seq_len: int,
     group_size: int = 1,
     window_size: int = 1,
-    cores_per_group: int = 1,
     sinks: int = 0,
 ) -> int:
     """Count cached tokens per layer, sequence and KV head: (L - n) // g + n + s + g - 1, of which
@@ -102,7 +101,7 @@ def cache_entries(
     if group_size == 1:
         return seq_len
     cores = num_complete_groups(seq_len - sinks, group_size)
-    return cores * cores_per_group + sinks + window_capacity(group_size, window_size)
+    return cores + sinks + window_capacity(group_size, window_size)
 
 
 def cache_bytes(entries: int, num_layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -260,11 +259,10 @@ class ModelCost:
         seq_len: int,
         group_size: int = 1,
         window_size: int = 1,
-        cores_per_group: int = 1,
         sinks: int = 0,
     ) -> int:
         """Count bytes cached after seq_len tokens, sliding-window layers included."""
-        entries = cache_entries(seq_len, group_size, window_size, cores_per_group, sinks)
+        entries = cache_entries(seq_len, group_size, window_size, sinks)
         compact = cache_bytes(entries, self.num_layers, self.kv_heads, self.head_dim, self.itemsize)
         return compact + self._sliding_bytes(seq_len)
 
@@ -272,9 +270,8 @@ class ModelCost:
         """Count bytes cached after seq_len tokens under CCA's settings of one g, on the device and
         in host memory: masses, 8 bits, raw tokens of fetch and sliding-window layers included."""
         g = config.group_size
-        width = self.query_heads // self.kv_heads if config.core_heads == "query" else 1
         sinks = num_sinks(config.sink_size, g)
-        compact = cache_entries(seq_len, g, config.window_size, width, sinks)
+        compact = cache_entries(seq_len, g, config.window_size, sinks)
         compact *= entry_bytes(config, self.head_dim, self.itemsize)
         store = store_bytes(config, seq_len, self.head_dim, self.itemsize)
         heads = self.num_layers * self.kv_heads

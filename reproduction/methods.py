@@ -61,9 +61,8 @@ class Method(NamedTuple):
 def methods(size: Size) -> dict[str, Method]:
     """Return every method by name.
 
-    Those with core tokens have the same cache size within 5 %, those by query head within 10 %:
-    longer groups leave more tokens without a core token. A brief size has a list of its own, in
-    which fetch may have more bytes.
+    Those with core tokens have the same cache size within 5 %. A brief size has a list of its own,
+    in which fetch may have more bytes.
     """
     if size.is_brief:
         adapted = list(_with_masses_and_fetch(size))
@@ -115,12 +114,8 @@ def _variants(size: Size) -> Iterator[Method]:
     # The window gets the fewer core tokens, less the larger open end of a group.
     window = size.window + _entries(size, g) - _entries(size, coarse)
     wider = cca.replace(group_size=coarse, window_size=window)
-    query_group = g * size.heads // size.kv_heads
-    by_query = cca.replace(group_size=query_group, core_heads="query")
-    title = f"CCA by query head, groups of {query_group}"
     yield Method("coarse", wider, f"CCA, groups of {coarse}, a wider window", later=True)
     yield Method("log_g", cca.replace(core_bias=math.log(g)), "CCA + log g", later=True)
-    yield Method("query_heads", by_query, title, later=True)
 
 
 def _fine_layers(size: Size) -> Iterator[Method]:

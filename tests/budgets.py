@@ -32,9 +32,7 @@ class PlainSettings(NamedTuple):
 
     group_size: int
     window_size: int
-    pooling: str = "cca"
     core_position: str = "middle"
-    core_heads: str = "kv"
     rotary: Rotary | None = None
     softcap: float | None = None
     sink_size: int = 0
@@ -132,14 +130,8 @@ def plain_cca(
     if chosen.rotary is not None and chosen.core_position == "middle":
         offsets = group_size // 2 - torch.arange(group_size, device=q.device)
         groups_k = chosen.rotary.rotate(groups_k, offsets)
-    if chosen.pooling == "max":
-        core_k, core_v = groups_k.amax(3), groups_v.amax(3)
-    else:
-        if chosen.pooling == "mean":
-            weights = torch.full_like(weights, 1 / group_size)
-        if chosen.core_heads == "kv":
-            weights = weights.unflatten(1, (-1, repeats)).mean(2).repeat_interleave(repeats, 1)
-        core_k, core_v = ((weights[..., None, :] @ x)[..., 0, :] for x in (groups_k, groups_v))
+    weights = weights.unflatten(1, (-1, repeats)).mean(2).repeat_interleave(repeats, 1)
+    core_k, core_v = ((weights[..., None, :] @ x)[..., 0, :] for x in (groups_k, groups_v))
 
     # One softmax over core tokens and raw tokens.
     keys, values = torch.cat((core_k, k), 2), torch.cat((core_v, v), 2)

@@ -135,7 +135,7 @@ def varied_settings() -> list[dict]:
     rotary = BASE["rotary"]
     return [
         BASE,
-        {**BASE, "core_heads": "query", "core_bias": 1.3},
+        {**BASE, "core_bias": 1.3},
         {**BASE, "softcap": 3.0},
         {**BASE, "core_position": "token", "rotary": None},
         {**BASE, "group_size": 5, "window_size": 30},
@@ -144,12 +144,12 @@ def varied_settings() -> list[dict]:
         {**BASE, "group_size": (4, 1)},
         {**BASE, "group_size": (1, 5)},
         {**BASE, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0, "core_mass": True},
-        {**BASE, "sink_size": 9, "core_heads": "query", "core_mass": True},
-        {**BASE, "core_heads": "query", "core_mass": True},
+        {**BASE, "sink_size": 9, "core_mass": True},
+        {**BASE, "core_mass": True},
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
         {**BASE, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
         {**BASE, "fetch_groups": 5, "sink_size": 6, "core_mass": True, "softcap": 3.0},
-        {**BASE, "fetch_groups": 2, "fetch_index": "mean", "core_heads": "query"},
+        {**BASE, "fetch_groups": 2, "fetch_index": "mean"},
         {**BASE, "fetch_groups": 99, "group_size": (1, 5), "core_mass": True},
     ]
 
@@ -313,7 +313,7 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
         (config.replace(sink_size=5, core_mass=True), 160, {"max_length": 200}),
         (config.replace(sink_size=16), 6, {}),
         (config, 3, {}),
-        (config.replace(core_heads="query", core_bias=0.7, sink_size=4), 90, {"process": 1}),
+        (config.replace(core_bias=0.7, sink_size=4), 90, {"process": 1}),
         (
             config.replace(group_size=5, window_size=40),
             67,

@@ -242,7 +242,7 @@ return all(
     ),
     Fault(
         "mass: that of the group before, from a cache",
-        "return self.buffers[-1][rows, :, start : start + count * self.core_width, 0].roll(1, 2)",
+        "return self.buffers[-1][rows, :, start : start + count, 0].roll(1, 2)",
         "tests/test_cache_mass.py::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(
@@ -328,7 +328,7 @@ out, lse = partial.forward(
     ),
     Fault(
         "8: weights of one query head instead of the mean",
-        'return (probs[:, :1] if spec.core_heads == "kv" else probs), probs, slope',
+        "return probs[:, :1], probs, slope",
         f"{LAWS}::test_law_8_pooling_agrees",
     ),
     Fault(

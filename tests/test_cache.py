@@ -38,7 +38,6 @@ def reference(config, q, k, v, **options):
         window_size=config.window_size,
         num_groups=config.num_groups,
         core_position=config.core_position,
-        core_heads=config.core_heads,
         core_bias=config.core_bias,
         core_mass=config.core_mass,
         sink_size=config.sink_size,
@@ -112,11 +111,9 @@ def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
     "options",
     [
         {"core_position": "token"},
-        {"core_heads": "query"},
         {"core_bias": 1.3},
-        {"core_heads": "query", "core_bias": -0.7},
         {"backend": "reference"},
-        {"sink_size": 8, "core_heads": "query", "core_bias": -0.7},
+        {"sink_size": 8, "core_bias": -0.7},
         {"sink_size": 26},
         {"sink_size": 4, "core_bias": 1.3, "backend": "reference"},
     ],
@@ -218,19 +215,18 @@ def test_crop_of_fixed_length_knows_what_steps_pushed_out():
     torch.testing.assert_close(out, expected[:, :, 54:], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("core_heads, width", [("kv", 1), ("query", 2)])
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("sinks", [0, 8])
-def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixed, sinks):
+def test_bytes_equal_the_formula_from_the_first_token_on(fixed, sinks):
     g, s, length = 4, 9, 70
     config, tensors = (
-        CCAConfig(g, s, core_heads=core_heads, sink_size=sinks),
+        CCAConfig(g, s, sink_size=sinks),
         qkv(2, 4, 2, length, dtype=torch.float32),
     )
     token = 2 * 2 * (2 * D + 1) * 4  # rows, KV heads, key, value and mass, bytes of a number
 
     def entries(length):
-        return max(0, length // g - sinks // g) * width + sinks + s + g - 1
+        return max(0, length // g - sinks // g) + sinks + s + g - 1
 
     layer = CompactLayer(config, ROTARY, max_length=length if fixed else None)
     for t in range(length):
@@ -244,8 +240,8 @@ def test_bytes_equal_the_formula_from_the_first_token_on(core_heads, width, fixe
         assert layer.nbytes == layer.allocated_bytes == entries(n) * token
         shape = RowShape(ModelSizes(4, 2, D, layers=3), 4)
         assert 2 * shape.row_bytes(config, n) == 3 * layer.nbytes
-        assert cost.cache_entries(n, g, s, width, sinks) * token == layer.nbytes
-        model = cost.ModelCost(1, 2 * width, 2, D, linear_weights=0, head_weights=0, itemsize=4)
+        assert cost.cache_entries(n, g, s, sinks) * token == layer.nbytes
+        model = cost.ModelCost(1, 4, 2, D, linear_weights=0, head_weights=0, itemsize=4)
         assert 2 * model.config_bytes(config, n).device == layer.nbytes
 
 
@@ -804,7 +800,7 @@ def test_a_full_cache_of_full_attention_takes_no_more(fixed):
 
 
 def test_a_differentiated_first_append_has_every_setting_and_fills_the_cache():
-    config = CCAConfig(4, 9, core_bias=0.7, core_heads="query", sink_size=4)
+    config = CCAConfig(4, 9, core_bias=0.7, sink_size=4)
     tensors, mask = qkv(3, 4, 2, 40), left_padding(3, 40)
     weights = torch.randn(3, 4, 30, D, dtype=torch.float64)
     options = {"scale": 0.31, "softcap": 5.0}

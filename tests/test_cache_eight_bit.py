@@ -100,7 +100,7 @@ def test_codes_are_the_nearest():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"core_heads": "query"}, {"sink_size": 8}],
+    [{}, {"sink_size": 8}],
     ids=str,
 )
 def test_any_way_of_appending_is_the_truth_of_rounded_tokens(kind, settings):

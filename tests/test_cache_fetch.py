@@ -16,7 +16,7 @@ LENGTH = 60
 INDICES = ["mean", "oracle", "bits:2", "pairs:2", "parts:3:4"]
 KINDS = {
     "plain": {},
-    "query": {"core_heads": "query", "core_mass": True},
+    "mass": {"core_mass": True},
     "sinks": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
     "heads": {"head_group_sizes": (4, 3), "core_mass": True},
     "single tokens": {"head_group_sizes": (4, 1)},
@@ -33,7 +33,7 @@ def inputs(dtype=torch.float64):
 
 
 def one_pass(config, tensors, **options):
-    names = ("window_size", "sink_size", "core_heads", "core_mass", "fetch_groups")
+    names = ("window_size", "sink_size", "core_mass", "fetch_groups")
     settings = {name: getattr(config, name) for name in (*names, "fetch_index")}
     return cca_attention(
         *tensors,
@@ -234,4 +234,4 @@ def test_refusals():
     with pytest.raises(
         NotImplementedError, match="fetch_groups must be 0 where prompts are shared"
     ):
-        other.fill(layer.buffers, 20, group_size=4, core_width=1)
+        other.fill(layer.buffers, 20, group_size=4)

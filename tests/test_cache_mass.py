@@ -11,7 +11,6 @@ ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 45
 KINDS = {
     "kv": {},
-    "query": {"core_heads": "query"},
     "sinks": {"sink_size": 6, "core_bias": 0.5},
     "heads": {"head_group_sizes": (4, 1)},
 }
@@ -32,7 +31,6 @@ def one_pass(config, tensors):
         window_size=config.window_size,
         rotary=ROTARY,
         sink_size=config.sink_size,
-        core_heads=config.core_heads,
         core_bias=config.core_bias or None,
         core_mass=config.core_mass,
     )
@@ -68,9 +66,8 @@ def test_any_way_of_appending_equals_one_pass(kind, fixed):
     near(fed(layer, tensors, 0, [LENGTH]), shrunk)
 
 
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
-def test_tokens_before_the_first_core_token_are_decoded(core_heads):
-    config = CCAConfig.paper(4, 2, core_mass=True, core_heads=core_heads)
+def test_tokens_before_the_first_core_token_are_decoded():
+    config = CCAConfig.paper(4, 2, core_mass=True)
     tensors = [x[:, :, :9] for x in inputs()]
     layer = new_layer(config, ROTARY)
     near(fed(layer, tensors, 0, [1] * 9), one_pass(config, tensors))

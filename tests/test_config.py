@@ -40,9 +40,8 @@ def test_the_papers_rule_has_a_name():
         1024,
         "middle",
     )
-    assert (config.num_groups, config.core_heads, config.core_bias, config.backend) == (
+    assert (config.num_groups, config.core_bias, config.backend) == (
         None,
-        "kv",
         0.0,
         "auto",
     )
@@ -54,7 +53,6 @@ def test_dict_round_trip_through_json():
         window_size=5,
         num_groups=7,
         core_position="token",
-        core_heads="query",
         core_bias=1.5,
         backend="reference",
     )
@@ -126,11 +124,6 @@ def test_frozen_and_replaced():
             "core_position must be one of 'middle', 'token', got 3.",
         ),
         (
-            {"core_heads": "head"},
-            ValueError,
-            "core_heads must be one of 'kv', 'query', got 'head'.",
-        ),
-        (
             {"backend": "pack"},
             ValueError,
             "backend must be one of 'auto', 'reference', 'packed', 'triton', got 'pack'. Did you "
@@ -181,7 +174,7 @@ def test_messages(settings, error, message):
         ("group_sise", "Did you mean 'group_size'?"),
         (
             "zzz",
-            "Known: group_size, window_size, num_groups, core_position, core_heads, "
+            "Known: group_size, window_size, num_groups, core_position, "
             "core_bias, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
             "core_mass, fetch_groups, fetch_index, fetch_share, store, fetch_slots, prefill.",
         ),
@@ -261,6 +254,7 @@ def test_bounds_are_the_last_that_are_taken():
     "field, value, harmless",
     [
         ("pooling", "mean", "cca"),
+        ("core_heads", "query", "kv"),
         ("learned", ("bias",), ()),
         ("learned", ["bias"], []),
     ],

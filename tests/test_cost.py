@@ -68,7 +68,6 @@ def test_the_papers_figure():
 
 def test_cache_bytes():
     assert cost.cache_entries(100, 8, 20) == 12 + 27
-    assert cost.cache_entries(100, 8, 20, cores_per_group=3) == 36 + 27
     assert cost.cache_bytes(cost.cache_entries(100, 8, 20), 3, 2, 16, 4) == 2 * 3 * 2 * 16 * 4 * 39
 
 
@@ -194,8 +193,8 @@ def test_first_tokens_count_as_seen_by_all_that_follow(length, n):
     model = cost.ModelCost(3, 6, 2, 8, linear_weights=100, head_weights=70, itemsize=2)
     weights = 2 * (100 * length + 70)
     assert model.prefill_flops(length, g, s, n) == weights + 3 * (attention + pooling)
-    entries = 2 * (max(0, length - n) // g) + n + s + g - 1
-    assert model.cache_bytes(length, g, s, 2, n) == 2 * 3 * 2 * 8 * 2 * entries
+    entries = max(0, length - n) // g + n + s + g - 1
+    assert model.cache_bytes(length, g, s, n) == 2 * 3 * 2 * 8 * 2 * entries
 
 
 @pytest.mark.parametrize("forwards", [1, 2])

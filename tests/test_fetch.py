@@ -32,11 +32,11 @@ INDICES = [
 ]
 OPTIONS = [
     {},
-    {"core_heads": "query", "core_bias": True},
+    {"core_bias": True},
     {"softcap": 2.0, "core_mass": True},
     {"core_position": "token", "sink_size": 6},
     {"core_bias": True, "core_mass": True, "sink_size": 4},
-    {"core_heads": "query", "core_mass": True},
+    {"core_mass": True},
     {"num_groups": 9},
     {"group_size": (4, 7)},
     {"group_size": (1, 5), "core_bias": True},

@@ -109,7 +109,6 @@ def draw_rule(draw: random.Random, head_dim: int) -> dict[str, Any]:
     frequencies = Rotary.from_theta(draw.choice((10.0, 1e4)), 2 * pairs).inv_freq
     return {
         "core_mass": draw.random() < 0.5,
-        "core_heads": draw.choice(("kv", "query")),
         "core_position": draw.choice(("middle", "token")),
         "rotary": Rotary(frequencies, interleaved=draw.random() < 0.3),
         "scale": draw.choice((None, None, 0.1, 0.7)),

@@ -78,7 +78,6 @@ def test_autocast_gives_heads_one_dtype(default_device):
     "options",
     [
         {},
-        {"core_heads": "query"},
         {"core_bias": torch.arange(8) / 4},
         {"sink_size": 3},
     ],

@@ -191,7 +191,6 @@ def test_the_bytes_of_a_token():
     for cca, expected in (
         (None, 2 * 3 * 2 * 32),
         ({"group_size": 4}, 2 * 3 * 2 * 32 / 4),
-        ({"group_size": 4, "core_heads": "query"}, 2 * 3 * 8 * 32 / 4),
         ({"group_size": 4, "cache_dtype": "int8"}, 2 * 3 * 2 * 20 / 4),
         ({"group_size": 4, "cache_dtype": "auto"}, 2 * 3 * 2 * 32 / 4),
         ({"group_size": 4, "core_mass": True}, 3 * 2 * (2 * 32 + 4) / 4),

@@ -81,7 +81,6 @@ def test_a_row_has_the_mean_cost_of_the_heads(sizes, shares):
     [
         ({}, 250 + 13),
         ({"sink_size": 6}, 248 + 8 + 13),
-        ({"core_heads": "query"}, 500 + 13),
         # A mass has the bytes of one number in float32, beside 2 x 16 of them.
         ({"core_mass": True}, 263 + 263 / 32),
     ],

@@ -36,9 +36,8 @@ def model(tmp_path_factory) -> str:
     "settings",
     [
         {},
-        {"core_heads": "query"},
         {"core_mass": True, "sink_size": 8, "core_bias": 0.7},
-        {"core_mass": True, "core_heads": "query"},
+        {"core_mass": True},
         {"num_groups": 5},
         {"core_bias": 0.7},
         {"layer_group_sizes": (3, 5)},
@@ -46,7 +45,7 @@ def model(tmp_path_factory) -> str:
         {"sink_size": 8, "core_bias": 0.7},
         {"sink_size": 60},
         {"fetch_groups": 2, "core_mass": True, "sink_size": 4},
-        {"fetch_groups": 3, "fetch_index": "mean", "core_heads": "query", "fetch_share": 4},
+        {"fetch_groups": 3, "fetch_index": "mean", "fetch_share": 4},
         {"fetch_groups": 99, "layer_group_sizes": (5, (1, 4))},
     ],
     ids=str,
@@ -80,7 +79,6 @@ def test_maps_are_the_weights_of_attention(model, settings):
                 for name in (
                     "window_size",
                     "num_groups",
-                    "core_heads",
                     "core_bias",
                     "core_mass",
                     "sink_size",
@@ -145,7 +143,7 @@ def test_a_page_names_the_layers_and_queries_that_are_asked(model, capsys):
     assert short["queries"] == [0, 1, 2, 3, 4]
     assert short["settings"]["note"].startswith("CCA was idle")
     assert "CCA was idle: at most 5 tokens" in capsys.readouterr().err
-    handle_of(loaded.model).configure(layer_group_sizes=(4, (4, 2)), core_heads="query")
+    handle_of(loaded.model).configure(layer_group_sizes=(4, (4, 2)))
     data = data_of(inspect_text(loaded, model, TEXT, 30, 1))
     assert [(x["name"], x["group_size"], x["heads"], x["shared"]) for x in data["layers"]] == [
         ("layer 0", 4, 4, 1),

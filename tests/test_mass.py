@@ -19,7 +19,6 @@ from corecontext.ops.spec import Groups, Spec, Tokens
 ROTARY = Rotary.from_theta(100.0, 16)
 OPTIONS = [
     {},
-    {"core_heads": "query"},
     {"softcap": 2.0},
     {"core_position": "token"},
     {"sink_size": 6},
@@ -37,11 +36,10 @@ def groups_of(length: int, g: int, heads: int = 2):
     return tokens, complete_groups(tokens, g)
 
 
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
-def test_a_core_token_weighs_at_most_as_its_group(core_heads):
+def test_a_core_token_weighs_at_most_as_its_group():
     """Gibbs' inequality, for every query and every group."""
     tokens, groups = groups_of(60, 5)
-    spec = Spec(5, 7, scale=0.5, core_heads=core_heads)
+    spec = Spec(5, 7, scale=0.5)
     cores = reference.pool(groups, spec)
     masses = reference.mass(groups, spec)
     scores = 0.5 * tokens.q @ cores.k.mT + masses[:, :, None]  # [N, r, T, M]
@@ -101,15 +99,13 @@ def test_results_and_gradients_are_the_references(options, with_lse, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
-def test_rows_in_lower_precision(dtype, core_heads):
+def test_rows_in_lower_precision(dtype):
     x = make_inputs(83, dtype=dtype)
     settings = {"group_size": 5, "window_size": 8, "rotary": ROTARY, "core_mass": True}
     found = [
         results_and_gradients(
             functools.partial(cca_attention, return_lse=True, backend=backend),
             inputs,
-            core_heads=core_heads,
             **settings,
         )
         for backend, inputs in (("reference", x.to(torch.float64)), ("packed", x))
@@ -136,8 +132,8 @@ def test_padded_and_packed_rows_equal_their_documents(ragged):
 
 def test_gradients_are_those_of_autograd_through_the_reference():
     _, groups = groups_of(12, 4)
-    for core_heads in ("kv", "query"):
-        spec = Spec(4, 3, scale=0.5, core_heads=core_heads, softcap=3.0)
+    for softcap in (None, 3.0):
+        spec = Spec(4, 3, scale=0.5, softcap=softcap)
         leaves = [x.clone().requires_grad_() for x in (groups.q_last, groups.k)]
         truth = reference.mass(groups._replace(q_last=leaves[0], k=leaves[1]), spec)
         grad = torch.randn_like(truth)
@@ -171,15 +167,14 @@ def test_refusals():
         cca_attention(x.q, x.k, x.v, core_mass=1, core_position="token")
 
 
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
 @pytest.mark.parametrize("g, heads, dim, softcap", [(5, 3, 20, 2.0), (16, 1, 16, None)])
-def test_triton_kernels_of_the_mass(core_heads, g, heads, dim, softcap):
+def test_triton_kernels_of_the_mass(g, heads, dim, softcap):
     kernels = pytest.importorskip("corecontext.ops.triton.pool.masses")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = make_inputs(4 * g + 2, device=device, num_heads=heads, num_kv_heads=1, head_dim=dim)
     x = x._replace(q=x.q * 30)  # weights of 0 among them
     groups = complete_groups(Tokens(x.q, x.k[:, 0], x.v[:, 0]), g)
-    spec = Spec(g, 3, scale=dim**-0.5, core_heads=core_heads, softcap=softcap)
+    spec = Spec(g, 3, scale=dim**-0.5, softcap=softcap)
     wide = Groups(*(y.double() for y in groups))
     truth = mass.forward(wide, spec)
     torch.testing.assert_close(kernels.forward(groups, spec).double(), truth, rtol=0, atol=2e-5)
@@ -188,9 +183,7 @@ def test_triton_kernels_of_the_mass(core_heads, g, heads, dim, softcap):
         assert (got.double() - wanted).norm() <= 2e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize(
-    "options", [{"core_heads": "query", "softcap": 2.0}, {"sink_size": 6}], ids=str
-)
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sink_size": 6}], ids=str)
 def test_triton_kernels_take_it(options):
     pytest.importorskip("triton", reason="the triton backend needs triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -91,11 +91,6 @@ SETTING_ERRORS = [
         "core_position must be one of 'middle', 'token', got 'end'.",
     ),
     (
-        {"core_heads": "k"},
-        ValueError,
-        "core_heads must be one of 'kv', 'query', got 'k'. Did you mean 'kv'?",
-    ),
-    (
         {"rotary": ROTARY.inv_freq},
         TypeError,
         "rotary must be a corecontext.ops.rotary.Rotary, got Tensor. Pass "
@@ -414,7 +409,6 @@ def operator_arguments(device, **changes):
         "scale": 0.25,
         "num_groups": None,
         "sink_size": 0,
-        "core_heads": "kv",
         "softcap": None,
         "core_mass": False,
         "fetch_groups": 0,
@@ -468,7 +462,7 @@ def fresh_memory_is_nan():
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("settings", [{}, {"core_heads": "query"}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("length", [1, 4, 12, 13, 61])
 def test_nothing_reads_fresh_memory(device, fresh_memory_is_nan, settings, length):
     x = make_inputs(length, batch_size=2, device=device)
@@ -638,7 +632,7 @@ def test_each_kernel_gets_the_parts_that_it_takes(monkeypatch):
         assert kernel() == found
 
 
-@pytest.mark.parametrize("option", [{}, {"core_heads": "query", "sink_size": 3}], ids=str)
+@pytest.mark.parametrize("option", [{}, {"sink_size": 3}], ids=str)
 def test_plain_products_are_the_fused_kernels(device, option, monkeypatch):
     """What takes every device and head size, with causal and other masks."""
     x = make_inputs(61, batch_size=2, dtype=torch.float64, device=device, with_lse=False)

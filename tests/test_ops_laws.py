@@ -23,7 +23,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = [(1, 5), (2, 1), (3, 7), (4, 8), (5, 12), (16, 33)]
 OPTIONS = [
     {},
-    {"core_heads": "query"},
     {"core_position": "token"},
     {"softcap": 3.0},
 ]
@@ -75,7 +74,7 @@ def test_law_1_short_sequences_are_full_attention_bit_for_bit(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize("option", OPTIONS[:2], ids=str)
 def test_law_1_groups_of_one_token_are_full_attention(device, backend, option):
     for window_size in (1, 3, 50):
         x = make_inputs(29, dtype=torch.float64, device=device)
@@ -125,9 +124,8 @@ def test_law_1_the_first_core_query_is_the_first_to_differ(device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("group_size, window_size", SIZES)
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
 def test_law_2_the_effective_map_is_causal_positive_and_sums_to_one(
-    device, backend, group_size, window_size, core_heads
+    device, backend, group_size, window_size
 ):
     x = make_inputs(53, dtype=torch.float64, device=device)
     weights = effective_map(
@@ -136,7 +134,6 @@ def test_law_2_the_effective_map_is_causal_positive_and_sums_to_one(
         backend=backend,
         group_size=group_size,
         window_size=window_size,
-        core_heads=core_heads,
         rotary=rotary_on(device),
     )
     lower = torch.ones(53, 53, dtype=torch.bool, device=device).tril()
@@ -434,7 +431,7 @@ def test_laws_6_and_8_backends_agree_in_float64(device, option, group_size, wind
     [
         {},
         {"softcap": 3.0},
-        {"core_mass": True, "core_heads": "query"},
+        {"core_mass": True},
         {"sink_size": 6},
         {"group_size": (1, 4)},
     ],
@@ -492,7 +489,7 @@ def test_law_8_pooling_agrees(device):
             for backend in BACKENDS
         )
         for one, other in zip(a, b):
-            assert one.shape == (2, 4 if option.get("core_heads") == "query" else 2, 7, 16)
+            assert one.shape == (2, 2, 7, 16)
             torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
 
 
@@ -522,9 +519,9 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
     "option",
     [
         {},
-        {"core_heads": "query", "softcap": 3.0},
+        {"softcap": 3.0},
         {"core_mass": True},
-        {"core_mass": True, "core_heads": "query", "sink_size": 6},
+        {"core_mass": True, "sink_size": 6},
         {"softcap": 3.0, "sink_size": 4, "core_mass": True},
     ],
     ids=str,

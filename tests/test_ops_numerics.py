@@ -28,7 +28,6 @@ HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 packed = functools.partial(cca_attention, backend="packed", return_lse=True)
 OPTIONS = [
     {},
-    {"core_heads": "query"},
     {"softcap": 3.0},
     {"core_position": "token"},
 ]
@@ -83,8 +82,7 @@ def test_head_sizes(device, dtype, head_dim):
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (8, 1)], ids=str)
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
-def test_head_layouts_in_a_batch_of_transposed_tensors(device, dtype, heads, core_heads):
+def test_head_layouts_in_a_batch_of_transposed_tensors(device, dtype, heads):
     inputs = make_inputs(
         41,
         dtype=dtype,
@@ -103,7 +101,6 @@ def test_head_layouts_in_a_batch_of_transposed_tensors(device, dtype, heads, cor
         group_size=3,
         window_size=7,
         rotary=rotary_for(16, device),
-        core_heads=core_heads,
     )
 
 
@@ -232,15 +229,14 @@ def test_a_core_bias_that_16_bits_do_not_hold(device, backend, softcap):
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
 @pytest.mark.parametrize("backend", ["packed", "triton"])
-def test_pooling_alone(device, dtype, core_heads, backend):
+def test_pooling_alone(device, dtype, backend):
     if backend == "triton":
         pytest.importorskip("triton", reason="the triton backend needs triton")
         if device.type == "cpu" and dtype == torch.bfloat16:
             pytest.skip("Triton's interpreter gets bfloat16 wrong")
     x = make_inputs(39, dtype=dtype, device=device, seed=3)
-    settings = {"group_size": 6, "core_heads": core_heads, "rotary": rotary_for(16, device)}
+    settings = {"group_size": 6, "rotary": rotary_for(16, device)}
 
     def pooled(y, backend):
         leaves = [t.detach().requires_grad_() for t in (y.q, y.k, y.v)]
@@ -272,7 +268,7 @@ def test_float64_gradients_by_finite_differences(device):
     bias = torch.tensor([0.3, -0.7], dtype=torch.float64, device=device)
     rotary = Rotary(torch.tensor([1.0, 0.2], device=device))
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, bias)]
-    for settings in ({}, {"core_heads": "query", "softcap": 2.0}):
+    for settings in ({}, {"softcap": 2.0}):
         assert torch.autograd.gradcheck(
             lambda q, k, v, b, settings=settings: packed(
                 q, k, v, core_bias=b, group_size=3, window_size=2, rotary=rotary, **settings

@@ -38,7 +38,6 @@ def oracle(
     group_size,
     window_size,
     core_position="middle",
-    core_heads="kv",
     rotary,
     softcap=None,
     core_bias=None,
@@ -71,13 +70,9 @@ def oracle(
             rotate(k[n, t], middle, rotary) if core_position == "middle" else k_rot[n][t]
             for t in tokens
         ]
-        if core_heads == "query":
-            phi = weights(h, c)
-        else:
-            phi = [
-                sum(w) / repeats
-                for w in zip(*(weights(n * repeats + i, c) for i in range(repeats)))
-            ]
+        phi = [
+            sum(w) / repeats for w in zip(*(weights(n * repeats + i, c) for i in range(repeats)))
+        ]
         if core_position == "middle":
             key = rotate(sum(w * k[n, t] for w, t in zip(phi, tokens)), middle, rotary)
         else:
@@ -123,11 +118,9 @@ CASES = [
     {"rotary": PARTIAL},
     {"rotary": PARTIAL_INTERLEAVED},
     {"rotary": HALF, "core_position": "token"},
-    {"rotary": HALF, "core_heads": "query"},
     {"rotary": PARTIAL, "softcap": 1.5},
     {
         "rotary": HALF,
-        "core_heads": "query",
         "core_bias": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=F64),
     },
 ]

@@ -114,7 +114,6 @@ def test_a_press_refuses_what_a_plain_cache_cannot_hold(kvpress):
     for change in (
         {"core_mass": True},
         {"cache_dtype": "int8"},
-        {"core_heads": "query"},
         {"core_bias": 0.5},
         {"layer_group_sizes": (4, 8)},
         {"head_group_sizes": (4, 8)},
@@ -214,7 +213,6 @@ def hf_config(**cca) -> LlamaConfig:
 
 
 REFUSED = [
-    ("core_heads", "query"),
     ("num_groups", 4),
     ("fetch_groups", 2),
     ("cache_dtype", "int8"),

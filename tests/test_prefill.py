@@ -16,7 +16,6 @@ PROMPT = 41
 KINDS = {
     "plain": {},
     "mass": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
-    "query": {"core_heads": "query"},
     "heads": {"head_group_sizes": (4, 3), "sink_size": 4},
     "fetch": {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 4},
 }
@@ -30,7 +29,7 @@ def inputs(dtype=torch.float64):
 
 def dense(config, tensors, **options):
     """The attention of the settings in one pass."""
-    names = ("window_size", "sink_size", "core_heads", "core_mass", "fetch_groups")
+    names = ("window_size", "sink_size", "core_mass", "fetch_groups")
     return cca_attention(
         *tensors,
         group_size=config.head_group_sizes or config.group_size,

@@ -199,7 +199,7 @@ def test_run_again_runs_nothing_and_other_runs_are_refused(done, unpainted, caps
 
 def test_methods_have_one_cache_size():
     for size in (FULL,):
-        r, entries, known = size.heads // size.kv_heads, {}, methods(size)
+        entries, known = {}, methods(size)
         for name, one in known.items():
             if not isinstance(one.config, CCAConfig):
                 continue
@@ -211,14 +211,8 @@ def test_methods_have_one_cache_size():
                     one_layer if isinstance(one_layer, tuple) else (one_layer,) * size.kv_heads
                 )
             ]
-            width, n, s = (
-                r if one.config.core_heads == "query" else 1,
-                one.config.sink_size,
-                one.config.window_size,
-            )
-            entries[name] = sum((size.length - n) // g * width + n + s + g - 1 for g in per) / len(
-                per
-            )
+            n, s = one.config.sink_size, one.config.window_size
+            entries[name] = sum((size.length - n) // g + n + s + g - 1 for g in per) / len(per)
         assert (
             len(entries) >= 12
             and entries["sinks"] == entries["cca"]
@@ -520,7 +514,7 @@ def test_muon_by_shape_is_torchs_muon():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    "name", ["full", "cca", "window", "streaming_llm", "mean", "query_heads", "raw_1", "duo_1"]
+    "name", ["full", "cca", "window", "streaming_llm", "mean", "raw_1", "duo_1"]
 )
 def test_captured_steps_are_the_uncaptured_ones(name):
     """Several contexts one after the other, rates that change; to the rounding of gradients summed
@@ -760,7 +754,6 @@ def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
         ("cca", 0.3, 0.6, 100),
         ("raw_1", 0.5, 0.55, 105),
         ("log_g", 0.4, 0.7, 100),
-        ("query_heads", 0.9, 0.9, 109),
     ):
         add("quality.gain_kept", val, method, split="val")
         add("quality.gain_kept", test, method, split="test")

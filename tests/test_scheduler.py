@@ -704,7 +704,7 @@ def held_bytes(scheduler):
 
 SETTINGS = {
     "int8": {"cache_dtype": "int8"},
-    "fp8-per-query-head": {"cache_dtype": "fp8", "core_heads": "query"},
+    "fp8": {"cache_dtype": "fp8"},
     "bias": {"core_bias": 0.7},
     "layers": {"layer_group_sizes": (3, 8)},
     "heads": {"layer_group_sizes": ((3, 1), 8)},
@@ -720,7 +720,7 @@ SETTINGS = {
         "sink_size": 7,
     },
 }
-COMBINED = ("fp8-per-query-head", "heads-all", "all")
+COMBINED = ("fp8", "heads-all", "all")
 
 
 # In rows of fixed size by default the settings that hold all others.

@@ -303,7 +303,6 @@ def test_the_bytes_of_a_row():
     assert entry_bytes(A.replace(cache_dtype="fp8", core_mass=True), 16, 2) == 2 * (16 + 4) + 4
     ring = 8 + 3
     assert shape.entries(None, 100) == 100 and shape.entries(A, 103) == ring + 25
-    assert shape.entries(A.replace(core_heads="query"), 100) == ring + 25 * 4
     assert shape.entries(A.replace(sink_size=5), 103) == ring + 8 + 23
     assert shape.row_bytes(A, 100, before=48) == 3 * 2 * (ring + 25 - 12) * 64
     # With fetch, raw tokens count where they are.

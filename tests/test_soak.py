@@ -64,7 +64,6 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> tup
     rows there were, and how many of them a dense pass has checked."""
     handle.configure(
         cache_dtype=draw.choice(("auto", "auto", "int8", "fp8")),
-        core_heads=draw.choice(("kv", "query")),
         store=draw.choice(("device", "host")),
         fetch_slots=draw.choice((0, 0, 6, 9)),
         fetch_index=draw.choice(("pairs:2", "mean", "bits:1")),

@@ -206,7 +206,6 @@ def test_tiles_without_a_mask_hold_no_token_of_the_future(g, s):
         {},
         {"attention_mask": True},
         {"cu_seqlens": True},
-        {"core_heads": "query"},
         {"core_bias": 0.7},
         {"sink_size": 8, "core_bias": 0.7},
     ],

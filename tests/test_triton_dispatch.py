@@ -82,8 +82,8 @@ CASES = [
     (1, 460, 64, 150, 10, {"bias": True, "grad_lse": True}),
     (1, 400, 256, 16, 64, {}),
     (2, 300, 256, 7, 45, {"grad_lse": True}),
-    (4, 600, 128, 16, 64, {"core_heads": "query"}),
-    (2, 430, 80, 7, 20, {"core_heads": "query", "bias": True}),
+    (4, 600, 128, 16, 64, {}),
+    (2, 430, 80, 7, 20, {"bias": True}),
     (4, 600, 128, 16, 50, {"bias": True}),
     (4, 130, 96, 16, 40, {"bias": True, "grad_lse": True}),
     (2, 127, 128, 7, 1, {}),
@@ -91,7 +91,7 @@ CASES = [
     (1, 1, 128, 16, 9, {}),
     (4, 600, 128, 16, 64, {"sink_groups": 1}),
     (2, 500, 64, 7, 33, {"sink_groups": 3, "bias": True, "grad_lse": True}),
-    (2, 700, 128, 150, 170, {"sink_groups": 1, "core_heads": "query"}),
+    (2, 700, 128, 150, 170, {"sink_groups": 1}),
     (1, 400, 256, 16, 64, {"sink_groups": 9}),
 ]
 SMALL = [(2, 45, 40, 7, 10, {"bias": True, "grad_lse": True, "sink_groups": 1})]
@@ -225,7 +225,6 @@ def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, Tensor | None, di
         {
             "group_size": g,
             "window_size": s,
-            "core_heads": options.get("core_heads", "kv"),
             "sink_size": options.get("sink_groups", 0) * g,
             "rotary": Rotary.from_theta(1e4, dim, DEVICE),
         },
@@ -332,12 +331,12 @@ def test_the_same_bits_from_run_to_run(case, dtype, way):
     [(0, 1), (0, 130), (5, 64), (64, 200), (133, 128), (299, 1), (150, 150)] if GPU else [(23, 17)],
 )
 @pytest.mark.parametrize(
-    "r, dim, g, s, core_heads",
-    [(1, 128, 16, 64, "kv"), (2, 64, 7, 33, "query"), (4, 256, 16, 50, "kv"), (2, 80, 1, 20, "kv")]
+    "r, dim, g, s",
+    [(1, 128, 16, 64), (2, 64, 7, 33), (4, 256, 16, 50), (2, 80, 1, 20)]
     if GPU
-    else [(2, 40, 7, 10, "query")],
+    else [(2, 40, 7, 10)],
 )
-def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way):
+def test_chunks_of_queries(r, dim, g, s, q_start, count, dtype, way):
     """A chunk's rows hold the budget of the same rows of the whole; keys before the window are not
     handed over."""
     inputs = make_inputs(
@@ -354,7 +353,6 @@ def test_chunks_of_queries(r, dim, g, s, core_heads, q_start, count, dtype, way)
     settings = {
         "group_size": g,
         "window_size": s,
-        "core_heads": core_heads,
         "rotary": Rotary.from_theta(1e4, dim, DEVICE),
     }
     truth = cca_attention(
@@ -793,11 +791,10 @@ def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypat
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
 
 
-@pytest.mark.parametrize("core_heads", ["kv", "query"])
-def test_pooling_compiles_as_one_graph_with_its_gradients(core_heads):
+def test_pooling_compiles_as_one_graph_with_its_gradients():
     x = make_inputs(21, head_dim=16, device=DEVICE)
     rotary = Rotary.from_theta(100.0, 16, DEVICE)
-    options = {"group_size": 4, "rotary": rotary, "core_heads": core_heads}
+    options = {"group_size": 4, "rotary": rotary}
 
     def run(backend, q, k, v):
         return pool_core_tokens(q, k, v, backend=backend, **options)

@@ -392,7 +392,6 @@ def test_the_kernels_say_what_they_cannot_choose():
     for index in ("mean", "parts:2:4", "pairs:2", "bits:1", "oracle"):
         assert reason(index) is None
     assert reason("mean", dim=256) is None and "258 elements" in reason("mean", dim=258)
-    assert reason("mean", core_heads="query", softcap=2.0) is None
     assert "softcap" in reason("pairs:2", softcap=2.0)
     assert "differ in size" in reason("parts:3:4") and "differ" in reason("pairs:2", group_size=5)
     assert reason("bits:2", group_size=5) is None

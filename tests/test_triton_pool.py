@@ -21,21 +21,21 @@ from corecontext.ops.triton.pool import launcher as fused
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
 
-# group_size, head_dim, heads, groups, core_heads, rotary, softcap
+# group_size, head_dim, heads, groups, rotary, softcap
 CASES = [
-    (1, 16, 1, 3, "kv", "half", None),
-    (3, 20, 2, 5, "kv", "partial", None),
-    (3, 20, 3, 2, "query", "partial_interleaved", 5.0),
-    (4, 64, 2, 19, "query", "half", None),
-    (4, 64, 3, 5, "kv", "half", None),
-    (4, 64, 1, 9, "kv", None, 0.5),
-    (16, 80, 3, 3, "kv", "half", 2.0),
-    (16, 64, 1, 5, "query", "interleaved", None),
-    (16, 20, 2, 3, "query", None, None),
-    (150, 80, 1, 2, "kv", "half", None),
-    (150, 80, 3, 1, "kv", "partial_interleaved", 2.0),
-    (150, 80, 2, 2, "query", "partial", None),
-    (150, 80, 2, 1, "query", None, 2.0),
+    (1, 16, 1, 3, "half", None),
+    (3, 20, 2, 5, "partial", None),
+    (3, 20, 3, 2, "partial_interleaved", 5.0),
+    (4, 64, 2, 19, "half", None),
+    (4, 64, 3, 5, "half", None),
+    (4, 64, 1, 9, None, 0.5),
+    (16, 80, 3, 3, "half", 2.0),
+    (16, 64, 1, 5, "interleaved", None),
+    (16, 20, 2, 3, None, None),
+    (150, 80, 1, 2, "half", None),
+    (150, 80, 3, 1, "partial_interleaved", 2.0),
+    (150, 80, 2, 2, "partial", None),
+    (150, 80, 2, 1, None, 2.0),
 ]
 
 
@@ -114,15 +114,14 @@ def check(got, same, exact, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_plain_and_reference(case, dtype):
-    group_size, head_dim, heads, groups, core_heads, kind, softcap = case
+    group_size, head_dim, heads, groups, kind, softcap = case
     q_last, k, v = inputs(group_size, head_dim, heads, groups, dtype)
     options = dict(
         scale=head_dim**-0.5,
-        core_heads=core_heads,
         rotary=rotary_of(kind, head_dim),
         softcap=softcap,
     )
-    shape = (k.shape[0], heads if core_heads == "query" else 1, groups, head_dim)
+    shape = (k.shape[0], 1, groups, head_dim)
     make = torch.Generator().manual_seed(1)
     grads = [torch.randn(shape, generator=make).to(DEVICE) for _ in range(2)]
     got = run(*FUSED, q_last, k, v, grads, **options)
@@ -132,14 +131,14 @@ def test_matches_plain_and_reference(case, dtype):
 
 @pytest.mark.parametrize(
     "case",
-    [(4, 16, 2, 3, "kv", "half"), (3, 20, 1, 4, "kv", None), (150, 20, 1, 2, "query", None)],
+    [(4, 16, 2, 3, "half"), (3, 20, 1, 4, None), (150, 20, 1, 2, None)],
     ids=str,
 )
 def test_values_may_lie_otherwise_than_keys(case):
-    group_size, head_dim, heads, groups, core_heads, kind = case
+    group_size, head_dim, heads, groups, kind = case
     q_last, k, v = inputs(group_size, head_dim, heads, groups, torch.float32)
-    options = dict(scale=0.3, core_heads=core_heads, rotary=rotary_of(kind, head_dim))
-    shape = (k.shape[0], heads if core_heads == "query" else 1, groups, head_dim)
+    options = dict(scale=0.3, rotary=rotary_of(kind, head_dim))
+    shape = (k.shape[0], 1, groups, head_dim)
     grads = [torch.ones(shape, device=DEVICE)] * 2
     wanted = run(*FUSED, q_last, k, v, grads, **options)
     assert k.stride() == v.stride() != v.contiguous().stride()

@@ -42,7 +42,7 @@ def decode_step(
         if num_cores:
             return attend_fetched(entries, entries.store, q, see, position)
     raw_size = entries.raw_size
-    keys, values = entries.get(ALL, 0, raw_size + num_cores * entries.core_width, q.dtype)
+    keys, values = entries.get(ALL, 0, raw_size + num_cores, q.dtype)
     # mutant sinks: core bias added to them
     return attend_buffer(
         q,
@@ -57,7 +57,7 @@ def decode_step(
 
 
 def _core_bias(entries: Entries, q: Tensor, num_cores: int) -> float | Tensor:
-    """Return the addend of core scores: a number, or with masses [B, H, M w]."""
+    """Return the addend of core scores: a number, or with masses [B, H, M]."""
     bias = entries.config.core_bias
     if not entries.has_mass:
         return bias
@@ -81,7 +81,6 @@ def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
     """Pool the group of every row whose newest token is a group's last; other rows keep theirs."""
     g = entries.group_size
     n = entries.num_sinks
-    width = entries.core_width
     batch, heads, _, dim = entries.keys.shape
     device = q.device
 
@@ -100,29 +99,24 @@ def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
     # mutant sinks: a core token in another's slot
     group = (position - n if n else position) // g
     group = group.clamp(0, entries.capacity - 1)
-    target = entries.raw_size + group[:, None] * width + torch.arange(width, device=device)
+    target = entries.raw_size + group[:, None]
     for buffer, core in zip(entries.buffers, cores):
-        core = core.reshape(batch, heads, width, core.shape[-1]).to(buffer.dtype)
+        core = core.reshape(batch, heads, 1, core.shape[-1]).to(buffer.dtype)
         write(buffer, target, torch.where(is_last, core, read(buffer, target)))
 
 
 def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
-    """Return which entries each row's query sees, [B, 1 or r, C + n + M w]."""
+    """Return which entries each row's query sees, [B, 1, C + n + M]."""
     sizes = (entries.group_size, entries.spec.window_size)
     n = entries.num_sinks
     ring = entries.ring_size
-    width = entries.core_width
     device = position.device
     position = position[:, None]
     # The tokens after the first n are a sequence of their own.
     later = position - n if n else position
 
-    # Core tokens; with w > 1 query head i sees the i-th of each group.
     # mutant 4: decoding sees one core token too few
     see_core = sees_core(torch.arange(num_cores, device=device), later, *sizes)
-    see_core = see_core[:, None, :, None]  # [B, 1, M, 1]
-    if width > 1:
-        see_core = see_core & torch.eye(width, dtype=torch.bool, device=device)[:, None]
 
     # The token in a ring slot is the newest whose position, modulo C, is the slot.
     age = (position - torch.arange(ring, device=device)) % ring
@@ -132,5 +126,4 @@ def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
         # mutant sinks: decoding sees those to come
         see_first = sees_token(torch.arange(n, device=device), position, *sizes, n)
         see_raw = torch.cat((see_raw, see_first), -1)
-    see_raw = see_raw[:, None].expand(-1, see_core.shape[1], -1)
-    return torch.cat((see_raw, see_core.flatten(2)), -1)
+    return torch.cat((see_raw, see_core), -1)[:, None]

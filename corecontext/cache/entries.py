@@ -1,20 +1,19 @@
 """Hold the entries of one layer's compact cache: which slot holds which token, in which dtype.
 
-Keys and values are buffers [B, Hkv, C + n + M w, D]. Every entry is found by its position p in its
+Keys and values are buffers [B, Hkv, C + n + M, D]. Every entry is found by its position p in its
 row's sequence, which is never stored. Along the slots lie
 
     0 .. C - 1              the ring: the token at position p >= n in slot p mod C;
     C .. C + n - 1          the first n tokens (`sink_size`), position p < n in slot C + p;
-    C + n + c w ..          core tokens of group c, counted behind the first n tokens; w = 1, or
-                            r (query heads per KV head) with core_heads="query".
+    C + n + c               the core token of group c, counted behind the first n tokens.
 
 C = s + g - 1 + rollback raw tokens are all that a later query can see uncompressed. The order does
 not matter to softmax, and rotary is already applied to the keys, so a decoding step attends to one
 contiguous slice. Rows with left padding, cropping and fixed shapes follow from the positions alone.
 
-In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M w, 1] follow keys and
+In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M, 1] follow keys and
 values. A token is rounded when it comes, and attended to and pooled as rounded, so that all ways of
-appending agree. With `CCAConfig.core_mass` a buffer [B, Hkv, C + n + M w, 1] of the core tokens'
+appending agree. With `CCAConfig.core_mass` a buffer [B, Hkv, C + n + M, 1] of the core tokens'
 masses, in float32 or wider, comes last; its raw slots stay 0. With fetch a `RawStore` holds all raw
 tokens beside them.
 """
@@ -60,8 +59,6 @@ class Entries:
         """Extra tokens in the ring."""
         self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
         """The same settings for kernels, with the g, scale and softcap of the last append."""
-        self.core_width = 1
-        """Core tokens of a group and KV head: w."""
         self.buffers: list[Tensor] = []
         """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses."""
         self.dtype: torch.dtype | None = None
@@ -71,24 +68,24 @@ class Entries:
 
     @property
     def keys(self) -> Tensor:
-        """[B, Hkv, C + n + M w, D]."""
+        """[B, Hkv, C + n + M, D]."""
         return self.buffers[0]
 
     @property
     def values(self) -> Tensor:
-        """[B, Hkv, C + n + M w, D]."""
+        """[B, Hkv, C + n + M, D]."""
         return self.buffers[1]
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and of values, [B, Hkv, C + n + M w, 1] in 8 bits, else None."""
+        """Of keys and of values, [B, Hkv, C + n + M, 1] in 8 bits, else None."""
         if self.config.cache_dtype == "auto":
             return None, None
         return self.buffers[2], self.buffers[3]
 
     @property
     def mass_buffer(self) -> Tensor | None:
-        """[B, Hkv, C + n + M w, 1], None without masses."""
+        """[B, Hkv, C + n + M, 1], None without masses."""
         return self.buffers[-1] if self.has_mass else None
 
     # Sizes
@@ -116,8 +113,8 @@ class Entries:
         return self.ring_size + self.num_sinks
 
     def size(self, length: int) -> int:
-        """Slots for a row of `length` tokens: C + n + M w."""
-        return self.raw_size + self.num_cores(length) * self.core_width
+        """Slots for a row of `length` tokens: C + n + M."""
+        return self.raw_size + self.num_cores(length)
 
     def num_cores(self, length: int) -> int:
         """Complete groups of a row of `length` tokens: M."""
@@ -126,7 +123,7 @@ class Entries:
     @property
     def capacity(self) -> int:
         """Groups that the buffers have slots for."""
-        return (self.keys.shape[2] - self.raw_size) // self.core_width
+        return self.keys.shape[2] - self.raw_size
 
     @property
     def entry_bytes(self) -> int:
@@ -172,16 +169,14 @@ class Entries:
         return [k for k, _ in pieces], [v for _, v in pieces]
 
     def put_cores(self, rows: slice, first: int, stored: list[Tensor]) -> None:
-        """Store what `pool` returned, [N, w, M, D], of the groups from `first` on."""
+        """Store what `pool` returned, [N, 1, M, D], of the groups from `first` on."""
         heads = self.keys.shape[1]
-        stored = [x.transpose(1, 2).flatten(1, 2).unflatten(0, (-1, heads)) for x in stored]
-        self.put(rows, self.raw_size + first * self.core_width, stored)
+        self.put(rows, self.raw_size + first, [x[:, 0].unflatten(0, (-1, heads)) for x in stored])
 
     def get_cores(self, rows: slice, count: int, dtype: torch.dtype) -> Cores:
-        """Return core keys and values [N, w, M, D] of the first `count` groups."""
-        width = self.core_width
-        cores = self.get(rows, self.raw_size, self.raw_size + count * width, dtype)
-        return Cores(*(x.unflatten(2, (count, width)).transpose(2, 3).flatten(0, 1) for x in cores))
+        """Return core keys and values [N, 1, M, D] of the first `count` groups."""
+        cores = self.get(rows, self.raw_size, self.raw_size + count, dtype)
+        return Cores(*(x.flatten(0, 1)[:, None] for x in cores))
 
     # Core tokens
     # -----------
@@ -192,7 +187,7 @@ class Entries:
         return self.config.core_mass and self.group_size > 1
 
     def pool(self, groups: Groups) -> list[Tensor]:
-        """Return the core tokens [N, w, M, D] of groups of N = rows x Hkv sequences, as the buffers
+        """Return the core tokens [N, 1, M, D] of groups of N = rows x Hkv sequences, as the buffers
         store them."""
         backend = backend_module(self.config.backend, groups.q_last)
         stored = self.encode(*backend.pool(groups, self.spec))
@@ -201,10 +196,10 @@ class Entries:
         return stored
 
     def masses(self, rows: slice, count: int) -> Tensor:
-        """Return the masses [B, Hkv, M w] of the first `count` groups."""
+        """Return the masses [B, Hkv, M] of the first `count` groups."""
         start = self.raw_size
         # mutant mass: that of the group before, from a cache
-        return self.buffers[-1][rows, :, start : start + count * self.core_width, 0]
+        return self.buffers[-1][rows, :, start : start + count, 0]
 
     def bias_of_cores(self, rows: slice, count: int, q: Tensor) -> Tensor | None:
         """Return the addend of the scores of the first `count` groups' core tokens, for queries
@@ -215,8 +210,7 @@ class Entries:
             bias = q.new_full(q.shape[:2], self.config.core_bias, dtype=wide)
         if not self.has_mass or not count:
             return bias
-        masses = self.masses(rows, count).unflatten(2, (count, -1))
-        return add_to_bias(bias, masses.transpose(2, 3).flatten(0, 1), q.shape[1])
+        return add_to_bias(bias, self.masses(rows, count).flatten(0, 1)[:, None], q.shape[1])
 
     def reserve(self, length: int) -> None:
         """Make room for a row of `length` tokens, and a quarter more than now at least."""

@@ -20,12 +20,11 @@ def attend_fetched(
     """Return the attention [B, H, 1, D] of queries q [B, H, 1, D] at their rows' positions [B].
 
     Args:
-        see: Entries that each row sees without fetch, [B, 1 or r, C + n + M w].
+        see: Entries that each row sees without fetch, [B, 1, C + n + M].
     """
     spec = entries.spec
-    width = entries.core_width
     num_raw = entries.raw_size
-    count = (see.shape[2] - num_raw) // width
+    count = see.shape[2] - num_raw
     heads = entries.keys.shape[1]
     repeats = q.shape[1] // heads
     queries = q.reshape(-1, repeats, 1, q.shape[3])  # [N, r, 1, D], N = B x Hkv
@@ -33,13 +32,13 @@ def attend_fetched(
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     core_bias = entries.bias_of_cores(ALL, count, queries)
 
-    # Scores of the compact entries, [N, r, 1, C + n + M w].
+    # Scores of the compact entries, [N, r, 1, C + n + M].
     compact = cap(products(queries, keys) * spec.scale, spec)
     if core_bias is not None:
         each = core_bias.to(compact.dtype).reshape(*core_bias.shape[:2], 1, -1)
-        each = each.expand(-1, -1, -1, count).repeat_interleave(width, 3)
+        each = each.expand(-1, -1, -1, count)
         compact = compact + torch.cat((each.new_zeros(*each.shape[:3], num_raw), each), 3)
-    see = see[:, None].expand(-1, heads, -1, -1).flatten(0, 1)[:, :, None]  # [N, 1 or r, 1, S]
+    see = see[:, None].expand(-1, heads, -1, -1).flatten(0, 1)[:, :, None]  # [N, 1, 1, S]
     compact = compact.masked_fill(~see, -torch.inf)
 
     # The choice, and the compact entries without it.
@@ -50,7 +49,7 @@ def attend_fetched(
     numbers = choose(estimates, visible, min(spec.fetch_groups, count))[:, 0]
     marks = to_marks(numbers, count)
     # mutant fetch: decoding sees a core token beside its raw tokens
-    hidden = marks.repeat_interleave(width, 1)[:, None, None]
+    hidden = marks[:, None, None]
     compact[..., num_raw:] = compact[..., num_raw:].masked_fill(hidden, -torch.inf)
 
     # Raw tokens of the groups chosen, [N, r, 1, k g], in the same softmax.

@@ -229,8 +229,6 @@ class CompactLayer(SavedState):
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)
         if choose_backend(self.config.backend, head) != "triton":
             return
-        if self.core_width > 1:
-            return  # a fused step has one core token for all query heads
         module = backend_module("triton", self.keys)
         self._step = module.decode_step
         if fetches:
@@ -265,8 +263,7 @@ class CompactLayer(SavedState):
                 )
             length = q.shape[2] - self.pads[0]
             group_size = group_size_for(length, config.window_size, config.num_groups)
-        core_width = q.shape[1] // k.shape[1] if config.core_heads == "query" else 1
-        self._set_sizes(group_size, core_width, k.dtype)
+        self._set_sizes(group_size, k.dtype)
         shape = (*k.shape[:2], self.size(self.max_length or 0))
         like = self.encode(k[:, :, :1], k[:, :, :1])
         self.allocate_store(like)

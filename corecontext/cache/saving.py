@@ -25,7 +25,6 @@ class SavedState(CroppedState):
             "config": self.config.to_dict(),
             "rollback": self.rollback,
             "group_size": self.group_size,
-            "core_width": self.core_width,
             "seen": self.seq_len,
             "intact_from": self._intact_from,
             "ended": self._closed,
@@ -56,7 +55,6 @@ class SavedState(CroppedState):
             [state["keys"], state["values"], *state.get("scales", ())],
             state["seen"],
             group_size=state["group_size"],
-            core_width=state["core_width"],
             dtype=state.get("dtype"),
             pad=state["pad"],
             store=state.get("store", []),
@@ -69,7 +67,7 @@ class SavedState(CroppedState):
     def adopt(self, buffers: list[Tensor], like: SavedState) -> None:
         """Decode into these buffers from now on, laid out as those of another layer (a pool's)."""
         self.buffers = buffers
-        self._set_sizes(like.group_size, like.core_width, like.dtype)
+        self._set_sizes(like.group_size, like.dtype)
         self._counted = None
         self.is_empty = False
         self._choose_step()
@@ -90,7 +88,6 @@ class SavedState(CroppedState):
         length: int,
         *,
         group_size: int,
-        core_width: int,
         dtype: torch.dtype | None = None,
         pad: Tensor | None = None,
         store: Sequence[Tensor] = (),
@@ -114,7 +111,7 @@ class SavedState(CroppedState):
             )
         if self.max_length is not None:
             self._make_room(length)
-        self._set_sizes(group_size, core_width, dtype or buffers[0].dtype)
+        self._set_sizes(group_size, dtype or buffers[0].dtype)
         used = buffers[0].shape[2]
         slots = used if self.max_length is None else self.size(self.max_length)
         if pad is None:

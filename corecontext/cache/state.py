@@ -176,10 +176,9 @@ class LayerState(Entries):
             # mutant prefill: raw tokens of a prompt stay
             self.store = None
 
-    def _set_sizes(self, group_size: int, core_width: int, dtype: torch.dtype) -> None:
+    def _set_sizes(self, group_size: int, dtype: torch.dtype) -> None:
         """Fix the sizes that the first append fixes otherwise."""
         self.spec = self.spec.replace(group_size=group_size)
-        self.core_width = core_width
         self.dtype = dtype
 
     def _make_room(self, length: int) -> None:

@@ -14,10 +14,7 @@ from corecontext.distributed.wire import Gathering
 def no_cores(call: Call, like: Tensor) -> Tensor:
     """Return keys and values of no core token, [2, N, Hc, 0, D], in the dtype of `like`."""
     shape = call.halo.shape
-    heads = 1
-    if call.spec.core_heads == "query":
-        heads = shape.num_heads // shape.num_kv_heads
-    return like.new_empty(2, shape.batch_size * shape.num_kv_heads, heads, 0, shape.head_dim)
+    return like.new_empty(2, shape.batch_size * shape.num_kv_heads, 1, 0, shape.head_dim)
 
 
 def no_masses(call: Call, like: Tensor) -> Tensor:

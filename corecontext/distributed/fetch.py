@@ -192,9 +192,7 @@ def _gradients(
     grad_ends += dq_last
     pooled += torch.stack((dk, dv))
     if spec.core_mass:
-        grad_mass = grad_bias
-        if spec.core_heads == "kv":
-            grad_mass = grad_bias.sum(1, keepdim=True)
+        grad_mass = grad_bias.sum(1, keepdim=True)
         dq_last, dk = call.module.mass_backward(grad_mass, groups, spec)
         grad_ends += dq_last
         pooled[0] += dk

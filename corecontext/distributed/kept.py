@@ -26,15 +26,12 @@ class Kept(NamedTuple):
     first tokens kept raw and core tokens behind."""
 
     keys: Tensor
-    """[B, Hkv, C + n + M w, D]; C the ring's slots, n the first tokens' slots, M the core tokens, w
-    their heads for each of k."""
+    """[B, Hkv, C + n + M, D]; C the ring's slots, n the first tokens' slots, M the core tokens."""
     values: Tensor
     """As keys."""
     masses: Tensor | None
-    """Of the core tokens, [B, Hkv, C + n + M w, 1], in float32 or wider, or None."""
+    """Of the core tokens, [B, Hkv, C + n + M, 1], in float32 or wider, or None."""
     group_size: int
-    core_width: int
-    """w."""
     rotary: Rotary | None
     raw: tuple[Tensor, ...] = ()
     """Keys and values of all tokens, [B, Hkv, L, D] each, where the layer fetches."""
@@ -79,8 +76,8 @@ class Keeper:
             k, v: This process's tokens among them, [B, Hkv, T, D].
             first: Keys and values of the first tokens kept raw, [2, B, Hkv, at most n, D].
             sinks: Slots for these, n.
-            cores: Keys and values of all core tokens, [2, B Hkv, w, M, D].
-            masses: Of these, [1, B Hkv, w, M, 1], or None.
+            cores: Keys and values of all core tokens, [2, B Hkv, 1, M, D].
+            masses: Of these, [1, B Hkv, 1, M, 1], or None.
         """
         # The last tokens, wherever they are, reach the processes that will hold the caches.
         spec = halo.spec
@@ -169,12 +166,12 @@ def _laid_out(
     first = F.pad(first, (0, 0, 0, sinks - first.shape[3]))
     buffers = []
     for raw, first_raw, core in zip(tail, first, cores):
-        core = core.transpose(1, 2).reshape(*shape, -1, dim)
+        core = core.reshape(*shape, -1, dim)
         empty_ring = raw.new_zeros(*shape, ring, dim)
         buffer = torch.cat((empty_ring, first_raw, core.to(raw.dtype)), 2)
         buffer[:, :, slots] = raw
         buffers.append(buffer)
     if masses is not None:
-        behind = masses[0].transpose(1, 2).reshape(*shape, -1, 1)
+        behind = masses[0].reshape(*shape, -1, 1)
         masses = F.pad(behind, (0, 0, ring + sinks, 0))
-    return Kept(*buffers, masses, spec.group_size, cores.shape[2], spec.rotary)
+    return Kept(*buffers, masses, spec.group_size, spec.rotary)

@@ -85,8 +85,7 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     """
     sizes = ModelSizes.of(config)
     cca = _settings(config)
-    width = sizes.query_heads // sizes.kv_heads if cca.core_heads == "query" else 1
-    token = width * entry_bytes(cca, sizes.head_dim, dtype.itemsize) / cca.group_size
+    token = entry_bytes(cca, sizes.head_dim, dtype.itemsize) / cca.group_size
     # A long text, over which the slots of fetch, whose number is fixed, add next to nothing.
     length = 2**24
     token += store_bytes(cca, length, sizes.head_dim, dtype.itemsize).device / length

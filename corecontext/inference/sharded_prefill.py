@@ -187,7 +187,6 @@ def _filled(
             [x for x in (kept.keys, kept.values, kept.masses) if x is not None],
             length,
             group_size=kept.group_size,
-            core_width=kept.core_width,
             raw=[x.to(kept.keys.device) for x in kept.raw],
         )
     return layer

@@ -31,7 +31,6 @@ except ImportError as error:
 
 PLAIN = CCAConfig.paper()
 FIXED_FIELDS = (
-    "core_heads",
     "core_bias",
     "layer_group_sizes",
     "head_group_sizes",
@@ -67,7 +66,7 @@ class CCAPress(BasePress):
 
     config: CCAConfig = field(default_factory=lambda: CCAConfig(core_mass=False))
     """g, s, first tokens and the core tokens' position. Masses and a bias of core tokens,
-    core tokens of query heads, sizes by layer or head and 8 bits have no place in a plain cache."""
+    sizes by layer or head and 8 bits have no place in a plain cache."""
     compression_ratio: float | None = None
     """Share of the entries to remove, at least 0 and below 1; None keeps the config's g and s. With
     it g is the config's, or the least above it that leaves a quarter of the entries to the window;

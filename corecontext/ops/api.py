@@ -96,7 +96,6 @@ def cca_attention(
     window_size: int = DEFAULT_WINDOW_SIZE,
     num_groups: int | None = None,
     core_position: str = "middle",
-    core_heads: str = "kv",
     rotary: Rotary | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -128,7 +127,6 @@ def cca_attention(
             num_groups)).
         core_position: "middle" rotates core keys to their group's middle position and needs
             `rotary`; "token" pools the keys as they are.
-        core_heads: One core token per "kv" head, or per "query" head.
         rotary: How the keys were rotated.
         scale: Factor of the scores, above 0; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
@@ -190,7 +188,7 @@ def cca_attention(
     validate = CCAConfig if torch.compiler.is_compiling() else _known_settings
     for g in sizes:
         validate(
-            *(g, window_size, num_groups, core_position, core_heads),
+            *(g, window_size, num_groups, core_position),
             core_mass=core_mass,
             sink_size=sink_size,
             fetch_groups=fetch_groups,
@@ -203,7 +201,6 @@ def cca_attention(
         scale=checks.scale_of(scale, q),
         num_groups=num_groups,
         sink_size=sink_size,
-        core_heads=core_heads,
         softcap=checks.positive("softcap", softcap, "Use None for none."),
         core_mass=core_mass,
         fetch_groups=fetch_groups,
@@ -318,7 +315,6 @@ def pool_core_tokens(
     *,
     group_size: int = DEFAULT_GROUP_SIZE,
     core_position: str = "middle",
-    core_heads: str = "kv",
     rotary: Rotary | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -332,14 +328,14 @@ def pool_core_tokens(
             `cca_attention`.
 
     Returns:
-        core_k, core_v: [B, Hkv, L // g, D] (H instead of Hkv for core_heads="query"), in the dtype
+        core_k, core_v: [B, Hkv, L // g, D], in the dtype
             of k; the weights and sums are computed in float32 (float64 for float64).
             Differentiable in q, k and v.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as in `cca_attention`.
     """
-    CCAConfig(group_size, 1, None, core_position, core_heads)  # validates
+    CCAConfig(group_size, 1, None, core_position)  # validates
     checks.check_types(q, k, v)
     checks.check_tensors(q, k, v)
     module = backend_module(backend, q)
@@ -347,7 +343,6 @@ def pool_core_tokens(
         group_size=group_size,
         window_size=1,
         scale=checks.scale_of(scale, q),
-        core_heads=core_heads,
         softcap=checks.positive("softcap", softcap, "Use None for none."),
         rotary=check_rotary(rotary, core_position),
     )

@@ -203,7 +203,7 @@ _TENSORS = (
 )
 _SETTINGS = (
     "SymInt group_size, SymInt window_size, float scale, SymInt? num_groups, SymInt sink_size, "
-    "str core_heads, float? softcap, bool core_mass, SymInt fetch_groups, "
+    "float? softcap, bool core_mass, SymInt fetch_groups, "
     "str fetch_index, SymInt fetch_share, bool interleaved, str backend"
 )
 _FIELDS = tuple(field.name for field in fields(Spec) if field.name != "rotary")

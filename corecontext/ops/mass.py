@@ -23,7 +23,7 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def forward(groups: Groups, spec: Spec) -> Tensor:
-    """Return the mass of each core token, [N, 1 or r, M] in float32 or wider."""
+    """Return the mass of each core token, [N, 1, M] in float32 or wider."""
     q_last, k, _ = groups
     masses = []
     for chunk in chunks_of_groups(k):
@@ -34,7 +34,7 @@ def forward(groups: Groups, spec: Spec) -> Tensor:
 
 def backward(grad: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
     """Return the gradients of q_last [N, r, M, D] and k [N, M, g, D], in the dtype of `grad`, from
-    those of the masses [N, 1 or r, M]."""
+    those of the masses [N, 1, M]."""
     q_last, k, _ = groups
     grad_q = torch.empty(q_last.shape, dtype=grad.dtype, device=grad.device)
     grad_k = torch.empty(k.shape, dtype=grad.dtype, device=grad.device)
@@ -51,8 +51,8 @@ def backward(grad: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def add_to_bias(core_bias: Tensor | None, mass: Tensor | None, heads: int) -> Tensor | None:
-    """Return the bias of each core token, [N, r, M], from that of heads [N, r] and masses [N, 1 or
-    r, M]; without masses core_bias as it is."""
+    """Return the bias of each core token, [N, r, M], from that of heads [N, r] and masses [N, 1,
+    M]; without masses core_bias as it is."""
     if mass is None or not mass.shape[2]:
         return core_bias
     total = mass.expand(-1, heads, -1)
@@ -78,9 +78,7 @@ def add_gradients(
         The gradient of the bias of heads, [N, r].
     """
     count, size = groups.k.shape[1:3]
-    grad_mass = grad_bias
-    if spec.core_heads == "kv":
-        grad_mass = grad_bias.sum(1, keepdim=True)
+    grad_mass = grad_bias.sum(1, keepdim=True)
     dq_last, dk = backend.mass_backward(grad_mass, groups, spec)
     pooled = slice(spec.sinks, spec.sinks + count * size)
     # mutant mass: its gradient reaches no query

@@ -17,10 +17,9 @@ _CHUNK_ELEMENTS = 1 << 23  # elements of K widened at once: 32 MiB in float32
 
 
 def forward(groups: Groups, spec: Spec) -> Cores:
-    """Return core tokens [N, 1 or r, M, D] in the dtype of k; arguments as in `reference.pool`."""
+    """Return core tokens [N, 1, M, D] in the dtype of k; arguments as in `reference.pool`."""
     q_last, k, v = groups
-    num_heads = q_last.shape[1] if spec.core_heads == "query" else 1
-    shape = (k.shape[0], num_heads, k.shape[1], k.shape[3])
+    shape = (k.shape[0], 1, k.shape[1], k.shape[3])
     cores = Cores(k.new_empty(shape), v.new_empty(shape))
     for chunk in chunks_of_groups(k):
         wide_k, wide_v = (widen(x[:, chunk]) for x in (k, v))
@@ -60,9 +59,8 @@ def through_weights(
     grad_weights: Tensor, probs: Tensor, slope: Tensor | None, spec: Spec
 ) -> Tensor:
     """Return the gradient of the products q . k, [N, r, M, g], from that of the pooling weights,
-    [N, 1 or r, M, g]; arguments as `weights_of` returns them."""
-    if spec.core_heads == "kv":  # the weights are the mean over r query heads
-        grad_weights = grad_weights / probs.shape[1]
+    [N, 1, M, g]; arguments as `weights_of` returns them."""
+    grad_weights = grad_weights / probs.shape[1]  # the weights are the mean over r query heads
     mean = (probs * grad_weights).sum(-1, keepdim=True)
     # mutant 6: gradient through the pooling weights dropped
     # mutant mass: gradient without the softmax's mean
@@ -94,7 +92,7 @@ def _to_middle(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
 
 
 def weights_of(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return pooling weights [N, 1 or r, M, g]; each query head's probabilities; the slope of the
+    """Return pooling weights [N, 1, M, g]; each query head's probabilities; the slope of the
     softcap."""
     scores = torch.einsum("nrmd,nmgd->nrmg", q_last.to(k.dtype), k) * spec.scale
     slope = None
@@ -104,4 +102,4 @@ def weights_of(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, T
         slope = 1 - capped.square()
     probs = scores.softmax(-1)
     # mutant 8: weights of one query head instead of the mean
-    return (probs.mean(1, keepdim=True) if spec.core_heads == "kv" else probs), probs, slope
+    return probs.mean(1, keepdim=True), probs, slope

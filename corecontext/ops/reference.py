@@ -35,10 +35,10 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
-        spec: Its scale, core_heads, softcap and rotary count.
+        spec: Its scale, softcap and rotary count.
 
     Returns:
-        [N, 1 or r, M, D], in float32 (float64 if given).
+        [N, 1, M, D], in float32 (float64 if given).
     """
     q_last, k, v = map(_wide, groups)
     group_size = k.shape[2]
@@ -47,20 +47,17 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     if rotary is not None:
         # mutant oracle: middle one token early
         k = rotary.rotate(k, group_size // 2 - torch.arange(group_size, device=k.device))
-    weights = scores.softmax(-1)  # [N, r, M, g]
-    if spec.core_heads == "kv":
-        weights = weights.mean(1, keepdim=True)
+    weights = scores.softmax(-1).mean(1, keepdim=True)  # [N, 1, M, g]
     return Cores(*(torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (k, v)))
 
 
 def mass(groups: Groups, spec: Spec) -> Tensor:
-    """Return the entropy of each core token's pooling weights, [N, 1 or r, M] (docs/math.md, eq.
+    """Return the entropy of each core token's pooling weights, [N, 1, M] (docs/math.md, eq.
     14)."""
     q_last, k, _ = map(_wide, groups)
     scores = _softcap(torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale, spec.softcap)
     log_weights = scores.log_softmax(-1)
-    if spec.core_heads == "kv":
-        log_weights = log_weights.logsumexp(1, keepdim=True) - math.log(q_last.shape[1])
+    log_weights = log_weights.logsumexp(1, keepdim=True) - math.log(q_last.shape[1])
     return -(log_weights.exp() * log_weights).sum(-1)
 
 

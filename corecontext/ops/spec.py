@@ -38,8 +38,6 @@ class Spec:
     """Constant number of groups; replaces group_size by the length of each sequence."""
     sink_size: int = 0
     """First tokens of a sequence kept raw, in tokens; `sinks` is rounded up to whole groups."""
-    core_heads: str = "kv"
-    """One of `config.CORE_HEADS`."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
     core_mass: bool = False
@@ -69,7 +67,6 @@ class Spec:
             scale,
             config.num_groups,
             config.sink_size,
-            config.core_heads,
             softcap,
             config.core_mass,
             config.fetch_groups,
@@ -216,9 +213,9 @@ class Cores(NamedTuple):
     """Hold core tokens, or their gradients."""
 
     k: Tensor
-    """[N, 1 or r, M, D]."""
+    """[N, 1, M, D]."""
     v: Tensor
-    """[N, 1 or r, M, D]."""
+    """[N, 1, M, D]."""
 
 
 class Upstream(NamedTuple):
@@ -284,9 +281,8 @@ class Slots(NamedTuple):
     """Hold the buffers of a compact cache that a decoding step reads and writes."""
 
     keys: Tensor
-    """[B, Hkv, C + n + M w, D], contiguous: the token at position p in slot p mod C, the first n
-    tokens behind the ring, then w core tokens of each later group (w = r for core_heads="query",
-    else 1)."""
+    """[B, Hkv, C + n + M, D], contiguous: the token at position p in slot p mod C, the first n
+    tokens behind the ring, then the core token of each later group."""
     values: Tensor
     """As keys."""
     seen: int | Tensor
@@ -298,12 +294,12 @@ class Slots(NamedTuple):
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosines and sines, [g, R / 2] in float32, that rotate a group's tokens to its middle."""
     key_scales: Tensor | None = None
-    """[B, Hkv, C + n + M w, 1] in float32, beside codes in 8 bits."""
+    """[B, Hkv, C + n + M, 1] in float32, beside codes in 8 bits."""
     value_scales: Tensor | None = None
     """As key_scales."""
     cache_dtype: str = "auto"
     """The codes, one of `config.CACHE_DTYPES`."""
     masses: Tensor | None = None
-    """Of core tokens, [B, Hkv, C + n + M w, 1] in float32; None for none."""
+    """Of core tokens, [B, Hkv, C + n + M, 1] in float32; None for none."""
     raw: RawSlots | None = None
     """Raw tokens and index, for fetch."""

@@ -52,8 +52,8 @@ class Node:
         caches = [cache for layer in layers for cache in parts_of(layer)]
         self.layers = [(layer.config, parts_of(layer)[0].spec.rotary) for layer in layers]
         """Settings and rotation of each layer."""
-        self.formats = [(cache.core_width, cache.dtype) for cache in caches]
-        """Core tokens of a group and dtype before rounding, of each cache in the layers."""
+        self.dtypes = [cache.dtype for cache in caches]
+        """Of each cache in the layers, before rounding."""
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
         """For each cache, buffers of the raw entries at the chunk's end, and of the core tokens
         that the chunk added."""
@@ -153,7 +153,7 @@ class PrefixStore:
             layer.is_initialized = True
             cache.layers.append(layer)
         caches = [compact for layer in cache.layers for compact in parts_of(layer.compact)]
-        for index, (compact, (width, dtype)) in enumerate(zip(caches, node.formats, strict=True)):
+        for index, (compact, dtype) in enumerate(zip(caches, node.dtypes, strict=True)):
             cores = [chunk.cores[index] for chunk in path]
             buffers = [torch.cat(pieces, 2) for pieces in zip(node.raw[index], *cores)]
             fetched = [chunk.fetched[index] for chunk in path if chunk.fetched]
@@ -161,7 +161,6 @@ class PrefixStore:
                 buffers,
                 node.length,
                 group_size=compact.config.group_size,
-                core_width=width,
                 dtype=dtype,
                 store=[torch.cat(pieces, 2) for pieces in zip(*fetched)],
             )

@@ -119,17 +119,14 @@ class RowShape:
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
         """Count the entries of one layer's row, with this layer's settings: the ring, the first
-        tokens kept raw, and a core token (r of them per query head) for each group behind them."""
+        tokens kept raw, and a core token for each group behind them."""
         if config is None:
             return max_length
-        width = 1
-        if config.core_heads == "query":
-            width = self.sizes.query_heads // self.sizes.kv_heads
         g = config.group_size
         n = num_sinks(config.sink_size, g)
         ring = window_capacity(g, config.window_size)
         # mutant sinks: forgotten by a server's rows
-        return ring + n + num_complete_groups(max_length - n, g) * width
+        return ring + n + num_complete_groups(max_length - n, g)
 
 
 @dataclass(eq=False, repr=False)

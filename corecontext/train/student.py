@@ -131,7 +131,7 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     best = dict(RECIPES[DEFAULT_RECIPE])
     if config.strategy == "scratch" or config.context_parallel > 1:
         best = dict(RECIPES["raw"])
-    if "layer_group_sizes" in given or config.core_heads != "kv":
+    if "layer_group_sizes" in given:
         best.pop("raw_heads", None)
     if "fetch_groups" in given and not config.fetch_groups:
         best = {name: value for name, value in best.items() if name not in FETCH_RECIPE}

@@ -96,7 +96,6 @@ class TrainConfig:
     group_size: int = CCAConfig.group_size
     window_size: int = CCAConfig.window_size
     core_position: str = CCAConfig.core_position
-    core_heads: str = CCAConfig.core_heads
     core_bias: float = CCAConfig.core_bias
     core_mass: bool = CCAConfig.core_mass
     fetch_groups: int = CCAConfig.fetch_groups

@@ -103,7 +103,7 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     if follows or torch.compiler.is_compiling():
         rotary = spec.rotary
         rotation = (None, False) if rotary is None else (rotary.inv_freq, rotary.interleaved)
-        settings = (*rotation, spec.core_heads, spec.scale, spec.softcap)
+        settings = (*rotation, spec.scale, spec.softcap)
         return Cores(*pooling.pool_op(*groups, *settings))
     with on_device(groups.k):
         return pooling.pool(groups, spec)

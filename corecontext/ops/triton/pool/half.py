@@ -72,7 +72,6 @@ def pool_half_fwd_kernel(
     v_strides,
     core_strides,
     HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -89,24 +88,18 @@ def pool_half_fwd_kernel(
     v_a, v_b = _load_token_halves(v_ptr + n * v_strides[0], v_strides, tile, HALF)
     cos, sin = load_tables(cos_ptr, sin_ptr, rows, cols, cols, group_size, HALF)
 
-    # Write after each head, or after the last one by the mean of the weights.
+    # The mean of the heads' weights.
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
     for h in range(HEADS):
         q_a, q_b = _load_row_halves(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HALF)
-        probs = _probs(q_a, q_b, k_a, k_b, rows, group_size, scale)
-        if HEADS_OUT == 1:
-            weights += probs / HEADS
-        else:
-            weights = probs
-        if HEADS_OUT > 1 or h == HEADS - 1:
-            w = weights[:, :, None]
-            at = h % HEADS_OUT * core_strides[1]
-            core_a = tl.sum(w * (k_a * cos - k_b * sin), 1)
-            core_b = tl.sum(w * (k_b * cos + k_a * sin), 1)
-            _store_row_halves(core_k_ptr + at, core_a, core_b, core_strides[2], tile, HALF)
-            core_a = tl.sum(w * v_a, 1)
-            core_b = tl.sum(w * v_b, 1)
-            _store_row_halves(core_v_ptr + at, core_a, core_b, core_strides[2], tile, HALF)
+        weights += _probs(q_a, q_b, k_a, k_b, rows, group_size, scale) / HEADS
+    w = weights[:, :, None]
+    core_a = tl.sum(w * (k_a * cos - k_b * sin), 1)
+    core_b = tl.sum(w * (k_b * cos + k_a * sin), 1)
+    _store_row_halves(core_k_ptr, core_a, core_b, core_strides[2], tile, HALF)
+    core_a = tl.sum(w * v_a, 1)
+    core_b = tl.sum(w * v_b, 1)
+    _store_row_halves(core_v_ptr, core_a, core_b, core_strides[2], tile, HALF)
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
@@ -138,7 +131,7 @@ def pool_half_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Compute the gradients of pooling with one core token per KV head; grid, reads, writes and
+    """Compute the gradients of pooling; grid, reads, writes and
     float32 as in `pool_short_bwd_kernel`."""
     n, groups = owned_groups(num_groups, BLOCK_M)
     rows = tl.arange(0, BLOCK_G).to(tl.int64)

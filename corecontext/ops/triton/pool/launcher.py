@@ -108,7 +108,6 @@ def _launch(
     rotary = spec.rotary
     values = {
         "HEADS": heads,
-        "HEADS_OUT": heads if spec.core_heads == "query" else 1,
         "HEAD_DIM": head_dim,
         "HALF": 0 if rotary is None else rotary.inv_freq.numel(),
         "INTERLEAVED": rotary is not None and rotary.interleaved,
@@ -143,9 +142,8 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     _check(groups)
     q_last, k, v = map(contiguous_rows, groups)
     batch, num_groups, _, head_dim = k.shape
-    heads_out = q_last.shape[1] if spec.core_heads == "query" else 1
-    core_k = k.new_empty(batch, heads_out, num_groups, head_dim)
-    core_v = v.new_empty(batch, heads_out, num_groups, head_dim)
+    core_k = k.new_empty(batch, 1, num_groups, head_dim)
+    core_v = v.new_empty(batch, 1, num_groups, head_dim)
     if core_k.numel():
         half_kernel = pool_half_fwd_kernel if _rotates_halves(spec, head_dim) else None
         _launch(
@@ -183,7 +181,7 @@ def pool_backward(
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
     gradients = (grad_q, grad_k, grad_v)
     if k.numel():
-        halves = spec.core_heads == "kv" and _rotates_halves(spec, k.shape[3])
+        halves = _rotates_halves(spec, k.shape[3])
         given = (grad_core_k, grad_core_v, q_last, k, v)
         _launch(
             (pool_half_bwd_kernel if halves else None, pool_short_bwd_kernel, pool_long_bwd_kernel),
@@ -200,11 +198,10 @@ def pool_backward(
 # -------------------------------------------------------------------------------------------------
 
 
-def _spec(inv_freq: Tensor | None, interleaved: bool, *settings: Any) -> Spec:
+def _spec(inv_freq: Tensor | None, interleaved: bool, scale: float, softcap: float | None) -> Spec:
     """The settings of a pooling, from those of `pool_op`."""
-    core_heads, scale, softcap = settings
     rotary = None if inv_freq is None else Rotary(inv_freq, interleaved)
-    return Spec(1, 1, scale, core_heads=core_heads, softcap=softcap, rotary=rotary)
+    return Spec(1, 1, scale, softcap=softcap, rotary=rotary)
 
 
 @torch.library.custom_op("corecontext::pool", mutates_args=())
@@ -214,20 +211,18 @@ def pool_op(
     v: Tensor,
     inv_freq: Optional[Tensor],  # noqa: UP045 (torch 2.9 reads schemas in this form)
     interleaved: bool,
-    core_heads: str,
     scale: float,
     softcap: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
     """Return `pool` of the three tensors of `Groups`."""
     with torch.cuda.device_of(k):
-        settings = (inv_freq, interleaved, core_heads, scale, softcap)
+        settings = (inv_freq, interleaved, scale, softcap)
         return tuple(pool(Groups(q_last, k, v), _spec(*settings)))
 
 
 @pool_op.register_fake
-def _(q_last, k, v, inv_freq, interleaved, core_heads, *settings):
-    heads = q_last.shape[1] if core_heads == "query" else 1
-    shape = (k.shape[0], heads, k.shape[1], k.shape[3])
+def _(q_last, k, v, *settings):
+    shape = (k.shape[0], 1, k.shape[1], k.shape[3])
     return k.new_empty(shape), v.new_empty(shape)
 
 
@@ -235,7 +230,7 @@ def _(q_last, k, v, inv_freq, interleaved, core_heads, *settings):
     "corecontext::pool_backward",
     mutates_args=(),
     schema="(Tensor grad_k, Tensor grad_v, Tensor q_last, Tensor k, Tensor v, Tensor? inv_freq, "
-    "bool interleaved, str core_heads, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
+    "bool interleaved, float scale, float? softcap) -> (Tensor, Tensor, Tensor)",
 )
 def _pool_backward_op(grad_k, grad_v, q_last, k, v, *settings) -> tuple[Tensor, Tensor, Tensor]:
     with torch.cuda.device_of(k):

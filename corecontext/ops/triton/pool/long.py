@@ -40,7 +40,6 @@ def pool_long_fwd_kernel(
     v_strides,
     core_strides,
     HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -89,18 +88,10 @@ def pool_long_fwd_kernel(
             sum_v += tl.sum(probs[:, :, None] * v, 1)
             cos, sin = load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
             sum_k += pool_keys(probs, k, (cos, sin, partner, sign), BLOCK_M, BLOCK_D, HALF)
-        pooled_k = sum_k / total[:, None]
-        pooled_v = sum_v / total[:, None]
-        if HEADS_OUT > 1:
-            at = h * core_strides[1]
-            store_row(core_k_ptr + at, pooled_k, core_strides[2], group, HEAD_DIM)
-            store_row(core_v_ptr + at, pooled_v, core_strides[2], group, HEAD_DIM)
-        else:
-            core_k += pooled_k / HEADS
-            core_v += pooled_v / HEADS
-    if HEADS_OUT == 1:
-        store_row(core_k_ptr, core_k, core_strides[2], group, HEAD_DIM)
-        store_row(core_v_ptr, core_v, core_strides[2], group, HEAD_DIM)
+        core_k += sum_k / total[:, None] / HEADS
+        core_v += sum_v / total[:, None] / HEADS
+    store_row(core_k_ptr, core_k, core_strides[2], group, HEAD_DIM)
+    store_row(core_v_ptr, core_v, core_strides[2], group, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
@@ -128,7 +119,6 @@ def pool_long_bwd_kernel(
     grad_k_strides,
     grad_v_strides,
     HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -163,13 +153,11 @@ def pool_long_bwd_kernel(
     totals = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     means = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
 
+    into_k = load_row(grad_core_k_ptr, grad_core_k_strides[2], group, HEAD_DIM)
+    into_v = load_row(grad_core_v_ptr, grad_core_v_strides[2], group, HEAD_DIM)
+    swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
+
     for h in range(HEADS):
-        core_head = h if HEADS_OUT > 1 else 0
-        grad_core_k_row = grad_core_k_ptr + core_head * grad_core_k_strides[1]
-        grad_core_v_row = grad_core_v_ptr + core_head * grad_core_v_strides[1]
-        into_k = load_row(grad_core_k_row, grad_core_k_strides[2], group, HEAD_DIM)
-        into_v = load_row(grad_core_v_row, grad_core_v_strides[2], group, HEAD_DIM)
-        swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], group, HEAD_DIM)
 
         # The softmax's maximum and sum, and the mean that its backward subtracts.
@@ -207,8 +195,8 @@ def pool_long_bwd_kernel(
             probs = tl.exp(z - top[:, None]) / total[:, None]
             grad_z = probs * (grad_probs - mean[:, None]) * slope
             grad_q += tl.sum(grad_z[:, :, None] * k, 1)
-        # The weights are the mean over the heads that share a core token.
-        grad_q = grad_q * (scale * HEADS_OUT / HEADS)
+        # The weights are the mean over the heads.
+        grad_q = grad_q * (scale / HEADS)
         store_row(
             head_at(grad_q_ptr, h, grad_q_strides[1]), grad_q, grad_q_strides[2], group, HEAD_DIM
         )
@@ -228,22 +216,16 @@ def pool_long_bwd_kernel(
         v = load_tokens(v_ptr, v_strides, tile, HEAD_DIM)
         grad_k = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_D], tl.float32)
         grad_v = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_D], tl.float32)
+        back = rotate_back(into_k, swapped, cos, sin, HALF)
+        grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
         for h in range(HEADS):
-            core_head = h if HEADS_OUT > 1 else 0
-            grad_core_k_row = grad_core_k_ptr + core_head * grad_core_k_strides[1]
-            grad_core_v_row = grad_core_v_ptr + core_head * grad_core_v_strides[1]
-            into_k = load_row(grad_core_k_row, grad_core_k_strides[2], group, HEAD_DIM)
-            into_v = load_row(grad_core_v_row, grad_core_v_strides[2], group, HEAD_DIM)
-            swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
-            back = rotate_back(into_k, swapped, cos, sin, HALF)
-            grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
             q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], group, HEAD_DIM)
             z, slope = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
             here = (heads == h)[None, :]
             top = tl.sum(tl.where(here, tops, 0.0), 1)
             total = tl.sum(tl.where(here, totals, 0.0), 1)
             mean = tl.sum(tl.where(here, means, 0.0), 1)
-            probs = tl.exp(z - top[:, None]) / total[:, None] * (HEADS_OUT / HEADS)
+            probs = tl.exp(z - top[:, None]) / total[:, None] * (1 / HEADS)
             grad_z = probs * (grad_probs - mean[:, None]) * scale * slope
             grad_k += probs[:, :, None] * back + grad_z[:, :, None] * q[:, None, :]
             grad_v += probs[:, :, None] * into_v[:, None, :]

@@ -37,14 +37,13 @@ def mass_fwd_kernel(
     q_strides,
     k_strides,
     HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the entropy of the weights of each core token, [N, HEADS_OUT, M] in float32.
+    """Write the entropy of the weights of each core token, [N, 1, M] in float32.
 
     Grid: N * ceil(M / BLOCK_M). A program owns whole groups, as in `pool_short_fwd_kernel`.
     """
@@ -53,20 +52,14 @@ def mass_fwd_kernel(
     tile = (groups, rows, tl.arange(0, BLOCK_D), num_groups, group_size)
     k = load_tokens(k_ptr + n * k_strides[0], k_strides, tile, HEAD_DIM)
     q_ptr += n * q_strides[0]
-    mass_ptr += n * HEADS_OUT * num_groups + groups
+    mass_ptr += n * num_groups + groups
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
     for h in range(HEADS):
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
         z, _ = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
-        probs = softmax(z)
-        if HEADS_OUT > 1:
-            mass = -tl.sum(probs * tl.log(tl.maximum(probs, TINY)), 1)
-            tl.store(mass_ptr + h * num_groups, mass, mask=groups < num_groups)
-        else:
-            weights += probs / HEADS
-    if HEADS_OUT == 1:
-        mass = -tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 1)
-        tl.store(mass_ptr, mass, mask=groups < num_groups)
+        weights += softmax(z) / HEADS
+    mass = -tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 1)
+    tl.store(mass_ptr, mass, mask=groups < num_groups)
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
@@ -85,7 +78,6 @@ def mass_bwd_kernel(
     grad_q_strides,
     grad_k_strides,
     HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,26 +94,21 @@ def mass_bwd_kernel(
     k = load_tokens(k_ptr + n * k_strides[0], k_strides, tile, HEAD_DIM)
     q_ptr += n * q_strides[0]
     grad_q_ptr += n * grad_q_strides[0]
-    grad_ptr += n * HEADS_OUT * num_groups + groups
-    # The mean of the weights, where the heads share a core token.
+    grad_ptr += n * num_groups + groups
+    # The mean of the heads' weights.
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
-    if HEADS_OUT == 1:
-        for h in range(HEADS):
-            q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
-            z, _ = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
-            weights += softmax(z) / HEADS
+    for h in range(HEADS):
+        q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
+        z, _ = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
+        weights += softmax(z) / HEADS
+    # The derivative is -1 - log w; the constant vanishes in the softmax's backward.
+    grad = tl.load(grad_ptr, mask=groups < num_groups, other=0.0) / HEADS
+    grad_probs = -grad[:, None] * tl.log(tl.maximum(weights, TINY))
     grad_k = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_D], tl.float32)
     for h in range(HEADS):
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
         z, slope = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
         probs = softmax(z)
-        # The derivative is -1 - log w; the constant vanishes in the softmax's backward.
-        if HEADS_OUT > 1:
-            grad = tl.load(grad_ptr + h * num_groups, mask=groups < num_groups, other=0.0)
-            grad_probs = -grad[:, None] * tl.log(tl.maximum(probs, TINY))
-        else:
-            grad = tl.load(grad_ptr, mask=groups < num_groups, other=0.0) / HEADS
-            grad_probs = -grad[:, None] * tl.log(tl.maximum(weights, TINY))
         grad_z = probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * scale * slope
         grad_q = tl.sum(grad_z[:, :, None] * k, 1)
         grad_q_row = head_at(grad_q_ptr, h, grad_q_strides[1])
@@ -137,8 +124,7 @@ def forward(groups: Groups, spec: Spec) -> Tensor:
     tiles = pool_tiles(k.shape[2], k.shape[3], halves=False)
     if not tiles.whole:
         return plain.forward(groups, spec)
-    heads = q_last.shape[1] if spec.core_heads == "query" else 1
-    mass = torch.empty(k.shape[0], heads, k.shape[1], dtype=torch.float32, device=k.device)
+    mass = torch.empty(k.shape[0], 1, k.shape[1], dtype=torch.float32, device=k.device)
     q_last, k = map(contiguous_rows, (q_last, k))
     _launch(mass_fwd_kernel, (q_last, k, mass), (q_last, k), spec)
     return mass
@@ -171,7 +157,6 @@ def _launch(kernel, tensors: tuple[Tensor, ...], strided: tuple[Tensor, ...], sp
         (*tensors, num_groups, group_size, float(spec.scale), float(spec.softcap or 1.0)),
         tuple(x.stride()[:3] for x in strided),
         HEADS=q_last.shape[1],
-        HEADS_OUT=q_last.shape[1] if spec.core_heads == "query" else 1,
         HEAD_DIM=head_dim,
         HAS_SOFTCAP=spec.softcap is not None,
         BLOCK_M=tiles.block_m,

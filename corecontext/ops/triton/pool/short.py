@@ -40,7 +40,6 @@ def pool_short_fwd_kernel(
     v_strides,
     core_strides,
     HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -53,7 +52,7 @@ def pool_short_fwd_kernel(
 
     Grid: N * ceil(M / BLOCK_M). A program owns BLOCK_M groups of one n, all their tokens (BLOCK_G
     >= group_size) and all their heads. Reads their K and V once, r rows of q and the tables [g, R /
-    2]; writes HEADS_OUT rows of each core tensor per group. Keys, values, weights and sums are
+    2]; writes a row of each core tensor per group. Keys, values, weights and sums are
     float32 in registers.
     """
     # Read all tokens of the groups: every head uses them.
@@ -69,25 +68,16 @@ def pool_short_fwd_kernel(
     cos, sin = load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
     rotation = (cos, sin, partner, sign)
 
-    # Weigh them by each head: its own core token, or the mean of the weights for one.
+    # Weigh them by the mean of the heads' weights.
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
     for h in range(HEADS):
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
         z, _ = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
-        probs = softmax(z)
-        if HEADS_OUT == 1:
-            weights += probs / HEADS
-        else:
-            core_v = tl.sum(probs[:, :, None] * v, 1)
-            core_k = pool_keys(probs, k, rotation, BLOCK_M, BLOCK_D, HALF)
-            at = h * core_strides[1]
-            store_row(core_k_ptr + at, core_k, core_strides[2], tile, HEAD_DIM)
-            store_row(core_v_ptr + at, core_v, core_strides[2], tile, HEAD_DIM)
-    if HEADS_OUT == 1:
-        core_v = tl.sum(weights[:, :, None] * v, 1)
-        core_k = pool_keys(weights, k, rotation, BLOCK_M, BLOCK_D, HALF)
-        store_row(core_k_ptr, core_k, core_strides[2], tile, HEAD_DIM)
-        store_row(core_v_ptr, core_v, core_strides[2], tile, HEAD_DIM)
+        weights += softmax(z) / HEADS
+    core_v = tl.sum(weights[:, :, None] * v, 1)
+    core_k = pool_keys(weights, k, rotation, BLOCK_M, BLOCK_D, HALF)
+    store_row(core_k_ptr, core_k, core_strides[2], tile, HEAD_DIM)
+    store_row(core_v_ptr, core_v, core_strides[2], tile, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
@@ -115,7 +105,6 @@ def pool_short_bwd_kernel(
     grad_k_strides,
     grad_v_strides,
     HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -144,26 +133,15 @@ def pool_short_bwd_kernel(
     k = load_tokens(k_ptr + n * k_strides[0], k_strides, tile, HEAD_DIM)
     v = load_tokens(v_ptr + n * v_strides[0], v_strides, tile, HEAD_DIM)
     grad_k = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_D], tl.float32)
-    if HEADS_OUT == 1:
-        into_k = load_row(grad_core_k_ptr, grad_core_k_strides[2], tile, HEAD_DIM)
-        into_v = load_row(grad_core_v_ptr, grad_core_v_strides[2], tile, HEAD_DIM)
-        swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
-        back = rotate_back(into_k, swapped, cos, sin, HALF)
-        # The weights are the mean over the heads.
-        grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2) / HEADS
-        weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
-    else:
-        grad_v = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_D], tl.float32)
+    into_k = load_row(grad_core_k_ptr, grad_core_k_strides[2], tile, HEAD_DIM)
+    into_v = load_row(grad_core_v_ptr, grad_core_v_strides[2], tile, HEAD_DIM)
+    swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
+    back = rotate_back(into_k, swapped, cos, sin, HALF)
+    # The weights are the mean over the heads.
+    grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2) / HEADS
+    weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
 
     for h in range(HEADS):
-        if HEADS_OUT > 1:
-            grad_core_k_row = head_at(grad_core_k_ptr, h, grad_core_k_strides[1])
-            grad_core_v_row = head_at(grad_core_v_ptr, h, grad_core_v_strides[1])
-            into_k = load_row(grad_core_k_row, grad_core_k_strides[2], tile, HEAD_DIM)
-            into_v = load_row(grad_core_v_row, grad_core_v_strides[2], tile, HEAD_DIM)
-            swapped = swap_pairs(into_k, partner, sign, BLOCK_M, BLOCK_D, HALF)
-            back = rotate_back(into_k, swapped, cos, sin, HALF)
-            grad_probs = tl.sum(back * k + into_v[:, None, :] * v, 2)
         # Back through this head's softmax, to its query and to the keys as they are scored.
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, HEAD_DIM)
         z, slope = token_scores(q, k, rows, group_size, scale, softcap, HAS_SOFTCAP)
@@ -174,16 +152,11 @@ def pool_short_bwd_kernel(
             head_at(grad_q_ptr, h, grad_q_strides[1]), grad_q, grad_q_strides[2], tile, HEAD_DIM
         )
         grad_k += grad_z[:, :, None] * q[:, None, :]
-        if HEADS_OUT > 1:
-            grad_k += probs[:, :, None] * back
-            grad_v += probs[:, :, None] * into_v[:, None, :]
-        else:
-            weights += probs / HEADS
+        weights += probs / HEADS
 
     # To the keys and values as they are summed.
-    if HEADS_OUT == 1:
-        grad_k += weights[:, :, None] * back
-        grad_v = weights[:, :, None] * into_v[:, None, :]
+    grad_k += weights[:, :, None] * back
+    grad_v = weights[:, :, None] * into_v[:, None, :]
     grad_k_ptr += n * grad_k_strides[0]
     grad_v_ptr += n * grad_v_strides[0]
     store_tokens(grad_k_ptr, grad_k, grad_k_strides, tile, HEAD_DIM, ADD)
