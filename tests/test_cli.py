@@ -488,7 +488,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
         ([*PERPLEXITY, "--model", "MODEL", "--nope"], "No such option: --nope"),
         (
             ["train", "--model", "MODEL", "--learned", "bias"],
-            "--learned, learned parameters of core tokens, is gone since version 0.2. Leave it out",
+            "learned must not be 'bias', learned parameters of core tokens, which is gone since",
         ),
         (
             [*PERPLEXITY, "--model", "MODEL", "--group-size", "x"],
