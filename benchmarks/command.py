@@ -21,12 +21,19 @@ from corecontext.record import Record
 from corecontext.terminal import console
 
 
+def _show(text: str) -> None:
+    """Print the tables of a page."""
+    from benchmarks.tables import print_page
+
+    print_page(text.splitlines())
+
+
 def bench_operator(given: dict[str, Any], output: Output) -> None:
     """CCA against full causal attention on this machine: time, peak memory, decoding, and the
     floor."""
     from benchmarks.operator import run_operator_bench
     from benchmarks.operator_figure import draw_operator
-    from benchmarks.operator_tables import print_operator
+    from benchmarks.operator_tables import operator_markdown
 
     device = pick_device(given.pop("device", "auto"))
     if "forward_only" in given or "passes" in given:
@@ -35,7 +42,7 @@ def bench_operator(given: dict[str, Any], output: Output) -> None:
         bench = for_device(OperatorBench, device, **given)
     records = run_operator_bench(bench, output.keep)
     output.draw(draw_operator, records)
-    print_operator(records)
+    _show(operator_markdown(records))
 
 
 def bench_model(given: dict[str, Any], output: Output) -> None:
@@ -43,21 +50,21 @@ def bench_model(given: dict[str, Any], output: Output) -> None:
     throughput."""
     from benchmarks.model import run_model_bench
     from benchmarks.model_figure import draw_model, draw_sweep
-    from benchmarks.model_tables import print_model
+    from benchmarks.model_tables import model_markdown
 
     device = pick_device(given.pop("device", "auto"))
     with one_line():
         bench = model_defaults(device, **given)
     records = run_model_bench(bench, output.keep)
     output.draw(draw_sweep if bench.sweep else draw_model, records)
-    print_model(records)
+    _show(model_markdown(records, every_size=True))
 
 
 def bench_train(given: dict[str, Any], output: Output) -> None:
     """Tokens per second and peak memory of a full fine-tuning step, with CCA and with full
     attention."""
     from benchmarks.training import run_training_bench
-    from benchmarks.training_report import draw_training, print_training
+    from benchmarks.training_report import draw_training, training_markdown
     from corecontext.record import read_records
 
     device = pick_device(given.pop("device", "auto"))
@@ -69,14 +76,15 @@ def bench_train(given: dict[str, Any], output: Output) -> None:
     if output.json is not None:  # earlier measurements belong to the same picture
         records = read_records(output.json)
     output.draw(draw_training, records)
-    print_training(records)
+    if any(r.name == "training.tokens_per_s" for r in records):
+        _show(training_markdown(records))
 
 
 def bench_serve(given: dict[str, Any], output: Output) -> None:
     """Latency, throughput and chosen g and s of a server under load; needs the extra 'serve' and
     httpx."""
     from benchmarks.serving import run_serve_bench
-    from benchmarks.serving_report import draw_serve, print_serving
+    from benchmarks.serving_report import draw_serve, serving_markdown
 
     with one_line():
         bench = ServeBench(**given)
@@ -86,14 +94,14 @@ def bench_serve(given: dict[str, Any], output: Output) -> None:
         )
     records = run_serve_bench(bench, output.keep)
     output.draw(draw_serve, records)
-    print_serving(records)
+    _show(serving_markdown(records))
 
 
 def bench_vllm(given: dict[str, Any], output: Output) -> None:
     """vLLM with core context beside vLLM with its own attention on this GPU; needs the extra
     'vllm'."""
     from benchmarks.vllm import run_vllm_bench
-    from benchmarks.vllm_report import print_vllm
+    from benchmarks.vllm_report import vllm_markdown
 
     with one_line():
         bench = VllmBench(**given)
@@ -109,7 +117,7 @@ def bench_vllm(given: dict[str, Any], output: Output) -> None:
         run_vllm_bench(bench, keep)
     finally:
         if records:  # of the methods that were measured
-            print_vllm(records)
+            _show(vllm_markdown(records))
 
 
 def bench_published(

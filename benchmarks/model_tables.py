@@ -1,4 +1,4 @@
-"""Write the tables of whole models from their records: on the terminal and in Markdown."""
+"""Write the tables of whole models from their records."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from benchmarks.tables import (
     Column,
     markdown,
     optional,
-    print_table,
     shown_bytes,
     shown_ms,
     shown_times,
 )
 from corecontext.record import Record
-from corecontext.terminal import console
 
 FORMATS: dict[str, Callable[[float], str]] = {
     "model.first_token_s": lambda value: shown_ms(1e3 * value),
@@ -84,34 +82,25 @@ def _with_values(name: str, measured: Sequence[Comparison]) -> list[Comparison]:
     return [comparison for comparison in measured if comparison.values.get(name)]
 
 
-def print_model(records: Sequence[Record]) -> None:
-    """Print every value by model, name, length, g and s."""
-    measured = comparisons(records)
-    for of_model in by_model(measured).values():
-        console().print(title(of_model), soft_wrap=True)
-        for name in NAMES:
-            print_table(columns(name, of_model), _with_values(name, of_model), NAMES[name])
-    if not measured:  # no CCA to compare with
-        for r in records:
-            if r.name in NAMES and r.params["method"] != "floor":
-                console().print(
-                    f"{label_of(r.params)}, L = {r.params['length']}, batch {r.params['batch']}: "
-                    f"{NAMES[r.name]} {FORMATS[r.name](r.value)}"
-                )
-    for line in skipped(records):
-        console().print(line, soft_wrap=True)
-
-
-def model_markdown(records: Sequence[Record]) -> str:
-    """Return the page's tables of whole models, at each model's main g and s."""
+def model_markdown(records: Sequence[Record], *, every_size: bool = False) -> str:
+    """Return the tables of whole models, at each model's main g and s or at all of them; without
+    CCA to compare with, a line for each value."""
+    compared = comparisons(records)
     lines: list[str] = []
-    for measured in by_model(main_comparisons(comparisons(records))).values():
+    for measured in by_model(compared if every_size else main_comparisons(compared)).values():
         lines += ["", f"**{title(measured)}**"]
         for name in NAMES:
             rows = _with_values(name, measured)
             if rows:
                 lines += ["", *markdown(columns(name, measured, f"{NAMES[name]}: L"), rows)]
     notes = skipped(records)
+    if not compared:
+        notes += [
+            f"{label_of(r.params)}, L = {r.params['length']}, batch {r.params['batch']}: "
+            f"{NAMES[r.name]} {FORMATS[r.name](r.value)}"
+            for r in records
+            if r.name in NAMES and r.params["method"] != "floor"
+        ]
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join(lines[1:]) + "\n"

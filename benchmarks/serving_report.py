@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.plotting import label_lines
-from benchmarks.tables import Column, optional, print_table, shown_percent
+from benchmarks.tables import Column, markdown, optional, shown_percent
 from corecontext.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from corecontext.record import Record
 
@@ -15,18 +15,19 @@ RUN = ("mode", "model", "prompt_length", "new_tokens", "shared_length", "seconds
 three = optional("{:.3g}".format, "-")
 
 
-def print_serving(records: Sequence[Record]) -> None:
-    """Print a row for each variant (and rate), and the rates that were sustained."""
+def serving_markdown(records: Sequence[Record]) -> str:
+    """Return a row for each variant (and rate), and the rates that were sustained."""
     totals = [r for r in records if r.name == "serve.requests_per_s" and "hour" not in r.params]
-    print_table(_columns(records), totals)
+    lines = markdown(_columns(records), totals)
     for r in records:
         if r.name == "serve.limit_rate":
             p = r.params
             more = "" if p["reached"] else " or more, all that was offered"
-            print(
+            lines.append(
                 f"{p['variant']}: the median request waits at most {p['first_token_limit']:g} s "
                 f"for its first token at {r.value:.3g} requests a second{more}."
             )
+    return "\n".join(lines)
 
 
 def _columns(records: Sequence[Record]) -> list[Column]:

@@ -1,17 +1,25 @@
-"""Write tables from a list of columns, as Markdown or on the terminal; show numbers in units."""
+"""Make tables of records: group them into rows, and write a cell for each column; as Markdown or on
+the terminal.
+
+A row is a list of records with one value of every key, in the order of the file: of time. A table
+is declared by its keys and its columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.measure import Measurement
 from rich.table import Table
 
+from corecontext.record import Record, latest
 from corecontext.terminal import console
 
 MOST_COLUMNS = 500
+Row = Sequence[Record]
 
 
 class Column(NamedTuple):
@@ -21,6 +29,47 @@ class Column(NamedTuple):
     cell: Callable[[Any], str]
     left: bool = False
     """Text is aligned left, numbers right."""
+
+
+class Key(NamedTuple):
+    """A column by whose values records are grouped and rows sorted."""
+
+    title: str
+    value: Callable[[Record], Any]
+    show: Callable[[Any], str] = str
+    left: bool = False
+
+
+def key(param: str, title: str, show: Callable[[Any], str] = str) -> Key:
+    """Return the key of a param."""
+    return Key(title, lambda record: record.params.get(param), show)
+
+
+def newest(title: str, name: str, show: Callable[[float], str], **params: Any) -> Column:
+    """Return the column of a row's newest value of this name and these params."""
+
+    def cell(row: Row) -> str:
+        record = latest(row, name, **params)
+        return "" if record is None else show(record.value)
+
+    return Column(title, cell)
+
+
+def rows_by(keys: Sequence[Key], records: Iterable[Record]) -> list[Row]:
+    """Return the records with one value of each key together, sorted by these values."""
+    rows: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        rows.setdefault(tuple(key.value(record) for key in keys), []).append(record)
+    return [rows[place] for place in sorted(rows)]
+
+
+def grouped(keys: Sequence[Key], columns: Sequence[Column], records: Iterable[Record]) -> list[str]:
+    """Return the lines of a Markdown table of records, a row for each place."""
+
+    def column(key: Key) -> Column:
+        return Column(key.title, lambda row: key.show(key.value(row[0])), key.left)
+
+    return markdown([*map(column, keys), *columns], rows_by(keys, records))
 
 
 def cells(columns: Sequence[Column], rows: Iterable[Any]) -> list[list[str]]:
@@ -33,29 +82,47 @@ def markdown(columns: Sequence[Column], rows: Iterable[Any]) -> list[str]:
     """Return the lines of a Markdown table."""
     head, *body = cells(columns, rows)
     rule = "|".join("---" if column.left else "---:" for column in columns)
-    return [markdown_row(head), f"|{rule}|", *map(markdown_row, body)]
+    return [_line(head), f"|{rule}|", *map(_line, body)]
 
 
-def markdown_row(texts: Sequence[str]) -> str:
+def _line(texts: Sequence[str]) -> str:
     """Return one line of a Markdown table; an empty cell is one space wide."""
     return "| " + " | ".join(texts) + " |"
 
 
-def print_table(columns: Sequence[Column], rows: Iterable[Any], title: str | None = None) -> None:
-    """Print a table on the terminal; nothing where it has no rows."""
-    head, *body = cells(columns, rows)
-    if not body:
-        return
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for column, text in zip(columns, head):
-        table.add_column(text, justify="left" if column.left else "right", no_wrap=True)
+def print_page(lines: Iterable[str]) -> None:
+    """Print lines of a page on the terminal, the cells of its tables below one another."""
+    table: list[list[str]] = []
+    for line in [*lines, ""]:
+        if line.startswith("|"):
+            table.append([text.strip() for text in line.strip("|").split("|")])
+            continue
+        if len(table) > 2:
+            _print_table(*table)
+        table = []
+        if line:
+            console().print(line.replace("**", ""), soft_wrap=True, markup=False)
+
+
+def _print_table(head: list[str], rule: list[str], *body: list[str]) -> None:
+    """Print a table at its natural width, so that no number is cut off."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for text, line in zip(head, rule):
+        table.add_column(text, justify="right" if line.endswith(":") else "left", no_wrap=True)
     for texts in body:
         table.add_row(*texts)
-    # At its natural width, also where that is wider than the terminal: no number is cut off.
     screen = console()
     limits = screen.options.update(max_width=MOST_COLUMNS)
     screen.width = max(screen.width, Measurement.get(screen, limits, table).maximum)
     screen.print(table, crop=False)
+
+
+def mean_and_spread(values: Sequence[float], form: str) -> str:
+    """Show a mean, and from two values on their standard deviation; "" without any."""
+    if not values:
+        return ""
+    spread = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
+    return form.format(fmean(values)) + spread
 
 
 def optional(show: Callable[[float], str], missing: str = "") -> Callable[[float | None], str]:

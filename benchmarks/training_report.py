@@ -11,7 +11,6 @@ from benchmarks.tables import (
     Column,
     markdown,
     optional,
-    print_table,
     shown_percent,
     shown_times,
     shown_tokens,
@@ -19,7 +18,6 @@ from benchmarks.tables import (
 from benchmarks.training import DEFAULT, OURS
 from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record, latest
-from corecontext.terminal import console
 
 
 @dataclass(frozen=True)
@@ -160,14 +158,6 @@ def _title(measured: Sequence[Step]) -> str:
     p = cca.params
     config = f"g = {p['group_size']}, s = {p['window_size']}"
     return f"{p['shape']}, {p['dtype']}, {config}: {cca.device}"
-
-
-def print_training(records: Sequence[Record]) -> None:
-    """Print the table."""
-    if any(r.name == "training.tokens_per_s" for r in records):
-        measured = steps(records)
-        print_table(COLUMNS, measured, _title(measured))
-        console().print("allowed: the speedup that the numbers of operations allow")
 
 
 def training_markdown(records: Sequence[Record]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.tables import Column, print_table, shown_ms
+from benchmarks.tables import Column, markdown, print_page, shown_ms
 from corecontext.terminal import console
 
 MOST_KERNELS = 20
@@ -129,4 +129,4 @@ def print_phase(phase: Phase) -> None:
         f"{phase.title}, {phase.steps} steps: {shown_ms(phase.wall_ms)} a step, the device is busy "
         f"for {shown_ms(phase.busy_ms)}"
     )
-    print_table(COLUMNS, phase.kernels[:MOST_KERNELS])
+    print_page(markdown(COLUMNS, phase.kernels[:MOST_KERNELS]))

@@ -1,11 +1,11 @@
-"""Show the records of the benchmark of vLLM, on the terminal and as a table of the docs."""
+"""Write the table of vLLM from its records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.tables import Column, markdown, print_table, shown_ms, shown_times, shown_tokens
+from benchmarks.tables import Column, markdown, shown_ms, shown_times, shown_tokens
 from corecontext.record import Record
 
 
@@ -115,8 +115,3 @@ def vllm_markdown(records: Sequence[Record]) -> str:
     newest = max(records, key=lambda record: record.date)
     text = f"{newest.device}, vLLM {newest.versions.get('vllm', 'unknown')}"
     return "\n".join([*lines, "", f"{text}.", ""])
-
-
-def print_vllm(records: Sequence[Record]) -> None:
-    """Print the table on the terminal."""
-    print_table(COLUMNS, rows_of(records))

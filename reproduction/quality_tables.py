@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import fmean, stdev
 from typing import NamedTuple
 
-from benchmarks.tables import Column, markdown
+from benchmarks.tables import Column, markdown, mean_and_spread
 from corecontext.record import Record
 from corecontext.serve.settings import BUNDLED
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
@@ -81,7 +80,9 @@ class _Results(NamedTuple):
             Column("", lambda line: line.method.title, left=True),
             Column("seeds", lambda line: ", ".join(map(str, line.by_seed)), left=True),
             Column("perplexity, far", _perplexity),
-            Column("gain kept", lambda line: _mean([100 * x for x in line.gains], "{:.1f} %")),
+            Column(
+                "gain kept", lambda line: mean_and_spread([100 * x for x in line.gains], "{:.1f} %")
+            ),
             Column("facts found beyond the window", partial(_shares, "facts")),
             Column(f"facts in {self.size.documents[-1]} passages", partial(_shares, "passages")),
             Column("cache, MiB", _cache),
@@ -145,11 +146,15 @@ class _Results(NamedTuple):
 
 def _shares(name: str, line: Line) -> str:
     values = [values[name] for values in line.by_seed.values() if name in values]
-    return _mean([100 * value for value in values], "{:.1f} %")
+    return mean_and_spread([100 * value for value in values], "{:.1f} %")
+
+
+def _gain(line: Line) -> str:
+    return mean_and_spread([100 * gain for gain in line.gains], "{:.1f} %")
 
 
 def _perplexity(line: Line) -> str:
-    return _mean([values["far"] for values in line.by_seed.values()], "{:.3f}")
+    return mean_and_spread([values["far"] for values in line.by_seed.values()], "{:.3f}")
 
 
 def _cache(line: Line) -> str:
@@ -158,11 +163,3 @@ def _cache(line: Line) -> str:
 
 def _host_cache(line: Line) -> str:
     return "" if line.cache is None else f"{line.cache.params.get('host_bytes', 0) / 2**20:.2f}"
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    """Show the mean, and from two values on the spread between seeds."""
-    if not values:
-        return ""
-    spread = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
-    return form.format(fmean(values)) + spread

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.tables import Column, markdown, shown_mib
+from benchmarks.tables import Column, markdown, mean_and_spread, shown_mib
 from corecontext.config import CCAConfig
 from corecontext.record import Record
 from reproduction.real_gains import ENDS, SAME, is_end, is_other_training
@@ -268,11 +267,7 @@ def _seeds(line: Line) -> str:
 
 def _cache(line: Line, name: str) -> str:
     value = line.cache[name]
-    return "" if value is None else _mib(value)
-
-
-def _mib(value: float) -> str:
-    return shown_mib(value).removesuffix(" MiB")
+    return "" if value is None else shown_mib(value).removesuffix(" MiB")
 
 
 def _gain(line: Line) -> str:
@@ -284,8 +279,4 @@ def _gain(line: Line) -> str:
 
 def _mean(line: Line, name: str, form: str, scale: float = 1) -> str:
     """Show a mean over seeds, and from two on their spread."""
-    values = [scale * value for value in line.values.get(name, {}).values()]
-    if not values:
-        return ""
-    spread = f" ± {form.format(stdev(values))}" if len(values) > 1 else ""
-    return form.format(fmean(values)) + spread
+    return mean_and_spread([scale * x for x in line.values.get(name, {}).values()], form)

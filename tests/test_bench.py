@@ -51,11 +51,6 @@ TINY = operator_settings.OperatorBench(
 MIB = 2**20
 
 
-def table_cells(columns, rows) -> list[list[str]]:
-    """Head and body of a table."""
-    return tables.cells(columns(rows), rows)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def rates():
     """The machine's rates, which are measured in a test of their own."""
@@ -171,24 +166,20 @@ def test_the_operator_bench_records_time_floor_and_memory(records):
 
 
 def test_the_operator_table_says_what_the_records_say(records, capsys):
-    operator_tables.print_operator(records)
-    shown = capsys.readouterr().out
-    head, *body = table_cells(operator_tables.time_columns, operator_report.time_rows(records))
-    memory = table_cells(operator_tables.memory_columns, operator_report.memory_rows(records))[1:]
-    assert (
-        len(body) == 2
-        and len(memory) == 4
-        and all(cell in shown for row in body + memory for cell in row)
-    )
+    text = operator_tables.operator_markdown(records)
     full, ours = (
         next(
             r.value for r in records if r.name == "operator.forward_ms" and r.params["method"] == m
         )
         for m in ("full", "cca")
     )
-    cells = dict(zip(head, body[0]))
-    assert (cells[""], cells["length"], cells["KV heads"]) == ("forward", "300", "2")
-    assert cells["full / CCA"] == f"{full / ours:.2f}x" and cells["sdpa"] == tables.shown_ms(full)
+    line = next(line for line in text.splitlines() if line.startswith("| 2 | 300 |"))
+    best, cca, gain = (cell.strip() for cell in line.split("|")[3:6])
+    assert (best, cca) == (f"{tables.shown_ms(full)} (sdpa)", tables.shown_ms(ours))
+    assert gain == f"{full / ours:.2f}x" and "Peak memory above the inputs:" in text
+    tables.print_page(text.splitlines())  # the same on the terminal
+    shown = capsys.readouterr().out
+    assert all(cell.strip() in shown for cell in line.split("|")) and "|" not in shown
 
 
 def test_nothing_is_timed_when_the_result_is_wrong(monkeypatch):
@@ -366,14 +357,10 @@ def test_every_pass_and_number_of_heads_is_measured(more):
     )
 
 
-def test_what_is_not_installed_is_said(more, capsys):
-    operator_tables.print_operator(more)
-    shown = capsys.readouterr().out
-    assert (
-        "flash_attn_4 not measured on" in shown
-        and "not installed (KV heads 4, 1; pass every pass)" in shown
-    )
-    assert operator_report.skipped(more)[0] in operator_tables.operator_markdown(more)
+def test_what_is_not_installed_is_said(more):
+    text = operator_tables.operator_markdown(more)
+    assert "flash_attn_4 not measured on" in text
+    assert "not installed (KV heads 4, 1; pass every pass)" in text
 
 
 def test_decoding_is_recorded_with_its_bytes(more):
@@ -386,9 +373,7 @@ def test_decoding_is_recorded_with_its_bytes(more):
         2 * b * h * 16 * 4 * entries for h in (4, 1) for b in (1, 2)
     ]
     assert all(row.cca > 0 and row.full["sdpa"] > 0 and row.floor for row in found)
-    assert [cells[2] for cells in table_cells(operator_tables.decode_columns, found)[1:]] == [
-        "300"
-    ] * 4
+    assert operator_tables.operator_markdown(more).count("| 300 |") >= 4
 
 
 def test_a_filled_layer_decodes_up_to_its_length():
@@ -412,7 +397,7 @@ def test_decoding_is_checked_first(monkeypatch):
         decoding.check_decode(SIZES, 8, 40)
 
 
-def test_a_baseline_over_the_limit_is_left_out_and_said(capsys, monkeypatch):
+def test_a_baseline_over_the_limit_is_left_out_and_said(monkeypatch):
     monkeypatch.setattr(operator, "peak_bytes_in_subprocess", lambda *args: 2**20)
     bench = dataclasses.replace(
         MORE, kv_heads=(2,), baseline_limit_s=1e-9, decode_batches=(), methods=()
@@ -433,14 +418,9 @@ def test_a_baseline_over_the_limit_is_left_out_and_said(capsys, monkeypatch):
         for n in (128, 256)
     )
     assert second == pytest.approx(4 * first)
-    operator_tables.print_operator(found)
-    shown = capsys.readouterr().out
-    assert (
-        "skipped" in shown
-        and "full not measured on" in shown
-        and "over the limit of 1e-09 s a call" in shown
-    )
-    assert "not measured" in operator_tables.operator_markdown(found)
+    text = operator_tables.operator_markdown(found)
+    assert "| not measured |" in text
+    assert "full not measured on" in text and "over the limit of 1e-09 s a call" in text
 
 
 def fake(value, method, length, backend="", name="operator.forward_ms", **more) -> Record:
@@ -489,15 +469,6 @@ def test_crossover(gains, expected):
     assert (
         f"CCA is the faster from {since} (forward, 2 KV heads) on."
         in operator_tables.operator_markdown(found)
-    )
-    (line,) = operator_tables.crossover_lines(operator_report.time_rows(found))
-    assert line == (
-        "forward, 2 KV heads: "
-        + (
-            f"CCA is the faster from {expected} tokens on"
-            if expected
-            else "full attention is the faster at 256 tokens still"
-        )
     )
 
 

@@ -373,7 +373,7 @@ def test_the_sweep_measures_each_g_and_s(more):
     assert pairs == [(2, 32), (4, 32), (4, 16)]
 
 
-def test_tables_and_figures(records, more, tmp_path, capsys):
+def test_tables_and_figures(records, more, tmp_path):
     for drawn, draw in (
         (records, model_figure.draw_model),
         (more, model_figure.draw_sweep),
@@ -392,8 +392,7 @@ def test_tables_and_figures(records, more, tmp_path, capsys):
         value(records, "cache_bytes", method=method, length=128) for method in ("full", "cca")
     )
     assert f"| {full / ours:.2f}x |" in text
-    model_tables.print_model(more)
-    shown = capsys.readouterr().out
+    shown = model_tables.model_markdown(more, every_size=True)
     assert "tokens per second" in shown and "full, static cache" in shown and "CCA, int8" in shown
     append_records(tmp_path / "model.jsonl", records)
     assert figures.main(["--results", str(tmp_path)]) == 0
