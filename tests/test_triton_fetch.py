@@ -412,6 +412,8 @@ def test_full_attention_where_it_takes_less_time(monkeypatch):
         q, k, v, is_causal=True, enable_gqa=True
     )
     assert attends_to_all() and attends_to_all(fetch_share=8)
+    compiled = torch.compile(cca_attention, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k, v, fetch_index="bits:2", **settings), whole)
     assert not attends_to_all(fetch_share=1)
     assert not attends_to_all(fetch_share=8, backend="triton")
     assert not attends_to_all(backend="triton")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.spec import Spec
 
 # Index keys of 16 tokens, and the tokens up to which full attention (cuDNN's) takes less time, by
@@ -21,8 +22,16 @@ _TOKENS = 1024
 def is_full_faster(spec: Spec, length: int, has_gradients: bool) -> bool:
     """Return whether full attention takes less time than fetch on a sequence from position 0 on."""
     sizes = spec.group_size if isinstance(spec.group_size, tuple) else (spec.group_size,)
-    keys = max(16 * spec.index.num_keys(size) / size for size in sizes)
+    keys = max(16 * _num_keys(spec.fetch_index, size) / size for size in sizes)
     table = _LENGTHS[spec.fetch_share > 1, has_gradients]
     longest = next((tokens for most, tokens in table if keys <= most), table[-1][1])
     # Raw tokens take time in proportion to their number.
     return length <= longest * max(1.0, spec.fetch_groups * max(sizes) / _TOKENS)
+
+
+def _num_keys(index: str | Index, group_size: int) -> int:
+    return index_of(index).num_keys(group_size)
+
+
+# As torch.compiler.assume_constant_result, which loads the compiler: no import can be traced.
+_num_keys._dynamo_marked_constant = True

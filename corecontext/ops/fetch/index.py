@@ -104,15 +104,7 @@ def index_of(index: str | Index) -> Index:
     Raises:
         ValueError: no index has this name.
     """
-    return index if isinstance(index, Index) else _named(index)
-
-
-def _named(name: str) -> Index:
-    return _made(name)
-
-
-# As torch.compiler.assume_constant_result, which loads the compiler: imports cannot be traced.
-_named._dynamo_marked_constant = True
+    return index if isinstance(index, Index) else _made(index)
 
 
 @functools.lru_cache(maxsize=64)
