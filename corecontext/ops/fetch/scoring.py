@@ -6,8 +6,8 @@ query heads can be compared.
 
 from __future__ import annotations
 
-import functools
 import math
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -75,12 +75,9 @@ def log_mass(each: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Return the log mass of each group, [..., M], of the scores of its keys, [..., M, P], that
     stand for `sizes` tokens."""
     if len(set(sizes)) > 1:
-        each = each + _log_sizes(sizes, each.dtype, each.device)
+        # Filled on the device: a captured step copies nothing from the host.
+        runs = [each.new_full((len([*same]),), size) for size, same in groupby(sizes)]
+        each = each + torch.cat(runs).log()
     elif sizes[0] > 1:
         each = each + math.log(sizes[0])
     return each.logsumexp(-1)
-
-
-@functools.lru_cache(maxsize=8)
-def _log_sizes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(sizes, dtype=dtype, device=device).log()
