@@ -17,6 +17,7 @@ from corecontext.config import (
     INDICES,
     PAPER_RULE,
     PREFILLS,
+    REMOVED,
     STORES,
     CCAConfig,
     Removed,
@@ -227,9 +228,16 @@ def test_a_setting_that_is_gone_is_refused_in_one_line(name, value, instead):
             make(**{name: value})
 
 
+def test_the_table_of_removed_settings_knows_which_fields_are_left():
+    left = {row.field for row in REMOVED if not row.is_field_gone}
+    gone = {row.field for row in REMOVED if row.is_field_gone}
+    assert left <= set(CCAConfig.__dataclass_fields__) and not gone & left
+    assert not gone & set(CCAConfig.__dataclass_fields__)
+
+
 def test_a_saved_field_that_is_gone_is_ignored_unless_its_value_is(monkeypatch):
-    row = Removed("lost", r"yes|\(.+\)", "a try", "Use 'group_size'.")
-    monkeypatch.setattr("corecontext.config.REMOVED", (row,))
+    row = Removed("lost", r"yes|\(.+\)", "a try", "Use 'group_size'.", is_field_gone=True)
+    monkeypatch.setattr("corecontext.config.removed.REMOVED", (row,))
     for value in ("no", ()):
         assert CCAConfig.from_dict({"lost": value}) == CCAConfig.from_dict({})
     for value in ("yes", (1,)):

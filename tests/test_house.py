@@ -21,7 +21,7 @@ VAGUE = {
     *("held", "known", "other", "others", "every"),
 }
 DEFAULTS = {"group_size": 16, "window_size": 1024}
-"""Defaults that config.py alone may write as numbers."""
+"""Defaults that config/cca_config.py alone may write as numbers."""
 
 # The following lists and ceilings only shrink: a test fails when an entry is no longer needed.
 LONG_SIGNATURES: set[str] = set()

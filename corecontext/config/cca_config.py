@@ -1,20 +1,28 @@
-"""Configure CCA attention: one frozen, validated description of a model's attention."""
+"""Hold CCA's settings in one frozen, validated dataclass."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import cache, partial, wraps
+from functools import cache, partial
 from itertools import pairwise
-from sys import float_info
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any
 
-F = TypeVar("F", bound=Callable[..., Any])
+from corecontext.config.field_checks import (
+    check_choice,
+    check_flag,
+    check_int,
+    check_number,
+    check_sizes,
+    check_sizes_by_layer,
+    did_you_mean,
+    optional,
+)
+from corecontext.config.indices import check_index
+from corecontext.config.removed import check_not_removed, refuses_removed, without_removed
 
 DEFAULT_GROUP_SIZE = 16
 DEFAULT_WINDOW_SIZE = 1024
@@ -39,21 +47,9 @@ FETCH_RECIPE: dict[str, Any] = {
 tokens takes the bytes on the device of groups of 16 and a window of 512."""
 CORE_POSITIONS = ("middle", "token")
 CACHE_DTYPES = ("auto", "int8", "fp8")
-INDICES = {
-    "mean": "corecontext.ops.fetch.mean:Mean",
-    "parts:P:B": "corecontext.ops.fetch.low_bits:Parts",
-    "pairs:B": "corecontext.ops.fetch.low_bits:Pairs",
-    "bits:B": "corecontext.ops.fetch.low_bits:Bits",
-    "oracle": "corecontext.ops.fetch.oracle:Oracle",
-}
-"""The class of each index of fetch, by the form of its name; P is a number of parts, at least 1,
-and B of bits, 1, 2 or 4."""
-_NUMBERS = {"P": "([1-9][0-9]{0,8})", "B": "([124])"}
 STORES = ("none", "device", "host")
 PREFILLS = ("auto", "cca", "fetch", "full")
 BACKENDS = ("auto", "reference", "packed", "triton")
-MOST = 2**31 - 1
-"""The largest size: kernels count tokens in 32-bit integers."""
 
 
 @dataclass(frozen=True)
@@ -238,94 +234,7 @@ class CCAConfig:
         return self.replace(head_group_sizes=share)
 
 
-class Removed(NamedTuple):
-    """Describe values of a setting that an earlier version had."""
-
-    field: str
-    """Of `CCAConfig`, in that version; a saved config may have others of its values."""
-    values: str
-    """A regular expression of all that are gone."""
-    what: str
-    """What they were."""
-    instead: str
-    """What to use: a sentence."""
-    since: str = "0.2"
-    """The first version without them."""
-
-
-REMOVED = (
-    Removed("fetch_index", "core", "the index of core tokens", "Use 'mean' or 'pairs:2'."),
-    Removed("fetch_index", "bounds", "the index of least and largest values", "Use 'pairs:2'."),
-    Removed(
-        "fetch_index", r"segments:\d+:\d+", "an index of segments of a group", "Use 'pairs:2'."
-    ),
-    Removed("fetch_index", r"parts:\d+", "an index of means as they are", "Use 'parts:P:B'."),
-    Removed(
-        "pooling",
-        "(?!cca$).*",
-        "another rule for core tokens than the paper's",
-        "Leave it out; in a clone, `python -m reproduction` has mean and max pooling.",
-    ),
-    Removed("core_heads", "(?!kv$).*", "a core token for each query head", "Leave it out."),
-    Removed(
-        "learned",
-        r"(?!\(\)$|\[\]$).*",
-        "learned parameters of core tokens",
-        "Leave it out, and train the model's own weights.",
-    ),
-)
-"""Settings that are gone: a saved config, a command or a keyword that has one is refused. A field
-that is no more is ignored at other values."""
-
-
-def check_not_removed(field: str, value: Any) -> None:
-    """Raise ValueError where an earlier version had this value of a setting."""
-    for row in REMOVED:
-        if field == row.field and re.fullmatch(row.values, str(value)):
-            # mutant config: a removed setting is ignored
-            raise ValueError(
-                f"{field} must not be {value!r}, {row.what}, which is gone since version "
-                f"{row.since}. {row.instead}"
-            )
-
-
-def without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings without fields of `CCAConfig` that are no more.
-
-    Raises:
-        ValueError: one of these has a value that is gone.
-    """
-    names = CCAConfig.__dataclass_fields__
-    gone = [row.field for row in REMOVED if row.field in settings and row.field not in names]
-    for field in gone:
-        check_not_removed(field, settings[field])
-    if not gone:
-        return settings
-    return {field: value for field, value in settings.items() if field not in gone}
-
-
-def refuses_removed(function: F) -> F:
-    """Let a function take keywords of earlier versions, and refuse values that are gone."""
-
-    @wraps(function)
-    def checked(*args: Any, **settings: Any) -> Any:
-        return function(*args, **without_removed(settings))
-
-    return cast(F, checked)
-
-
 CCAConfig.__init__ = refuses_removed(CCAConfig.__init__)  # type: ignore[method-assign]
-
-
-def check_int(name: str, value: Any, least: int, why: str = "") -> int:
-    """Return value, or raise unless it is an int of at least `least` (a bool is no size)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}{why}, got {value}.")
-    if value > MOST:
-        raise ValueError(f"{name} must be at most {MOST}, got {value}.")
-    return value
 
 
 @cache
@@ -345,118 +254,20 @@ def setting_help(name: str) -> str:
     return field_help(CCAConfig)[name].partition(". ")[0].removesuffix(".") + "."
 
 
-class IndexName(NamedTuple):
-    """Tell what the name of an index says."""
-
-    where: str
-    """Its class, of `INDICES`."""
-    numbers: tuple[int, ...]
-    """The class's arguments."""
-
-
-def parse_index(name: str) -> IndexName:
-    """Read the name of an index.
-
-    Raises:
-        ValueError: no index has this name.
-    """
-    for form, where in INDICES.items():
-        pattern = ":".join(_NUMBERS.get(word, word) for word in form.split(":"))
-        match = re.fullmatch(pattern, name) if isinstance(name, str) else None
-        if match:
-            return IndexName(where, tuple(map(int, match.groups())))
-    raise ValueError(
-        f"fetch_index must be {listed(tuple(map(repr, INDICES)))}, got {name!r}."
-        + did_you_mean(name, INDICES)
-    )
-
-
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Return value, or raise unless it is one of the allowed words."""
-    if value not in allowed:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
-            + did_you_mean(value, allowed)
-        )
-    return value
-
-
-def listed(names: tuple[str, ...]) -> str:
-    """Join names as a sentence does: "a, b or c"."""
-    return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def did_you_mean(value: Any, names: Iterable[str]) -> str:
-    """Return the hint of an error: the name nearest to a value, "" where none is near."""
-    near = get_close_matches(str(value), names, 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-# Checks of single fields. Each raises, or returns the value in its normal form.
-
-
-def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}. Use 0.0 for none.")
-    if not abs(value) <= float_info.max:
-        raise ValueError(f"{name} must be finite, got {value}. Use 0.0 for none.")
-    return value
-
-
-def _tuple(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(f"{name} must be a tuple, got {value!r}.")
-    return tuple(check(name, item) for item in value)
-
-
-def _group_sizes(name: str, value: Any) -> tuple[int, ...]:
-    sizes = _tuple(name, value, partial(check_int, least=1))
-    if not sizes:
-        raise ValueError(f"{name} must not be empty, got {sizes}.")
-    return sizes
-
-
-def _group_sizes_by_layer(name: str, value: Any) -> tuple[int | tuple[int, ...], ...]:
-    layers = _tuple(name, value, _size_or_sizes)
-    if not layers:
-        raise ValueError(f"{name} must not be empty, got {layers}.")
-    return layers
-
-
-def _size_or_sizes(name: str, value: Any) -> int | tuple[int, ...]:
-    check = _group_sizes if isinstance(value, (tuple, list)) else partial(check_int, least=1)
-    return check(name, value)
-
-
-def _index(name: str, value: Any) -> str:
-    parse_index(value)
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
-    return value
-
-
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "group_size": partial(check_int, least=1),
     "window_size": partial(check_int, least=1, why=" (a query sees itself)"),
-    "num_groups": _optional(partial(check_int, least=1)),
+    "num_groups": optional(partial(check_int, least=1)),
     "core_position": partial(check_choice, allowed=CORE_POSITIONS),
-    "core_bias": _finite,
-    "layer_group_sizes": _optional(_group_sizes_by_layer),
+    "core_bias": check_number,
+    "layer_group_sizes": optional(check_sizes_by_layer),
     "sink_size": partial(check_int, least=0),
     "cache_dtype": partial(check_choice, allowed=CACHE_DTYPES),
-    "head_group_sizes": _optional(_group_sizes),
+    "head_group_sizes": optional(check_sizes),
     "backend": partial(check_choice, allowed=BACKENDS),
-    "core_mass": _flag,
+    "core_mass": check_flag,
     "fetch_groups": partial(check_int, least=0),
-    "fetch_index": _index,
+    "fetch_index": check_index,
     "fetch_share": partial(check_int, least=1),
     "store": partial(check_choice, allowed=STORES),
     "fetch_slots": partial(check_int, least=0),

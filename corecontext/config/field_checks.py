@@ -1,0 +1,93 @@
+"""Check single settings: each function raises, or returns the value in its normal form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import partial
+from sys import float_info
+from typing import Any
+
+MOST = 2**31 - 1
+"""The largest size: kernels count tokens in 32-bit integers."""
+
+
+def check_int(name: str, value: Any, least: int, why: str = "") -> int:
+    """Return value, or raise unless it is an int of at least `least` (a bool is no size)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}{why}, got {value}.")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {value}.")
+    return value
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return value, or raise unless it is one of the allowed words."""
+    if value not in allowed:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
+            + did_you_mean(value, allowed)
+        )
+    return value
+
+
+def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return a check that takes None, too."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def check_number(name: str, value: Any) -> float:
+    """Return value, or raise unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}. Use 0.0 for none.")
+    if not abs(value) <= float_info.max:
+        raise ValueError(f"{name} must be finite, got {value}. Use 0.0 for none.")
+    return value
+
+
+def check_tuple(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
+    """Return a tuple or list as a tuple of checked items, or raise."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple, got {value!r}.")
+    return tuple(check(name, item) for item in value)
+
+
+def check_sizes(name: str, value: Any) -> tuple[int, ...]:
+    """Return a g for each KV head, at least one, or raise."""
+    sizes = check_tuple(name, value, partial(check_int, least=1))
+    if not sizes:
+        raise ValueError(f"{name} must not be empty, got {sizes}.")
+    return sizes
+
+
+def check_sizes_by_layer(name: str, value: Any) -> tuple[int | tuple[int, ...], ...]:
+    """Return a g, or one for each KV head, of each layer, or raise."""
+    layers = check_tuple(name, value, _size_or_sizes)
+    if not layers:
+        raise ValueError(f"{name} must not be empty, got {layers}.")
+    return layers
+
+
+def _size_or_sizes(name: str, value: Any) -> int | tuple[int, ...]:
+    check = check_sizes if isinstance(value, (tuple, list)) else partial(check_int, least=1)
+    return check(name, value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return value, or raise unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Join names as a sentence does: "a, b or c"."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def did_you_mean(value: Any, names: Iterable[str]) -> str:
+    """Return the hint of an error: the name nearest to a value, "" where none is near."""
+    near = get_close_matches(str(value), names, 1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,51 @@
+"""List the indices of fetch, and read their names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from corecontext.config.field_checks import did_you_mean, listed
+
+INDICES = {
+    "mean": "corecontext.ops.fetch.mean:Mean",
+    "parts:P:B": "corecontext.ops.fetch.low_bits:Parts",
+    "pairs:B": "corecontext.ops.fetch.low_bits:Pairs",
+    "bits:B": "corecontext.ops.fetch.low_bits:Bits",
+    "oracle": "corecontext.ops.fetch.oracle:Oracle",
+}
+"""The class of each index of fetch, by the form of its name; P is a number of parts, at least 1,
+and B of bits, 1, 2 or 4."""
+_NUMBERS = {"P": "([1-9][0-9]{0,8})", "B": "([124])"}
+
+
+class IndexName(NamedTuple):
+    """Tell what the name of an index says."""
+
+    where: str
+    """Its class, of `INDICES`."""
+    numbers: tuple[int, ...]
+    """The class's arguments."""
+
+
+def parse_index(name: str) -> IndexName:
+    """Read the name of an index.
+
+    Raises:
+        ValueError: no index has this name.
+    """
+    for form, where in INDICES.items():
+        pattern = ":".join(_NUMBERS.get(word, word) for word in form.split(":"))
+        match = re.fullmatch(pattern, name) if isinstance(name, str) else None
+        if match:
+            return IndexName(where, tuple(map(int, match.groups())))
+    raise ValueError(
+        f"fetch_index must be {listed(tuple(map(repr, INDICES)))}, got {name!r}."
+        + did_you_mean(name, INDICES)
+    )
+
+
+def check_index(name: str, value: Any) -> str:
+    """Return value, or raise unless it is the name of an index."""
+    parse_index(value)
+    return value

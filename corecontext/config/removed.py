@@ -1,0 +1,94 @@
+"""List the settings that earlier versions had, and refuse them in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Removed(NamedTuple):
+    """Describe values of a setting that an earlier version had."""
+
+    field: str
+    """Of `CCAConfig`, in that version; a saved config may have others of its values."""
+    values: str
+    """A regular expression of all that are gone."""
+    what: str
+    """What they were."""
+    instead: str
+    """What to use: a sentence."""
+    since: str = "0.2"
+    """The first version without them."""
+    is_field_gone: bool = False
+    """Whether the field is no more. Other values of it are ignored."""
+
+
+REMOVED = (
+    Removed("fetch_index", "core", "the index of core tokens", "Use 'mean' or 'pairs:2'."),
+    Removed("fetch_index", "bounds", "the index of least and largest values", "Use 'pairs:2'."),
+    Removed(
+        "fetch_index", r"segments:\d+:\d+", "an index of segments of a group", "Use 'pairs:2'."
+    ),
+    Removed("fetch_index", r"parts:\d+", "an index of means as they are", "Use 'parts:P:B'."),
+    Removed(
+        "pooling",
+        "(?!cca$).*",
+        "another rule for core tokens than the paper's",
+        "Leave it out; in a clone, `python -m reproduction` has mean and max pooling.",
+        is_field_gone=True,
+    ),
+    Removed(
+        "core_heads",
+        "(?!kv$).*",
+        "a core token for each query head",
+        "Leave it out.",
+        is_field_gone=True,
+    ),
+    Removed(
+        "learned",
+        r"(?!\(\)$|\[\]$).*",
+        "learned parameters of core tokens",
+        "Leave it out, and train the model's own weights.",
+        is_field_gone=True,
+    ),
+)
+"""Settings that are gone: a saved config, a command or a keyword that has one is refused."""
+
+
+def check_not_removed(field: str, value: Any) -> None:
+    """Raise ValueError where an earlier version had this value of a setting."""
+    for row in REMOVED:
+        if field == row.field and re.fullmatch(row.values, str(value)):
+            # mutant config: a removed setting is ignored
+            raise ValueError(
+                f"{field} must not be {value!r}, {row.what}, which is gone since version "
+                f"{row.since}. {row.instead}"
+            )
+
+
+def without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings without fields of `CCAConfig` that are no more.
+
+    Raises:
+        ValueError: one of these has a value that is gone.
+    """
+    gone = [row.field for row in REMOVED if row.is_field_gone and row.field in settings]
+    for field in gone:
+        check_not_removed(field, settings[field])
+    if not gone:
+        return settings
+    return {field: value for field, value in settings.items() if field not in gone}
+
+
+def refuses_removed(function: F) -> F:
+    """Let a function take keywords of earlier versions, and refuse values that are gone."""
+
+    @wraps(function)
+    def checked(*args: Any, **settings: Any) -> Any:
+        return function(*args, **without_removed(settings))
+
+    return cast(F, checked)
