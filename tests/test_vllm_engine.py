@@ -38,6 +38,8 @@ def test_greedy_tokens_are_those_of_the_engine(case, runner):
     rejected; with vLLM's model runners V1 and V2."""
     if "drafts" in case and runner == "V2" and not torch.cuda.is_available():
         pytest.skip("vLLM's own kernel for ngram drafts does not run in Triton's interpreter")
+    if "two stages" in case and runner == "V1" and not torch.cuda.is_available():
+        pytest.skip("vLLM 0.32 itself ends with an error there")
     # A process of its own: vLLM's modules keep the platform that they were loaded for.
     paths = [str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
