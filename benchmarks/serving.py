@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.request_load import Seen, arrivals, day_rate, prompt_of, replay
 from benchmarks.serving_settings import SERVED_SHAPES, ServeBench
 from corecontext.config import CCAConfig
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.loading import pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record
@@ -100,7 +100,7 @@ def run_serve_bench(
     except ImportError:
         raise UserError(
             "bench serve needs httpx, which is not installed. Install it with: "
-            "pip install 'corecontext[serve]' httpx"
+            f"{install_command('serve')} httpx"
         ) from None
     device = device_name(pick_device(bench.device))
     records: list[Record] = []

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.options import check_choices, check_positive, option
 from benchmarks.serving_settings import SERVED_SHAPES
 from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.measure import package_path
 from corecontext.record import Record, command_line, device_name, make_record
@@ -143,7 +143,7 @@ def run_vllm_bench(
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "bench vllm needs vLLM, which is not installed. Install it with: "
-            "pip install 'corecontext[vllm]'"
+            f"{install_command('vllm')}"
         )
     if len(bench.methods) > 1:
         measured = [_measure_apart(bench, method, on_records) for method in bench.methods]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from corecontext.files import UserError, atomic_path
+from corecontext.files import UserError, atomic_path, install_command
 
 SUFFIXES = (".png", ".svg", ".pdf")
 FULL = "#9a9a9a"
@@ -27,7 +27,7 @@ def check_plot(path: str) -> None:
     except ImportError:
         raise UserError(
             "plot needs matplotlib, which is not installed. Install it with: "
-            "pip install 'corecontext[plot]'"
+            f"{install_command('plot')}"
         ) from None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +20,32 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(str(message).split()))
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, also where this package is on no
+    index."""
+    packages = _packages(extra)
+    if not packages:  # run from its source, without having been installed
+        return f"pip install '.[{extra}]' in the folder of its source"
+    return "pip install " + " ".join(f"'{package}'" for package in packages)
+
+
+def _packages(extra: str) -> list[str]:
+    """Return the requirements of an extra, those of the extras that it names included."""
+    try:
+        requirements = importlib.metadata.requires("corecontext") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    packages = []
+    for requirement in requirements:
+        package, _, marker = requirement.partition(";")
+        if f'extra == "{extra}"' not in marker:
+            continue
+        nested = re.fullmatch(r"corecontext\[(.*)\]", package)
+        extras = nested[1].split(",") if nested else []
+        packages += [name for inner in extras for name in _packages(inner)] or [package.strip()]
+    return packages
 
 
 def first_line(error: BaseException) -> str:

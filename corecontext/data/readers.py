@@ -22,7 +22,8 @@ def _open_zst(path: str | Path, mode: str, encoding: str) -> Any:
         import pyarrow
     except ImportError:
         raise UserError(
-            f"file '{path}' needs the package pyarrow to be read. Install corecontext[train]."
+            f"file '{path}' needs the package pyarrow to be read. Install it with: pip install "
+            "pyarrow"
         ) from None
     # zstandard's own reader takes a truncated file for a short one.
     stream = pyarrow.input_stream(io.FileIO(path), compression="zstd")

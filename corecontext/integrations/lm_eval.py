@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.config import CCAConfig
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.integrations.hf.attention_interface import full_attention
 from corecontext.integrations.hf.enabling import enable
 
@@ -41,8 +41,8 @@ def register() -> type:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise UserError(
-            f"lm_eval must be installed, got: {error}. Install the extra: pip install "
-            "'corecontext[lm-eval]'"
+            f"lm_eval must be installed, got: {error}. Install it with: "
+            f"{install_command('lm-eval')}"
         ) from None
 
     @register_model(MODEL)

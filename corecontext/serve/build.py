@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.loading import (
     Loaded,
     check_architecture,
@@ -50,7 +50,7 @@ def make_app(serving: Serving) -> Any:
     except ImportError as error:
         raise UserError(
             f"serve needs {error.name}, which is not installed. Install it with: "
-            "pip install 'corecontext[serve]'"
+            f"{install_command('serve')}"
         ) from None
     from corecontext.serve.warm_up import warm_up
 

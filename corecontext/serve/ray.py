@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from corecontext.config import CCAConfig
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.methods import field_of
 from corecontext.serve.build import make_app
 from corecontext.serve.settings import SERVED, Serving, read_key
@@ -53,7 +53,7 @@ def app(arguments: dict[str, Any]) -> Any:
     except ImportError as error:
         raise UserError(
             f"the Ray deployment needs {error.name}, which is not installed. Install it with: "
-            "pip install 'corecontext[ray]'"
+            f"{install_command('ray')}"
         ) from None
     serving, scale = _settings(arguments)
 

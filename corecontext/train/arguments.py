@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from corecontext.data.readers import read_json
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.loading import one_line
 from corecontext.train.memory_fit import Split
 from corecontext.train.train_config import TrainConfig
@@ -146,7 +146,8 @@ def _deepspeed_settings(name: str) -> dict[str, Any]:
             )
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            "--deepspeed needs the package deepspeed. Install corecontext[deepspeed], or use "
+            "--deepspeed needs the package deepspeed. Install it with: "
+            f"{install_command('deepspeed')}. Or use "
             "--fsdp."
         )
     if "LOCAL_RANK" not in os.environ:

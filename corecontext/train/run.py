@@ -22,7 +22,7 @@ from corecontext.data.corpus import encoder, read_corpus
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
 from corecontext.data.row_stream import StreamedRows, open_shards
 from corecontext.distributed.announcement import Announcement
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.heads.choose import with_heads
 from corecontext.terminal import progress
 from corecontext.train import card, hub
@@ -131,7 +131,9 @@ def _check_packages(config: TrainConfig) -> None:
     """Raise a UserError unless the packages for training and for reports are installed."""
     for package in ("accelerate", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"training needs the package {package}. Install corecontext[train].")
+            raise UserError(
+                f"training needs the package {package}. Install it with: {install_command('train')}"
+            )
     for package in config.report_to:
         if importlib.util.find_spec(package) is None:
             raise UserError(

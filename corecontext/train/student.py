@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from corecontext.config import FETCH_RECIPE, CCAConfig
-from corecontext.files import UserError
+from corecontext.files import UserError, install_command
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import check_architecture, load_config, one_line
 from corecontext.methods import pick_rival
@@ -295,7 +295,7 @@ def _add_lora(model: Any, config: TrainConfig) -> Any:
         import peft
     except ImportError:
         raise UserError(
-            "strategy 'lora' needs the package peft. Install corecontext[train]."
+            f"strategy 'lora' needs the package peft. Install it with: {install_command('train')}"
         ) from None
     with one_line():
         return peft.get_peft_model(

