@@ -82,7 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, a GPU, cuBLAS or PyTorch's CPU allocator ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    messages = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    messages = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from corecontext.config import DEFAULT_SINK_SIZE
-from corecontext.files import UserError
+from corecontext.files import UserError, one_line
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.integrations.hf.logits_head import head_logits
@@ -85,7 +85,7 @@ def measure(loaded: Loaded, text: str, name: str, chunk_size: int | None = None)
         if chunk_size is not None:
             raise UserError(WHOLE)
         chunk_size = length
-    with progress(f"{name}, {length} tokens", length) as advance:
+    with progress(f"{name}, {length} tokens", length) as advance, one_line():
         nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size or 1024, on_chunk=advance)
     return Perplexity(
         nll,

@@ -1040,3 +1040,23 @@ def test_heads_of_several_group_sizes_are_one_layer():
     for part in layer.parts:
         with pytest.raises(ValueError, match="must not be continued after a test"):
             part.attend(q[:, :2], k[:, :1], v[:, :1])
+
+
+@pytest.mark.parametrize("index", ["pairs:2", "mean"])
+@pytest.mark.parametrize("emptied", ["crop", "padding"])
+def test_a_cache_without_a_token_can_be_saved(index, emptied):
+    config = CCAConfig(4, 9, fetch_groups=3, fetch_index=index)
+    layers = [CompactLayer(config, ROTARY) for _ in range(2)]
+    tensors = qkv(2, 4, 2, 40)
+    mask = torch.ones(2, 40)
+    if emptied == "padding":
+        mask[:, :6] = 0
+    fed(layers[0], tensors, [6], mask)
+    if emptied == "crop":
+        layers[0].crop(6)
+    layers[1].load_state_dict(layers[0].state_dict())
+    start = layers[0].seq_len
+    rest = [x[:, :, start : start + 20] for x in tensors]
+    options = {"attention_mask": mask[:, : start + 20] if start else None}
+    first, second = (layer.attend(*rest, **options) for layer in layers)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)

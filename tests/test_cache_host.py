@@ -171,6 +171,22 @@ def test_a_planned_prompt_makes_room_once(monkeypatch):
     assert max(lengths) == 43  # not planned any more
 
 
+@pytest.mark.parametrize("change", ["append", "repeat"])
+def test_a_store_for_which_memory_runs_out_stays_as_it_was(monkeypatch, change):
+    tensors = texts()
+    layers = [CompactLayer(CONFIG, ROTARY) for _ in range(2)]
+    for layer in layers:
+        fed(layer, tensors, 0, [30])
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(host_memory, "available_bytes", lambda: 10)
+        if change == "append":
+            fed(layers[0], tensors, 30, [50])
+        else:
+            layers[0].store.select(torch.tensor([0, 0, 1, 1]))
+    ours, untouched = (fed(layer, tensors, 30, [5, 1, 20]) for layer in layers)
+    torch.testing.assert_close(ours, untouched, rtol=0, atol=0)
+
+
 def test_host_memory_that_is_not_there(monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 10_000)
     layer = CompactLayer(CONFIG, ROTARY, max_length=4096)

@@ -860,3 +860,39 @@ def test_advice_to_install_works_where_the_package_is_on_no_index(monkeypatch):
         mock.Mock(side_effect=importlib.metadata.PackageNotFoundError),
     )
     assert install_command("serve") == "pip install '.[serve]' in the folder of its source"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"fetch_groups": 4, "store": "none"},
+            "fetch_groups must be 0 with a cache of store='none'",
+        ),
+        ({"core_bias": 1e308}, "core_bias must be finite"),
+        ({"fetch_index": "pairs" * 200_000}, "fetch_index must be"),
+    ],
+)
+def test_settings_of_a_checkpoint_that_do_not_fit_are_one_line(
+    model, here, capfd, settings, message
+):
+    shutil.copytree(model, here / "wrong")
+    config = json.loads((here / "wrong/config.json").read_text())
+    config["cca"] = {"group_size": 4, "window_size": 8, **settings}
+    (here / "wrong/config.json").write_text(json.dumps(config))
+    line = refuse(capfd, here, "perplexity", "good.txt", "--model", "./wrong", "--device", "cpu")
+    assert message in line and len(line) < 1000
+    if settings.get("store") != "none":
+        line = refuse(
+            capfd,
+            here,
+            "inspect",
+            "good.txt",
+            "--model",
+            "./wrong",
+            "--output",
+            "x.html",
+            "--device",
+            "cpu",
+        )
+        assert message in line

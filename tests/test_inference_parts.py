@@ -313,7 +313,9 @@ def test_padding_is_counted_and_stands_on_the_left():
     mask = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
     assert read_left_padding(ids, None) == [0, 0, 0] and read_left_padding(ids, mask) == [3, 0, 1]
     assert read_left_padding(ids.int(), mask.bool()) == [3, 0, 1]
-    for row, wrong in (([0, 0, 0, 0], 1), ([1, 0, 1, 1], 1), ([0, 1, 1, 0], 1), ([1, 1, 1, 0], 1)):
+    with pytest.raises(ValueError, match="got only padding in row 2. Leave empty prompts out"):
+        read_left_padding(ids, mask * torch.tensor([[1], [1], [0]]))
+    for row, wrong in (([1, 0, 1, 1], 1), ([0, 1, 1, 0], 1), ([1, 1, 1, 0], 1)):
         bad = mask.clone()
         bad[wrong] = torch.tensor(row)
         with pytest.raises(ValueError, match=f"only on the left, got otherwise in row {wrong}"):

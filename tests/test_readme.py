@@ -141,7 +141,7 @@ def test_extras_that_errors_name_exist():
         "optional-dependencies"
     ]
     source = "".join(path.read_text() for path in (ROOT / "corecontext").rglob("*.py"))
-    named = re.findall(r"corecontext\[([\w,-]+)\]", source)
+    named = re.findall(r"install_command\(['\"]([\w-]+)['\"]\)", source)
     assert {"lm-eval", "serve", "train"} <= set(named) <= set(extras)
 
 

@@ -51,24 +51,24 @@ class HostStore(RawStore):
         if length <= self.length:
             return
         length = max(length, 2 * self.length)
-        before = self.raw
-        self.raw = []
-        for old in before:
-            larger = self._room(old, (*old.shape[:2], length, old.shape[3]))
-            larger[:, :, : old.shape[2]] = old
-            self.raw.append(larger)
+        # Where memory runs out, the store stays as it was.
+        larger = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in self.raw]
         self._grow_index(length)
+        for buffer, x in zip(larger, self.raw):
+            buffer[:, :, : x.shape[2]] = x
+        self.raw = larger
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows, [new B], in the given order."""
-        self._select_extras(rows)
         sources = rows.tolist()
         if len(sources) != self.raw[0].shape[0]:
             chosen = [self._room(x, (len(sources), *x.shape[1:])) for x in self.raw]
             for buffer, x in zip(chosen, self.raw):
                 _copy_rows(buffer, x, sources)
+            self._select_extras(rows)
             self.raw = chosen
             return
+        self._select_extras(rows)
         for x in self.raw:
             # mutant fetch: beams keep the host's raw tokens of another
             _move_rows(x, sources)

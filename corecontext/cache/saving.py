@@ -127,9 +127,11 @@ class SavedState(CroppedState):
             buffer[:, :, :used] = x
             buffer[:, :, used:] = 0
         if store:
-            self.begin_prompt(store[0])
             num_raw = 2 if self.config.cache_dtype == "auto" else 4
-            self.allocate_store([x[:, :, :1] for x in store[:num_raw]])
+            # A saved cache may have no token left.
+            like = [x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in store[:num_raw]]
+            self.begin_prompt(like[0])
+            self.allocate_store(like)
             self.store.load(store)
         elif raw:
             self.allocate_store([x[:, :, :1] for x in raw])

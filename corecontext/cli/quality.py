@@ -150,7 +150,7 @@ def inspect(
 ) -> None:
     """Write a page of the attention: the weights of tokens in core tokens, and of core tokens in a
     query."""
-    from corecontext.files import check_output, read_text, write_text
+    from corecontext.files import check_output, one_line, read_text, write_text
 
     check_least(1, queries=queries, max_tokens=max_tokens)
     check_output(output, force)
@@ -159,7 +159,8 @@ def inspect(
     from corecontext.loading import load
 
     loaded = load(model, **settings, **vars(options))
-    page = inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ())
+    with one_line():
+        page = inspect_text(loaded, model, text, max_tokens, queries, position or (), layer or ())
     write_text(output, page)
     print(f"wrote {output}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import partial
-from sys import float_info
 from typing import Any
 
 MOST = 2**31 - 1
 """The largest size: kernels count tokens in 32-bit integers."""
+LARGEST = 3.4e38
+"""The largest number: caches hold float32 at least."""
 
 
 def check_int(name: str, value: Any, least: int, why: str = "") -> int:
@@ -42,7 +43,7 @@ def check_number(name: str, value: Any) -> float:
     """Return value, or raise unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}. Use 0.0 for none.")
-    if not abs(value) <= float_info.max:
+    if not abs(value) <= LARGEST:
         raise ValueError(f"{name} must be finite, got {value}. Use 0.0 for none.")
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from typing import Any, NamedTuple
 
 from corecontext.config.field_checks import did_you_mean, listed
@@ -40,7 +41,7 @@ def parse_index(name: str) -> IndexName:
         if match:
             return IndexName(where, tuple(map(int, match.groups())))
     raise ValueError(
-        f"fetch_index must be {listed(tuple(map(repr, INDICES)))}, got {name!r}."
+        f"fetch_index must be {listed(tuple(map(repr, INDICES)))}, got {reprlib.repr(name)}."
         + did_you_mean(name, INDICES)
     )
 

@@ -81,6 +81,11 @@ def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[
     mask = attention_mask.bool()
     padded_after_a_token = (mask[:, :-1] & ~mask[:, 1:]).any(1) | ~mask[:, -1]
     pads, wrong = torch.stack(((~mask).sum(1), padded_after_a_token)).tolist()
+    if (length := mask.shape[1]) in pads:
+        raise ValueError(
+            "attention_mask must leave at least one token in each row, got only padding in row "
+            f"{pads.index(length)}. Leave empty prompts out."
+        )
     if any(wrong):
         raise ValueError(
             "attention_mask must have padding only on the left, got otherwise in row "

@@ -218,7 +218,8 @@ class AttentionHandle:
         if kwargs.get("output_attentions") or module.config.output_attentions:
             raise NotImplementedError(
                 f"output_attentions cannot be returned: {self.title} attention never forms the "
-                "weights. Call handle.disable() to look at full attention."
+                "weights. Set config.output_attentions = False (in config.json: false), or call "
+                "handle.disable() to look at full attention."
             )
 
     def disable(self) -> None:

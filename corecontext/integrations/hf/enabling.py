@@ -63,7 +63,8 @@ class Handle(AttentionHandle):
     ATTRIBUTE = "_corecontext"
     INCOMPLETE = (
         "attn_implementation='cca' must be completed by corecontext.enable(model), which gives "
-        "each layer its cache and settings. Or load with corecontext.from_pretrained(...)."
+        "each layer its cache and settings. Or load with corecontext.from_pretrained(...). A model "
+        "made from the config of an enabled one needs model.set_attn_implementation('sdpa') first."
     )
     title = "CCA"
 
