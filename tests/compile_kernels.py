@@ -79,7 +79,33 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FLOATS = ("unit", "scale", "softcap", "bias", "query_scale", "teacher_share")
 """Arguments that are numbers with a fraction."""
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
-ATTENTION = (attend._attend_fwd_kernel, attend._attend_dq_kernel, attend._attend_dkv_kernel)
+FORWARD = attend._attend_fwd_kernel
+QUERY_GRADIENTS = attend._attend_dq_kernel
+KEY_GRADIENTS = attend._attend_dkv_kernel
+ATTENTION = (FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS)
+PLACES = {"tokens": ("", "", ""), "heads": 3, "rule": 3}
+ATTENTION_TYPES = {
+    FORWARD: {
+        **PLACES,
+        "far": ("", "", "fp32", "i32"),
+        "results": ("", "fp32"),
+        "strides": (3, 2, 2, 3, 3),
+    },
+    QUERY_GRADIENTS: {
+        **PLACES,
+        "far": ("", "", "fp32", "i32"),
+        "upstream": ("", "fp32", "", "fp32"),
+        "results": ("fp32", "fp32"),
+        "strides": (3, 2, 2, 3, 3, 3),
+    },
+    KEY_GRADIENTS: {
+        **PLACES,
+        "far": ("fp32", "i32"),
+        "upstream": ("fp32", "", "fp32"),
+        "results": ("fp32", "fp32", "fp32"),
+        "strides": (3, 3, 3, 3),
+    },
+}
 FETCH = (
     fetch_kernels.fetch_fwd_kernel,
     fetch_kernels.fetch_dq_kernel,
@@ -137,18 +163,18 @@ class Kernel(NamedTuple):
 
     function: Any
     constants: dict[str, Any]
-    types: dict[str, str | tuple[str, ...]]
-    """Of pointers whose elements have not the dtype of q, and of tuples of pointers; "" is the
-    dtype of q."""
+    types: dict[str, Any]
+    """Of pointers whose elements have not the dtype of q, and of tuples: of pointers, where "" is
+    the dtype of q, or numbers of integers."""
 
 
 def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those that run everywhere, with the sizes that their launches choose for this chip."""
     for function, tiles, more in (
-        (attend._attend_fwd_kernel, forward_tiles, {"HAS_BIAS": False}),
-        (attend._attend_dq_kernel, dq_tiles, {"HAS_BIAS": True, "HAS_GRAD_LSE": True}),
-        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": False, "FAR": False}),
-        (attend._attend_dkv_kernel, dkv_tiles, {"HAS_BIAS": True, "FAR": True}),
+        (FORWARD, forward_tiles, {"HAS_BIAS": False}),
+        (QUERY_GRADIENTS, dq_tiles, {"HAS_BIAS": True, "HAS_GRAD_LSE": True}),
+        (KEY_GRADIENTS, dkv_tiles, {"HAS_BIAS": False, "FAR": False}),
+        (KEY_GRADIENTS, dkv_tiles, {"HAS_BIAS": True, "FAR": True}),
     ):
         for has_marks in (False, True) if more.get("FAR", True) else (False,):
             yield Kernel(
@@ -158,7 +184,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                     **more,
                     "HAS_MARKS": has_marks,
                 },
-                {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **GRADIENTS},
+                ATTENTION_TYPES[function],
             )
     yield from fetch_kernels_of(chip, dtype, dim)
     yield from paged_kernels(chip, dtype, dim)
@@ -330,7 +356,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     function, constants = kernel.function, kernel.constants
     if constants.get("HAS_MARKS") and function in ATTENTION:
         return False  # holds little more than without
-    if function is attend._attend_dkv_kernel:
+    if function is KEY_GRADIENTS:
         return constants["FAR"]
     if function is paged_attend._attend_pages_kernel:
         return dim == 256 and not constants["IN_PARTS"]
@@ -433,8 +459,8 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     for name in names:
         if name in constants:
             signature[name] = "constexpr"
-        elif isinstance(kernel.types.get(name), tuple):
-            signature[name] = tuple(f"*{kind or NAMES[dtype]}" for kind in kernel.types[name])
+        elif isinstance(kernel.types.get(name), (tuple, int)):
+            signature[name] = types_of(kernel.types[name], dtype)
         elif name.endswith("_desc"):
             signature[name] = kernel.types[name]
         elif name.endswith("_ptr"):
@@ -455,12 +481,28 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     for i, name in enumerate(names):
         if name.endswith("_ptr"):
             aligned[i,] = [["tt.divisibility", 16]]
-        elif isinstance(signature[name], tuple):
-            for j in range(len(signature[name])):
-                aligned[i, j] = [["tt.divisibility", 16]]
+        elif name.endswith("strides") or isinstance(kernel.types.get(name), tuple):
+            for path in paths_of(signature[name]):
+                aligned[(i, *path)] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(kernel.function, signature, constants, aligned), target=target, options=options
     )
+
+
+def types_of(kind: Any, dtype: torch.dtype) -> Any:
+    """Triton's types of one of `Kernel.types`."""
+    if isinstance(kind, int):
+        return ("i32",) * kind
+    if isinstance(kind, str):
+        return f"*{kind or NAMES[dtype]}"
+    return tuple(types_of(x, dtype) for x in kind)
+
+
+def paths_of(types: Any) -> list[tuple[int, ...]]:
+    """The places of all pointers and integers in nested tuples."""
+    if not isinstance(types, tuple):
+        return [()]
+    return [(j, *path) for j, x in enumerate(types) for path in paths_of(x)]
 
 
 def num_strides(function: Any, name: str) -> int:
@@ -471,8 +513,7 @@ def num_strides(function: Any, name: str) -> int:
         return 2
     if function in PAGED:
         return 3 if name in ("page_strides", "core_strides", "mass_strides") else 2
-    from_raw = (attend._attend_fwd_kernel, attend._attend_dq_kernel, *FETCH)
-    return 2 if function in from_raw and name in ("k_strides", "v_strides") else 3
+    return 2 if function in FETCH and name in ("k_strides", "v_strides") else 3
 
 
 def spilled(binary: bytes) -> int | None:

@@ -77,6 +77,15 @@ def test_unaligned_tensors_always_go_through_triton(kernel):
     assert len(kernel.own) == 5
 
 
+@pytest.mark.parametrize("offset, dtype, lean", [(0, None, 1), (1, None, 0), (0, torch.half, 0)])
+def test_tensors_in_tuples_are_looked_at_one_by_one(kernel, offset, dtype, lean):
+    """Their alignment and their dtypes."""
+    x = torch.zeros(64)
+    run(kernel, (x, x))
+    run(kernel, (x, x[offset:].to(dtype or x.dtype)))
+    assert len(kernel.lean) == lean and len(kernel.own) == 2 - lean
+
+
 def test_tensors_that_begin_anywhere_are_launched_leanly(kernel):
     """Where Triton compiles nothing for their alignment: rows of block tables."""
     kernel.params = [SimpleNamespace(num=0, do_not_specialize_on_alignment=True)]

@@ -116,15 +116,9 @@ def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexp
     ]
 )
 def _attend_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    far_k_ptr,
-    far_v_ptr,
-    bias_ptr,
-    marks_ptr,
-    out_ptr,
-    lse_ptr,
+    tokens,
+    far,
+    results,
     num_queries,
     num_keys,
     num_entries,
@@ -134,17 +128,9 @@ def _attend_fwd_kernel(
     num_words,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    far_k_strides,
-    far_v_strides,
-    num_heads,
-    heads_per_n,
-    heads_per_core,
-    group_size,
-    window_size,
-    sink_groups,
+    strides,
+    heads,
+    rule,
     share,
     HAS_BIAS: tl.constexpr,
     HAS_MARKS: tl.constexpr,
@@ -159,7 +145,22 @@ def _attend_fwd_kernel(
     Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head: it reads them and the
     keys and values they see once, keeps output and sums in float32, and writes output and
     log-sum-exp. Heads that share keys run side by side, and tiles that see most run first.
+
+    Args:
+        tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
+        far: Pointers to keys and values of the far past [N, r', E, D], the biases of its entries
+            [N r, E] and marks.
+        results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T] in float32.
+        strides: Of q, k and v, and of keys and values of the far past.
+        heads: Query heads in all, of each KV head, and of each head r' of the far past.
+        rule: group_size, window_size and sink_groups.
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    far_k_ptr, far_v_ptr, bias_ptr, marks_ptr = far
+    out_ptr, lse_ptr = results
+    q_strides, k_strides, v_strides, far_k_strides, far_v_strides = strides
+    num_heads, heads_per_n, heads_per_core = heads
+    group_size, window_size, sink_groups = rule
     # Read the queries that this program owns.
     pid = tl.program_id(0)
     tile = tl.num_programs(0) // num_heads - 1 - pid // num_heads
@@ -177,7 +178,6 @@ def _attend_fwd_kernel(
     position = q_start + rows
     groups = visible_cores(position, group_size, window_size)
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    rule = (group_size, window_size, sink_groups)
     whole, far_end, local, middle, causal, end = _key_ranges(
         tile * BLOCK_M, last, q_start, rule, BLOCK_N
     )
@@ -269,19 +269,10 @@ def _query_gradients(dq, queries, keys, begin, end, scale, softcap, MASKED: tl.c
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_entries", "num_shares", "num_words"])
 def _attend_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    far_k_ptr,
-    far_v_ptr,
-    bias_ptr,
-    marks_ptr,
-    out_ptr,
-    lse_ptr,
-    grad_ptr,
-    grad_lse_ptr,
-    dq_ptr,
-    delta_ptr,
+    tokens,
+    far,
+    upstream,
+    results,
     num_queries,
     num_keys,
     num_entries,
@@ -289,18 +280,9 @@ def _attend_dq_kernel(
     num_words,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    far_k_strides,
-    far_v_strides,
-    grad_strides,
-    num_heads,
-    heads_per_n,
-    heads_per_core,
-    group_size,
-    window_size,
-    sink_groups,
+    strides,
+    heads,
+    rule,
     share,
     HAS_BIAS: tl.constexpr,
     HAS_MARKS: tl.constexpr,
@@ -316,7 +298,20 @@ def _attend_dq_kernel(
     Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head and walks the keys as
     the forward does, with sums in float32; it writes their gradient, and delta = sum(grad out) -
     grad lse for the other kernels.
+
+    Args:
+        tokens, far, heads, rule: As of the forward.
+        upstream: Pointers to out, log-sum-exp and the gradients of both.
+        results: Pointers to the gradient of q [N, r, T, D] and delta [N, r, T] in float32.
+        strides: As of the forward, then those of the gradient of out.
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    far_k_ptr, far_v_ptr, bias_ptr, marks_ptr = far
+    out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
+    dq_ptr, delta_ptr = results
+    q_strides, k_strides, v_strides, far_k_strides, far_v_strides, grad_strides = strides
+    num_heads, heads_per_n, heads_per_core = heads
+    group_size, window_size, sink_groups = rule
     # Read the rows that this program owns.
     pid = tl.program_id(0)
     tile = tl.num_programs(0) // num_heads - 1 - pid // num_heads
@@ -342,7 +337,6 @@ def _attend_dq_kernel(
     queries = (q, grad, lse, delta)
     groups = visible_cores(rows, group_size, window_size)
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    rule = (group_size, window_size, sink_groups)
     whole, far_end, local, middle, causal, end = _key_ranges(tile * BLOCK_M, last, 0, rule, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sizes: tl.constexpr = (HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
@@ -444,33 +438,19 @@ def _key_gradients(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_shares", "num_words"])
 def _attend_dkv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    marks_ptr,
-    lse_ptr,
-    grad_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    dbias_ptr,
+    tokens,
+    far,
+    upstream,
+    results,
     num_queries,
     num_keys,
     num_shares,
     num_words,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_strides,
-    num_key_heads,
-    heads_per_n,
-    heads_per_key,
-    group_size,
-    window_size,
-    sink_groups,
+    strides,
+    heads,
+    rule,
     share,
     FAR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -486,7 +466,23 @@ def _attend_dkv_kernel(
     Grid: (key tiles x key heads,). A program owns BLOCK_M keys of one head: it walks all queries of
     all heads that see one of them, sums in float32 and writes once, so the result does not depend
     on the order of programs. Gradients of biases are written for each query head.
+
+    Args:
+        tokens: Pointers to q [N, r, T, D], and to keys and values [N, r', S, D].
+        far: Pointers to the biases of entries and to marks.
+        upstream: Pointers to log-sum-exp, the gradient of out, and delta.
+        results: Pointers to the gradients of keys, values and biases in float32.
+        strides: Of q, keys, values and the gradient of out.
+        heads: Heads r' in all, and query heads of each KV head and of each head r'.
+        rule: group_size, window_size and sink_groups.
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    bias_ptr, marks_ptr = far
+    lse_ptr, grad_ptr, delta_ptr = upstream
+    dk_ptr, dv_ptr, dbias_ptr = results
+    q_strides, k_strides, v_strides, grad_strides = strides
+    num_key_heads, heads_per_n, heads_per_key = heads
+    group_size, window_size, sink_groups = rule
     # Read the keys that this program owns; early keys are seen by most queries and run first.
     pid = tl.program_id(0)
     tile = pid // num_key_heads
@@ -523,7 +519,6 @@ def _attend_dkv_kernel(
 
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    rule = (group_size, window_size, sink_groups)
     sizes: tl.constexpr = (FAR, HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
     for i in range(heads_per_key):
         r = h * heads_per_key + i
@@ -605,21 +600,23 @@ def attend_list(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
+    # A launch needs pointers, also to what is not read.
+    bias = lse if far.bias is None else far.bias
+    words = lse if marks is None else marks.words
     tiles = forward_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_fwd_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *(q, k, v, far_k, far_v, lse if far.bias is None else far.bias),
-            *(lse if marks is None else marks.words, out, lse),
+            *((q, k, v), (far_k, far_v, bias, words), (out, lse)),
             *(num_queries, k.shape[1], far_k.shape[2], tokens.q_start, tokens.k_start),
             *shape_of(marks),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
-            *(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
-            *(n * r, r, r // far_k.shape[1]),
-            *rule_of(spec),
+            tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
+            (n * r, r, r // far_k.shape[1]),
+            rule_of(spec),
             1 if marks is None else marks.share,
         ),
         HAS_BIAS=far.bias is not None,
@@ -658,20 +655,21 @@ def attend_backward(
     bias = lse if far.bias is None else far.bias  # not read without biases: a launch needs pointers
     dbias = torch.empty_like(bias)
     words = lse if marks is None else marks.words
+    grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
+    results = (upstream.out.contiguous(), lse, grad_out, grad_lse)
     numbers = (float(spec.scale), float(spec.softcap or 1.0))
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_dq_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *(q, k, v, far_k, far_v, bias, words, upstream.out.contiguous(), lse, grad_out),
-            lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, num_queries, k.shape[1], far_k.shape[2], *shape_of(marks), *numbers),
+            *((q, k, v), (far_k, far_v, bias, words), results, (dq, delta)),
+            *(num_queries, k.shape[1], far_k.shape[2], *shape_of(marks), *numbers),
         ),
         (
-            *(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
-            *(n * r, r, r // far_k.shape[1]),
-            *rule_of(spec),
+            tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
+            (n * r, r, r // far_k.shape[1]),
+            rule_of(spec),
             1 if marks is None else marks.share,
         ),
         HAS_BIAS=core_bias is not None,
@@ -692,13 +690,13 @@ def attend_backward(
             _attend_dkv_kernel,
             (ceil_div(count, tiles.block_m) * n * heads,),
             (
-                *(q, key, value, bias, words, lse, grad_out, delta, dkey, dvalue, dbias),
+                *((q, key, value), (bias, words), (lse, grad_out, delta), (dkey, dvalue, dbias)),
                 *(num_queries, count, *shape_of(marks), *numbers),
             ),
             (
-                *(x.stride()[:-1] for x in (q, key, value, grad_out)),
-                *(n * heads, r, r // heads),
-                *rule_of(spec),
+                tuple(x.stride()[:-1] for x in (q, key, value, grad_out)),
+                (n * heads, r, r // heads),
+                rule_of(spec),
                 1 if marks is None else marks.share,
             ),
             FAR=is_far,

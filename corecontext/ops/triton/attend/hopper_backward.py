@@ -155,30 +155,20 @@ def _finish_kernel(
 
 
 @gluon.jit
-def _copy_queries(
-    STAGES: gl.constexpr,
-    q_desc,
-    grad_desc,
-    stats_desc,
-    k_desc,
-    v_desc,
-    far_k_desc,
-    far_v_desc,
-    heads_per_core,
-    tiles_smem,
-    stats_smem,
-    ready,
-    free,
-    n,
-    first_head,
-    num_heads,
-    key,
-    is_far,
-    last_row,
-    tiles,
-):
+def _copy_queries(STAGES: gl.constexpr, source, heads_per_core, memory, tile):
     """Copy the keys and values of the program, then the queries that see them, latest first, so
-    that programs that run together read the same queries: the producer warp."""
+    that programs that run together read the same queries: the producer warp.
+
+    Args:
+        source: Descriptors of q, its output's gradient, stats, k, v, and of keys and values of the
+            far past.
+        memory: Shared memory of tiles and of stats, and their barriers `ready` and `free`.
+        tile: Sequence, first query head and number of heads, first key, whether keys are entries of
+            the far past, last row of queries, and number of their tiles.
+    """
+    q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc = source
+    tiles_smem, stats_smem, ready, free = memory
+    n, first_head, num_heads, key, is_far, last_row, tiles = tile
     keys_ready = ready.index(STAGES)
     mbarrier.expect(keys_ready, 4 * k_desc.block_type.nbytes)
     for half in gl.static_range(2):
@@ -208,25 +198,21 @@ def _copy_queries(
 
 
 @gluon.jit
-def _add_query_gradients(
-    memory,
-    sum_desc,
-    n,
-    head,
-    row,
-    step,
-    HALF: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
     """Add half the columns of one query tile's gradient from the program's keys to the sum in
     global memory.
 
     Args:
         memory: Tiles of keys, of the scores' gradients and of the sum, and the barriers of the
             scores' gradients.
+        place: Sequence, query head and first row of the tile.
+        sizes: HALF, BLOCK_D, STAGES.
     """
+    HALF: gl.constexpr = sizes[0]
+    BLOCK_D: gl.constexpr = sizes[1]
+    STAGES: gl.constexpr = sizes[2]
     tiles_smem, scores_smem, sum_smem, scores_ready, scores_free = memory
+    n, head, row = place
     COLUMNS: gl.constexpr = BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     ring = step % 2
@@ -271,43 +257,39 @@ def _key_gradients(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     sum_smem,
-    scores_smem,
-    scores_ready,
-    scores_free,
-    sum_desc,
-    far_grad_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    dbias_ptr,
-    bias_ptr,
-    marks_ptr,
-    num_words,
-    offset,
-    value_offset,
-    num_keys,
-    num_queries,
-    group_size,
-    window_size,
-    sink_groups,
+    scores,
+    results,
+    inputs,
+    keys_of,
+    places,
     scale,
-    tiles_smem,
-    stats_smem,
-    ready,
-    free,
-    n,
-    first_head,
-    num_heads,
-    key,
-    is_far,
-    last_row,
-    tiles,
+    memory,
+    tile,
 ):
     """Compute the gradients of HALF_N keys from all queries that see one of them, with scores
     transposed, [keys, queries]: a consumer.
 
     The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is
     made from them one step later, so that neither consumer waits for the other.
+
+    Args:
+        scores: Shared memory of the scores' gradients, and its barriers `ready` and `free`.
+        results: Descriptor of the queries' sums, pointers to gradients of the far past, of keys, of
+            values and of biases.
+        inputs: Pointers to biases and to marks, and words of marks of an entry.
+        keys_of: Keys before those of this sequence, and from keys to values, in gradients; number
+            of keys.
+        places: num_queries, group_size, window_size, sink_groups.
+        memory, tile: As of `_copy_queries`.
     """
+    scores_smem, scores_ready, scores_free = scores
+    sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr = results
+    bias_ptr, marks_ptr, num_words = inputs
+    offset, value_offset, num_keys = keys_of
+    num_queries, group_size, window_size, sink_groups = places
+    tiles_smem, stats_smem, ready, free = memory
+    n, first_head, num_heads, key, is_far, last_row, tiles = tile
+    sizes: gl.constexpr = (HALF, BLOCK_D, STAGES)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
@@ -333,7 +315,7 @@ def _key_gradients(
         high = gl.minimum(last_query_of_token(keys, group_size, window_size), num_queries)
         whole_low = key + HALF_N - 1
         whole_high = gl.minimum(last_query_of_token(key, group_size, window_size), num_queries)
-    memory = (tiles_smem, scores_smem, sum_smem, scores_ready, scores_free)
+    products = (tiles_smem, scores_smem, sum_smem, scores_ready, scores_free)
     bias = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
     if HAS_BIAS:
         exists = (keys < num_keys) & is_far
@@ -389,9 +371,8 @@ def _key_gradients(
         mbarrier.arrive(scores_ready.index(ring))
         dk = warpgroup_mma(gl.convert_layout(ds_half, p_layout), q, dk, is_async=True)
         if step > 0:
-            _add_query_gradients(
-                memory, sum_desc, n, head_before, row_before, step - 1, HALF, BLOCK_D, STAGES
-            )
+            place = (n, head_before, row_before)
+            _add_query_gradients(products, sum_desc, place, step - 1, sizes)
 
         # Go on to the next tile, then to the next head.
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
@@ -403,17 +384,8 @@ def _key_gradients(
             row = last_row
             head += 1
     if tiles > 0:
-        _add_query_gradients(
-            memory,
-            sum_desc,
-            n,
-            head_before,
-            row_before,
-            num_heads * tiles - 1,
-            HALF,
-            BLOCK_D,
-            STAGES,
-        )
+        place = (n, head_before, row_before)
+        _add_query_gradients(products, sum_desc, place, num_heads * tiles - 1, sizes)
 
     # Write the keys' gradients: of the far past in float32 for pooling, of raw ones in their dtype.
     if HAS_BIAS:
@@ -435,17 +407,8 @@ def _key_gradients(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_queries",
-        "num_entries",
-        "far_programs",
-        "num_words",
-        "num_n",
-        "heads_per_n",
-        "heads_per_core",
-        "heads_per_turn",
-        "group_size",
-        "window_size",
-        "sink_groups",
+        *("num_queries", "num_entries", "far_programs", "num_words", "num_n", "heads_per_n"),
+        *("heads_per_core", "heads_per_turn", "group_size", "window_size", "sink_groups"),
     ]
 )
 def _attend_bwd_hopper(
@@ -552,32 +515,29 @@ def _attend_bwd_hopper(
         value_offset = offset
     tiles = gl.maximum((end + BLOCK_M - 1) // BLOCK_M - begin // BLOCK_M, 0)
     last_row = (end - 1) // BLOCK_M * BLOCK_M
-    # Arguments of a group of warps, in the order of its parameters: constants (first, since a sum
-    # of tuples unwraps those on its right), its own, those of all.
-    # _key_gradients: after the constants and its sum_smem.
-    consumers = (scores_smem, scores_ready, scores_free, sum_desc)
-    consumers += (far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr, bias_ptr, marks_ptr, num_words)
-    consumers += (offset, value_offset, num_keys, num_queries, group_size, window_size)
-    consumers += (sink_groups, scale)
-    # _copy_queries: after STAGES.
-    producer = (q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc)
-    producer += (heads_per_core,)
-    # Both: the last parameters.
-    shared = (tiles_smem, stats_smem, ready, free, n, first_head, num_heads, key, is_far)
-    shared += (last_row, tiles)
-    first = (sum_smem.index(0),)
-    second = (sum_smem.index(1),)
+    # Arguments of a group of warps: constants, its own, those of all.
+    scores = (scores_smem, scores_ready, scores_free)
+    results = (sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr)
+    inputs = (bias_ptr, marks_ptr, num_words)
+    keys_of = (offset, value_offset, num_keys)
+    places = (num_queries, group_size, window_size, sink_groups)
+    source = (q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc)
+    memory = (tiles_smem, stats_smem, ready, free)
+    tile = (n, first_head, num_heads, key, is_far, last_row, tiles)
+    consumers = (scores, results, inputs, keys_of, places, scale, memory, tile)
+    first = sum_smem.index(0)
+    second = sum_smem.index(1)
     gl.warp_specialize(
         [
             (
                 _key_gradients,
-                (0, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES) + first + consumers + shared,
+                (0, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES, first) + consumers,
             ),
             (
                 _key_gradients,
-                (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES) + second + consumers + shared,
+                (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES, second) + consumers,
             ),
-            (_copy_queries, (STAGES,) + producer + shared),
+            (_copy_queries, (STAGES, source, heads_per_core, memory, tile)),
         ],
         [4, 1],
         [240, 24],

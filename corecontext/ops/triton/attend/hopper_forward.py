@@ -58,10 +58,10 @@ def _work_item(index, work, places, BLOCK_N: gl.constexpr):
     programs get equal work.
 
     Args:
-        work: num_items, num_tiles, num_heads, heads_per_turn.
+        work: num_items, num_tiles, num_heads, heads_per_turn, heads_per_n.
         places: q_start, num_queries, group_size, window_size, sink_groups.
     """
-    num_items, num_tiles, num_heads, heads_per_turn = work
+    num_items, num_tiles, num_heads, heads_per_turn, _ = work
     q_start, num_queries, group_size, window_size, sink_groups = places
     round = index // gl.num_programs(0)
     begin = round * gl.num_programs(0)
@@ -81,39 +81,24 @@ def _work_item(index, work, places, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _copy_tiles(
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    q_desc,
-    k_desc,
-    v_desc,
-    far_k_desc,
-    far_v_desc,
-    q_smem,
-    q_ready,
-    q_free,
-    heads_per_core,
-    k_start,
-    k_smem,
-    v_smem,
-    k_ready,
-    k_free,
-    v_ready,
-    v_free,
-    num_items,
-    num_tiles,
-    num_heads,
-    heads_per_turn,
-    heads_per_n,
-    q_start,
-    num_queries,
-    group_size,
-    window_size,
-    sink_groups,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, source, queries, strides, ring, work, places
 ):
     """Copy the queries of each item, then each key tile and value tile in turn, into rings of
-    STAGES: the producer warp."""
-    work = (num_items, num_tiles, num_heads, heads_per_turn)
-    places = (q_start, num_queries, group_size, window_size, sink_groups)
+    STAGES: the producer warp.
+
+    Args:
+        source: Descriptors of q, k, v and of keys and values of the far past.
+        queries: Shared memory of both consumers' queries, and its barriers `ready` and `free`.
+        strides: Query heads that share a far past, and the position of the first raw token.
+        ring: Shared memory of keys and of values, their barriers `ready` and `free`.
+        work, places: As of `_work_item`.
+    """
+    q_desc, k_desc, v_desc, far_k_desc, far_v_desc = source
+    q_smem, q_ready, q_free = queries
+    heads_per_core, k_start = strides
+    k_smem, v_smem, k_ready, k_free, v_ready, v_free = ring
+    num_items = work[0]
+    heads_per_n = work[4]
     step = 0
     count = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -150,34 +135,26 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _softmax(
-    s,
-    running_max,
-    running_sum,
-    i,
-    tiles,
-    rows,
-    group_size,
-    scale,
-    bias,
-    words,
-    HAS_BIAS: gl.constexpr,
-    HAS_MARKS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Take key tile i into the online softmax: weights, the factor of earlier sums, the new
-    maximum and sum.
+def _softmax(s, sums, tile, rows, scale, bias, words, kind: gl.constexpr):
+    """Take a key tile into the online softmax: weights, the factor of earlier sums, the new maximum
+    and sum.
 
     Args:
-        tiles: Number of far tiles and first raw token.
+        sums: Maximum and sum so far.
+        tile: Number of the key tile, number of far tiles and first raw token.
         rows: Entries and raw tokens that all rows see (up to `whole`, from `seen_by_all` to
-            `first`), groups and entries of each row's far past, and the rows' positions.
+            `first`), groups and entries of each row's far past, the rows' positions and group_size.
         bias: Of each key, used where HAS_BIAS.
         words: From `_tile_marks`, used where HAS_MARKS.
+        kind: HAS_BIAS, HAS_MARKS, BLOCK_N and the layout of s.
     """
-    far_tiles, local = tiles
-    whole, seen_by_all, first, groups, entries, position = rows
+    HAS_BIAS: gl.constexpr = kind[0]
+    HAS_MARKS: gl.constexpr = kind[1]
+    BLOCK_N: gl.constexpr = kind[2]
+    layout: gl.constexpr = kind[3]
+    running_max, running_sum = sums
+    i, far_tiles, local = tile
+    whole, seen_by_all, first, groups, entries, position, group_size = rows
     is_far = i < far_tiles
     start = gl.where(is_far, i * BLOCK_N, local + (i - far_tiles) * BLOCK_N)
     begin = gl.where(is_far, 0, seen_by_all)
@@ -203,16 +180,12 @@ def _softmax(
 
 
 @gluon.jit
-def _tile_bias(
-    bias_ptr,
-    i,
-    far_tiles,
-    num_entries,
-    HAS_BIAS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Load the biases of key tile i in units of log 2: zeros for raw tokens."""
+def _tile_bias(bias_ptr, i, far_tiles, num_entries, kind: gl.constexpr):
+    """Load the biases of key tile i in units of log 2: zeros for raw tokens. `kind` is that of
+    `_softmax`."""
+    HAS_BIAS: gl.constexpr = kind[0]
+    BLOCK_N: gl.constexpr = kind[2]
+    layout: gl.constexpr = kind[3]
     bias = 0.0
     if HAS_BIAS:
         entry = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -271,45 +244,33 @@ def _attend_rows(
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    q_smem,
-    out_smem,
-    q_ready,
-    q_free,
-    my_turn,
-    other_turn,
-    out_desc,
-    lse_ptr,
-    bias_ptr,
-    num_entries,
-    marks_ptr,
-    share,
-    num_shares,
-    num_words,
+    mine,
+    target,
+    marking,
     scale,
-    k_smem,
-    v_smem,
-    k_ready,
-    k_free,
-    v_ready,
-    v_free,
-    num_items,
-    num_tiles,
-    num_heads,
-    heads_per_turn,
-    heads_per_n,
-    q_start,
-    num_queries,
-    group_size,
-    window_size,
-    sink_groups,
+    ring,
+    work,
+    places,
 ):
     """Attend from one half of each item, BLOCK_M queries, to all its key tiles: a consumer.
 
     Scores of tile i and the output of tile i - 1 are asked for together, then the other consumer
     gets the tensor cores; so the softmax of one consumer always runs under products of the other.
+
+    Args:
+        mine: Shared memory of queries and output, barriers of the queries, `ready` and `free`, and
+            of the turns, this consumer's and the other's.
+        target: Descriptor of the output, pointers to log-sum-exp and biases, number of entries.
+        marking: Pointer to marks, queries that share them, how many do, and words of each.
+        ring, work, places: As of `_copy_tiles`.
     """
-    work = (num_items, num_tiles, num_heads, heads_per_turn)
-    places = (q_start, num_queries, group_size, window_size, sink_groups)
+    q_smem, out_smem, q_ready, q_free, my_turn, other_turn = mine
+    out_desc, lse_ptr, bias_ptr, num_entries = target
+    marks_ptr, share, num_shares, num_words = marking
+    k_smem, v_smem, k_ready, k_free, v_ready, v_free = ring
+    num_items = work[0]
+    heads_per_n = work[4]
+    q_start, num_queries, group_size, window_size, sink_groups = places
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -317,6 +278,7 @@ def _attend_rows(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
     q = q_smem.reshape([BLOCK_M, BLOCK_D])
+    kind: gl.constexpr = (HAS_BIAS, HAS_MARKS, BLOCK_N, s_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
     step = 0
     count = 0
@@ -337,13 +299,13 @@ def _attend_rows(
             visible_cores(first, group_size, window_size), group_size, sink_groups
         )
         seen_by_all = visible_cores(last, group_size, window_size) * group_size
-        seen = (whole, seen_by_all, first, groups, entries, position)
+        seen = (whole, seen_by_all, first, groups, entries, position, group_size)
         running_max = gl.full([BLOCK_M], -float("inf"), gl.float32, rows)
         running_sum = gl.full([BLOCK_M], 0.0, gl.float32, rows)
         acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, o_layout)
 
         # The first tile has only scores.
-        bias = _tile_bias(biases, 0, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
+        bias = _tile_bias(biases, 0, far_tiles, num_entries, kind)
         words = _tile_marks(marks, 0, far_tiles, HAS_MARKS, BLOCK_N)
         mbarrier.wait(q_ready, count & 1)
         mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
@@ -353,21 +315,9 @@ def _attend_rows(
         mbarrier.arrive(other_turn)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_free.index(step % STAGES))
+        sums = (running_max, running_sum)
         weights, fade, running_max, running_sum = _softmax(
-            s,
-            running_max,
-            running_sum,
-            0,
-            (far_tiles, local),
-            seen,
-            group_size,
-            scale,
-            bias,
-            words,
-            HAS_BIAS,
-            HAS_MARKS,
-            BLOCK_N,
-            s_layout,
+            s, sums, (0, far_tiles, local), seen, scale, bias, words, kind
         )
         p = gl.convert_layout(weights.to(dtype), p_layout)
 
@@ -377,7 +327,7 @@ def _attend_rows(
             phase = step // STAGES & 1
             step += 1
             stage = step % STAGES
-            bias = _tile_bias(biases, i, far_tiles, num_entries, HAS_BIAS, BLOCK_N, s_layout)
+            bias = _tile_bias(biases, i, far_tiles, num_entries, kind)
             words = _tile_marks(marks, i, far_tiles, HAS_MARKS, BLOCK_N)
             mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
             mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
@@ -389,21 +339,9 @@ def _attend_rows(
             mbarrier.arrive(other_turn)
             s = warpgroup_mma_wait(1, [s])
             mbarrier.arrive(k_free.index(stage))
+            sums = (running_max, running_sum)
             weights, fade, running_max, running_sum = _softmax(
-                s,
-                running_max,
-                running_sum,
-                i,
-                (far_tiles, local),
-                seen,
-                group_size,
-                scale,
-                bias,
-                words,
-                HAS_BIAS,
-                HAS_MARKS,
-                BLOCK_N,
-                s_layout,
+                s, sums, (i, far_tiles, local), seen, scale, bias, words, kind
             )
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_free.index(before))
@@ -441,22 +379,9 @@ def _attend_rows(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_items",
-        "num_tiles",
-        "num_heads",
-        "heads_per_turn",
-        "heads_per_n",
-        "heads_per_core",
-        "num_queries",
-        "num_entries",
-        "share",
-        "num_shares",
-        "num_words",
-        "q_start",
-        "k_start",
-        "group_size",
-        "window_size",
-        "sink_groups",
+        *("num_items", "num_tiles", "num_heads", "heads_per_turn", "heads_per_n", "heads_per_core"),
+        *("num_queries", "num_entries", "share", "num_shares", "num_words", "q_start", "k_start"),
+        *("group_size", "window_size", "sink_groups"),
     ]
 )
 def _attend_fwd_hopper(
@@ -527,36 +452,31 @@ def _attend_fwd_hopper(
         mbarrier.init(turns.index(i), 1)
     fence_async_shared()
 
-    # Arguments of a group of warps: constants (first, since a sum of tuples unwraps those on its
-    # right), its own, those of consumers, those of all.
+    # Arguments of a group of warps: constants, its own, those of consumers, those of all.
     first = (q_smem.index(0), out_smem.index(0), q_ready.index(0), q_free.index(0))
     first += (turns.index(0), turns.index(1))
     second = (q_smem.index(1), out_smem.index(1), q_ready.index(1), q_free.index(1))
     second += (turns.index(1), turns.index(0))
-    consumers = (out_desc, lse_ptr, bias_ptr, num_entries)
-    consumers += (marks_ptr, share, num_shares, num_words, scale)
-    producer = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, q_smem, q_ready, q_free)
-    producer += (heads_per_core, k_start)
-    shared = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
-    shared += (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
-    shared += (q_start, num_queries, group_size, window_size, sink_groups)
+    target = (out_desc, lse_ptr, bias_ptr, num_entries)
+    marking = (marks_ptr, share, num_shares, num_words)
+    source = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc)
+    queries = (q_smem, q_ready, q_free)
+    ring = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
+    work = (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
+    places = (q_start, num_queries, group_size, window_size, sink_groups)
+    shared = (target, marking, scale, ring, work, places)
+    own = (heads_per_core, k_start)
     gl.warp_specialize(
         [
             (
                 _attend_rows,
-                (0, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES)
-                + first
-                + consumers
-                + shared,
+                (0, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, first) + shared,
             ),
             (
                 _attend_rows,
-                (1, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES)
-                + second
-                + consumers
-                + shared,
+                (1, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, second) + shared,
             ),
-            (_copy_tiles, (BLOCK_N, STAGES) + producer + shared),
+            (_copy_tiles, (BLOCK_N, STAGES, source, queries, own, ring, work, places)),
         ],
         [4, 1],
         [240, 24],
