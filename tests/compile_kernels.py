@@ -290,8 +290,14 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     columns = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
     plain = {**columns, "HAS_SOFTCAP": False, "HEADS": HEADS, "SINKS": 16, "GROUP": 16}
     numbers = dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "core_table_ptr"), "i32")
-    floats = ("cos_ptr", "sin_ptr", "mass_ptr", "acc_ptr", "lse_ptr", "gathered_bias_ptr")
-    types = {"slots_ptr": "i64", **numbers, **dict.fromkeys(floats, "fp32")}
+    pages = {"raw": ("", ""), "cores": ("", "", "fp32"), "strides": (2, 3, 3, 3, 2)}
+    results = {"results": ("", "fp32", "fp32"), "gathered": ("", "", "fp32")}
+    types = {"slots_ptr": "i64", "page_sizes": 2, **numbers, **pages, **results}
+    types |= {
+        "page_tables": ("i32", "i32"),
+        "sequences": ("i32", "i32"),
+        "tables": ("fp32", "fp32"),
+    }
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
     tiles = pool_tiles(16, dim, halves=True)
     pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
@@ -301,7 +307,8 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
     flags = {"HAS_BIAS": True, "HAS_MASS": True, "HEADS": HEADS, "ALIGNMENT": 16}
     sizes = {**columns, **flags, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
-    yield Kernel(paged_gather._gather_kernel, sizes, types)
+    gathering = {**types, "new_tokens": ("", ""), "strides": (2, 2, 3, 3, 3)}
+    yield Kernel(paged_gather._gather_kernel, sizes, gathering)
     for rows, in_parts in ((4096, False), (HEADS, True)):
         tiles = paged_tiles(chip, dtype, dim, rows)
         flags = {"HAS_BIAS": False, "HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}

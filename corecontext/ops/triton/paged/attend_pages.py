@@ -23,6 +23,7 @@ from corecontext.ops.triton.paged.pages import (
     num_blocks,
     owned_block,
     page_offsets,
+    strides_of,
 )
 from corecontext.ops.triton.primitives import dot, log2_scores, softmax_step, visible_cores
 from corecontext.ops.triton.tiles import (
@@ -45,20 +46,21 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         places: Number of first tokens and of core tokens in the list, the first group with a core
             token, the first raw token of the window; each row's position and number of groups that
             are far past.
-        sizes: GROUP, HAS_BIAS, HAS_MASS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT.
+        sizes: HAS_BIAS, HAS_MASS and HAS_SOFTCAP as one, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N,
+            ALIGNMENT.
     """
     acc, running_sum, running_max = state
     raw_k, raw_v, raw_table, core_k, core_v, core_table, mass_ptr = pages[:7]
     raw_strides, core_strides, mass_strides, page_sizes, bias = pages[7:]
     num_sinks, num_cores, first_group, window, position, groups = places
-    GROUP: tl.constexpr = sizes[0]
-    HAS_BIAS: tl.constexpr = sizes[1]
-    HAS_MASS: tl.constexpr = sizes[2]
-    HAS_SOFTCAP: tl.constexpr = sizes[3]
-    HEAD_DIM: tl.constexpr = sizes[4]
-    BLOCK_D: tl.constexpr = sizes[5]
-    BLOCK_N: tl.constexpr = sizes[6]
-    ALIGNMENT: tl.constexpr = sizes[7]
+    HAS_BIAS: tl.constexpr = sizes[0][0]
+    HAS_MASS: tl.constexpr = sizes[0][1]
+    HAS_SOFTCAP: tl.constexpr = sizes[0][2]
+    GROUP: tl.constexpr = sizes[1]
+    HEAD_DIM: tl.constexpr = sizes[2]
+    BLOCK_D: tl.constexpr = sizes[3]
+    BLOCK_N: tl.constexpr = sizes[4]
+    ALIGNMENT: tl.constexpr = sizes[5]
     dims = tl.arange(0, BLOCK_D)
     num_far = num_sinks + num_cores
     for start in tl.range(begin, end, BLOCK_N):
@@ -113,28 +115,19 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
 )
 def _attend_pages_kernel(
     q_ptr,
-    keys_ptr,
-    values_ptr,
+    raw,
+    cores,
     table_ptr,
-    core_keys_ptr,
-    core_values_ptr,
     core_table_ptr,
-    mass_ptr,
     starts_ptr,
     lengths_ptr,
-    out_ptr,
-    acc_ptr,
-    lse_ptr,
+    results,
     num_sequences,
     window_size,
     scale,
     softcap,
     bias,
-    q_strides,
-    page_strides,
-    core_strides,
-    mass_strides,
-    table_strides,
+    strides,
     page_sizes,
     GROUP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -156,7 +149,18 @@ def _attend_pages_kernel(
     Grid: (blocks of BLOCK_Q new tokens, Hkv, shares). Writes the output, or where IN_PARTS a part
     of the softmax: the normalised output in float32 and its log-sum-exp in units of log 2; -inf and
     no output where no entry is seen.
+
+    Args:
+        raw: Pointers to keys and values of raw tokens.
+        cores: Pointers to keys, values and masses of core tokens.
+        results: Pointers to the output, and to the parts' outputs and log-sum-exp.
+        strides: Of q, of pages of raw tokens, of core tokens and of masses, and of both tables.
+        page_sizes: Entries of a page of raw tokens and of core tokens.
     """
+    keys_ptr, values_ptr = raw
+    core_keys_ptr, core_values_ptr, mass_ptr = cores
+    out_ptr, acc_ptr, lse_ptr = results
+    q_strides, page_strides, core_strides, mass_strides, table_strides = strides
     # Read the queries that this program owns: row m is token m // HEADS, head m % HEADS.
     sequence, block = owned_block(starts_ptr, num_sequences, tl.program_id(0), BLOCK_Q)
     head = tl.program_id(1).to(tl.int64)
@@ -201,26 +205,19 @@ def _attend_pages_kernel(
 
         position = tl.minimum(past + token, highest)
         groups = visible_cores(position, GROUP, window_size)
-        raw = (keys_ptr + head * page_strides[2], values_ptr + head * page_strides[2])
+        raw_of_head = (keys_ptr + head * page_strides[2], values_ptr + head * page_strides[2])
         table = table_ptr + sequence.to(tl.int64) * table_strides[0]
-        cores = (core_keys_ptr + head * core_strides[2], core_values_ptr + head * core_strides[2])
+        core_k = core_keys_ptr + head * core_strides[2]
+        core_v = core_values_ptr + head * core_strides[2]
         core_table = core_table_ptr + sequence.to(tl.int64) * table_strides[1]
         mass = mass_ptr
         if HAS_MASS:
             mass = mass_ptr + head * mass_strides[2]
-        pages = raw + (table,) + cores + (core_table, mass)
+        pages = raw_of_head + (table, core_k, core_v, core_table, mass)
         pages = pages + (page_strides, core_strides, mass_strides, page_sizes, bias)
         places = (num_sinks, num_far - num_sinks, FIRST_GROUP, window, position, groups)
-        sizes: tl.constexpr = (
-            GROUP,
-            HAS_BIAS,
-            HAS_MASS,
-            HAS_SOFTCAP,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            ALIGNMENT,
-        )
+        flags: tl.constexpr = (HAS_BIAS, HAS_MASS, HAS_SOFTCAP)
+        sizes: tl.constexpr = (flags, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT)
         state = (
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
             tl.zeros([BLOCK_M], tl.float32),
@@ -353,14 +350,13 @@ def _launch(
             _attend_pages_kernel,
             (_blocks_of(q, kv_heads, batch, tiles), kv_heads, num_parts),
             (
-                *(q, raw.k, raw.v, raw.table, cores.k, cores.v, cores.table, mass),
-                *(batch.starts, batch.lengths, out, acc, lse),
+                *(q, (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
+                *(batch.starts, batch.lengths, (out, acc, lse)),
                 *(batch.lengths.shape[0], spec.window_size),
                 *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
             ),
             (
-                *(q.stride()[:2], raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3]),
-                (raw.table.stride(0), cores.table.stride(0)),
+                (q.stride()[:2], *strides_of(raw, cores, mass)),
                 (raw.k.shape[1], cores.k.shape[1]),
             ),
             GROUP=spec.group_size,

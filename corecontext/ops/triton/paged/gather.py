@@ -13,7 +13,7 @@ from torch import Tensor
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.attend.far_past import FarPast
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.paged.pages import Pages, alignment_of, page_offsets
+from corecontext.ops.triton.paged.pages import Pages, alignment_of, page_offsets, strides_of
 from corecontext.visibility import local_start, num_visible_cores
 
 BLOCK_E = 32
@@ -55,18 +55,12 @@ class Span(NamedTuple):
     do_not_specialize_on_alignment=["table_ptr", "core_table_ptr"],
 )
 def _gather_kernel(
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
+    new_tokens,
+    raw,
+    cores,
     table_ptr,
-    core_keys_ptr,
-    core_values_ptr,
     core_table_ptr,
-    mass_ptr,
-    gathered_k_ptr,
-    gathered_v_ptr,
-    gathered_bias_ptr,
+    gathered,
     total,
     num_past,
     num_near,
@@ -74,11 +68,7 @@ def _gather_kernel(
     low,
     first_group,
     bias,
-    k_strides,
-    v_strides,
-    page_strides,
-    core_strides,
-    mass_strides,
+    strides,
     page_sizes,
     HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
@@ -92,7 +82,20 @@ def _gather_kernel(
     tokens, in this order.
 
     Grid: (blocks of BLOCK_E of `total` entries, Hkv).
+
+    Args:
+        new_tokens: Pointers to keys and values of the new tokens.
+        raw: Pointers to keys and values of raw tokens.
+        cores: Pointers to keys, values and masses of core tokens.
+        gathered: Pointers to the keys, values and biases that are written.
+        strides: Of new keys and values, of pages of raw tokens, of core tokens and of masses.
+        page_sizes: Entries of a page of raw tokens and of core tokens.
     """
+    k_ptr, v_ptr = new_tokens
+    keys_ptr, values_ptr = raw
+    core_keys_ptr, core_values_ptr, mass_ptr = cores
+    gathered_k_ptr, gathered_v_ptr, gathered_bias_ptr = gathered
+    k_strides, v_strides, page_strides, core_strides, mass_strides = strides
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = index < total
@@ -177,14 +180,13 @@ def gather_chunk(
             _gather_kernel,
             (ceil_div(total, BLOCK_E), kv_heads),
             (
-                *(k, v, raw.k, raw.v, raw.table, cores.k, cores.v, cores.table, mass),
-                *(gathered[0], gathered[1], bias),
+                *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
+                (gathered[0], gathered[1], bias),
                 *(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group),
                 float(core_bias),
             ),
             (
-                *(k.stride()[:2], v.stride()[:2]),
-                *(raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3]),
+                (k.stride()[:2], v.stride()[:2], *strides_of(raw, cores, mass)[:3]),
                 (raw.k.shape[1], cores.k.shape[1]),
             ),
             HAS_BIAS=has_bias,

@@ -55,6 +55,13 @@ def alignment_of(*tensors: Tensor) -> int:
     return math.gcd(16, *places)
 
 
+def strides_of(raw: Pages, cores: Pages, mass: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return the strides of pages of raw tokens, of core tokens and of masses, and those of the two
+    tables' rows."""
+    tables = (raw.table.stride(0), cores.table.stride(0))
+    return raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3], tables
+
+
 def num_blocks(tokens: int, sequences: int, block: int) -> int:
     """Return the blocks of a launch over the new tokens of a batch."""
     return tokens // block + sequences

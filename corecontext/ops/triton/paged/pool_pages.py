@@ -10,7 +10,14 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.paged.pages import Batch, Pages, num_blocks, owned_block, page_offsets
+from corecontext.ops.triton.paged.pages import (
+    Batch,
+    Pages,
+    num_blocks,
+    owned_block,
+    page_offsets,
+    strides_of,
+)
 from corecontext.ops.triton.pool.group_tile import capped, column_pairs, table_rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.ops.triton.primitives import TINY
@@ -71,25 +78,15 @@ def _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP: tl.constexp
 @triton.jit(do_not_specialize=["num_sequences"])
 def _pool_pages_kernel(
     q_ptr,
-    keys_ptr,
-    values_ptr,
-    table_ptr,
-    core_keys_ptr,
-    core_values_ptr,
-    mass_ptr,
-    core_table_ptr,
-    cos_ptr,
-    sin_ptr,
-    starts_ptr,
-    lengths_ptr,
+    raw,
+    cores,
+    page_tables,
+    tables,
+    sequences,
     num_sequences,
     scale,
     softcap,
-    q_strides,
-    page_strides,
-    core_strides,
-    mass_strides,
-    table_strides,
+    strides,
     page_sizes,
     SINKS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -108,7 +105,19 @@ def _pool_pages_kernel(
     Grid: (blocks of GROUP new tokens, Hkv). Keys are read in blocks of tokens: for each query head
     for the sums of its softmax, then once more with the values, for the weighted tokens. All but
     the first time they come from the cache. All sums are float32.
+
+    Args:
+        raw, cores, strides, page_sizes: As of `_attend_pages_kernel`.
+        page_tables: Pointers to the tables of both kinds of pages.
+        tables: Pointers to cosines and sines.
+        sequences: Pointers to each sequence's first new token and to its length.
     """
+    keys_ptr, values_ptr = raw
+    core_keys_ptr, core_values_ptr, mass_ptr = cores
+    table_ptr, core_table_ptr = page_tables
+    cos_ptr, sin_ptr = tables
+    starts_ptr, lengths_ptr = sequences
+    q_strides, page_strides, core_strides, mass_strides, table_strides = strides
     sequence, block = owned_block(starts_ptr, num_sequences, tl.program_id(0), GROUP)
     head = tl.program_id(1).to(tl.int64)
     first = tl.load(starts_ptr + sequence)
@@ -237,7 +246,7 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
     # A program has one group.
     tiles = pool_tiles(g, dim, halves=True)
     # Kernels do not touch the tensors that stand in for missing ones.
-    cos, sin = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
+    tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
     sequences = batch.lengths.shape[0]
     with torch.cuda.device_of(q):
@@ -245,19 +254,18 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
             _pool_pages_kernel,
             (num_blocks(q.shape[0], sequences, g), kv_heads),
             (
-                *(q, raw.k, raw.v, raw.table, cores.k, cores.v, mass, cores.table, cos, sin),
-                *(batch.starts, batch.lengths, sequences),
+                *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table), tables),
+                *((batch.starts, batch.lengths), sequences),
                 *(float(spec.scale), float(spec.softcap or 1.0)),
             ),
             (
-                *(q.stride()[:2], raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3]),
-                (raw.table.stride(0), cores.table.stride(0)),
+                (q.stride()[:2], *strides_of(raw, cores, mass)),
                 (raw.k.shape[1], cores.k.shape[1]),
             ),
             SINKS=spec.sinks,
             HEADS=heads,
             HEAD_DIM=dim,
-            HALF=0 if spec.rotary is None else cos.shape[1],
+            HALF=0 if spec.rotary is None else tables[0].shape[1],
             INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
             HAS_MASS=cores.mass is not None,
             HAS_SOFTCAP=spec.softcap is not None,
