@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("corecontext", "benchmarks", "reproduction")
 MOST_PARAMETERS = 8
+MOST_PARAMETERS_OF_A_KERNEL = 40
+MOST_LINES_OF_A_KERNEL = 200
 OPERATORS = {"cca_attention", "pool_core_tokens"}
 """Public operators, whose keywords are written for users."""
 VAGUE = {
@@ -55,11 +57,16 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return sum(name.arg not in ("self", "cls", "ctx") for name in names)
 
 
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether Triton compiles the function."""
+    return any("jit" in ast.unparse(x) for x in node.decorator_list)
+
+
 def is_kernel_or_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether the parameters are a kernel's or options of the command line."""
     decorators = " ".join(map(ast.unparse, node.decorator_list))
     is_command = ".command" in decorators or "typer.Option" in ast.unparse(node.args)
-    return "jit" in decorators or is_command
+    return is_kernel(node) or is_command
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
@@ -90,6 +97,18 @@ def test_functions_have_at_most_eight_parameters():
     }
     assert not [place for name, place in long.items() if name not in LONG_SIGNATURES]
     assert not LONG_SIGNATURES - set(long), "short by now: take them out of LONG_SIGNATURES"
+
+
+def test_kernels_and_their_helpers_are_small():
+    large = []
+    for path, node in functions():
+        lines = node.end_lineno - node.lineno + 1
+        number = parameters(node)
+        if is_kernel(node) and (
+            number > MOST_PARAMETERS_OF_A_KERNEL or lines > MOST_LINES_OF_A_KERNEL
+        ):
+            large.append(f"{path}:{node.lineno} {node.name}: {number} parameters, {lines} lines")
+    assert not large
 
 
 def test_docstrings_say_the_thing_first():
