@@ -151,8 +151,12 @@ STEP_TYPES = {
 }
 """Pointers of the kernels of a decoding step."""
 SLOT_TYPES = {
-    f"{name}_ptr": "i32"
-    for name in ("chosen", "table", "owner", "order", "slot", "missing", "num_missing")
+    "choice": ("i32", "i8"),
+    "slots": ("i32", "i32", "i64", "i64"),
+    "results": ("i32", "i32", "i32", "i32"),
+    "missing": ("i32", "i32", "i32"),
+    "raw": ("", ""),
+    "fetched": ("", ""),
 }
 LOSS = (loss_kernel.loss_kernel,)
 HEADS = 4  # query heads that share a KV head
@@ -261,6 +265,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
+    types |= {"strides": (3, 3), "sequences": 2, "rule": 3}
     yield Kernel(fetch_score_kernels.index_lse_kernel, sizes, types)
     scoring = dict(sizes)
     index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
@@ -348,8 +353,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes = {**entries, "FETCHED_SINKS": spec.sinks}
     yield Kernel(attend_chosen.attend_chosen_kernel, sizes, STEP_TYPES)
     blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "num_warps": 8}
-    types = {**SLOT_TYPES, "counts_ptr": "i64", "last_used_ptr": "i64", "marks_ptr": "i8"}
-    yield Kernel(find_slots.find_slots_kernel, blocks, types)
+    yield Kernel(find_slots.find_slots_kernel, blocks, SLOT_TYPES)
     blocks = {"GROUP": 16 * dim, "HEAD_DIM": dim, "BLOCK": 2048, "num_warps": 1}
     yield Kernel(find_slots.load_slots_kernel, blocks, SLOT_TYPES)
 

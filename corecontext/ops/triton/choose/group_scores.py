@@ -45,7 +45,7 @@ class Queries(NamedTuple):
         """Return the arguments for whose values the kernels that score are compiled."""
         n, r = self.q.shape[:2]
         strides = (self.q.stride()[:-1], self.index.stride()[:-1])
-        return *strides, n, r, self.settings.share, *self.settings.rule
+        return strides, (n, r), self.settings.share, self.settings.rule
 
     def constants(self, heads: int) -> dict[str, int | bool]:
         """Return the constants of the kernels that score."""
@@ -72,10 +72,7 @@ def log_sums(call: Queries) -> Tensor:
         launch(
             index_lse_kernel,
             (ceil_div(q.shape[2], constants["BLOCK_M"]) * q.shape[0],),
-            (
-                *(q, index, lse),
-                *(q.shape[2], *call.positions(), first_head, *call.numbers()),
-            ),
+            (*(q, index, lse, q.shape[2], *call.positions(), first_head), *call.numbers()),
             call.specialized(),
             HAS_SOFTCAP=settings.softcap is not None,
             **constants,

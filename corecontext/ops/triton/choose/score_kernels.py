@@ -26,12 +26,12 @@ def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constex
 
 
 @triton.jit
-def _continue_lse(
-    state, queries, index, begin, end, visible, scale, softcap, MASKED: tl.constexpr, sizes
-):
+def _continue_lse(state, queries, index, bounds, visible, factors, MASKED: tl.constexpr, sizes):
     """Continue the log-sum-exp of every row over index keys of groups begin .. end-1.
 
     Args:
+        bounds: begin and end.
+        factors: scale and softcap.
         state: Running maxima of all heads, then their running sums.
         queries: The query tile of each head.
         index: Pointer to the index keys of a KV head, strides of groups and keys, number of groups.
@@ -39,6 +39,8 @@ def _continue_lse(
         sizes: HEAD_DIM, BLOCK_D, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N.
     """
     index_ptr, stride_group, stride_key, num_groups = index
+    begin, end = bounds
+    scale, softcap = factors
     HEAD_DIM: tl.constexpr = sizes[0]
     BLOCK_D: tl.constexpr = sizes[1]
     HAS_SOFTCAP: tl.constexpr = sizes[2]
@@ -80,14 +82,10 @@ def index_lse_kernel(
     first_head,
     scale,
     softcap,
-    q_strides,
-    index_strides,
-    num_sequences,
-    heads_per_n,
+    strides,
+    sequences,
     share,
-    group_size,
-    window_size,
-    sink_groups,
+    rule,
     HAS_SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -100,13 +98,22 @@ def index_lse_kernel(
 
     Grid: (tiles of shares x N,). A program owns BLOCK_M shares of HEADS heads, so that an index key
     is read once for all of them.
+
+    Args:
+        q_ptr: [N, r, C, D].
+        index_ptr: Index keys [N, M, KEYS, D].
+        lse_ptr: [N, r, C] in float32.
+        strides: Of q and of the index.
+        sequences: N and r.
+        rule: group_size, window_size and sink_groups.
     """
+    q_strides, index_strides = strides
+    num_sequences, heads_per_n = sequences
     pid = tl.program_id(0)
     tile = tl.num_programs(0) // num_sequences - 1 - pid // num_sequences
     n = (pid % num_sequences).to(tl.int64)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_shares
-    rule = (group_size, window_size, sink_groups)
     shares = (first_share, share, q_end)
     sizes: tl.constexpr = (HEAD_DIM, BLOCK_D, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N)
     queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
@@ -115,21 +122,17 @@ def index_lse_kernel(
     first = groups_of_share(tile * BLOCK_M, shares, rule, num_groups)
     whole = first // BLOCK_N * BLOCK_N
     head = n * heads_per_n + first_head
-    index = (
-        index_ptr + n * index_strides[0],
-        index_strides[1],
-        index_strides[2],
-        num_groups,
-    )
+    index = (index_ptr + n * index_strides[0], index_strides[1], index_strides[2], num_groups)
     state = ()
     for _ in tl.static_range(HEADS):
         state = state + (tl.full([BLOCK_M], -float("inf"), tl.float32),)
     for _ in tl.static_range(HEADS):
         state = state + (tl.zeros([BLOCK_M], tl.float32),)
-    state = _continue_lse(
-        state, queries, index, whole * 0, whole, visible, scale, softcap, False, sizes
-    )
-    state = _continue_lse(state, queries, index, whole, end, visible, scale, softcap, True, sizes)
+    factors = (scale, softcap)
+    bounds = (whole * 0, whole)
+    state = _continue_lse(state, queries, index, bounds, visible, factors, False, sizes)
+    bounds = (whole, end)
+    state = _continue_lse(state, queries, index, bounds, visible, factors, True, sizes)
     for i in tl.static_range(HEADS):
         lse = state[i] + tl.log2(state[HEADS + i])
         tl.store(lse_ptr + (head + i) * num_shares + rows, lse, mask=exists)
@@ -148,28 +151,22 @@ def _share(scores, log_sum):
 
 @triton.jit
 def _store_scores(
-    scores_ptr,
-    queries,
-    log_sums,
-    index,
-    begin,
-    end,
-    rows,
-    scale,
-    softcap,
-    MASKED: tl.constexpr,
-    sizes,
+    scores_ptr, queries, log_sums, index, bounds, rows, factors, MASKED: tl.constexpr, sizes
 ):
     """Store the scores of groups begin .. end-1 for the shares that a program owns.
 
     Args:
         log_sums: The log-sum-exp of each row, for each head.
+        bounds: begin and end.
         rows: Rows of the scores, which of them exist, elements between them, and groups that each
             of them sees.
+        factors: scale and softcap.
         sizes: As in `_continue_lse`; then ADD and BLOCK_M.
     """
     index_ptr, stride_group, stride_key, num_groups = index
+    begin, end = bounds
     row, exists, stride_row, visible = rows
+    scale, softcap = factors
     HEAD_DIM: tl.constexpr = sizes[0]
     BLOCK_D: tl.constexpr = sizes[1]
     HAS_SOFTCAP: tl.constexpr = sizes[2]
@@ -238,14 +235,10 @@ def group_scores_kernel(
     stride_row,
     scale,
     softcap,
-    q_strides,
-    index_strides,
-    num_sequences,
-    heads_per_n,
+    strides,
+    sequences,
     share,
-    group_size,
-    window_size,
-    sink_groups,
+    rule,
     HAS_SOFTCAP: tl.constexpr,
     ADD: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -263,7 +256,12 @@ def group_scores_kernel(
 
     Grid: (tiles of shares x N, segments of groups). A program owns BLOCK_M shares of HEADS heads
     and SEGMENT groups.
+
+    Args:
+        q_ptr, index_ptr, lse_ptr, strides, sequences, rule: As of `index_lse_kernel`.
     """
+    q_strides, index_strides = strides
+    num_sequences, heads_per_n = sequences
     tile = tl.program_id(0) // num_sequences
     n = (tl.program_id(0) % num_sequences).to(tl.int64)
     offsets = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -271,65 +269,30 @@ def group_scores_kernel(
         stride_row = tl.multiple_of(stride_row, RUN)
     rows = first_row + offsets
     exists = offsets < num_rows
-    rule = (group_size, window_size, sink_groups)
     shares = (first_share, share, q_end)
     last = first_row + tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows) - 1
     begin = tl.program_id(1) * SEGMENT
     end = tl.minimum(begin + SEGMENT, groups_of_share(last, shares, rule, num_groups))
     if begin < end:
-        sizes: tl.constexpr = (
-            HEAD_DIM,
-            BLOCK_D,
-            HAS_SOFTCAP,
-            HEADS,
-            KEYS,
-            BLOCK_N,
-            ADD,
-            BLOCK_M,
-        )
+        shape: tl.constexpr = (HEAD_DIM, BLOCK_D, HAS_SOFTCAP, HEADS, KEYS, BLOCK_N)
+        sizes: tl.constexpr = shape + (ADD, BLOCK_M)
         queries = _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS, sizes)
         head = n * heads_per_n + first_head
         log_sums = ()
         for i in tl.static_range(HEADS):
             place = lse_ptr + (head + i) * num_shares + rows
             log_sums = log_sums + (tl.load(place, mask=exists, other=0.0),)
-        index = (
-            index_ptr + n * index_strides[0],
-            index_strides[1],
-            index_strides[2],
-            num_groups,
-        )
+        index = (index_ptr + n * index_strides[0], index_strides[1], index_strides[2], num_groups)
         visible = groups_of_share(rows, shares, rule, num_groups)
         places = (n * num_rows + offsets, exists, stride_row, visible)
         # Groups that every share of the tile sees need no mask.
         first = groups_of_share(first_row + tile * BLOCK_M, shares, rule, num_groups)
         whole = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_N * BLOCK_N
-        _store_scores(
-            scores_ptr,
-            queries,
-            log_sums,
-            index,
-            begin,
-            whole,
-            places,
-            scale,
-            softcap,
-            False,
-            sizes,
-        )
-        _store_scores(
-            scores_ptr,
-            queries,
-            log_sums,
-            index,
-            whole,
-            end,
-            places,
-            scale,
-            softcap,
-            True,
-            sizes,
-        )
+        factors = (scale, softcap)
+        bounds = (begin, whole)
+        _store_scores(scores_ptr, queries, log_sums, index, bounds, places, factors, False, sizes)
+        bounds = (whole, end)
+        _store_scores(scores_ptr, queries, log_sums, index, bounds, places, factors, True, sizes)
         if RUN > 0:
             tl.debug_barrier()  # the scores have been stored
             _store_best(scores_ptr, best_ptr, begin, end, places, RUN, BLOCK_N)

@@ -31,16 +31,9 @@ def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
 
 @triton.jit(do_not_specialize=["num_chosen", "num_groups", "table_size", "num_slots"])
 def find_slots_kernel(
-    chosen_ptr,
-    marks_ptr,
-    table_ptr,
-    owner_ptr,
-    last_used_ptr,
-    counts_ptr,
-    order_ptr,
-    slot_ptr,
-    missing_ptr,
-    num_missing_ptr,
+    choice,
+    slots,
+    results,
     num_chosen,
     num_groups,
     table_size,
@@ -55,11 +48,15 @@ def find_slots_kernel(
     Grid: (B Hkv,).
 
     Args:
-        marks_ptr: [B Hkv, num_groups], 1 for the groups chosen.
-        missing_ptr: [B Hkv, num_chosen], the num_missing groups to load, and at order_ptr their
-            slots.
-        num_missing_ptr: [B Hkv].
+        choice: Pointers to the groups chosen [B Hkv, num_chosen], and to marks [B Hkv, num_groups],
+            1 for these.
+        slots: Pointers to `FetchSlots.table`, `owner`, `last_used` and `counts`.
+        results: Pointers to the slots of groups [B Hkv, num_chosen]; to the groups to load [B Hkv,
+            num_chosen], their slots, and their number [B Hkv].
     """
+    chosen_ptr, marks_ptr = choice
+    table_ptr, owner_ptr, last_used_ptr, counts_ptr = slots
+    slot_ptr, missing_ptr, order_ptr, num_missing_ptr = results
     n = tl.program_id(0).to(tl.int64)
     chosen_ptr += n * num_chosen
     marks_ptr += n * num_groups
@@ -79,9 +76,9 @@ def find_slots_kernel(
     num_missing = tl.sum(is_missing.to(tl.int32), 0)
 
     # The oldest slots, one by one: few groups are missing.
-    slots = tl.arange(0, BLOCK_N)
-    ages = _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots)
-    ages = tl.where(ages < NEVER, ages * BLOCK_N + slots, NEVER)
+    numbers = tl.arange(0, BLOCK_N)
+    ages = _ages(last_used_ptr, owner_ptr, marks_ptr, numbers, num_slots)
+    ages = tl.where(ages < NEVER, ages * BLOCK_N + numbers, NEVER)
     for i in range(num_missing):
         oldest = tl.min(ages, 0)
         tl.store(order_ptr + i, (oldest % BLOCK_N).to(tl.int32))
@@ -111,13 +108,9 @@ def find_slots_kernel(
 
 @triton.jit(do_not_specialize=["rows", "num_chosen", "room", "num_slots", "first"])
 def load_slots_kernel(
-    num_missing_ptr,
-    missing_ptr,
-    slot_ptr,
-    raw_k_ptr,
-    raw_v_ptr,
-    keys_ptr,
-    values_ptr,
+    missing,
+    raw,
+    fetched,
     rows,
     num_chosen,
     room,
@@ -132,11 +125,15 @@ def load_slots_kernel(
     Grid: (programs that share the rows, programs that share the missing groups of a row).
 
     Args:
-        missing_ptr: The groups to load and, at slot_ptr, their slots, as in `find_slots_kernel`.
+        missing: Pointers to the groups to load, their slots and their number, as in
+            `find_slots_kernel`.
+        raw: Pointers to raw keys and values [B Hkv, room, HEAD_DIM].
+        fetched: Pointers to keys and values of slots [B Hkv, num_slots, GROUP].
         rows: B Hkv.
         first: Tokens before the first group.
         GROUP: Numbers of a group's keys.
     """
+    missing_ptr, slot_ptr, num_missing_ptr = missing
     for n in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         for i in range(tl.program_id(1), tl.load(num_missing_ptr + n), tl.num_programs(1)):
             at = n * num_chosen + i
@@ -147,10 +144,10 @@ def load_slots_kernel(
             for start in tl.static_range(0, GROUP, BLOCK):
                 place = start + tl.arange(0, BLOCK)
                 mask = place < GROUP
-                k = tl.load(raw_k_ptr + source + place, mask=mask)
-                v = tl.load(raw_v_ptr + source + place, mask=mask)
-                tl.store(keys_ptr + target + place, k, mask=mask)
-                tl.store(values_ptr + target + place, v, mask=mask)
+                k = tl.load(raw[0] + source + place, mask=mask)
+                v = tl.load(raw[1] + source + place, mask=mask)
+                tl.store(fetched[0] + target + place, k, mask=mask)
+                tl.store(fetched[1] + target + place, v, mask=mask)
 
 
 def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> Tensor:
@@ -165,14 +162,13 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
     assert fetched is not None, "there are slots"
     rows, num_chosen = chosen.shape
     num_slots, group_size, dim = fetched.keys.shape[2:]
-    order, slot, missing = (torch.empty_like(chosen) for _ in range(3))
-    num_missing = torch.empty_like(chosen[:, 0])
+    slot = torch.empty_like(chosen)
+    missing = (torch.empty_like(chosen), torch.empty_like(chosen), torch.empty_like(chosen[:, 0]))
     launch(
         find_slots_kernel,
         (rows,),
         (
-            *(chosen, marks, fetched.table, fetched.owner, fetched.last_used, fetched.counts),
-            *(order, slot, missing, num_missing, num_chosen, marks.shape[1]),
+            *((chosen, marks), fetched[2:], (slot, *missing), num_chosen, marks.shape[1]),
             *(fetched.table.shape[2], num_slots),
         ),
         BLOCK_N=max(32, power_of_2(num_slots)),
@@ -184,7 +180,7 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
         load_slots_kernel,
         (sharing_rows, min(num_chosen, _LOADING // sharing_rows)),
         (
-            *(num_missing, missing, order, raw.keys, raw.values, fetched.keys, fetched.values),
+            *(missing, (raw.keys, raw.values), (fetched.keys, fetched.values)),
             *(rows, num_chosen, raw.keys.shape[2], num_slots, sinks),
         ),
         GROUP=group_size * dim,
