@@ -241,12 +241,16 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
             sizes["BLOCK_H"] = power_of_2(HEADS)
         if not (backward and kind == "half"):
             sizes["HEADS_OUT"] = 1
-        yield Kernel(pairs[kind][backward], sizes, {"cos_ptr": "fp32", "sin_ptr": "fp32"})
+        types = {"tokens": ("", "", ""), "cores": ("", ""), "upstream": ("", "")}
+        types |= {"gradients": ("", "", ""), "tables": ("fp32", "fp32")}
+        types["strides"] = (3,) * (8 if backward else 4)
+        yield Kernel(pairs[kind][backward], sizes, types)
         if kind == "short":
             kernel = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)[backward]
             sizes = {name: x for name, x in sizes.items() if name not in (*turn, "ADD")}
-            pointers = ("mass_ptr", "grad_ptr", "grad_q_ptr", "grad_k_ptr")
-            yield Kernel(kernel, sizes, dict.fromkeys(pointers, "fp32"))
+            types = {"tokens": ("", ""), "gradients": ("fp32", "fp32"), "mass_ptr": "fp32"}
+            types |= {"grad_ptr": "fp32", "strides": (3,) * (4 if backward else 2)}
+            yield Kernel(kernel, sizes, types)
 
 
 def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:

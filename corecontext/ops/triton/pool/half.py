@@ -57,26 +57,24 @@ def _probs(q_a, q_b, k_a, k_b, rows, group_size, scale):
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def pool_half_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    core_k_ptr,
-    core_v_ptr,
-    cos_ptr,
-    sin_ptr,
+    tokens,
+    cores,
+    tables,
     num_groups,
     group_size,
     scale,
-    q_strides,
-    k_strides,
-    v_strides,
-    core_strides,
+    strides,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Pool whole groups; grid, reads, writes and float32 as in `pool_short_fwd_kernel`."""
+    """Pool whole groups; arguments, grid, reads, writes and float32 as in
+    `pool_short_fwd_kernel`."""
+    q_ptr, k_ptr, v_ptr = tokens
+    core_k_ptr, core_v_ptr = cores
+    cos_ptr, sin_ptr = tables
+    q_strides, k_strides, v_strides, core_strides = strides
     n, groups = owned_groups(num_groups, BLOCK_M)
     rows = tl.arange(0, BLOCK_G).to(tl.int64)
     cols = tl.arange(0, HALF)
@@ -104,35 +102,29 @@ def pool_half_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def pool_half_bwd_kernel(
-    grad_core_k_ptr,
-    grad_core_v_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    grad_q_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
+    upstream,
+    tokens,
+    tables,
+    gradients,
     num_groups,
     group_size,
     scale,
-    grad_core_k_strides,
-    grad_core_v_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_q_strides,
-    grad_k_strides,
-    grad_v_strides,
+    strides,
     HEADS: tl.constexpr,
     ADD: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Compute the gradients of pooling; grid, reads, writes and
-    float32 as in `pool_short_bwd_kernel`."""
+    """Compute the gradients of pooling; arguments, grid, reads, writes and float32 as in
+    `pool_short_bwd_kernel`."""
+    grad_core_k_ptr, grad_core_v_ptr = upstream
+    q_ptr, k_ptr, v_ptr = tokens
+    cos_ptr, sin_ptr = tables
+    grad_q_ptr, grad_k_ptr, grad_v_ptr = gradients
+    grad_core_k_strides, grad_core_v_strides = strides[:2]
+    q_strides, k_strides, v_strides = strides[2:5]
+    grad_q_strides, grad_k_strides, grad_v_strides = strides[5:]
     n, groups = owned_groups(num_groups, BLOCK_M)
     rows = tl.arange(0, BLOCK_G).to(tl.int64)
     cols = tl.arange(0, HALF)

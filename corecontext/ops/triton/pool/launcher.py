@@ -81,7 +81,7 @@ def _launch(
     kernels: tuple,
     groups: Groups,
     spec: Spec,
-    tensors: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    tensors: tuple[tuple, tuple],
     strides: tuple,
     **chosen: Any,
 ) -> None:
@@ -90,7 +90,7 @@ def _launch(
 
     Args:
         kernels: All three, the first None where the call is not one of halves.
-        tensors: Those before the rotation's tables, and those behind.
+        tensors: The tuples of tensors before the rotation's tables, and those behind.
         chosen: Constants of this call.
     """
     batch, num_groups, group_size, head_dim = groups.k.shape
@@ -99,7 +99,7 @@ def _launch(
     tiles = pool_tiles(group_size, head_dim, halves)
     # Kernels do not touch the tensors that stand in for missing ones.
     tables = rotation_tables(spec.rotary, group_size, groups.k.device) or (groups.k, groups.k)
-    arguments = (*tensors[0], *tables, *tensors[1], num_groups, group_size, float(spec.scale))
+    arguments = (*tensors[0], tables, *tensors[1], num_groups, group_size, float(spec.scale))
     if tiles.whole and halves:
         kernel = kernels[0]
     else:
@@ -122,7 +122,7 @@ def _launch(
         kernel,
         (batch * ceil_div(num_groups, tiles.block_m),),
         arguments,
-        strides,
+        (strides,),
         num_warps=tiles.num_warps,
         # In the kernel's own order, as a launch needs them.
         **{name: values[name] for name in kernel.arg_names if name in values},
@@ -150,7 +150,7 @@ def pool(groups: Groups, spec: Spec) -> Cores:
             (half_kernel, pool_short_fwd_kernel, pool_long_fwd_kernel),
             Groups(q_last, k, v),
             spec,
-            ((q_last, k, v, core_k, core_v), ()),
+            (((q_last, k, v), (core_k, core_v)), ()),
             tuple(x.stride()[:3] for x in (q_last, k, v, core_k)),
         )
     return Cores(core_k, core_v)
@@ -182,13 +182,13 @@ def pool_backward(
     gradients = (grad_q, grad_k, grad_v)
     if k.numel():
         halves = _rotates_halves(spec, k.shape[3])
-        given = (grad_core_k, grad_core_v, q_last, k, v)
+        upstream = (grad_core_k, grad_core_v)
         _launch(
             (pool_half_bwd_kernel if halves else None, pool_short_bwd_kernel, pool_long_bwd_kernel),
             Groups(q_last, k, v),
             spec,
-            (given, gradients),
-            tuple(x.stride()[:3] for x in (*given, *gradients)),
+            ((upstream, (q_last, k, v)), (gradients,)),
+            tuple(x.stride()[:3] for x in (*upstream, q_last, k, v, *gradients)),
             ADD=into is not None,
         )
     return gradients

@@ -24,21 +24,14 @@ from corecontext.ops.triton.pool.group_tile import (
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def pool_long_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    core_k_ptr,
-    core_v_ptr,
-    cos_ptr,
-    sin_ptr,
+    tokens,
+    cores,
+    tables,
     num_groups,
     group_size,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    core_strides,
+    strides,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -52,8 +45,13 @@ def pool_long_fwd_kernel(
 
     Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time, once
     for each head, with an online softmax. Reads K and V r times, all but the first from cache;
-    writes as `pool_short_fwd_kernel`. Maxima, sums and pooled rows are float32 in registers.
+    writes as `pool_short_fwd_kernel`, whose arguments it has. Maxima, sums and pooled rows are
+    float32 in registers.
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    core_k_ptr, core_v_ptr = cores
+    cos_ptr, sin_ptr = tables
+    q_strides, k_strides, v_strides, core_strides = strides
     n, groups = owned_groups(num_groups, BLOCK_M)
     cols, pair, partner, sign = rotation_pairs(BLOCK_D, HALF, INTERLEAVED)
     group = (groups, groups, cols, num_groups, group_size)  # for single rows, which have no tokens
@@ -96,28 +94,15 @@ def pool_long_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def pool_long_bwd_kernel(
-    grad_core_k_ptr,
-    grad_core_v_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    grad_q_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
+    upstream,
+    tokens,
+    tables,
+    gradients,
     num_groups,
     group_size,
     scale,
     softcap,
-    grad_core_k_strides,
-    grad_core_v_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_q_strides,
-    grad_k_strides,
-    grad_v_strides,
+    strides,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -134,9 +119,16 @@ def pool_long_bwd_kernel(
     Grid: N * M. A program owns one group (BLOCK_M = 1) and walks its tokens BLOCK_G at a time: for
     each head once for the softmax and its backward's sum and once for the gradient of q, then once
     for those of K and V. Reads K 2 r + 1 times and V as often, all but the first from cache; writes
-    as `pool_short_bwd_kernel`. Each head's maximum, sum and sum of probs * grad_probs wait in
-    vectors of BLOCK_H >= r float32 in registers.
+    as `pool_short_bwd_kernel`, whose arguments it has. Each head's maximum, sum and sum of probs *
+    grad_probs wait in vectors of BLOCK_H >= r float32 in registers.
     """
+    grad_core_k_ptr, grad_core_v_ptr = upstream
+    q_ptr, k_ptr, v_ptr = tokens
+    cos_ptr, sin_ptr = tables
+    grad_q_ptr, grad_k_ptr, grad_v_ptr = gradients
+    grad_core_k_strides, grad_core_v_strides = strides[:2]
+    q_strides, k_strides, v_strides = strides[2:5]
+    grad_q_strides, grad_k_strides, grad_v_strides = strides[5:]
     n, groups = owned_groups(num_groups, BLOCK_M)
     cols, pair, partner, sign = rotation_pairs(BLOCK_D, HALF, INTERLEAVED)
     group = (groups, groups, cols, num_groups, group_size)  # for single rows, which have no tokens

@@ -27,15 +27,13 @@ from corecontext.ops.triton.tiles import pool_tiles
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def mass_fwd_kernel(
-    q_ptr,
-    k_ptr,
+    tokens,
     mass_ptr,
     num_groups,
     group_size,
     scale,
     softcap,
-    q_strides,
-    k_strides,
+    strides,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -46,7 +44,13 @@ def mass_fwd_kernel(
     """Write the entropy of the weights of each core token, [N, 1, M] in float32.
 
     Grid: N * ceil(M / BLOCK_M). A program owns whole groups, as in `pool_short_fwd_kernel`.
+
+    Args:
+        tokens: Pointers to the queries of last tokens [N, r, M, D] and to k [N, M, g, D].
+        strides: Of both.
     """
+    q_ptr, k_ptr = tokens
+    q_strides, k_strides = strides
     n, groups = owned_groups(num_groups, BLOCK_M)
     rows = tl.arange(0, BLOCK_G).to(tl.int64)
     tile = (groups, rows, tl.arange(0, BLOCK_D), num_groups, group_size)
@@ -64,19 +68,14 @@ def mass_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def mass_bwd_kernel(
+    tokens,
+    gradients,
     grad_ptr,
-    q_ptr,
-    k_ptr,
-    grad_q_ptr,
-    grad_k_ptr,
     num_groups,
     group_size,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    grad_q_strides,
-    grad_k_strides,
+    strides,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -87,7 +86,16 @@ def mass_bwd_kernel(
     """Write the gradients of q and of the groups' tokens, from those of the masses.
 
     Grid: as of `mass_fwd_kernel`. The weights are computed again; all sums are float32.
+
+    Args:
+        tokens: As of `mass_fwd_kernel`.
+        gradients: Pointers to those of `tokens`, in float32.
+        grad_ptr: The gradients of the masses.
+        strides: Of `tokens` and of `gradients`.
     """
+    q_ptr, k_ptr = tokens
+    grad_q_ptr, grad_k_ptr = gradients
+    q_strides, k_strides, grad_q_strides, grad_k_strides = strides
     n, groups = owned_groups(num_groups, BLOCK_M)
     rows = tl.arange(0, BLOCK_G).to(tl.int64)
     tile = (groups, rows, tl.arange(0, BLOCK_D), num_groups, group_size)
@@ -126,7 +134,7 @@ def forward(groups: Groups, spec: Spec) -> Tensor:
         return plain.forward(groups, spec)
     mass = torch.empty(k.shape[0], 1, k.shape[1], dtype=torch.float32, device=k.device)
     q_last, k = map(contiguous_rows, (q_last, k))
-    _launch(mass_fwd_kernel, (q_last, k, mass), (q_last, k), spec)
+    _launch(mass_fwd_kernel, ((q_last, k), mass), (q_last, k), spec)
     return mass
 
 
@@ -139,12 +147,12 @@ def backward(grad: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
         torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q_last, k)
     )
     q_last, k = map(contiguous_rows, (q_last, k))
-    tensors = (grad.float().contiguous(), q_last, k, grad_q, grad_k)
-    _launch(mass_bwd_kernel, tensors, tensors[1:], spec)
+    tensors = ((q_last, k), (grad_q, grad_k), grad.float().contiguous())
+    _launch(mass_bwd_kernel, tensors, (q_last, k, grad_q, grad_k), spec)
     return grad_q, grad_k
 
 
-def _launch(kernel, tensors: tuple[Tensor, ...], strided: tuple[Tensor, ...], spec: Spec) -> None:
+def _launch(kernel, tensors: tuple, strided: tuple[Tensor, ...], spec: Spec) -> None:
     """Launch a kernel on whole groups; `strided` begins with q_last and k."""
     q_last, k = strided[:2]
     batch, num_groups, group_size, head_dim = k.shape
@@ -155,7 +163,7 @@ def _launch(kernel, tensors: tuple[Tensor, ...], strided: tuple[Tensor, ...], sp
         kernel,
         (batch * ceil_div(num_groups, tiles.block_m),),
         (*tensors, num_groups, group_size, float(spec.scale), float(spec.softcap or 1.0)),
-        tuple(x.stride()[:3] for x in strided),
+        (tuple(x.stride()[:3] for x in strided),),
         HEADS=q_last.shape[1],
         HEAD_DIM=head_dim,
         HAS_SOFTCAP=spec.softcap is not None,

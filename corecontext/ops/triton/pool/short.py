@@ -24,21 +24,14 @@ from corecontext.ops.triton.pool.group_tile import (
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def pool_short_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    core_k_ptr,
-    core_v_ptr,
-    cos_ptr,
-    sin_ptr,
+    tokens,
+    cores,
+    tables,
     num_groups,
     group_size,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    core_strides,
+    strides,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -54,7 +47,17 @@ def pool_short_fwd_kernel(
     >= group_size) and all their heads. Reads their K and V once, r rows of q and the tables [g, R /
     2]; writes a row of each core tensor per group. Keys, values, weights and sums are
     float32 in registers.
+
+    Args:
+        tokens: Pointers to the queries of last tokens [N, r, M, D], and to k and v [N, M, g, D].
+        cores: Pointers to the keys and values of core tokens [N, HEADS_OUT, M, D].
+        tables: Pointers to cosines and sines [g, R / 2] in float32.
+        strides: Of all tensors but tables; both of `cores` have the same.
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    core_k_ptr, core_v_ptr = cores
+    cos_ptr, sin_ptr = tables
+    q_strides, k_strides, v_strides, core_strides = strides
     # Read all tokens of the groups: every head uses them.
     n, groups = owned_groups(num_groups, BLOCK_M)
     rows = tl.arange(0, BLOCK_G).to(tl.int64)
@@ -82,28 +85,15 @@ def pool_short_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_groups", "group_size"])
 def pool_short_bwd_kernel(
-    grad_core_k_ptr,
-    grad_core_v_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    grad_q_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
+    upstream,
+    tokens,
+    tables,
+    gradients,
     num_groups,
     group_size,
     scale,
     softcap,
-    grad_core_k_strides,
-    grad_core_v_strides,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_q_strides,
-    grad_k_strides,
-    grad_v_strides,
+    strides,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -120,7 +110,19 @@ def pool_short_bwd_kernel(
     no two programs write the same row. Reads K and V once, the gradients of the core tokens, q and
     the tables; recomputes the weights; writes the gradients of all its tokens and of q, or adds to
     those of the tokens. All sums are float32 in registers.
+
+    Args:
+        upstream: Pointers to the gradients of core keys and values [N, HEADS_OUT, M, D].
+        tokens, tables, strides: As of `pool_short_fwd_kernel`.
+        gradients: Pointers to those of `tokens`.
     """
+    grad_core_k_ptr, grad_core_v_ptr = upstream
+    q_ptr, k_ptr, v_ptr = tokens
+    cos_ptr, sin_ptr = tables
+    grad_q_ptr, grad_k_ptr, grad_v_ptr = gradients
+    grad_core_k_strides, grad_core_v_strides = strides[:2]
+    q_strides, k_strides, v_strides = strides[2:5]
+    grad_q_strides, grad_k_strides, grad_v_strides = strides[5:]
     n, groups = owned_groups(num_groups, BLOCK_M)
     rows = tl.arange(0, BLOCK_G).to(tl.int64)
     cols, pair, partner, sign = rotation_pairs(BLOCK_D, HALF, INTERLEAVED)
