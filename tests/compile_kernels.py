@@ -111,6 +111,22 @@ FETCH = (
     fetch_kernels.fetch_dq_kernel,
     fetch_kernels.fetch_dkv_kernel,
 )
+RAW = {"tokens": ("", "", ""), "sizes": 3, "rule": 3, "strides": (3, 2, 2, 3)}
+RAW_TYPES = {
+    fetch_kernels.fetch_fwd_kernel: {**RAW, "chosen_ptr": "i32", "results": ("", "fp32")},
+    fetch_kernels.fetch_dq_kernel: {
+        **RAW,
+        "chosen_ptr": "i32",
+        "upstream": ("", "fp32", "", "fp32"),
+        "results": ("fp32", "fp32"),
+    },
+    fetch_kernels.fetch_dkv_kernel: {
+        **RAW,
+        "upstream": ("fp32", "", "fp32"),
+        "choices": ("i32", "i32"),
+        "results": ("fp32", "fp32"),
+    },
+}
 CHOICE = (
     fetch_index_keys.index_keys_kernel,
     fetch_score_kernels.index_lse_kernel,
@@ -291,7 +307,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
             sizes = {**plain, "BLOCK_M": min(rows, tiles.block_m), "BLOCK_N": tiles.block_n}
             sizes.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
             more = {"HAS_GRAD_LSE": True} if "_dq_" in function.__name__ else {}
-            yield Kernel(function, {**sizes, **more}, types)
+            yield Kernel(function, {**sizes, **more}, RAW_TYPES[function])
 
 
 def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
@@ -521,14 +537,11 @@ def paths_of(types: Any) -> list[tuple[int, ...]]:
 
 
 def num_strides(function: Any, name: str) -> int:
-    """How many strides the launch passes as one argument: those of all dimensions but the last;
-    raw tokens [N, S, D] have no heads, nor has the new token of a decoding step [B, H, 1, D] a
-    length."""
-    if function is plain_step.step_kernel or function in STEP:
-        return 2
+    """How many strides the launch passes as one argument: those of all dimensions but the last; the
+    new token of a decoding step [B, H, 1, D] has no length."""
     if function in PAGED:
-        return 3 if name in ("page_strides", "core_strides", "mass_strides") else 2
-    return 2 if function in FETCH and name in ("k_strides", "v_strides") else 3
+        return 3 if name == "page_strides" else 2
+    return 2 if function is plain_step.step_kernel or function in STEP else 3
 
 
 def spilled(binary: bytes) -> int | None:

@@ -30,11 +30,11 @@ def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
         fetch_fwd_kernel,
         (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
         (
-            *(q, k, v, choice.groups.contiguous(), out, lse),
+            *((q, k, v), choice.groups.contiguous(), (out, lse)),
             *(q.shape[2], cores.k.shape[2], count),
             *(tokens.q_start // choice.share, tokens.q_start, *call.numbers()),
         ),
-        (*(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
+        (tuple(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
         **constants,
     )
 
@@ -69,10 +69,10 @@ def add_raw_gradients(
         fetch_dkv_kernel,
         (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * q.shape[0],),
         (
-            *(q, k, v, lse, grad_out, delta, order, begin, dk, dv),
+            *((q, k, v), (lse, grad_out, delta), (order, begin), (dk, dv)),
             *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
         ),
-        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
+        (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         **constants,
     )
 
@@ -84,6 +84,7 @@ def _add_query_gradient(
     in float32, in place; fill delta [N, r, T] = sum(grad out) - grad lse."""
     q, k, v, grad_out = map(contiguous_rows, (*call.tokens[:3], upstream.grad_out))
     lse = upstream.lse.contiguous()
+    grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
     chosen = call.choice.groups.contiguous()
     n, count, _ = chosen.shape
     constants = call.constants(fetch_dq_tiles(*call.chip(), call.rows), call.rows)
@@ -91,11 +92,10 @@ def _add_query_gradient(
         fetch_dq_kernel,
         (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
         (
-            *(q, k, v, chosen, upstream.out.contiguous(), lse, grad_out),
-            lse if upstream.grad_lse is None else upstream.grad_lse.contiguous(),
-            *(dq, delta, q.shape[2], call.cores.k.shape[2], count, *call.numbers(), query_scale),
+            *((q, k, v), chosen, (upstream.out.contiguous(), lse, grad_out, grad_lse), (dq, delta)),
+            *(q.shape[2], call.cores.k.shape[2], count, *call.numbers(), query_scale),
         ),
-        (*(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
+        (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
         **constants,
     )

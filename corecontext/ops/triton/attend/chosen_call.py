@@ -26,11 +26,11 @@ class Call(NamedTuple):
     core_bias: Tensor | None
     choice: Choice
 
-    def specialized(self) -> tuple[int, ...]:
-        """Return the last arguments of every kernel."""
+    def specialized(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Return the last arguments of every kernel, `sizes` and `rule`."""
         share = self.choice.share
         sizes = (self.choice.groups.shape[2], share, power_of_2(share))
-        return *sizes, *rule_of(self.spec)
+        return sizes, rule_of(self.spec)
 
     def numbers(self) -> tuple[float, float]:
         """Return scale and softcap."""

@@ -45,12 +45,9 @@ def _raw_tokens(chosen_ptr, index, end, rule):
 
 @triton.jit(do_not_specialize=["num_queries", "num_groups", "num_shares", "first_share", "q_start"])
 def fetch_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    tokens,
     chosen_ptr,
-    out_ptr,
-    lse_ptr,
+    results,
     num_queries,
     num_groups,
     num_shares,
@@ -58,16 +55,9 @@ def fetch_fwd_kernel(
     q_start,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    num_chosen,
-    share,
-    padded_share,
-    group_size,
-    window_size,
-    sink_groups,
+    strides,
+    sizes,
+    rule,
     HEADS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -80,7 +70,20 @@ def fetch_fwd_kernel(
     Grid: (row blocks x C x N,). The queries of a share and of all heads of a KV head are rows that
     see the same tokens; a program owns BLOCK_M of them. KV heads come one after the other, so that
     the keys and values in use are few.
+
+    Args:
+        tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
+        chosen_ptr: The groups chosen, [N, C, k].
+        results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T].
+        strides: Of q, k, v and out.
+        sizes: k, queries of a share, and that number rounded up to a power of 2.
+        rule: group_size, window_size and sink_groups.
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    out_ptr, lse_ptr = results
+    q_strides, k_strides, v_strides, out_strides = strides
+    num_chosen, share, padded_share = sizes
+    group_size = rule[0]
     blocks = (HEADS * padded_share + BLOCK_M - 1) // BLOCK_M
     pid = tl.program_id(0)
     n = (pid // (blocks * num_shares)).to(tl.int64)
@@ -89,7 +92,6 @@ def fetch_fwd_kernel(
     shares = (first_share, share, padded_share, q_start)
     head, row, exists = _share_rows(lanes, number, shares, num_queries, HEADS)
     dims = tl.arange(0, BLOCK_D)
-    rule = (group_size, window_size, sink_groups)
     visible = groups_seen(tl.maximum(q_start + row, 0), rule, num_groups)
     visible = tl.where(exists, visible, 0)
     # Without a group in the far past the first part is the whole.
@@ -140,32 +142,19 @@ def fetch_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_queries", "num_groups", "num_shares"])
 def fetch_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    tokens,
     chosen_ptr,
-    out_ptr,
-    lse_ptr,
-    grad_ptr,
-    grad_lse_ptr,
-    dq_ptr,
-    delta_ptr,
+    upstream,
+    results,
     num_queries,
     num_groups,
     num_shares,
     scale,
     softcap,
     query_scale,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_strides,
-    num_chosen,
-    share,
-    padded_share,
-    group_size,
-    window_size,
-    sink_groups,
+    strides,
+    sizes,
+    rule,
     HEADS: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -178,7 +167,19 @@ def fetch_dq_kernel(
     dq, in place; write delta = sum(grad out) - grad lse.
 
     Grid: as that of the forward, which begins at position 0.
+
+    Args:
+        tokens, chosen_ptr, sizes, rule: As of the forward.
+        upstream: Pointers to out, log-sum-exp and the gradients of both.
+        results: Pointers to dq [N, r, T, D] and delta [N, r, T] in float32.
+        strides: Of q, k, v and the gradient of out.
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
+    dq_ptr, delta_ptr = results
+    q_strides, k_strides, v_strides, grad_strides = strides
+    num_chosen, share, padded_share = sizes
+    group_size = rule[0]
     blocks = (HEADS * padded_share + BLOCK_M - 1) // BLOCK_M
     pid = tl.program_id(0)
     n = (pid // (blocks * num_shares)).to(tl.int64)
@@ -199,7 +200,6 @@ def fetch_dq_kernel(
         delta -= tl.load(grad_lse_ptr + flat, mask=exists, other=0.0)
     tl.store(delta_ptr + flat, delta, mask=exists)
     # The chosen groups' tokens; a query drops groups that it does not see.
-    rule = (group_size, window_size, sink_groups)
     visible = tl.where(exists, groups_seen(row, rule, num_groups), 0)
     count = tl.minimum(tl.max(visible, 0), num_chosen)
     if count > 0:
@@ -232,32 +232,19 @@ def fetch_dq_kernel(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_groups", "num_choices"])
 def fetch_dkv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    lse_ptr,
-    grad_ptr,
-    delta_ptr,
-    order_ptr,
-    begin_ptr,
-    dk_ptr,
-    dv_ptr,
+    tokens,
+    upstream,
+    choices,
+    results,
     num_queries,
     num_keys,
     num_groups,
     num_choices,
     scale,
     softcap,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_strides,
-    num_chosen,
-    share,
-    padded_share,
-    group_size,
-    window_size,
-    sink_groups,
+    strides,
+    sizes,
+    rule,
     HEADS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -272,9 +259,19 @@ def fetch_dkv_kernel(
     the queries of all shares that chose it, BLOCK_N rows at a time; scores are held transposed.
 
     Args:
-        order_ptr: Places of the choice [C k] of each sequence, sorted by group.
-        begin_ptr: Where each group's places begin, [N, M + 1].
+        tokens, strides, sizes, rule: As of `fetch_dq_kernel`.
+        upstream: Pointers to log-sum-exp, the gradient of out, and delta.
+        choices: Pointers to the places of the choice [C k] of each sequence, sorted by group, and
+            to where each group's places begin, [N, M + 1].
+        results: Pointers to dk and dv [N, S, D].
     """
+    q_ptr, k_ptr, v_ptr = tokens
+    lse_ptr, grad_ptr, delta_ptr = upstream
+    order_ptr, begin_ptr = choices
+    dk_ptr, dv_ptr = results
+    q_strides, k_strides, v_strides, grad_strides = strides
+    num_chosen, share, padded_share = sizes
+    group_size, _, sink_groups = rule
     blocks = (group_size + BLOCK_M - 1) // BLOCK_M
     pid = tl.program_id(0)
     n = (pid // (blocks * num_groups)).to(tl.int64)
@@ -291,7 +288,6 @@ def fetch_dkv_kernel(
         v_tile = v_ptr + n * v_strides[0] + token[:, None] * v_strides[1] + dims[None, :]
         k = tl.load(k_tile, mask=key_mask, other=0.0)
         v = tl.load(v_tile, mask=key_mask, other=0.0)
-        rule = (group_size, window_size, sink_groups)
         shares = (0, share, padded_share, 0)
         q_base = q_ptr + n * q_strides[0] + dims[None, :]
         grad_base = grad_ptr + n * grad_strides[0] + dims[None, :]
