@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
+from corecontext.ops.triton.decode import merge_parts
 from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged import gather as paged_gather
@@ -336,6 +337,12 @@ def test_padding_of_a_captured_batch_changes_nothing():
     assert int(written.sum()) == 9 + 4  # tokens and core tokens, nothing else
 
 
+def dtypes_of(arguments):
+    """Those of a launch's tensors, also in tuples."""
+    flat = [x for each in arguments for x in (each if isinstance(each, tuple) else (each,))]
+    return [x.dtype for x in flat if isinstance(x, torch.Tensor)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [1, 3, 4, 12, 32])
 def test_no_batch_needs_a_kernel_that_was_not_compiled(monkeypatch, heads, dtype):
@@ -344,10 +351,10 @@ def test_no_batch_needs_a_kernel_that_was_not_compiled(monkeypatch, heads, dtype
     needed = set()
 
     def launch(kernel, grid, arguments, specialized=(), **constants):
-        dtypes = [x.dtype for x in arguments if isinstance(x, torch.Tensor)]
-        needed.add((kernel, *dtypes, specialized, *constants.items()))
+        needed.add((kernel, *dtypes_of(arguments), specialized, *constants.items()))
 
-    monkeypatch.setattr(paged_attend, "launch", launch)
+    for module in (paged_attend, merge_parts):
+        monkeypatch.setattr(module, "launch", launch)
     config = CCAConfig(group_size=16, window_size=1024, sink_size=16, core_mass=True)
     spec = Spec.of(config, halves(), 1.0)
     page = torch.zeros(1, 16, 8, 128, dtype=dtype)
@@ -372,8 +379,7 @@ def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
     needed = set()
 
     def launch(kernel, grid, arguments, specialized=(), **constants):
-        dtypes = [x.dtype for x in arguments if isinstance(x, torch.Tensor)]
-        needed.add((kernel, *dtypes, specialized, *constants.items()))
+        needed.add((kernel, *dtypes_of(arguments), specialized, *constants.items()))
 
     def attend_list(tokens, far, spec, out):
         needed.add(("attend", far.bias is None))
