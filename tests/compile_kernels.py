@@ -255,8 +255,6 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
             sizes["ADD"] = True
         if backward and kind == "long":
             sizes["BLOCK_H"] = power_of_2(HEADS)
-        if not (backward and kind == "half"):
-            sizes["HEADS_OUT"] = 1
         types = {"tokens": ("", "", ""), "cores": ("", ""), "upstream": ("", "")}
         types |= {"gradients": ("", "", ""), "tables": ("fp32", "fp32")}
         types["strides"] = (3,) * (8 if backward else 4)

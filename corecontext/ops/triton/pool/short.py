@@ -50,7 +50,7 @@ def pool_short_fwd_kernel(
 
     Args:
         tokens: Pointers to the queries of last tokens [N, r, M, D], and to k and v [N, M, g, D].
-        cores: Pointers to the keys and values of core tokens [N, HEADS_OUT, M, D].
+        cores: Pointers to the keys and values of core tokens [N, 1, M, D].
         tables: Pointers to cosines and sines [g, R / 2] in float32.
         strides: Of all tensors but tables; both of `cores` have the same.
     """
@@ -112,7 +112,7 @@ def pool_short_bwd_kernel(
     those of the tokens. All sums are float32 in registers.
 
     Args:
-        upstream: Pointers to the gradients of core keys and values [N, HEADS_OUT, M, D].
+        upstream: Pointers to the gradients of core keys and values [N, 1, M, D].
         tokens, tables, strides: As of `pool_short_fwd_kernel`.
         gradients: Pointers to those of `tokens`.
     """
