@@ -324,7 +324,7 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
     tiles = pool_tiles(16, dim, halves=True)
     pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
-    blocks = {"BLOCK_G": tiles.block_g, "BLOCK_P": dim // 2, "num_warps": tiles.num_warps}
+    blocks = {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_d // 2, "num_warps": tiles.num_warps}
     sizes = {**plain, **pooling, **blocks}
     del sizes["BLOCK_D"]
     yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
