@@ -81,10 +81,10 @@ class _Attend(torch.autograd.Function):
                 call.spec,
                 add_to_bias(call.bias(queries[chunk]), mass, queries[chunk].shape[1]),
             )
-        all_cores = in_order(call, gathering.wait())  # [2, N, Hc, M, D], M of the whole sequence
+        all_cores = in_order(call, gathering.wait())  # [2, N, 1, M, D], M of the whole sequence
         all_masses = None
         if gathering_masses is not None:
-            all_masses = in_order(call, gathering_masses.wait())  # [1, N, Hc, M, 1]
+            all_masses = in_order(call, gathering_masses.wait())  # [1, N, 1, M, 1]
         if call.keep is not None:
             call.keep(all_cores, all_masses)
         for chunk, (out, lse) in results.items():
@@ -180,23 +180,20 @@ class _Attend(torch.autograd.Function):
 def _merge_far(
     call: Call, q: Tensor, far: Tensor, mass: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
-    """Merge attention to core tokens [2, N, Hc, M, D] of masses [N Hc, h, M] into out [N, r, T, D]
+    """Merge attention to core tokens [2, N, 1, M, D] of masses [N, r, M] into out [N, r, T, D]
     and lse [N, r, T], in place."""
     far_out, far_lse = partial.forward(
-        by_head(q, far.shape[2]),
-        *far_keys(far),
-        scale=call.spec.scale,
-        bias=mass,
-        softcap=call.spec.softcap,
+        q, *far.unbind(), scale=call.spec.scale, bias=mass, softcap=call.spec.softcap
     )
-    far_lse = far_lse.reshape(lse.shape) + call.core_bias
-    merge_into(out, lse, (far_out.reshape(out.shape), far_lse))
+    merge_into(out, lse, (far_out, far_lse + call.core_bias))
 
 
 def _merge_first(call: Call, q: Tensor, first: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge attention to the first tokens [2, B, Hkv, n, D] into out [N, r, T, D] and lse [N, r,
     T], in place."""
-    results = partial.forward(q, *far_keys(first), scale=call.spec.scale, softcap=call.spec.softcap)
+    results = partial.forward(
+        q, *first_keys(first), scale=call.spec.scale, softcap=call.spec.softcap
+    )
     merge_into(out, lse, results)
 
 
@@ -205,7 +202,7 @@ def _first_backward(
 ) -> Tensor:
     """Add to the gradients of the first tokens; returns those of a chunk's queries [N, r, T, D]."""
     dq, *grads = partial.backward(
-        upstream, q, *far_keys(first), scale=call.spec.scale, softcap=call.spec.softcap
+        upstream, q, *first_keys(first), scale=call.spec.scale, softcap=call.spec.softcap
     )
     for total, grad in zip(first_grads, grads):
         total += grad.reshape(total.shape)
@@ -221,26 +218,25 @@ def _far_backward(
     core_grads: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Add to the gradients of the core tokens that a chunk sees far away; returns those of its
-    queries [N, r, T, D], in float32 or wider, and of the masses [N, Hc, M]."""
+    queries [N, r, T, D], in float32 or wider, and of the masses [N, 1, M]."""
     if not far.shape[3]:
         return torch.zeros_like(q, dtype=core_grads.dtype), None
     # A bias on all core scores only shifts the far part's log-sum-exp.
     grad_out, _, out, lse = upstream
-    grad_out, out, lse = (by_head(x, far.shape[2]) for x in (grad_out, out, lse - call.core_bias))
     dq, dk, dv, *dmass = partial.backward(
-        Upstream(grad_out, None, out, lse),
-        by_head(q, far.shape[2]),
-        *far_keys(far),
+        Upstream(grad_out, None, out, lse - call.core_bias),
+        q,
+        *far.unbind(),
         scale=call.spec.scale,
         bias=mass,
         softcap=call.spec.softcap,
     )
     for total, grad in zip(core_grads, (dk, dv)):
-        total += grad.reshape(total.shape)
+        total += grad
     grad_mass = None
     for grad in dmass:
-        grad_mass = grad.sum(1).view(far.shape[1:4])
-    return dq.reshape(q.shape).to(core_grads.dtype), grad_mass
+        grad_mass = grad.sum(1, keepdim=True)
+    return dq.to(core_grads.dtype), grad_mass
 
 
 def _add_pool_gradients(
@@ -250,8 +246,8 @@ def _add_pool_gradients(
     chunks.
 
     Args:
-        core_grads: Of core keys and values, [2, N, Hc, m, D].
-        mass_grads: Of their masses, [1, N, Hc, m, 1], or None.
+        core_grads: Of core keys and values, [2, N, 1, m, D].
+        mass_grads: Of their masses, [1, N, 1, m, 1], or None.
         near: By chunk, the queries that pool, then keys and values with their halo's, and others.
         grads: Their gradients so far, by chunk.
     """
@@ -314,7 +310,6 @@ def after_zeros(count: int, x: Tensor) -> Tensor:
     return torch.cat((x.new_zeros(*x.shape[:2], count, *x.shape[3:]), x), 2)
 
 
-def far_keys(far: Tensor) -> list[Tensor]:
-    """Keys and values [N Hc, 1, M, D] of core tokens [2, N, Hc, M, D]; of first tokens [2, B, Hkv,
-    n, D], N being B Hkv."""
-    return [x.flatten(0, 1)[:, None] for x in far.unbind()]
+def first_keys(first: Tensor) -> list[Tensor]:
+    """Keys and values [N, 1, n, D] of first tokens [2, B, Hkv, n, D], N being B Hkv."""
+    return [x.flatten(0, 1)[:, None] for x in first.unbind()]

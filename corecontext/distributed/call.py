@@ -22,8 +22,8 @@ class Call(NamedTuple):
     """The backend."""
     core_bias: float
     keep: Callable[[Tensor, Tensor | None], None] | None = None
-    """Called with the keys and values of all core tokens, [2, N, Hc, M, D], and their masses, [1,
-    N, Hc, M, 1] or None."""
+    """Called with the keys and values of all core tokens, [2, N, 1, M, D], and their masses, [1,
+    N, 1, M, 1] or None."""
 
     @property
     def layout(self) -> Layout:

@@ -24,31 +24,26 @@ def attend_buffer(
     Args:
         q: [B, H, 1, D].
         keys, values: [B, Hkv, S, D]: num_raw raw tokens, then core tokens, in any order.
-        see: [B, 1 or r, S], True where the query (or query head i of each KV head) sees the entry.
-        core_bias: Added to the scores of core tokens, a number, a tensor [H], or a number for each,
-            [B, H, S - num_raw]; not rounded to the dtype of q.
+        see: [B, 1, S], True where the query sees the entry.
+        core_bias: Added to the scores of core tokens, a number, or one for each, [B, H, S -
+            num_raw]; not rounded to the dtype of q.
 
     Returns:
         [B, H, 1, D].
     """
     # The r query heads of a KV head are rows of one product.
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
-    mask = see[:, None]  # [B, 1, 1 or r, S]
+    mask = see[:, None]  # [B, 1, 1, S]
     wide = torch.promote_types(q.dtype, torch.float32)
     if isinstance(core_bias, Tensor) or core_bias:
         # 16 bits may not hold the bias, and a mask has the dtype of the queries.
         grouped, keys, values = (x.to(wide) for x in (grouped, keys, values))
         if isinstance(core_bias, Tensor):
-            heads = (keys.shape[1], grouped.shape[2])
-            shape = (*heads, 1)
-            if core_bias.dim() == 3:  # before the first group closes, there is no core token
-                shape = (core_bias.shape[0], *heads, core_bias.shape[2])
-            core_bias = core_bias.to(wide).reshape(shape)  # [Hkv, r, 1] or [B, Hkv, r, M]
-        is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
-        if isinstance(core_bias, Tensor) and core_bias.dim() == 4:
+            core_bias = core_bias.to(wide).unflatten(1, (keys.shape[1], -1))  # [B, Hkv, r, M]
             # mutant mass: not that of the entry, decoding
             bias = F.pad(core_bias, (num_raw, 0))
         else:
+            is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
             # mutant decoding: core bias rounded to 16 bits
             bias = is_core.to(wide) * core_bias
         mask = torch.where(mask, bias, -torch.inf)

@@ -273,31 +273,26 @@ class _Call:
             yield _CorePart(rows, slice(seen - 1, seen - 1 + packs), True)
 
     def arrange(self, x: Tensor, packed: bool) -> Tensor:
-        """[N, r, T, ...] to [N Hc, r / Hc, T, ...], each core head's own queries; packed: to [N Hc,
-        r / Hc g, P, ...], the last pack filled with zeros."""
-        n, r, t = x.shape[:3]
-        heads = self.cores.k.shape[1]
+        """[N, r, T, ...] as it is; packed: to [N, r g, P, ...], the last pack filled with zeros."""
         if not packed:
-            return x.reshape(n * heads, r // heads, *x.shape[2:])
+            return x
+        n, r, t = x.shape[:3]
         g = self.spec.group_size
         packs = -(-t // g)
         if packs * g != t:
             x = torch.cat((x, x.new_zeros(n, r, packs * g - t, *x.shape[3:])), 2)
-        x = x.unflatten(2, (packs, g)).transpose(2, 3)
-        return x.reshape(n * heads, r // heads * g, packs, *x.shape[4:])
+        return x.unflatten(2, (packs, g)).transpose(2, 3).flatten(1, 2)
 
     def restore(self, x: Tensor, length: int, packed: bool) -> Tensor:
         """The inverse of `arrange` for T = length; a copy where packed."""
-        n, r = self.q.shape[:2]
         if not packed:
-            return x.reshape(n, r, length, *x.shape[3:])
-        x = x.reshape(n, r, self.spec.group_size, *x.shape[2:]).transpose(2, 3)  # [N, r, P, g, ...]
+            return x
+        x = x.unflatten(1, (-1, self.spec.group_size)).transpose(2, 3)  # [N, r, P, g, ...]
         return x.flatten(2, 3)[:, :, :length]
 
     def core_kv(self, cores: slice) -> tuple[Tensor, Tensor]:
-        """Core keys and values [N Hc, 1, m, D]."""
-        core_k, core_v = (x[:, :, cores].flatten(0, 1)[:, None] for x in self.cores)
-        return core_k, core_v
+        """Core keys and values [N, 1, m, D]."""
+        return self.cores.k[:, :, cores], self.cores.v[:, :, cores]
 
     def core_forward(self, piece: _CorePart) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of one core part, in the layout of its rows of q; the bias is in
@@ -320,12 +315,10 @@ class _Call:
         return out, lse
 
     def bias_of_each(self, piece: _CorePart) -> Tensor | None:
-        """The bias of each core token, [N Hc, r / Hc or r / Hc g, m], None where there is none."""
+        """The bias of each core token, [N, r or r g, m], None where there is none."""
         if self.core_bias is None or self.head_bias is not None:
             return None
-        n, r = self.core_bias.shape[:2]
-        heads = self.cores.k.shape[1]
-        bias = self.core_bias[:, :, piece.cores].reshape(n * heads, r // heads, -1)
+        bias = self.core_bias[:, :, piece.cores]
         return bias.repeat_interleave(self.spec.group_size, 1) if piece.packed else bias
 
     def merge_core(self, out: Tensor, lse: Tensor) -> None:

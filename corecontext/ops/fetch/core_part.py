@@ -23,10 +23,10 @@ def scores(
     """Return the scores of core tokens, [N, r, T, M] in float32 or wider, and the softcap's slope.
 
     Args:
-        cores: [N, 1 or r, M, D].
+        cores: [N, 1, M, D].
         core_bias: [N, r] or [N, r, M], or None.
     """
-    total = _by_head(q, cores.k) * spec.scale
+    total = products(q, cores.k[:, 0]) * spec.scale
     slope = None
     if spec.softcap is not None:
         capped = torch.tanh(total / spec.softcap)
@@ -35,14 +35,6 @@ def scores(
     if core_bias is not None:
         total = total + core_bias.to(total.dtype).reshape(*core_bias.shape[:2], 1, -1)
     return total, slope
-
-
-def _by_head(q: Tensor, keys: Tensor) -> Tensor:
-    """Inner products of q [N, r, T, D] with keys [N, 1 or r, M, D]."""
-    if keys.shape[1] == 1:
-        return products(q, keys[:, 0])
-    each = products(q.flatten(0, 1)[:, None], keys.flatten(0, 1))
-    return each.view(*q.shape[:3], -1)
 
 
 def forward(
@@ -79,7 +71,7 @@ def backward(
     total, slope = scores(q, cores, spec, core_bias)
     total = total.masked_fill(~seen[:, None], -torch.inf)
     weights = (total - lse[..., None]).exp()
-    grad_scores = weights * (_by_head(grad_out, cores.v) - delta[..., None])
+    grad_scores = weights * (products(grad_out, cores.v[:, 0]) - delta[..., None])
     grad_bias = grad_scores.sum(2)
     if slope is not None:
         grad_scores = grad_scores * slope
@@ -87,6 +79,5 @@ def backward(
     grad_q = grad_scores @ cores.k
     grad_k = grad_scores.mT @ q
     grad_v = weights.to(q.dtype).mT @ grad_out.to(q.dtype)
-    if cores.k.shape[1] == 1:
-        grad_k, grad_v = (x.sum(1, keepdim=True, dtype=lse.dtype) for x in (grad_k, grad_v))
+    grad_k, grad_v = (x.sum(1, keepdim=True, dtype=lse.dtype) for x in (grad_k, grad_v))
     return grad_q, grad_k, grad_v, grad_bias

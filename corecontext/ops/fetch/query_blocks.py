@@ -47,9 +47,9 @@ class Gradients(NamedTuple):
     v: Tensor
     """[N, S, D]."""
     core_k: Tensor
-    """[N, 1 or r, M, D]."""
+    """[N, 1, M, D]."""
     core_v: Tensor
-    """[N, 1 or r, M, D]."""
+    """[N, 1, M, D]."""
     scores: Tensor
     """Of each core token's scores, summed over queries, [N, r, M]."""
 

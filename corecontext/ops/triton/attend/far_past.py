@@ -21,9 +21,9 @@ class FarPast(NamedTuple):
     """Hold the entries of the far past of N sequences."""
 
     k: Tensor
-    """[N, 1 or r, E, D]."""
+    """[N, 1, E, D]."""
     v: Tensor
-    """[N, 1 or r, E, D]."""
+    """[N, 1, E, D]."""
     bias: Tensor | None
     """Added to the scores, [N, r, E] in float32, 0 for first tokens; None for zeros."""
 
