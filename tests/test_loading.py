@@ -82,7 +82,6 @@ def test_harmless_keys_are_no_fault(variant):
     def change(weights):
         del weights["lm_head.weight"]
         weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-        weights["model.layers.0.self_attn.cca.temperature"] = torch.zeros(4)
 
     folder = variant(change, tie_word_embeddings=True)
     assert load_weights(folder, load_config(folder), "auto").dtype == torch.float32
@@ -99,7 +98,7 @@ def test_every_fault_of_a_checkpoint_is_named_up_to_three_each():
     keys = [f"layer.{i}" for i in (4, 2, 3, 1)]
     info = {
         "missing_keys": {"head", "norm"},
-        "unexpected_keys": [*keys, "a.cca.bias"],
+        "unexpected_keys": keys,
         "mismatched_keys": [("norm", torch.Size([3]), torch.Size([4]))],
     }
     with pytest.raises(UserError) as error:
@@ -207,7 +206,7 @@ def test_cca_is_idle_where_every_group_is_fetched():
 
 
 def test_a_note_names_the_method_that_was_idle(model):
-    for method in ("mean", "max", "window"):
+    for method in ("streaming_llm", "window"):
         loaded = load(model, method=method, window_size=20, device="cpu")
         assert loaded.idle_note(10).startswith(f"{method} was idle: at most 10 tokens")
     assert load(model, method="full", device="cpu").idle_note(10) == ""
@@ -256,7 +255,7 @@ def test_sizes_name_what_differs_from_the_default(model):
                 ("full", "cache-dtype", {"cache_dtype": "int8"}),
                 ("window", "group-size", {"group_size": 4, "window_size": 8}),
                 ("window", "core-mass", {"core_mass": False}),
-                ("mean", "cache-dtype", {"group_size": 4, "cache_dtype": "int8"}),
+                ("lm_infinite", "cache-dtype", {"sinks": 4, "cache_dtype": "int8"}),
             )
         ),
         ({"cache_dtype": "int4"}, "cache_dtype must be one of 'auto', 'int8', 'fp8', got 'int4'"),
@@ -369,7 +368,7 @@ def test_a_tokenizer_of_another_model_is_refused(variant):
 def test_sizes_beyond_the_model_are_bounded(model):
     loaded = load(model, window_size=10**9, sinks=10**8, device="cpu")
     assert loaded.sizes()["window_size"] == loaded.sizes()["sinks"] == loaded.max_length
-    for method in ("streaming_llm", "mean"):
+    for method in ("streaming_llm", "lm_infinite"):
         sizes = load(model, method=method, window_size=10**9, sinks=10**8, device="cpu").sizes()
         assert sizes["window_size"] == sizes["sinks"] == loaded.max_length
 

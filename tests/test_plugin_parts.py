@@ -458,7 +458,7 @@ def test_a_packaged_model_is_unpacked_under_its_own_name(tmp_path, monkeypatch):
     folder = Path(hf_gguf.local_model("smollm2"))
     assert folder.name == "smollm2-135m-instruct" and written == ["a.gguf"]
     manifest = json.loads((folder / "unpacked.json").read_text())
-    assert manifest == {"config.json": 2}
+    assert manifest["sizes"] == {"config.json": 2}
     assert hf_gguf.local_model("~/package/a.gguf").endswith("/a") and len(written) == 2
     (tmp_path / "folder.gguf").mkdir()
     (tmp_path / "smollm2").mkdir()
