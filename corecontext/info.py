@@ -37,7 +37,7 @@ def print_info(
     from corecontext.integrations.hf.rotation import check_rope_type, layer_type_of
     from corecontext.integrations.vllm.capacity import capacity_table
 
-    hf_config = load_config(name)
+    hf_config = load_config(name, alone=True)
     check_architecture(hf_config, untested)
     config = cca_config(hf_config, settings)
     with one_line(f"model '{name}' cannot be built"):

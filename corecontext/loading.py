@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from corecontext.config import MOST, CCAConfig, listed
 from corecontext.files import UserError, first_line, one_line
-from corecontext.integrations.hf.gguf_files import local_model
+from corecontext.integrations.hf.gguf_files import local_model, packed_config
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.methods import (
     CCA_SETTINGS,
@@ -217,8 +220,11 @@ def _load_model(name: str, hf_config: Any, dtype: str, device: str, tensor_paral
     return model.eval()
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, *, alone: bool = False) -> Any:
     """Load a model's Hugging Face config.
+
+    Args:
+        alone: Only the config is needed: a GGUF file is not unpacked.
 
     Raises:
         UserError: there is no such model.
@@ -229,6 +235,8 @@ def load_config(name: str) -> Any:
     # Its warnings (long text, missing settings) are our own errors, in one line.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if alone and (packed := packed_config(name)) is not None:
+        return packed
     name = local_model(name)
     path = Path(name).expanduser()
     if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
@@ -244,7 +252,9 @@ def load_config(name: str) -> Any:
                 f"model '{name}' must be a folder with config.json, got one without.{hint}"
             )
     try:
-        config = AutoConfig.from_pretrained(name)
+        # Without a network transformers would try again for half a minute.
+        is_away = not path.exists() and not _reaches_hub()
+        config = AutoConfig.from_pretrained(name, local_files_only=is_away)
     except Exception as error:  # whatever is in config.json, or in the name
         if path.exists() or not isinstance(error, OSError):
             raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
@@ -254,6 +264,21 @@ def load_config(name: str) -> Any:
         ) from None
     check_counts(name, config.get_text_config(decoder=True))
     return config
+
+
+def _reaches_hub() -> bool:
+    """Whether the Hugging Face hub can be connected to; a proxy is not tried."""
+    from huggingface_hub.constants import ENDPOINT
+
+    address = urlsplit(ENDPOINT)
+    if getproxies():
+        return True
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname, port), timeout=3).close()
+    except OSError:
+        return False
+    return True
 
 
 def check_architecture(hf_config: Any, untested: bool = False) -> None:

@@ -689,10 +689,15 @@ def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
 
 
 def test_a_name_that_the_hub_does_not_have(here, capfd, monkeypatch):
-    """Without a network the answer is the same: one line."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    """Without a network the answer is the same: one line, at once."""
+    connect = mock.Mock(side_effect=OSError)
+    monkeypatch.setattr("socket.create_connection", connect)
+    monkeypatch.setattr("corecontext.loading.getproxies", dict)
+    asked = mock.Mock()
+    monkeypatch.setattr("huggingface_hub.utils._http.http_backoff", asked)
     found = refuse(capfd, here, "info", "--model", "nobody/nothing")
     assert found.startswith("model 'nobody/nothing' was not found: ")
+    assert connect.called and not asked.called
 
 
 def test_no_gpu_is_said(model, here, capfd):

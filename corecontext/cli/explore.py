@@ -244,7 +244,7 @@ def perplexity(
 
 @with_settings(*SIZES, "cache_dtype", "fetch_groups", "fetch_index", "store", "fetch_slots")
 def info(
-    model: Model,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     settings: dict[str, Any],
     length: Annotated[
         list[int] | None,

