@@ -304,7 +304,6 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     )
     assert run("scratch", "--strategy", "scratch") == (0, None, 0.0)
     assert saved_by("scratch") == saved.replace(layer_group_sizes=(16, (1, 16)), core_mass=True)
-    assert run("query", "--core-heads", "query") == (32, 0, 0.5)
     few = ("--fetch-groups", "3")
     assert run("lora", "--strategy", "lora", "--distil", "0.25", *few) == (3, 0, 0.25)
     config = json.loads(Path(one_head.model, "config.json").read_text())
