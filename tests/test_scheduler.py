@@ -674,7 +674,7 @@ def test_models_that_cannot_be_served_are_refused(model):
         Scheduler(tiny_model())
     with (
         corecontext.enabled(hybrid := tiny_model("gemma2")),
-        pytest.raises(NotImplementedError, match="^models with sliding-window"),
+        pytest.raises(NotImplementedError, match="^model must have full attention in all layers"),
     ):
         Scheduler(hybrid)
     with corecontext.enabled(taken_back := tiny_model(), CONFIG, rollback=2):
