@@ -1064,6 +1064,11 @@ return NewTokens(q, *raw, stored, raw)
         "tests/test_cache_fetch.py::test_any_index_is_kept_as_it_is_built",
     ),
     Fault(
+        "fetch: as many warps as there are runs of groups",
+        "return max(4, min(_SELECT_WARPS, num_groups // 512))",
+        "tests/test_triton_fetch_step.py::test_warps_are_a_power_of_2_for_any_length",
+    ),
+    Fault(
         "mass: entropy in bits",
         "return torch.special.entr(weights).sum(-1) / 0.6931",
         "tests/test_mass.py::test_a_core_token_weighs_at_most_as_its_group",

@@ -12,9 +12,11 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
+from corecontext.ops.spec import Spec
 from corecontext.ops.triton import backend
 from corecontext.ops.triton.decode import plan as fetch_decode_plan
 from corecontext.ops.triton.decode import step_with_fetch as fetch_decode
+from corecontext.ops.triton.tiles import Chip
 
 pytestmark = pytest.mark.usefixtures("default_device")
 GPU = torch.cuda.is_available()
@@ -288,3 +290,14 @@ def test_a_captured_step_replays(index, store, num_slots):
             buffer.copy_(x[:, :, t : t + 1])
         graph.replay()
         assert_rows(out, expected[:, :, t : t + 1], torch.bfloat16, 0.25)
+
+
+def test_warps_are_a_power_of_2_for_any_length():
+    spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="pairs:2", sink_size=16)
+    for num_groups in (1, 511, 2048, 2560, 3072, 4095, 4096, 7700, 8192, 10**6):
+        sizes = (torch.bfloat16, 8, 4, 128, 2048 + num_groups, num_groups, 64, True)
+        plan = fetch_decode_plan.fetch_plan(
+            Chip(227 * 1024, 132), fetch_decode_plan.StepSizes(*sizes), spec
+        )
+        warps = plan.select_warps
+        assert warps >= 4 and warps & (warps - 1) == 0, num_groups

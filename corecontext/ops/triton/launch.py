@@ -61,6 +61,8 @@ def launch(
                     pointers |= tensor.data_ptr()
                 dtypes.append(tensor.dtype)
     if pointers % 16 or triton.knobs.runtime.interpret:
+        # The interpreter takes any number.
+        assert num_warps & (num_warps - 1) == 0, f"num_warps must be a power of 2, got {num_warps}"
         # Triton compiles a kernel for each choice of unaligned tensors.
         kernel[grid](*arguments, *specialized, **constants, **options)
         return

@@ -232,12 +232,18 @@ def fetch_plan(chip: Chip, sizes: StepSizes, spec: Spec) -> FetchPlan:
         num_attending=max(_LEAST_ATTENDING, min(plan.num_parts - 1, per_row)),
         num_fetching=ceil_div(sizes.num_chosen, groups_each) + 1,
         groups_each=groups_each,
-        select_warps=max(4, min(_SELECT_WARPS, sizes.num_groups // 512)),
+        select_warps=_select_warps(sizes.num_groups),
         attend_options=options,
         tile=plan.tile,
         index=index,
         scoring=scoring,
     )
+
+
+def _select_warps(num_groups: int) -> int:
+    """Return the warps that choose among so many groups."""
+    # mutant fetch: as many warps as there are runs of groups
+    return power_of_2(max(4, min(_SELECT_WARPS, num_groups // 512)))
 
 
 def index_form(spec: Spec, dim: int) -> IndexForm:
