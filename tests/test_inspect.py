@@ -146,9 +146,9 @@ def test_a_page_names_the_layers_and_queries_that_are_asked(model, capsys):
     handle_of(loaded.model).configure(layer_group_sizes=(4, (4, 2)))
     data = data_of(inspect_text(loaded, model, TEXT, 30, 1))
     assert [(x["name"], x["group_size"], x["heads"], x["shared"]) for x in data["layers"]] == [
-        ("layer 0", 4, 4, 1),
-        ("layer 1, heads with g = 4", 4, 2, 1),
-        ("layer 1, heads with g = 2", 2, 2, 1),
+        ("layer 0", 4, 4, 2),
+        ("layer 1, heads with g = 4", 4, 2, 2),
+        ("layer 1, heads with g = 2", 2, 2, 2),
     ]
     assert [layer["numbers"] for layer in data["layers"]] == [[0, 1, 2, 3], [0, 1], [2, 3]]
 
