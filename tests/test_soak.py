@@ -217,7 +217,7 @@ def test_soak_of_a_server(store, fixed, request, record_check):
     checked = 0
     with corecontext.enabled(model, FETCH.replace(store=store, fetch_slots=7 * (not fixed))):
         sizes = {"max_rows": 6, "rows_per_pool": 3, "chunk_size": 16, "host_bytes": 2**22}
-        scheduler = Scheduler(model, cache_bytes=2**22, capture=False, **sizes)
+        scheduler = Scheduler(model, cache_bytes=2**22, capture=False, client_sizes=64, **sizes)
         scheduler.batch.fixed = fixed  # as on a GPU, where idle rows run along
         running: list[Asked] = []
         for number in range(count):
