@@ -251,7 +251,9 @@ def test_bounds_are_the_last_that_are_taken():
         with pytest.raises(ValueError, match=f"^{name} must be at most 2147483647, got 2147483648"):
             CCAConfig(**{name: 2**31})
     assert CCAConfig(1, 1, 1, sink_size=0) == CCAConfig.paper(1, 1, num_groups=1, core_mass=True)
-    assert CCAConfig(core_bias=-1.7e308).core_bias == -1.7e308
+    assert CCAConfig(core_bias=-3.4e38).core_bias == -3.4e38
+    with pytest.raises(ValueError, match="core_bias must be finite, got -3.5e\\+38"):
+        CCAConfig(core_bias=-3.5e38)  # of float32, which kernels compute in
     with pytest.raises(ValueError, match="core_bias must be finite, got -inf"):
         CCAConfig(core_bias=float("-inf"))
     with pytest.raises(TypeError, match="core_mass must be True or False, got 1"):

@@ -65,7 +65,7 @@ def test_out_of_memory_is_told_from_other_errors(error, expected):
 @pytest.mark.parametrize(
     "data, shown",
     [
-        (b" a\r\nb\n", " a\r\nb\n"),
+        (b" a\r\nb\n", " a\nb\n"),
         (b"\xef\xbb\xbf\xc3\xa9", "\u00e9"),
         (b"ab\xff", "must be UTF-8 text, got byte 0xff at 2. Convert it to UTF-8 first."),
         (b"\xef\xbb\xbfab\xfe", "must be UTF-8 text, got byte 0xfe at 5. Convert it"),
@@ -73,7 +73,7 @@ def test_out_of_memory_is_told_from_other_errors(error, expected):
         (b" \n\t", "must hold text, got an empty one."),
     ],
 )
-def test_text_is_read_as_it_is_or_refused(data, shown, tmp_path, monkeypatch):
+def test_text_is_read_with_one_form_of_line_ends_or_refused(data, shown, tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(data)
     for path, name in ((str(tmp_path / "a"), f"file '{tmp_path / 'a'}'"), ("-", "standard input")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))

@@ -154,12 +154,12 @@ def test_an_end_of_text_token_has_its_log_probability(tiny):
     with torch.no_grad():
         token = int(tiny.loaded.model(torch.tensor([ids])).logits[0, -1].argmax())
     service = tiny.app.state.service
-    before = service._eos
-    service._eos = frozenset([token])
+    before = service.ends
+    service.ends = dataclasses.replace(before, tokens=frozenset([token]))
     try:
         found = tiny.complete(prompt="abc", max_tokens=1, temperature=0, echo=True, logprobs=1)
     finally:
-        service._eos = before
+        service.ends = before
     choice = found.json()["choices"][0]
     assert choice["text"] == "abc" and choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["token_logprobs"]) == 4
