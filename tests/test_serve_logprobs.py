@@ -1,6 +1,7 @@
 """Log-probabilities, echo and several prompts over HTTP, as in OpenAI's protocol: a program such as
 lm-evaluation-harness scores texts with them."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
