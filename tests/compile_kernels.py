@@ -399,7 +399,8 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     if function is merge_parts.merge_kernel:
         return constants["REMOVES"]
     if function.__name__ in ("_attend_fwd_hopper", "_attend_bwd_hopper"):
-        return constants["HAS_BIAS"] and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
+        has_bias = constants["HAS_BIAS"] or constants.get("HAS_MASSES", False)
+        return has_bias and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
     return True
 
 
@@ -411,6 +412,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     from corecontext.ops.triton.attend import hopper_backward, hopper_forward
     from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
     from corecontext.ops.triton.attend import hopper_raw as hopper_fetch
+    from corecontext.ops.triton.attend.far_past import MASS_PARTS
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(
@@ -422,12 +424,14 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
     types = {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **queries}
     kinds = ("k_desc", "v_desc", "far_k_desc", "far_v_desc")
-    for bias, marked in itertools.product((False, True), repeat=2):
+    for added, marked in itertools.product(("nothing", "bias", "masses"), (False, True)):
+        has = {"HAS_MASSES": added == "masses", "HAS_BIAS": added == "bias", "HAS_MARKS": marked}
         sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind}
+        masses = tile(keys, MASS_PARTS if has["HAS_MASSES"] else dim)
         yield Kernel(
             hopper_forward._attend_fwd_hopper,
-            {"HAS_BIAS": bias, "HAS_MARKS": marked, **sizes},
-            {**types, **dict.fromkeys(kinds, tile(keys, dim))},
+            {**has, **sizes},
+            {**types, **dict.fromkeys(kinds, tile(keys, dim)), "mass_desc": masses},
         )
     if dim > 128:
         return

@@ -1069,6 +1069,11 @@ return NewTokens(q, *raw, stored, raw)
         "tests/test_triton_fetch_step.py::test_warps_are_a_power_of_2_for_any_length",
     ),
     Fault(
+        "mass: a bias of each query head is taken for masses",
+        "is_mass = core_bias.dim() == 3",
+        "tests/test_triton_dispatch.py::test_masses_alone_are_told_from_other_biases",
+    ),
+    Fault(
         "mass: entropy in bits",
         "return torch.special.entr(weights).sum(-1) / 0.6931",
         "tests/test_mass.py::test_a_core_token_weighs_at_most_as_its_group",

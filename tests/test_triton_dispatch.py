@@ -37,11 +37,16 @@ from corecontext import Rotary, cca_attention, pool_core_tokens  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
 from corecontext.ops.fetch.choice import Choice  # noqa: E402
+from corecontext.ops.mass import add_to_bias  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
 from corecontext.ops.triton.attend.chosen_call import Call  # noqa: E402
-from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
+from corecontext.ops.triton.attend.far_past import (  # noqa: E402
+    FarPast,
+    far_past,
+    mass_parts,
+)
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and best.hopper_forward is not None
@@ -273,6 +278,31 @@ def test_an_output_that_is_given_is_written_in_place(layout, dtype):
     assert written is out
     assert torch.equal(out, wanted) and torch.equal(own_lse, lse)
     assert (buffer[:, :, [0, -1]] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_parts_of_masses_add_up_to_them_over_the_scale(dtype):
+    if dtype == torch.bfloat16 and not GPU:
+        pytest.skip("the interpreter gets bfloat16 wrong")
+    mass = torch.rand(3, 200, device=DEVICE)[:, 3:] * math.log(1024)
+    parts = mass_parts(mass, 0.088, dtype)
+    assert parts.shape == (3, 1, 197, 16) and parts.dtype == dtype and not parts[..., 3:].any()
+    torch.testing.assert_close(parts[:, 0].float().sum(-1), mass / 0.088, rtol=1e-6, atol=1e-6)
+
+
+def test_masses_alone_are_told_from_other_biases():
+    """Only those of all query heads can be one column of a product."""
+    n, r, count = 2, 3, 5
+    cores = Cores(*torch.randn(2, n, 1, count, 8, device=DEVICE))
+    tokens = Tokens(torch.randn(n, r, 40, 8), *torch.randn(2, n, 40, 8, device=DEVICE))
+    spec = Spec(4, 8, 1.0, sink_size=4)
+    mass = torch.rand(n, 1, count, device=DEVICE)
+    far = far_past(tokens, cores, spec, add_to_bias(None, mass, r))
+    assert torch.equal(far.mass, torch.cat((torch.zeros(n, 4, device=DEVICE), mass[:, 0]), 1))
+    assert torch.equal(far.bias, far.mass[:, None].expand(-1, r, -1))
+    heads = torch.rand(n, r, device=DEVICE)
+    for bias in (None, heads, add_to_bias(heads, mass, r)):
+        assert far_past(tokens, cores, spec, bias).mass is None
 
 
 @WAYS

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Spec, Tokens
 from corecontext.ops.triton.attend.anywhere import rule_of, shape_of
-from corecontext.ops.triton.attend.far_past import FarPast
+from corecontext.ops.triton.attend.far_past import MASS_PARTS, FarPast, mass_parts
 from corecontext.ops.triton.attend.marks import Marks, marks_of_rows
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores, visible_entries
@@ -42,6 +42,7 @@ from corecontext.ops.triton.tensor_memory import (
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 ITEM_ROWS = gl.constexpr(128)  # queries of both consumers
+MASS_COLUMNS = gl.constexpr(MASS_PARTS)  # the least inner size of a product
 STAGES = 2  # key tiles in shared memory
 CACHE_BYTES = (
     16 << 20
@@ -81,22 +82,32 @@ def _work_item(index, work, places, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _copy_tiles(
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, source, queries, strides, ring, work, places
+    HAS_MASSES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    source,
+    queries,
+    strides,
+    ring,
+    work,
+    places,
 ):
     """Copy the queries of each item, then each key tile and value tile in turn, into rings of
     STAGES: the producer warp.
 
     Args:
-        source: Descriptors of q, k, v and of keys and values of the far past.
+        source: Descriptors of q, k, v and of keys, values and masses of the far past.
         queries: Shared memory of both consumers' queries, and its barriers `ready` and `free`.
-        strides: Query heads that share a far past, and the position of the first raw token.
-        ring: Shared memory of keys and of values, their barriers `ready` and `free`.
+        strides: Query heads that share a far past, the position of the first raw token, and the
+            number of entries.
+        ring: Shared memory of keys, of values and of the keys' masses, which share the keys'
+            barriers; barriers `ready` and `free` of keys and of values.
         work, places: As of `_work_item`.
     """
-    q_desc, k_desc, v_desc, far_k_desc, far_v_desc = source
+    q_desc, k_desc, v_desc, far_k_desc, far_v_desc, mass_desc = source
     q_smem, q_ready, q_free = queries
-    heads_per_core, k_start = strides
-    k_smem, v_smem, k_ready, k_free, v_ready, v_free = ring
+    heads_per_core, k_start, num_entries = strides
+    k_smem, v_smem, mass_smem, k_ready, k_free, v_ready, v_free = ring
     num_items = work[0]
     heads_per_n = work[4]
     step = 0
@@ -117,7 +128,14 @@ def _copy_tiles(
             core = r // heads_per_core
             token = local - k_start + (i - far_tiles) * BLOCK_N
             mbarrier.wait(k_free.index(stage), phase)
-            mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+            if HAS_MASSES:
+                num_bytes: gl.constexpr = k_desc.block_type.nbytes + mass_desc.block_type.nbytes
+                mbarrier.expect(k_ready.index(stage), num_bytes)
+                # Behind the last entry, masses read as zeros: those of raw tokens.
+                at = [n, 0, gl.where(is_far, i * BLOCK_N, num_entries), 0]
+                copy_in(mass_desc, at, k_ready.index(stage), mass_smem.index(stage))
+            else:
+                mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
             if is_far:
                 at = [n, core, i * BLOCK_N, 0]
                 copy_in(far_k_desc, at, k_ready.index(stage), k_smem.index(stage))
@@ -146,12 +164,12 @@ def _softmax(s, sums, tile, rows, scale, bias, words, kind: gl.constexpr):
             `first`), groups and entries of each row's far past, the rows' positions and group_size.
         bias: Of each key, used where HAS_BIAS.
         words: From `_tile_marks`, used where HAS_MARKS.
-        kind: HAS_BIAS, HAS_MARKS, BLOCK_N and the layout of s.
+        kind: As of `_scores`.
     """
-    HAS_BIAS: gl.constexpr = kind[0]
-    HAS_MARKS: gl.constexpr = kind[1]
-    BLOCK_N: gl.constexpr = kind[2]
-    layout: gl.constexpr = kind[3]
+    HAS_BIAS: gl.constexpr = kind[1]
+    HAS_MARKS: gl.constexpr = kind[2]
+    BLOCK_N: gl.constexpr = kind[3]
+    layout: gl.constexpr = kind[4]
     running_max, running_sum = sums
     i, far_tiles, local = tile
     whole, seen_by_all, first, groups, entries, position, group_size = rows
@@ -183,9 +201,9 @@ def _softmax(s, sums, tile, rows, scale, bias, words, kind: gl.constexpr):
 def _tile_bias(bias_ptr, i, far_tiles, num_entries, kind: gl.constexpr):
     """Load the biases of key tile i in units of log 2: zeros for raw tokens. `kind` is that of
     `_softmax`."""
-    HAS_BIAS: gl.constexpr = kind[0]
-    BLOCK_N: gl.constexpr = kind[2]
-    layout: gl.constexpr = kind[3]
+    HAS_BIAS: gl.constexpr = kind[1]
+    BLOCK_N: gl.constexpr = kind[3]
+    layout: gl.constexpr = kind[4]
     bias = 0.0
     if HAS_BIAS:
         entry = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -236,8 +254,30 @@ def fill_marked(x, words, fill, SHARE: gl.constexpr, COLUMNS: gl.constexpr, layo
 
 
 @gluon.jit
+def _scores(q, mine, ring, stage, zero, kind: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Begin the products of queries with a key tile, and add their masses by one more product: of
+    ones with the masses over the scale, so that the softmax has no number to add.
+
+    Args:
+        mine, ring: As of `_attend_rows`.
+        kind: HAS_MASSES, HAS_BIAS, HAS_MARKS, BLOCK_N and the layout of scores.
+    """
+    HAS_MASSES: gl.constexpr = kind[0]
+    BLOCK_N: gl.constexpr = kind[3]
+    k = ring[0].index(stage).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+    if HAS_MASSES:
+        masses = ring[2].index(stage).reshape([BLOCK_N, MASS_COLUMNS]).permute([1, 0])
+        s = warpgroup_mma(mine[6], masses, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q, k, s, is_async=True)
+    else:
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
 def _attend_rows(
     HALF: gl.constexpr,
+    HAS_MASSES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_MARKS: gl.constexpr,
     OWN_OUT: gl.constexpr,
@@ -259,15 +299,15 @@ def _attend_rows(
 
     Args:
         mine: Shared memory of queries and output, barriers of the queries, `ready` and `free`, and
-            of the turns, this consumer's and the other's.
+            of the turns, this consumer's and the other's; shared memory of ones for masses.
         target: Descriptor of the output, pointers to log-sum-exp and biases, number of entries.
         marking: Pointer to marks, queries that share them, how many do, and words of each.
         ring, work, places: As of `_copy_tiles`.
     """
-    q_smem, out_smem, q_ready, q_free, my_turn, other_turn = mine
+    q_smem, out_smem, q_ready, q_free, my_turn, other_turn, _ = mine
     out_desc, lse_ptr, bias_ptr, num_entries = target
     marks_ptr, share, num_shares, num_words = marking
-    k_smem, v_smem, k_ready, k_free, v_ready, v_free = ring
+    _, v_smem, _, k_ready, k_free, v_ready, v_free = ring
     num_items = work[0]
     heads_per_n = work[4]
     q_start, num_queries, group_size, window_size, sink_groups = places
@@ -278,7 +318,7 @@ def _attend_rows(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
     q = q_smem.reshape([BLOCK_M, BLOCK_D])
-    kind: gl.constexpr = (HAS_BIAS, HAS_MARKS, BLOCK_N, s_layout)
+    kind: gl.constexpr = (HAS_MASSES, HAS_BIAS, HAS_MARKS, BLOCK_N, s_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
     step = 0
     count = 0
@@ -310,8 +350,7 @@ def _attend_rows(
         mbarrier.wait(q_ready, count & 1)
         mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
         mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
-        k = k_smem.index(step % STAGES).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = _scores(q, mine, ring, step % STAGES, zero, kind, BLOCK_D)
         mbarrier.arrive(other_turn)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_free.index(step % STAGES))
@@ -331,8 +370,7 @@ def _attend_rows(
             words = _tile_marks(marks, i, far_tiles, HAS_MARKS, BLOCK_N)
             mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
             mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
-            k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
-            s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+            s = _scores(q, mine, ring, stage, zero, kind, BLOCK_D)
             mbarrier.wait(v_ready.index(before), phase)
             v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
             acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -390,6 +428,7 @@ def _attend_fwd_hopper(
     v_desc,
     far_k_desc,
     far_v_desc,
+    mass_desc,
     out_desc,
     lse_ptr,
     bias_ptr,
@@ -411,6 +450,7 @@ def _attend_fwd_hopper(
     group_size,
     window_size,
     sink_groups,
+    HAS_MASSES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_MARKS: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -433,6 +473,16 @@ def _attend_fwd_hopper(
         out_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    mass_smem = k_smem  # not read without masses, as `ones`
+    ones = q_smem
+    if HAS_MASSES:
+        mass_smem = gl.allocate_shared_memory(
+            dtype, [STAGES, 1, 1, BLOCK_N, MASS_COLUMNS], mass_desc.layout
+        )
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, MASS_COLUMNS], dtype)
+        ones = gl.allocate_shared_memory(dtype, [BLOCK_M, MASS_COLUMNS], layout)
+        threads: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        ones.store(gl.full([BLOCK_M, MASS_COLUMNS], 1.0, dtype, threads))
     # Barriers: one producer arrives at `ready`, both consumers at `free` of keys and values.
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -454,29 +504,31 @@ def _attend_fwd_hopper(
 
     # Arguments of a group of warps: constants, its own, those of consumers, those of all.
     first = (q_smem.index(0), out_smem.index(0), q_ready.index(0), q_free.index(0))
-    first += (turns.index(0), turns.index(1))
+    first += (turns.index(0), turns.index(1), ones)
     second = (q_smem.index(1), out_smem.index(1), q_ready.index(1), q_free.index(1))
-    second += (turns.index(1), turns.index(0))
+    second += (turns.index(1), turns.index(0), ones)
     target = (out_desc, lse_ptr, bias_ptr, num_entries)
     marking = (marks_ptr, share, num_shares, num_words)
-    source = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc)
+    source = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, mass_desc)
     queries = (q_smem, q_ready, q_free)
-    ring = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
+    ring = (k_smem, v_smem, mass_smem, k_ready, k_free, v_ready, v_free)
     work = (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
     places = (q_start, num_queries, group_size, window_size, sink_groups)
     shared = (target, marking, scale, ring, work, places)
-    own = (heads_per_core, k_start)
+    own = (heads_per_core, k_start, num_entries)
     gl.warp_specialize(
         [
             (
                 _attend_rows,
-                (0, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, first) + shared,
+                (0, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, first)
+                + shared,
             ),
             (
                 _attend_rows,
-                (1, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, second) + shared,
+                (1, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, second)
+                + shared,
             ),
-            (_copy_tiles, (BLOCK_N, STAGES, source, queries, own, ring, work, places)),
+            (_copy_tiles, (HAS_MASSES, BLOCK_N, STAGES, source, queries, own, ring, work, places)),
         ],
         [4, 1],
         [240, 24],
@@ -523,6 +575,9 @@ def attend_list(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    masses = None
+    if far.mass is not None and num_entries:
+        masses = mass_parts(far.mass, spec.scale, q.dtype)
     block_d = power_of_2(dim)
     block_n = 128 if block_d <= 128 else 64
     num_tiles = ceil_div(num_queries, ITEM_ROWS.value)
@@ -533,7 +588,10 @@ def attend_list(
         (min(num_programs(q.device), num_items),),
         (
             descriptor(q, BLOCK_M.value),
-            *(descriptor(x, block_n) for x in (k, v, far_k, far_v)),
+            *(
+                descriptor(x, block_n)
+                for x in (k, v, far_k, far_v, k if masses is None else masses)
+            ),
             descriptor(out, BLOCK_M.value),
             lse,
             lse if far.bias is None else far.bias,
@@ -543,7 +601,8 @@ def attend_list(
             *(spec.scale * LOG2E.value, 1 if marks is None else marks.share),
             *(*shape_of(marks), *rule_of(spec)),
         ),
-        HAS_BIAS=far.bias is not None,
+        HAS_MASSES=masses is not None,
+        HAS_BIAS=far.bias is not None and masses is None,
         HAS_MARKS=marks is not None,
         BLOCK_D=block_d,
         BLOCK_N=block_n,
