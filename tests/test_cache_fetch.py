@@ -235,3 +235,15 @@ def test_refusals():
         NotImplementedError, match="fetch_groups must be 0 where prompts are shared"
     ):
         other.fill(layer.buffers, 20, group_size=4)
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("window_size", [3, 4, 5])
+def test_a_window_shrunk_below_a_group_centres_no_keys(window_size, store):
+    tensors = inputs()
+    config = CCAConfig(4, 9, fetch_groups=3, fetch_index="pairs:2", store=store)
+    layer = new_layer(config, ROTARY)
+    fed(layer, tensors, 0, [48])
+    layer.shrink_window(window_size)
+    shrunk = new_layer(config.replace(window_size=window_size), ROTARY).attend(*tensors)
+    near(fed(layer, tensors, 48, [1] * 7 + [5]), shrunk[:, :, 48:])

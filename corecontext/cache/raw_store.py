@@ -334,10 +334,10 @@ class RawStore:
         fewer tokens."""
         # mutant fetch: an index centred for the window of before
         self.spec = spec
-        if self.centre is not None and self.length >= self._centred_length:
-            self._set_centre(slice(None))
-        if not spec.num_centred:
+        if not spec.num_centred:  # of a window below a group
             self.centre = None
+        elif self.centre is not None and self.length >= self._centred_length:
+            self._set_centre(slice(None))
         self._build_index(slice(None), 0, self.num_groups(self.length))
 
     def put_step(self, position: Tensor, stored: list[Tensor], *, closes: bool) -> None:
