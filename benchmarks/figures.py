@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.fetch_tables import fetch_markdown
 from benchmarks.headline import draw_headline, headline_markdown
@@ -48,6 +48,8 @@ class PageTable(NamedTuple):
     files: str
     """The files of its records in results/, separated by spaces."""
     render: Callable[[Sequence[Record]], str]
+    where: tuple[str, Any] | None = None
+    """The param, and its value, of the records that count; None for all."""
 
 
 class Figure(NamedTuple):
@@ -94,6 +96,9 @@ def update_tables(text: str, results: Path, tables: Sequence[PageTable] = TABLES
         before, mark, rest = text.partition(f"<!-- table: {table.mark} -->\n")
         records = _read(results, table.files) if mark else None
         if records is not None:
+            if table.where is not None:
+                param, value = table.where
+                records = [record for record in records if record.params[param] == value]
             text = before + mark + table.render(records) + rest[rest.index("<!-- end table -->") :]
     return text
 

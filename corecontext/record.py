@@ -48,6 +48,8 @@ UNITS = {
     "quality.score": "fraction",
     "real.perplexity": "perplexity",
     "real.gain_kept": "fraction",
+    "real.next_perplexity": "perplexity",
+    "real.next_gain_kept": "fraction",
     "real.accuracy": "fraction",
     "real.answer_nll": "nats",
     "real.first_token_s": "s",

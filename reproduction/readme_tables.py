@@ -27,17 +27,18 @@ from reproduction.real_tables import (
 )
 from reproduction.rivals_tables import rivals_markdown
 
+SMOLLM2 = ("model", "smollm2-135m-instruct")
 TABLES: Sequence[PageTable] = (
     PageTable("quality", "quality", quality_markdown),
     PageTable("quality, scratch", "quality", scratch_markdown),
     PageTable("quality, bundled", "quality", bundled_markdown),
     PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
-    PageTable("real, as it is", "real", partial(real_markdown, trained=False)),
-    PageTable("real, trained", "real", partial(real_markdown, trained=True)),
-    PageTable("real, tries", "real", tries_markdown),
-    PageTable("real, short", "real", partial(real_markdown, trained=False, short=True)),
-    PageTable("real, indices", "real", index_markdown),
-    PageTable("real, extended", "real", extended_markdown),
+    PageTable("real, as it is", "real", partial(real_markdown, trained=False), SMOLLM2),
+    PageTable("real, trained", "real", partial(real_markdown, trained=True), SMOLLM2),
+    PageTable("real, tries", "real", tries_markdown, SMOLLM2),
+    PageTable("real, short", "real", partial(real_markdown, trained=False, short=True), SMOLLM2),
+    PageTable("real, indices", "real", index_markdown, SMOLLM2),
+    PageTable("real, extended", "real", extended_markdown, SMOLLM2),
     PageTable("rivals, as it is", "rivals", partial(rivals_markdown, trained=False)),
     PageTable("rivals, trained", "rivals", partial(rivals_markdown, trained=True)),
 )

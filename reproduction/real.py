@@ -11,10 +11,10 @@ import gc
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from reproduction.real_methods import (
     describe,
     equal_heads,
 )
+from reproduction.real_next import READINGS, losses_behind
 from reproduction.real_tasks import LIST_TOKENS, Question, share_right
 from reproduction.real_texts import Window
 from reproduction.real_training import Adaptation, Cost, adapt
@@ -84,6 +85,9 @@ class Protocol:
     """Last tokens of a window that are read one by one to count hits of slots; 0 counts none."""
     head_needles: int = 0
     """Prompts by whose answers heads are searched for; 0 searches by the far halves of windows."""
+    next_tokens: int = 0
+    """Last tokens of a window whose losses alone are measured, behind prompts that are read in each
+    way of `READINGS`; 0 measures far halves."""
     train_text: str = TRAIN_TEXT
     """Name of the file of training text."""
     save: str | None = None
@@ -302,6 +306,8 @@ class RealModel:
             params["train_text"] = self.protocol.train_text
         if self.protocol.head_needles and method in WITH_HEADS:
             params["head_needles"] = self.protocol.head_needles
+        if self.protocol.next_tokens:
+            params["next_tokens"] = self.protocol.next_tokens
         return params | adaptation.describe()
 
     def _record(self, name: str, value: float, params: dict[str, Any]) -> Record:
@@ -327,7 +333,9 @@ class RealModel:
 
     def _records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
         """Return far perplexity of a model under an attention, and its share of right answers in
-        each task."""
+        each task; or the perplexity of the last tokens alone."""
+        if self.protocol.next_tokens:
+            return self._next_records(loaded, attention, params)
         with AttentionRun(loaded, attention) as run:
             nll = self._nll(run)
             far = {**params, "task": "far", **self._cache_size(run, self.test_windows[-1].ids)}
@@ -347,6 +355,27 @@ class RealModel:
             records += self._hit_records(loaded, attention, params)
         return records
 
+    def _next_records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
+        """Return the perplexity of the last tokens of windows, under fetch for each reading of the
+        tokens before them."""
+        count = self.protocol.next_tokens
+        losses: dict[str | None, torch.Tensor] = {}
+        if getattr(attention, "fetch_groups", 0):
+            for name, settings in READINGS.items():
+                behind = partial(losses_behind, loaded.model, attention.replace(**settings), count)
+                losses[name] = self._mean(behind)
+        else:
+            with AttentionRun(loaded, attention) as run:
+                losses[None] = self._nll(run)[1 - count :]
+        return [
+            self._record(
+                "real.next_perplexity",
+                math.exp(float(nll.mean())),
+                {**params, "task": "next", "prompt": name},
+            )
+            for name, nll in losses.items()
+        ]
+
     def _hit_records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
         """Return the hit rate of the first window by the number of slots: k, 2 k, 4 k and 8 k."""
         slots = [factor * attention.fetch_groups for factor in (1, 2, 4, 8)]
@@ -361,11 +390,15 @@ class RealModel:
     def _nll(self, run: AttentionRun) -> torch.Tensor:
         """Return the negative log-likelihood of tokens 1, 2, ..., in nats, as the mean over the
         windows [L - 1]."""
+        return self._mean(run.nll)
+
+    def _mean(self, losses_of: Callable[[Sequence[Any]], torch.Tensor]) -> torch.Tensor:
+        """Return the mean losses over the windows, which are read in batches."""
         windows = [window.ids for window in self.test_windows]
         losses = []
         with progress(f"windows of {self.sizes.length} tokens", len(windows)) as advance:
             for batch in batches(windows, self.sizes.length):
-                losses.append(run.nll(batch).double())
+                losses.append(losses_of(batch).double())
                 advance(len(batch))
         return torch.cat(losses).mean(0)
 

@@ -80,6 +80,13 @@ def real(
             help="Count hits of slots for fetched groups in so many last tokens of a window."
         ),
     ] = 0,
+    next_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Measure so many last tokens of a window alone, behind prompts that are read in "
+            "several ways."
+        ),
+    ] = 0,
     rows: Annotated[int, typer.Option(help="Windows of a training step.")] = 8,
     rows_at_once: Annotated[int, typer.Option(help="Windows of a forward pass in training.")] = 4,
     checkpointing: Annotated[
@@ -144,7 +151,7 @@ def real(
         raise UserError("data must be given, got none. Use --data FOLDER.")
     if published:
         protocol = Protocol(model, data, output, save=save, dtype=dtype, device=device)
-        pending = with_text(pending_rows(protocol, real_plan.ROWS), only)
+        pending = with_text(pending_rows(protocol, real_plan.rows_of(model)), only)
         if list_rows:
             list_pending(pending)
             return
@@ -158,7 +165,7 @@ def real(
         if name not in METHODS:
             raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
     check_least(0, steps=steps, needles=needles, lists=lists, head_needles=head_needles)
-    check_least(0, hit_steps=hit_steps, layer_steps=layer_steps)
+    check_least(0, hit_steps=hit_steps, layer_steps=layer_steps, next_tokens=next_tokens)
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
@@ -199,6 +206,7 @@ def real(
             hit_steps=hit_steps,
             full_heads=full_heads,
             head_needles=head_needles,
+            next_tokens=next_tokens,
             train_text=train_text,
             save=save,
             cache=cache,

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from corecontext.record import Record, append_records, make_record, read_records
-from reproduction.real_measured import MEASURED
+from reproduction.real_measured import MEASURED, PERPLEXITIES
 from reproduction.real_training import Adaptation
 
-SAME = ("model", "trained_tokens", "seed", "length", "windows", "rope_theta")
+GAINS = {"real.perplexity": "real.gain_kept", "real.next_perplexity": "real.next_gain_kept"}
+"""Records of losses, and those of their gains."""
+SAME = ("model", "trained_tokens", "seed", "length", "windows", "rope_theta", "next_tokens")
 """Params that a method shares with the two that bound its gain."""
 TRAINING = ("distil", "layer_steps", "strategy", "lora_rank", "train_text", "head_needles")
 """Params of another training than the protocol's, which the two that bound the gain have."""
@@ -36,12 +38,12 @@ def gain_kept(perplexity: float, window: float, full: float) -> float:
     return math.log(window / perplexity) / math.log(window / full)
 
 
-def latest_far(records: Iterable[Record]) -> list[Record]:
-    """Return the latest far perplexity of each method and size, in the order of their first
-    measurement."""
+def latest_losses(records: Iterable[Record]) -> list[Record]:
+    """Return the latest perplexity of far halves, and of last tokens, of each method and size, in
+    the order of their first measurement."""
     latest: dict[str, Record] = {}
     for record in records:
-        if record.name == "real.perplexity" and record.params["task"] == "far":
+        if record.params["task"] == PERPLEXITIES.get(record.name):
             params = {k: v for k, v in record.params.items() if k not in MEASURED}
             latest[repr(sorted(params.items()))] = record
     return list(latest.values())
@@ -54,12 +56,12 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
     Args:
         window_size: The window of the sinks and window that keep 0 %.
     """
-    far = latest_far(records)
-    measured = [record.params for record in records if record.name == "real.gain_kept"]
+    losses = latest_losses(records)
+    measured = [record.params for record in records if record.name in GAINS.values()]
     gains = []
     without = []
     missing = []
-    for record in far:
+    for record in losses:
         if is_end(record.params):
             continue
         ends = []
@@ -70,7 +72,7 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
                 wanted["learning_rate"] = Adaptation.learning_rate
             if method == "streaming_llm":
                 wanted["window_size"] = window_size
-            end = _find(far, wanted)
+            end = _find(losses, wanted)
             if end is None:
                 missing.append(_named(wanted))
             else:
@@ -85,7 +87,8 @@ def gain_records(records: Sequence[Record], window_size: int) -> tuple[list[Reco
         params = {**record.params, "over": window_size, "of": [window, record.value, full]}
         if params not in measured:
             kept = gain_kept(record.value, window, full)
-            gains.append(make_record("real.gain_kept", kept, params, device=record.device))
+            name = GAINS[record.name]
+            gains.append(make_record(name, kept, params, device=record.device))
     if not missing:
         return gains, ""
     rows, needed = ("; ".join(dict.fromkeys(names)) for names in (without, missing))
@@ -97,9 +100,9 @@ def _named(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in params.items() if value is not None)
 
 
-def _find(far: Sequence[Record], wanted: dict) -> Record | None:
+def _find(losses: Sequence[Record], wanted: dict) -> Record | None:
     """Return the last record with these params; None stands for a param that is absent."""
-    for record in reversed(far):
+    for record in reversed(losses):
         if all(record.params.get(name) == value for name, value in wanted.items()):
             return record
     return None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from corecontext import cost
 from corecontext.baselines.sink_methods import StreamingLLM, WindowOnly
-from corecontext.config import DEFAULT_GROUP_SIZE, CCAConfig
+from corecontext.config import DEFAULT_GROUP_SIZE, FETCH_RECIPE, CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache
 from corecontext.visibility import num_sinks
 from reproduction.attentions.duo_attention import DuoAttention
@@ -94,6 +94,11 @@ class Sizes:
         """Return the window that takes the bytes of CCA's window and core tokens."""
         return self.window_size + self.length // self.group_size
 
+    def window_of(self, config: CCAConfig) -> StreamingLLM:
+        """Return sinks and the widest window with at most the device bytes of other settings."""
+        entry = 4 * self.head_dim  # a key and a value, in 16 bits
+        return StreamingLLM(self.sink_size, self._device_bytes(config) // entry - self.sink_size)
+
 
 class Heads(NamedTuple):
     """The KV heads of a model that keep every token."""
@@ -128,6 +133,11 @@ def _with_raw_heads(config: CCAConfig, sizes: Sizes, heads: Heads) -> CCAConfig:
     return at_equal_cache(heads.shape, heads.chosen, config, sizes.length, raw=True)
 
 
+PRESETS = {
+    "default": CCAConfig(**{**FETCH_RECIPE, "fetch_groups": 64}),
+    "small": CCAConfig(**{**FETCH_RECIPE, "fetch_groups": 64, "fetch_index": "pairs:2"}),
+}
+"""Settings of fetch with a name, the same for every model."""
 METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
     "full": lambda sizes, heads: None,
     "window": lambda sizes, heads: WindowOnly(window_size=sizes.window_size),
@@ -147,6 +157,10 @@ METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
     "fetch": lambda sizes, heads: sizes.fetch(),
     "fetch_equal_bytes": lambda sizes, heads: sizes.fetch_equal_bytes(sizes.fetch_group_size),
     "fetch_raw_heads": lambda sizes, heads: _with_raw_heads(sizes.fetch(), sizes, heads),
+    "default": lambda sizes, heads: PRESETS["default"],
+    "small": lambda sizes, heads: PRESETS["small"],
+    "window_of_default": lambda sizes, heads: sizes.window_of(PRESETS["default"]),
+    "window_of_small": lambda sizes, heads: sizes.window_of(PRESETS["small"]),
 }
 """How each method is made: a CCAConfig, a rival's settings, or None for full attention."""
 WITH_HEADS = ("cca_raw_heads", "duo_attention", "fetch_raw_heads")
@@ -166,6 +180,10 @@ TITLES = {
     "fetch": "CCA that fetches groups",
     "fetch_equal_bytes": "CCA that fetches groups, on the device the bytes of CCA",
     "fetch_raw_heads": "CCA that fetches groups, some KV heads keep every token",
+    "default": "preset `default`",
+    "small": "preset `small`",
+    "window_of_default": "sinks and a window, the bytes of `default`",
+    "window_of_small": "sinks and a window, the bytes of `small`",
 }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reproduction.published import command_of, options_of
-from reproduction.real_methods import Sizes
+from reproduction.real_methods import PRESETS, Sizes
 from reproduction.real_training import Adaptation
 
 HEADS = "18:2,23:0,17:1,23:2,20:2,24:2"
@@ -54,6 +55,8 @@ class Row:
     """KV heads that keep every token; None searches for them."""
     head_needles: int = 0
     """Hidden numbers by which they are searched for; 0 searches by the far loss."""
+    next_tokens: int = 0
+    """Last tokens that are measured alone; 0 measures far halves."""
 
     @property
     def trained_tokens(self) -> int:
@@ -137,6 +140,37 @@ def _extended(method: str, sizes: Sizes = PLAIN) -> Row:
     return Row(method, sizes, adaptation, windows=12, needles=10, needle_lengths=lengths, lists=0)
 
 
+def _untrained(*lengths: int, windows: int = 32) -> list[Row]:
+    """Return the rows of the presets on a model without a chat template, beside the ends of the
+    gain, windows of their bytes, and other numbers of fetched groups."""
+    rows = []
+    for length in lengths:
+        sizes = Sizes(length)
+        options: dict[str, Any] = {"windows": windows, "needles": 0, "lists": 0}
+        rows += [Row(method, sizes, **options) for method in ("full", "streaming_llm", *PRESETS)]
+        rows += [Row(f"window_of_{name}", sizes, **options) for name in PRESETS]
+        rows += [Row("fetch", fetched, **options) for fetched in _by_groups(length)]
+        rows.append(Row("cca", replace(sizes, core_mass=True), **options))
+    return rows
+
+
+def _by_groups(length: int) -> list[Sizes]:
+    """Return the sizes of `default` with half and twice its groups."""
+    count = PRESETS["default"].fetch_groups
+    recipe = replace(RECIPE, length=length)
+    return [replace(recipe, fetch_groups=groups) for groups in (count // 2, 2 * count)]
+
+
+def _behind_prompts(*lengths: int) -> list[Row]:
+    """Return the rows of last tokens behind prompts, of the presets and the ends of the gain."""
+    options: dict[str, Any] = {"next_tokens": 512, "needles": 0, "lists": 0}
+    methods = ("full", "streaming_llm", *PRESETS)
+    return [
+        *(Row(method, Sizes(length), **options) for length in lengths for method in methods),
+        *(Row("fetch", sizes, **options) for length in lengths for sizes in _by_groups(length)),
+    ]
+
+
 # Rows whose trained models rivals take, too.
 FULL = _adapted("full", needles=25)
 FETCH_BITS = _adapted("fetch_equal_bytes", BITS)
@@ -208,8 +242,25 @@ ROWS = (
     *(Row("fetch", replace(MASS, fetch_index="bits:2", fetch_groups=count)) for count in (32, 64)),
     *(Row("fetch_equal_bytes", sizes) for sizes in (PAIRS, BITS)),
     Row("fetch_raw_heads", MASS, full_heads=HEADS),
-    # 7. Windows of 32,768 tokens, alone on a GPU.
+    # 7. Presets, and what prompts are worth.
+    *(Row(method, needles=100) for method in PRESETS),
+    *(Row(f"window_of_{name}") for name in PRESETS),
+    Row("fetch", _by_groups(8192)[1], needles=100),
+    *_behind_prompts(8192),
+    # 8. Windows of 32,768 tokens, alone on a GPU.
     _extended("full"),
     _extended("fetch", RECIPE),
 )
-"""The rows of the tables of docs/real-model.md."""
+"""The rows of SmolLM2's tables in docs/real-model.md."""
+GEMMA_ROWS = (
+    *_untrained(8192, 16384),
+    *_behind_prompts(8192, 16384),
+    # As many documents of lm_test are as long.
+    *_untrained(32768, windows=19),
+)
+"""Those of Gemma 3 270M, which has no chat template: no needles and lists."""
+
+
+def rows_of(model: str) -> Sequence[Row]:
+    """Return the published rows of a model, by its name, folder or file."""
+    return GEMMA_ROWS if "gemma-3-270m" in model.lower() else ROWS

@@ -44,6 +44,7 @@ def model_of(row: Row, protocol: Protocol, material: Material) -> RealModel:
         lists=row.lists,
         full_heads=row.full_heads,
         head_needles=row.head_needles,
+        next_tokens=row.next_tokens,
     )
     return RealModel(of_row, row.sizes, row.adaptation, material)
 

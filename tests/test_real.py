@@ -45,6 +45,7 @@ from reproduction.real_hits import hit_rates
 from reproduction.real_kept import KeptTokens
 from reproduction.real_layers import match_layers
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
+from reproduction.real_next import READINGS, losses_behind
 from reproduction.real_plan import Row
 from reproduction.real_tables import (
     extended_markdown,
@@ -254,6 +255,52 @@ def test_fetch_without_a_cache_is_that_of_its_cache(model):
             assert (run.cache_size(texts[0].tolist())["host_bytes"] > 0) == (store == "host")
 
 
+def test_tokens_behind_a_prompt_choose_one_by_one(model):
+    """Behind a prompt that chooses so, too, their losses are those of one pass."""
+    loaded = load(model, method="full", device="cpu")
+    config = CCAConfig(4, 8, sink_size=4, fetch_groups=2, store="host")
+    texts = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(0))
+    losses = {
+        name: losses_behind(loaded.model, config.replace(**settings), 32, texts.tolist())
+        for name, settings in READINGS.items()
+    }
+    with AttentionRun(loaded, config) as run:
+        torch.testing.assert_close(losses["query"], run.nll(texts.tolist())[:, -31:].double())
+    for name in ("full", "share 16"):
+        assert (losses[name] - losses["query"]).abs().max() > 1e-4
+    every = config.replace(fetch_groups=1000, **READINGS["full"])
+    with AttentionRun(loaded, None) as run:
+        full = run.nll(texts.tolist())[:, -31:].double()
+    behind = losses_behind(loaded.model, every, 32, texts.tolist())
+    torch.testing.assert_close(behind, full)
+
+
+def test_the_command_measures_last_tokens_by_the_reading_of_their_prompt(data, model, tmp_path):
+    output = tmp_path / "real.jsonl"
+    command = ["real", "--model", model, "--data", str(data), *SIZES, *COUNTS, "--needles", "0"]
+    command += ["--fetch-groups", "2", "--next-tokens", "32", "--output", str(output)]
+    for method in ("full", "streaming_llm", "fetch"):
+        command += ["--method", method]
+    assert main(command) == 0
+    records = read_records(output)
+    values = {
+        (r.params["method"], r.params["prompt"]): r.value
+        for r in records
+        if r.name == "real.next_perplexity"
+    }
+    readings = [("fetch", name) for name in READINGS]
+    assert list(values) == [("full", None), ("streaming_llm", None), *readings]
+    gains = {r.params["prompt"]: r.value for r in records if r.name == "real.next_gain_kept"}
+    ends = (values["streaming_llm", None], values["full", None])
+    assert gains == {name: gain_kept(values["fetch", name], *ends) for name in READINGS}
+    assert main(command) == 0  # nothing is measured again
+    assert len(read_records(output)) == len(records)
+    # Far halves are measured besides.
+    assert main([*command, "--next-tokens", "0"]) == 0
+    names = [r.name for r in read_records(output)[len(records) :]]
+    assert names == [*3 * ["real.perplexity"], "real.gain_kept"]
+
+
 def test_the_gain_is_that_of_the_logarithms():
     # docs/real-model.md: a window twice as wide, and DuoAttention
     assert gain_kept(9.39, 11.65, 7.46) == pytest.approx(0.484, abs=1e-3)
@@ -360,6 +407,20 @@ def test_methods_share_sizes_and_bytes():
     bits = dataclasses.replace(sizes, fetch_group_size=32, fetch_index="bits:2", core_mass=True)
     equal = METHODS["fetch_equal_bytes"](bits, heads)
     assert (equal.group_size, equal.window_size, equal.store) == (32, 160, "host")
+
+
+def test_windows_have_the_bytes_of_presets():
+    heads = Heads(Shape(0, 0))
+    sizes = Sizes(600, head_dim=16)
+    for name in ("default", "small"):
+        preset = METHODS[name](sizes, heads)
+        assert preset.fetch_groups and preset.store == "host"
+        layer = CompactLayer(preset, Rotary.from_theta(100.0, 16))
+        layer.attend(*torch.randn(3, 1, 1, 600, 16, dtype=torch.bfloat16))
+        window = METHODS[f"window_of_{name}"](sizes, heads)
+        entry = 2 * 16 * 2
+        assert window.sinks == 16
+        assert 0 <= layer.nbytes - entry * (window.window_size + 16) < entry
 
 
 def test_fetch_with_the_bytes_of_cca():
@@ -608,8 +669,11 @@ def test_the_plan_has_the_default_recipe():
 
 
 def test_the_plan_has_each_row_once():
-    commands = [row.command("smollm2") for row in real_plan.ROWS]
-    assert len(set(commands)) == len(commands)
+    for model in ("smollm2", "models/Gemma-3-270M.gguf"):
+        rows = real_plan.rows_of(model)
+        assert {row.next_tokens for row in rows} == {0, 512}
+        commands = [row.command(model) for row in rows]
+        assert len(set(commands)) == len(commands)
 
 
 def test_a_teacher_sees_each_window_once():
