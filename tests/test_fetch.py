@@ -8,9 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from budgets import make_inputs, results_and_gradients
+from budgets import fed, make_inputs, results_and_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache import new_layer
 from corecontext.config import parse_index
 from corecontext.ops import packed, reference
 from corecontext.ops.autograd import _flat, cca_attention_op
@@ -24,6 +27,7 @@ from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import num_visible_cores
 
+TRITON = "corecontext.ops.triton"
 ROTARY = Rotary.from_theta(100.0, 16)
 SIZES = {"group_size": 4, "window_size": 9, "sink_size": 0}
 INDICES = [
@@ -316,6 +320,48 @@ def test_the_registered_operator_has_the_settings():
     found = results_and_gradients(compiled, x)
     for name, value in results_and_gradients(eager, x).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+# Memory
+# -------------------------------------------------------------------------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keep the elements of the largest tensor that an operator returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
+        self.size = max(self.size, *(x.numel() for x in tensors), 0)
+        return results
+
+
+@pytest.mark.parametrize("where", ["packed", "triton", "device", "host", "slots"])
+def test_memory_follows_the_sequence_not_the_settings(where):
+    """A million groups, queries of a share and slots make no tensor larger than as many as there
+    are: forward, backward, a prompt, a chunk, a step."""
+    x = make_inputs(40)
+    backend = packed if where != "triton" else pytest.importorskip(f"{TRITON}.backend")
+
+    def largest(k: int, share: int) -> int:
+        choice = {"fetch_groups": k, "fetch_index": "bits:2", "fetch_share": share}
+        with LargestTensor() as largest:
+            if where in ("packed", "triton"):
+                tokens, cores, spec, _ = sequence(40, Spec(4, 9, 0.25, **choice))
+                out, lse, chosen = fetch.attend(backend, tokens, cores, spec)
+                upstream = Upstream(out, None, out, lse)
+                fetch.attend_backward(backend, upstream, tokens, cores, spec, None, chosen)
+            else:
+                stored = {"store": where if where == "device" else "host"}
+                stored["fetch_slots"] = k if where == "slots" else 0
+                config = CCAConfig(4, 9, backend="packed", **stored, **choice)
+                fed(new_layer(config, ROTARY), x[:3], 0, [20, 18, 1, 1])
+        return largest.size
+
+    assert largest(10**6, 1) <= largest(8, 1)
+    assert largest(10**6, 10**6) <= largest(8, 40)
 
 
 # A choice that is given

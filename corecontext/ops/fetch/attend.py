@@ -38,6 +38,7 @@ def attend(
     if not hasattr(backend, "attend_backward"):  # the reference has fetch itself
         return *backend.attend(tokens, cores, spec, core_bias, choice), choice
     fetch = _fetch_of(backend)
+    spec, choice = _bounded(tokens, cores, spec, choice)
     if choice is None:
         choice = fetch.choose(tokens, cores.k.shape[2], spec)
     return *fetch.attend(tokens, cores, spec, core_bias, choice), choice
@@ -55,6 +56,7 @@ def attend_backward(
     """Return gradients as a backend's `attend_backward` does, for the choice of a forward; without
     one it chooses again."""
     fetch = _fetch_of(backend)
+    spec, choice = _bounded(tokens, cores, spec, choice)
     if tokens.q_start:
         # A backend's backward is that of whole sequences.
         fetch = query_blocks
@@ -78,9 +80,26 @@ def gradients(
     it chooses again."""
     if not _fetches(cores, spec):
         return backend.gradients(upstream, tokens, groups, cores, spec, core_bias)
+    spec, choice = _bounded(tokens, cores, spec, choice)
     choice = _chosen(backend, tokens, cores, spec, choice)
     fetch = _fetch_of(backend)
     return fetch.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
+
+
+def _bounded(
+    tokens: Tokens, cores: Cores, spec: Spec, choice: Choice | None
+) -> tuple[Spec, Choice | None]:
+    """Return the settings with at most as many groups fetched as there are, and shares of at most
+    the sequence: memory and time follow the sequence, not the settings."""
+    end = tokens.q_start + tokens.q.shape[2]
+    # mutant fetch: a choice has room for groups that do not exist
+    k = min(spec.fetch_groups, cores.k.shape[2])
+    share = min(spec.fetch_share, end)
+    if (k, share) != (spec.fetch_groups, spec.fetch_share):
+        spec = spec.replace(fetch_groups=k, fetch_share=share)
+    if choice is not None:
+        choice = choice._replace(share=min(choice.share, end))
+    return spec, choice
 
 
 def _chosen(

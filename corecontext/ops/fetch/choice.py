@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -33,10 +32,8 @@ class Choice(NamedTuple):
             first: Position of the first query.
             num_visible: Groups that each query sees, [T].
         """
-        groups = self.groups
-        if self.share > 1:
-            groups = groups.repeat_interleave(self.share, 1)
-            groups = groups[:, first % self.share :][:, : len(num_visible)]
+        share = torch.arange(first, first + len(num_visible), device=num_visible.device)
+        groups = self.groups[:, share // self.share - first // self.share]
         # mutant fetch: a shared choice shows groups before they are far past
         return groups.masked_fill(groups >= num_visible[:, None], -1)
 
@@ -80,24 +77,16 @@ def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
         return x
     num_queries = x.shape[2]
     # mutant fetch: a shared choice starts with the call, not at a multiple
-    before = first % share
-    after = -(before + num_queries) % share
-    padded = F.pad(x, (0, 0, before, after)) if before or after else x
-    total = padded.unflatten(2, (-1, share)).sum(3, dtype=torch.promote_types(x.dtype, torch.float))
-    starts = torch.arange(total.shape[2], device=x.device) * share - before
-    # Queries of each share that are in the call.
-    counts = (starts + share).clamp(max=num_queries) - starts.clamp(min=0)
-    return (total / counts[:, None]).to(x.dtype)
-
-
-def last_of_shares(x: Tensor, first: int, share: int) -> Tensor:
-    """Return the rows of the last query of each share, [C, ...] of x [T, ...]."""
-    if share == 1:
-        return x
-    before = first % share
-    count = -(-(before + x.shape[0]) // share)
-    rows = torch.arange(count, device=x.device) * share + share - 1 - before
-    return x[rows.clamp(max=x.shape[0] - 1)]
+    head = min(-first % share, num_queries)
+    tail = (num_queries - head) % share
+    runs = x.split([head, num_queries - head - tail, tail], 2)
+    wide = torch.promote_types(x.dtype, torch.float)
+    means = [
+        run.unflatten(2, (-1, size)).mean(3, dtype=wide)
+        for run, size in zip(runs, (head, share, tail))
+        if run.shape[2]
+    ]
+    return torch.cat(means, 2).to(x.dtype)
 
 
 def best(values: Tensor, count: int) -> Tensor:

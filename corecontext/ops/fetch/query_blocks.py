@@ -21,7 +21,7 @@ from torch import Tensor
 from corecontext.ops import compose, partial, pooling
 from corecontext.ops.fetch import choice as choosing
 from corecontext.ops.fetch import core_part, gathered
-from corecontext.ops.fetch.choice import Choice, last_of_shares, mean_of_shares, to_marks
+from corecontext.ops.fetch.choice import Choice, mean_of_shares, to_marks
 from corecontext.ops.fetch.scoring import Queries, centre_of, group_keys, scores
 from corecontext.ops.merge import merge
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
@@ -70,10 +70,10 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
     groups = torch.full(
         (q.shape[0], means.shape[2], spec.fetch_groups), -1, dtype=torch.int32, device=q.device
     )
-    for block in call.blocks(spec.index.num_keys(spec.group_size)):
+    for block in call.blocks(spec.index.num_keys(spec.group_size), spec.fetch_share):
         if not block.num_groups:
             continue
-        visible = last_of_shares(block.visible, block.start, spec.fetch_share)
+        visible = block.see_groups(block.ends_of_shares(q.device))
         keys = tuple(x[block.heads, : block.num_groups] for x in stored)
         estimates = scores(keys, queries.part(block.heads, block.shares), spec)
         chosen = choosing.choose(estimates, visible, spec.fetch_groups)
@@ -163,8 +163,19 @@ class _Block(NamedTuple):
     """Of the call's shares of queries."""
     num_groups: int
     """Groups behind the first tokens that the last query sees."""
-    visible: Tensor
-    """Which of them each query sees, [T, M]."""
+
+    def ends_of_shares(self, device: torch.device) -> Tensor:
+        """Return the position of the last query of each share, [C]."""
+        share = self.spec.fetch_share
+        ends = torch.arange(self.start - self.start % share, self.end, share, device=device)
+        return (ends + share - 1).clamp(max=self.end - 1)
+
+    def see_groups(self, position: Tensor) -> Tensor:
+        """Return which groups the queries at these positions, [T], see: [T, M]."""
+        spec = self.spec
+        first = spec.sinks // spec.group_size
+        groups = torch.arange(self.num_groups, device=position.device) + first
+        return sees_core(groups, position[:, None], spec.group_size, spec.window_size)
 
 
 class _Call:
@@ -179,11 +190,10 @@ class _Call:
         self.start = tokens.q_start
         self.end = tokens.q_start + tokens.q.shape[2]
 
-    def blocks(self, keys_of_group: int = 1) -> Iterator[_Block]:
-        """Yield blocks of queries that end at multiples of fetch_share, for as many sequences at a
+    def blocks(self, keys_of_group: int = 1, share: int = 1) -> Iterator[_Block]:
+        """Yield blocks of queries that end at multiples of `share`, for as many sequences at a
         time as the memory allows."""
         spec = self.spec
-        share = spec.fetch_share
         kind = self.q.device.type
         size = share * max(1, _BLOCK_QUERIES.get(kind, _BLOCK_QUERIES_DEFAULT) // share)
         width = max(spec.group_size, self.q.shape[1] * keys_of_group)
@@ -203,14 +213,11 @@ class _Call:
         window = spec.window_size
         first = spec.sinks // g
         num_groups = max(0, num_visible_cores(end - 1, g, window) - first)
-        position = torch.arange(start, end, device=self.q.device)[:, None]
-        groups = torch.arange(num_groups, device=self.q.device) + first
-        visible = sees_core(groups, position, g, window)
         rows = slice(start - self.start, end - self.start)
         first_share = self.start // spec.fetch_share
         last_share = -(-end // spec.fetch_share)
         shares = slice(start // spec.fetch_share - first_share, last_share - first_share)
-        return _Block(spec, heads, start, end, rows, shares, num_groups, visible)
+        return _Block(spec, heads, start, end, rows, shares, num_groups)
 
 
 class _Parts:
@@ -236,10 +243,11 @@ class _Parts:
         if core_bias is not None and core_bias.dim() == 3:
             self.core_bias = self.core_bias[:, :, : block.num_groups]
         # The groups of each query: numbers [n, T, k], and marks [n, T, M].
-        seen = block.visible.sum(-1)
+        visible = block.see_groups(torch.arange(block.start, block.end, device=tokens.q.device))
+        seen = visible.sum(-1)
         self.chosen = choice.part(heads, block.shares).of_queries(block.start, seen)
         self.fetched = to_marks(self.chosen, block.num_groups)
-        self.unfetched = block.visible & ~self.fetched
+        self.unfetched = visible & ~self.fetched
         self.options = {"scale": self.spec.scale, "softcap": self.spec.softcap}
 
     # The whole
