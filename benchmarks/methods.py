@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from corecontext.config import CCAConfig
+from corecontext.config import PAPER_RULE
 from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
@@ -29,7 +29,7 @@ from corecontext.ops.spec import Spec
 THETA = 10_000.0
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
 SINKS = 16
-FETCH: dict[str, Any] = {"fetch_groups": 64, "fetch_index": CCAConfig.fetch_index}
+FETCH: dict[str, Any] = {"fetch_groups": 64, "fetch_index": PAPER_RULE["fetch_index"]}
 MEAN: dict[str, Any] = {"fetch_groups": 64, "fetch_index": "mean"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "packed": {"backend": "packed"},

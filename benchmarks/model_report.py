@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE
+from corecontext.config import PAPER_RULE
 from corecontext.record import Record
 
 NAMES = {
@@ -164,7 +164,7 @@ def main_comparisons(measured: Sequence[Comparison]) -> list[Comparison]:
     counts: dict[Model, Counter[tuple[int, int]]] = {}
     for comparison in measured:
         counts.setdefault(comparison.model, Counter())[comparison.config] += 1
-    defaults = (DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
+    defaults = (PAPER_RULE["group_size"], PAPER_RULE["window_size"])
     chosen = {
         model: max(configs, key=lambda config: (configs[config], config == defaults))
         for model, configs in counts.items()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.options import DTYPES, check_choices, check_positive, for_device, option
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 
 METHODS = (
     *("full", "sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm"),
@@ -42,9 +42,9 @@ class ModelBench:
     """CCA by group and window size."""
     throughput: bool = False
     """Tokens per second at the best batch that fits."""
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = PAPER_RULE["group_size"]
     """Tokens per core token, g."""
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
     """Nearest tokens kept as they are, s."""
     cache_dtype: str = "auto"
     """auto, int8 or fp8: CCA's cache."""

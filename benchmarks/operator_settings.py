@@ -18,7 +18,7 @@ from benchmarks.methods import (
     default_methods,
 )
 from benchmarks.options import DTYPES, check_choices, check_positive, option
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.ops.api import choose_backend
 
 
@@ -42,9 +42,9 @@ class OperatorBench:
     """float32, bfloat16 or float16."""
     device: str = "cpu"
     """auto, cpu or cuda. Default: auto."""
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = PAPER_RULE["group_size"]
     """Tokens per core token, g."""
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
     """Nearest tokens kept as they are, s."""
     forward_only: bool = False
     """No backward pass, and on a GPU no decoding."""
@@ -71,7 +71,7 @@ class OperatorBench:
     """Context length of decoding. Default: every length; on a GPU 8192, 32768 and 131072."""
 
     def __post_init__(self) -> None:
-        CCAConfig(self.group_size, self.window_size)  # validates
+        CCAConfig.pooling(self.group_size, self.window_size)  # validates
         check_positive(
             length=self.lengths,
             memory_length=self.memory_lengths,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.methods import KERNELS
 from benchmarks.options import check_choices, check_positive, option
 from benchmarks.shapes import SHAPES
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 
 LENGTHS_ON_GPU = (8192, 32_768, 131_072, 262_144, 524_288)
 OURS = ("cca", "cca_raw", "cca_default")
@@ -27,9 +27,9 @@ class TrainingBench:
     and the full attention that suits."""
     context_parallel: bool = False
     """One sequence on all processes that torchrun started."""
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = PAPER_RULE["group_size"]
     """Tokens per core token, g."""
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
     """Nearest tokens kept as they are, s."""
     repeats: int = 5
     """Steps that are timed, after those that warm up."""
@@ -48,7 +48,7 @@ class TrainingBench:
         check_positive(length=self.lengths, repeats=self.repeats)
         if not self.limit_s > 0:
             raise ValueError(f"limit_s must be above 0, got {self.limit_s}.")
-        CCAConfig(self.group_size, self.window_size)  # validates
+        CCAConfig.pooling(self.group_size, self.window_size)  # validates
 
     @property
     def cuda(self) -> bool:

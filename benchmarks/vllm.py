@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.options import check_choices, check_positive, option
 from benchmarks.serving_settings import SERVED_SHAPES
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.files import UserError, install_command
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.measure import package_path
@@ -48,9 +48,9 @@ class VllmBench:
     """cca, or full: vLLM's own FlashAttention."""
     shape: str = "llama3.1-8b"
     """llama3.1-8b: a model of these sizes with random weights."""
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = PAPER_RULE["group_size"]
     """Tokens per core token, g."""
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
     """Nearest tokens kept as they are, s."""
     lengths: tuple[int, ...] = option((1024, 32768, 131072), name="length")
     """Tokens of a prompt alone on the machine, whose first and next token are measured."""
@@ -107,7 +107,7 @@ class VllmBench:
     @property
     def config(self) -> CCAConfig:
         """Settings of core context."""
-        return CCAConfig(group_size=self.group_size, window_size=self.window_size)
+        return CCAConfig.pooling(group_size=self.group_size, window_size=self.window_size)
 
     def params(self, method: str, **more: Any) -> dict[str, Any]:
         """Return a record's params."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, attention_flops, fetch_flops
 from corecontext.loading import check_architecture, load_config, one_line
-from corecontext.methods import cca_config
+from corecontext.methods import PRESET, cca_config
 from corecontext.terminal import console
 from corecontext.visibility import group_size_for, num_sinks
 
@@ -47,7 +47,10 @@ def print_info(
     with one_line():  # sizes by layer or head may not fit the model
         tables = [info_table(cost, config, lengths, hf_config.model_type)]
         if vllm_gib is not None:
-            tables.append(capacity_table(hf_config, cost, config, lengths, vllm_gib))
+            served = config
+            if getattr(hf_config, "cca", None) is None and settings.get(PRESET) is None:
+                served = cca_config(hf_config, {**settings, PRESET: "pooling"})
+            tables.append(capacity_table(hf_config, cost, served, lengths, vllm_gib))
     console().print(*tables)
     console().print(
         f"weights read for each new token: {_bytes(cost.weight_bytes())}; cache in "

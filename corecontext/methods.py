@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from corecontext.config import CCAConfig, listed
+from corecontext.config import PRESETS, CCAConfig, listed
 from corecontext.files import UserError, one_line
 
 if TYPE_CHECKING:
@@ -17,8 +17,15 @@ CCA_SETTINGS = (
     *("group_size", "window_size", "sinks", "core_mass", "cache_dtype"),
     *("fetch_groups", "fetch_index", "store", "fetch_slots", "prefill"),
 )
-"""Settings of CCA that the user may give; others are the checkpoint's, or the defaults. `sinks`,
-which rivals have too, is `sink_size` of `CCAConfig`."""
+"""Fields of `CCAConfig` that the user may give; others are the checkpoint's, or the defaults.
+`sinks`, which rivals have too, is `sink_size`."""
+PRESET = "preset"
+"""The setting that names all of these at once, in place of the checkpoint's; others given change
+single fields of it."""
+PRESET_HELP = (
+    f"Settings of CCA by name, in place of the checkpoint's: {listed(tuple(PRESETS))} "
+    "(docs/choose.md). Default: the checkpoint's, else default."
+)
 
 
 def field_of(setting: str) -> str:
@@ -47,7 +54,7 @@ def takes(method: str | Method) -> tuple[str, ...]:
     if method == "full":
         return ()
     if method == "cca":
-        return CCA_SETTINGS
+        return (PRESET, *CCA_SETTINGS)
     return RIVALS[method].takes
 
 
@@ -75,14 +82,17 @@ def check_settings(method: str | Method, given: Mapping[str, Any]) -> None:
 
 def cca_config(hf_config: Any, given: Mapping[str, Any]) -> CCAConfig:
     """Return the checkpoint's CCA settings, or the defaults, with the user's own on top; None is
-    not given.
+    not given. A preset replaces the checkpoint's.
 
     Raises:
         UserError: they break a rule, or do not fit the model.
     """
     names = [name for name in CCA_SETTINGS if given.get(name) is not None]
     with one_line():
-        config = CCAConfig.saved_in(hf_config)
+        if given.get(PRESET) is None:
+            config = CCAConfig.saved_in(hf_config)
+        else:
+            config = CCAConfig.preset(given[PRESET])
         config = config.replace(**{field_of(name): given[name] for name in names})
         if hf_config is not None and config.varies:
             from corecontext.integrations.hf.attention_interface import full_layers, layer_configs

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from corecontext.config import DEFAULT_SINK_SIZE
+from corecontext.config import CCAConfig
 from corecontext.files import UserError, one_line
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.integrations.hf.enabling import handle_of
@@ -161,7 +161,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
     far = ", ".join(f"{titles[name]} {loss}" for name, loss in losses.items())
     console().print(f"positions from {window_size} on: {far}")
     if not cca.adapted:
-        sinks = "" if cca.sizes.get("sinks") else f"--sinks {DEFAULT_SINK_SIZE}; "
+        sinks = "" if cca.sizes.get("sinks") else f"--sinks {CCAConfig.sink_size}; "
         console().print(f"not adapted: try {sinks}corecontext layers; corecontext train")
 
 

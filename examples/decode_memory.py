@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
-    config = corecontext.CCAConfig(window_size=512)
+    config = corecontext.CCAConfig.pooling(window_size=512)
     print(f"{'tokens':>8} {'full':>12} {'CCA':>12}   bytes")
     for length in options.lengths:
         full = cached_bytes(model, length)

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--max-characters", type=int, default=8000)
     options = parser.parse_args()
 
-    config = corecontext.CCAConfig(window_size=512)
+    config = corecontext.CCAConfig.pooling(window_size=512)
     model = corecontext.from_pretrained(options.model, config).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     text = Path(options.text).read_text(encoding="utf-8")[: options.max_characters]

@@ -12,12 +12,9 @@ its sources for context extension use.
 
 from corecontext.train import TrainConfig
 
-_PAPER = TrainConfig(
+_PAPER = TrainConfig.preset(
+    "paper",
     strategy="full",
-    group_size=16,
-    window_size=1024,
-    sink_size=0,
-    core_mass=False,
     steps=1000,
     batch_size=1,
     accumulation=8,

@@ -23,7 +23,8 @@ SHAPE = {
 def tiny_cpu() -> TrainConfig:
     """2 layers, 512 bytes of context, a window of 64: most of what is seen is core tokens."""
     document = str(ASSETS / "document.txt")
-    return TrainConfig(
+    return TrainConfig.preset(
+        "pooling",
         model=str(ASSETS / "demo_model"),
         strategy="scratch",
         shape=SHAPE,

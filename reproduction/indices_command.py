@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
-from corecontext.config import DEFAULT_GROUP_SIZE
 from corecontext.files import UserError
 from reproduction.real_methods import Sizes
 from reproduction.real_training import Adaptation
@@ -28,7 +27,7 @@ def indices(
     tokens: Annotated[
         list[int], typer.Option(help="Raw tokens that a query fetches; may be repeated.")
     ] = [512, 1024],
-    group_size: Annotated[int, typer.Option(help="Tokens of a group, g.")] = DEFAULT_GROUP_SIZE,
+    group_size: Annotated[int, typer.Option(help="Tokens of a group, g.")] = Sizes.group_size,
     window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
     sink_size: Annotated[int, typer.Option(help="First tokens kept as they are.")] = 16,
     equal_bytes: Annotated[

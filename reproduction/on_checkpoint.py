@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import Column
-from corecontext.config import PAPER_RULE
 from corecontext.eval.evaluate import ModelOptions, evaluate, of_task
 from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes
@@ -17,7 +16,7 @@ from corecontext.eval.summary import Row, shown_value, summarise, to_records
 from corecontext.eval.task_table import Task
 from corecontext.files import UserError, make_folder, write_text
 from corecontext.loading import load_config
-from corecontext.methods import name_of
+from corecontext.methods import PRESET, name_of
 from corecontext.record import Record, append_records
 from corecontext.terminal import console
 from reproduction import paper
@@ -109,7 +108,7 @@ def _paper_rule(model: str) -> dict[str, Any]:
     own."""
     if getattr(load_config(model), "cca", None):
         return {}
-    return {"sinks": PAPER_RULE["sink_size"], "core_mass": PAPER_RULE["core_mass"]}
+    return {PRESET: "paper"}
 
 
 def _has_files(task: Task, data: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from corecontext.baselines import enabled
-from corecontext.config import CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.eval.runner import fingerprint
 from corecontext.files import cache_folder
 from corecontext.heads.budget import Shape, Unit
@@ -263,7 +263,7 @@ class RealModel:
         heads = self._heads_of(method)
         weights = attention = self._attention(method)
         if isinstance(attention, CCAConfig):  # where a cache keeps tokens changes no weights
-            weights = attention.replace(store=CCAConfig.store)
+            weights = attention.replace(store=PAPER_RULE["store"])
         full_heads = describe(attention, heads)["full_heads"]
         settings = [self.name, self.sizes.length, vars(self.adaptation), full_heads]
         settings.append(self.protocol.train_text)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
-from corecontext.config import DEFAULT_GROUP_SIZE, listed
+from corecontext.config import listed
 from corecontext.files import UserError
 from reproduction.published import (
     LimitMinutes,
@@ -37,7 +37,7 @@ def real(
     steps: Annotated[
         int, typer.Option(help="Training steps before the measurement; 0 measures the model.")
     ] = 0,
-    group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = DEFAULT_GROUP_SIZE,
+    group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = Sizes.group_size,
     window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
     sink_size: Annotated[int, typer.Option(help="First tokens kept as they are.")] = 16,
     core_mass: Annotated[

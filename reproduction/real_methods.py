@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from corecontext import cost
 from corecontext.baselines.sink_methods import StreamingLLM, WindowOnly
-from corecontext.config import DEFAULT_GROUP_SIZE, FETCH_RECIPE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache
 from corecontext.visibility import num_sinks
 from reproduction.attentions.duo_attention import DuoAttention
@@ -24,13 +24,13 @@ class Sizes:
 
     length: int = 8192
     """Tokens at which caches have equal bytes."""
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = PAPER_RULE["group_size"]
     window_size: int = 512
     sink_size: int = 16
     core_mass: bool = False
     fetch_groups: int = 32
-    fetch_index: str = CCAConfig.fetch_index
-    store: str = CCAConfig.store
+    fetch_index: str = PAPER_RULE["fetch_index"]
+    store: str = PAPER_RULE["store"]
     fetch_slots: int = CCAConfig.fetch_slots
     head_dim: int = 64
     """Of the model; `RealModel` sets it."""
@@ -39,7 +39,7 @@ class Sizes:
 
     def cca(self) -> CCAConfig:
         """Return the settings of CCA."""
-        return CCAConfig(
+        return CCAConfig.pooling(
             self.group_size,
             self.window_size,
             sink_size=self.sink_size,
@@ -133,19 +133,14 @@ def _with_raw_heads(config: CCAConfig, sizes: Sizes, heads: Heads) -> CCAConfig:
     return at_equal_cache(heads.shape, heads.chosen, config, sizes.length, raw=True)
 
 
-PRESETS = {
-    "default": CCAConfig(**{**FETCH_RECIPE, "fetch_groups": 64}),
-    "small": CCAConfig(**{**FETCH_RECIPE, "fetch_groups": 64, "fetch_index": "pairs:2"}),
-}
+PRESETS = {name: CCAConfig.preset(name) for name in ("default", "small")}
 """Settings of fetch with a name, the same for every model."""
 METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
     "full": lambda sizes, heads: None,
     "window": lambda sizes, heads: WindowOnly(window_size=sizes.window_size),
     "streaming_llm": lambda sizes, heads: StreamingLLM(sizes.sink_size, sizes.window_size),
     "streaming_llm_wide": lambda sizes, heads: StreamingLLM(sizes.sink_size, sizes.wide_window()),
-    "cca_paper": lambda sizes, heads: CCAConfig(
-        sizes.group_size, sizes.window_size, sink_size=0, core_mass=False
-    ),
+    "cca_paper": lambda sizes, heads: CCAConfig.paper(sizes.group_size, sizes.window_size),
     "cca": lambda sizes, heads: sizes.cca(),
     "cca_heavy_token": lambda sizes, heads: sizes.heavy_tokens(1),
     "cca_heavy_tokens": lambda sizes, heads: sizes.heavy_tokens(2),

@@ -95,9 +95,9 @@ MASS = Sizes(core_mass=True)
 PAIRS = replace(MASS, fetch_groups=64)
 """64 groups of 16 by pairs:2."""
 BITS = replace(MASS, fetch_groups=32, fetch_index="bits:2", fetch_group_size=32)
-"""32 groups of 32 by bits:2: at equal bytes the default recipe of `corecontext train`."""
+"""32 groups of 32 by bits:2: at equal bytes the defaults of `CCAConfig`, but for k."""
 RECIPE = replace(BITS, group_size=32, window_size=160, fetch_group_size=None, store="host")
-"""The sizes of that recipe, for windows of any length."""
+"""These sizes, for windows of any length."""
 ADAPTED = Adaptation(120, rows_at_once=8, fuse=True)
 """The protocol's training."""
 LORA = replace(ADAPTED, fuse=False, strategy="lora", learning_rate=1e-3)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.tables import Column, markdown, mean_and_spread, shown_mib
-from corecontext.config import CCAConfig
+from corecontext.config import PAPER_RULE
 from corecontext.record import Record
 from reproduction.real_gains import ENDS, SAME, is_end, is_other_training
 from reproduction.real_measured import MEASURED
@@ -233,9 +233,9 @@ def name_of(line: Line) -> str:
         text += " with mass"
     if p["fetch_groups"] is not None:
         text += f", {p['fetch_groups']} groups"
-        if p["group_size"] != CCAConfig.group_size:
+        if p["group_size"] != PAPER_RULE["group_size"]:
             text += f" of {p['group_size']}"
-    if p["index"] not in (None, CCAConfig.fetch_index):
+    if p["index"] not in (None, PAPER_RULE["fetch_index"]):
         text += f" by {p['index']}"
     if p["store"] == "host":
         text += ", raw tokens on the host"

@@ -53,7 +53,7 @@ FETCH = {
 
 def _cca(compression: int, factors: Sequence[int] = (1,)) -> list[CCAConfig]:
     """Return core tokens in half of the bytes; the window takes the other half."""
-    config = CCAConfig(2 * compression, sink_size=SINKS, core_mass=True, prefill="full")
+    config = CCAConfig.pooling(2 * compression, sink_size=SINKS, core_mass=True, prefill="full")
     return [config.replace(group_size=config.group_size * factor) for factor in factors]
 
 

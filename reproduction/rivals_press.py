@@ -32,7 +32,7 @@ SINKS = 16
 
 def _cca_press(ratio: float) -> CCAPress:
     """Return a press whose core tokens take half of the entries, the window the other half."""
-    config = CCAConfig(round(2 / (1 - ratio)), sink_size=SINKS, core_mass=False)
+    config = CCAConfig.pooling(round(2 / (1 - ratio)), sink_size=SINKS, core_mass=False)
     return CCAPress(config, compression_ratio=ratio)
 
 

@@ -62,7 +62,7 @@ def attended() -> None:
 def prefilled() -> None:
     """A prompt read by all processes has the logits and the next tokens of one read by this GPU
     alone, without and with fetch."""
-    config = CCAConfig(group_size=4, window_size=9, sink_size=4)
+    config = CCAConfig.pooling(group_size=4, window_size=9, sink_size=4)
     fetching = config.replace(fetch_groups=3)
     for settings in (config, fetching, fetching.replace(store="host", fetch_index="bits:2")):
         model = tiny_model().cuda()

@@ -98,7 +98,7 @@ class Asgi:
         from corecontext.serve.scheduler import Scheduler
         from corecontext.serve.settings import Serving
 
-        self.loaded = load(model, group_size=8, window_size=32, device="cpu")
+        self.loaded = load(model, preset="pooling", group_size=8, window_size=32, device="cpu")
         self.scheduler = Scheduler(self.loaded.model, **settings)
         serving = Serving(name="tiny", api_key=api_key, time_limit_s=time_limit_s)
         self.app = create_app(self.scheduler, self.loaded.tokenizer, serving)

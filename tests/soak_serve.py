@@ -146,6 +146,8 @@ def main() -> int:
             Path(folder) / "log",
             "--policy",
             "fixed",
+            "--preset",
+            "pooling",
             "--window-size",
             "256",
             "--cache-mib",

@@ -33,7 +33,7 @@ def main(folder: str, output: str) -> None:
     for name, config in (
         ("equal", CCAConfig.paper(4, 10)),
         ("by head", CCAConfig.paper(8, 10, layer_group_sizes=(4, (8, 1)))),
-        ("fetch", CCAConfig(4, 10, sink_size=4, core_mass=True, fetch_groups=3)),
+        ("fetch", CCAConfig.pooling(4, 10, sink_size=4, fetch_groups=3)),
         ("fetch from host", CCAConfig.paper(4, 10, fetch_groups=3, store="host")),
     ):
         with corecontext.enabled(model, config):

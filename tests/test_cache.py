@@ -97,7 +97,7 @@ SIZES = {
     ],
 )
 def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
-    config = CCAConfig(g, s, sink_size=sinks)
+    config = CCAConfig.pooling(g, s, sink_size=sinks)
     tensors = qkv(3, 4, 2, 90)
     mask = left_padding(3, 90) if padded else None
     expected = reference(config, *tensors, attention_mask=mask)
@@ -149,7 +149,7 @@ def test_random_appends_and_crops_agree_with_the_reference():
     chance = random.Random(0)
     crops = 0
     for trial in range(60):
-        config = CCAConfig(
+        config = CCAConfig.pooling(
             *chance.choice([(4, 8), (3, 7), (16, 5), (5, 1), (1, 3)]), sink_size=5 * (trial % 3)
         )
         rollback, length = chance.choice([0, 6]), 80
@@ -220,7 +220,7 @@ def test_crop_of_fixed_length_knows_what_steps_pushed_out():
 def test_bytes_equal_the_formula_from_the_first_token_on(fixed, sinks):
     g, s, length = 4, 9, 70
     config, tensors = (
-        CCAConfig(g, s, sink_size=sinks),
+        CCAConfig.pooling(g, s, sink_size=sinks),
         qkv(2, 4, 2, length, dtype=torch.float32),
     )
     token = 2 * 2 * (2 * D + 1) * 4  # rows, KV heads, key, value and mass, bytes of a number
@@ -271,7 +271,7 @@ def test_growth_is_geometric_not_per_token():
 
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_select_and_repeat_rows(sinks):
-    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(3, 4, 2, 70)
+    config, tensors = CCAConfig.pooling(4, 9, sink_size=sinks), qkv(3, 4, 2, 70)
     mask = left_padding(3, 70)
     layer = CompactLayer(config, ROTARY)
     fed(layer, tensors, [40], mask)
@@ -291,7 +291,7 @@ def test_select_and_repeat_rows(sinks):
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_state_dict_round_trip(tmp_path, fixed, sinks):
-    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(2, 4, 2, 70)
+    config, tensors = CCAConfig.pooling(4, 9, sink_size=sinks), qkv(2, 4, 2, 70)
     mask = left_padding(2, 70)
     cache = CompactKVCache(2, config, ROTARY)
     for i in range(2):
@@ -317,7 +317,10 @@ def test_state_dict_round_trip(tmp_path, fixed, sinks):
 
 @pytest.mark.parametrize("sinks", [0, 3])  # rounded up to 5
 def test_num_groups_fixes_the_group_size(sinks):
-    config, tensors = CCAConfig(num_groups=10, window_size=9, sink_size=sinks), qkv(2, 4, 2, 70)
+    config, tensors = (
+        CCAConfig.pooling(num_groups=10, window_size=9, sink_size=sinks),
+        qkv(2, 4, 2, 70),
+    )
     layer = CompactLayer(config, ROTARY)
     out = fed(layer, tensors, [50])
     torch.testing.assert_close(
@@ -334,7 +337,7 @@ def test_num_groups_fixes_the_group_size(sinks):
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_first_append_is_differentiable_later_ones_refuse(sinks):
     config, tensors = (
-        CCAConfig(4, 9, sink_size=sinks),
+        CCAConfig.pooling(4, 9, sink_size=sinks),
         [x.requires_grad_() for x in qkv(2, 4, 2, 40)],
     )
     layer = CompactLayer(config, ROTARY)
@@ -353,7 +356,7 @@ def test_first_append_is_differentiable_later_ones_refuse(sinks):
 
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_nan_in_fresh_memory_never_shows(sinks):
-    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(2, 4, 2, 60)
+    config, tensors = CCAConfig.pooling(4, 9, sink_size=sinks), qkv(2, 4, 2, 60)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
         for sizes in ([60], [1] * 60, [5, 1, 1, 53]):
@@ -475,7 +478,7 @@ def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length,
     own reference."""
     tensors, mask = qkv(3, 4, 2, 90), left_padding(3, 90)
     mask[1, :50] = 0  # 10 tokens when the window shrinks: fewer than the new ring holds
-    layer = CompactLayer(CCAConfig(g, s, sink_size=sinks), ROTARY, max_length=max_length)
+    layer = CompactLayer(CCAConfig.pooling(g, s, sink_size=sinks), ROTARY, max_length=max_length)
     first = fed(layer, [x[:, :, :60] for x in tensors], [45, 15], mask)
     before = layer.allocated_bytes
     layer.shrink_window(smaller)
@@ -486,13 +489,13 @@ def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length,
         rest.append(layer.attend(*(x[:, :, span] for x in tensors)))
         start += size
     for config, got, span in (
-        (CCAConfig(g, s, sink_size=sinks), first, slice(0, 60)),
-        (CCAConfig(g, smaller, sink_size=sinks), torch.cat(rest, 2), slice(60, 90)),
+        (CCAConfig.pooling(g, s, sink_size=sinks), first, slice(0, 60)),
+        (CCAConfig.pooling(g, smaller, sink_size=sinks), torch.cat(rest, 2), slice(60, 90)),
     ):
         expected = reference(config, *tensors, attention_mask=mask)[:, :, span]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
     assert (
-        layer.config == CCAConfig(g, smaller, sink_size=sinks)
+        layer.config == CCAConfig.pooling(g, smaller, sink_size=sinks)
         and layer.ring_size == smaller + g - 1
     )
     if max_length is not None:
@@ -561,7 +564,7 @@ def test_an_expected_length_is_used_once(fixed):
 
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_a_full_cache_of_fixed_length_refuses_steps(sinks):
-    config, tensors = CCAConfig(4, 9, sink_size=sinks), qkv(2, 4, 2, 60)
+    config, tensors = CCAConfig.pooling(4, 9, sink_size=sinks), qkv(2, 4, 2, 60)
     expected = reference(config, *tensors)
     layer = CompactLayer(config, ROTARY, max_length=24)
     fed(layer, tensors, [10, 1, 1])
@@ -645,7 +648,7 @@ def test_crop_is_refused_exactly_where_the_window_is_broken(rollback, fixed, sin
     """From every length, every crop: taken where the ring still has all that the next query sees
     uncompressed, and exact then; else refused."""
     g, s = 4, 9
-    config, tensors = CCAConfig(g, s, sink_size=sinks), qkv(1, 2, 1, 60)
+    config, tensors = CCAConfig.pooling(g, s, sink_size=sinks), qkv(1, 2, 1, 60)
     mask = torch.ones(1, 60, dtype=torch.long)
     mask[:, :pad] = 0
     expected = reference(config, *tensors, attention_mask=mask)
@@ -800,7 +803,7 @@ def test_a_full_cache_of_full_attention_takes_no_more(fixed):
 
 
 def test_a_differentiated_first_append_has_every_setting_and_fills_the_cache():
-    config = CCAConfig(4, 9, core_bias=0.7, sink_size=4)
+    config = CCAConfig.pooling(4, 9, core_bias=0.7, sink_size=4)
     tensors, mask = qkv(3, 4, 2, 40), left_padding(3, 40)
     weights = torch.randn(3, 4, 30, D, dtype=torch.float64)
     options = {"scale": 0.31, "softcap": 5.0}
@@ -836,7 +839,7 @@ def test_no_gradient_is_asked_of_a_filled_cache_by_any_tensor(count):
 @pytest.mark.parametrize("max_length", [None, 60])
 def test_every_part_of_a_cache_has_the_scale(sizes, max_length):
     """Prompts too short for a core token, chunks, steps and pooling."""
-    tensors, config = qkv(2, 4, 2, 60), CCAConfig(4, 9, sink_size=2)
+    tensors, config = qkv(2, 4, 2, 60), CCAConfig.pooling(4, 9, sink_size=2)
     expected = reference(config, *tensors, scale=0.7)
     layer = CompactLayer(config, ROTARY, max_length=max_length)
     out = fed(layer, tensors, sizes, scale=0.7)
@@ -1045,7 +1048,7 @@ def test_heads_of_several_group_sizes_are_one_layer():
 @pytest.mark.parametrize("index", ["pairs:2", "mean"])
 @pytest.mark.parametrize("emptied", ["crop", "padding"])
 def test_a_cache_without_a_token_can_be_saved(index, emptied):
-    config = CCAConfig(4, 9, fetch_groups=3, fetch_index=index)
+    config = CCAConfig(4, 9, fetch_groups=3, fetch_index=index, store="device")
     layers = [CompactLayer(config, ROTARY) for _ in range(2)]
     tensors = qkv(2, 4, 2, 40)
     mask = torch.ones(2, 40)

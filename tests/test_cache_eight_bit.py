@@ -129,7 +129,7 @@ def test_bytes_tell_the_truth(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sinks", [0, 8])
 def test_crop_shrink_select_and_state(kind, sinks):
-    config, tensors = CCAConfig(4, 9, cache_dtype=kind, sink_size=sinks), qkv(2, 4, 2, 70)
+    config, tensors = CCAConfig.pooling(4, 9, cache_dtype=kind, sink_size=sinks), qkv(2, 4, 2, 70)
     expected = truth(config, *tensors)
     cache = CompactKVCache(1, config, ROTARY)
     layer = cache.layers[0]

@@ -225,7 +225,7 @@ def test_refusals():
     with pytest.raises(NotImplementedError, match="store='none', got 2. Use store='device'"):
         CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2, store="none"), ROTARY)
     with pytest.raises(ValueError, match="store must be one of 'none', 'device', 'host', got 'ho'"):
-        CCAConfig(store="ho")
+        CCAConfig.pooling(store="ho")
     with pytest.raises(ValueError, match="fetch_slots must be 0 or at least fetch_groups 8, got 7"):
         CCAConfig(store="host", fetch_groups=8, fetch_slots=7)
     layer = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)

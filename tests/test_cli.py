@@ -23,6 +23,7 @@ from tiny_model import save_tiny_model
 from corecontext import cli, generation, perplexity
 from corecontext.cli import entry, main
 from corecontext.cli.entry import application, run
+from corecontext.config import CCAConfig
 from corecontext.files import UserError, atomic_path, install_command, write_text
 from corecontext.loading import load, load_config
 from corecontext.record import read_records
@@ -93,7 +94,7 @@ def test_help_loads_nothing_heavy():
 
 def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
     unsized = ["generate", "--model", model, "--max-new-tokens", "12"]
-    common = [*unsized, "--window-size", "64", "--group-size", "8"]
+    common = [*unsized, "--preset", "pooling", "--window-size", "64", "--group-size", "8"]
     assert main([*common, "--prompt-file", "good.txt"]) == 0
     shown, err = capfd.readouterr()
     assert err == "" and len(shown) > 1
@@ -121,7 +122,7 @@ def test_generate_streams_and_writes_the_same(model, here, capfd, monkeypatch):
 def test_generate_makes_the_text_of_the_library_s_generate(model, monkeypatch, temperature):
     from corecontext.loading import encode, load
 
-    loaded = load(model, group_size=8, window_size=64, device="cpu")
+    loaded = load(model, preset="pooling", group_size=8, window_size=64, device="cpu")
     ids = encode(loaded, TEXT)
     made = {}
     for name, chunk_size, penalty in (
@@ -188,7 +189,7 @@ def test_generate_shows_how_much_of_the_prompt_is_read(model, here, capfd, monke
 
 def test_generate_takes_a_prompt_and_samples_among_the_likeliest(model, here, capfd):
     unsized = ["generate", "--model", model, "--max-new-tokens", "12"]
-    common = [*unsized, "--window-size", "64"]
+    common = [*unsized, "--preset", "pooling", "--window-size", "64"]
     sampled = ("--prompt", TEXT, "--temperature", "1.5")
     shown = []
     for options in (
@@ -270,6 +271,8 @@ def test_perplexity_of_both_methods(model, here, capfd):
         "--model",
         model,
         "--compare",
+        "--preset",
+        "pooling",
         "--window-size",
         "32",
         "--group-size",
@@ -368,7 +371,9 @@ def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_fac
         and "sinks" not in load(str(folder)).sizes()
     )
     assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
-    assert load(model).config.window_size == 1024
+    preset = load(str(folder), preset="small", sinks=3).config
+    assert preset == CCAConfig.preset("small", sink_size=3)
+    assert load(model).config == CCAConfig()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
@@ -427,6 +432,8 @@ def test_info_needs_no_weights(model, here, capfd):
                 "500",
                 "--length",
                 "1000",
+                "--preset",
+                "pooling",
                 "--group-size",
                 "10",
                 "--window-size",
@@ -447,6 +454,8 @@ def test_info_needs_no_weights(model, here, capfd):
                 "m",
                 "--length",
                 "1000",
+                "--preset",
+                "pooling",
                 "--group-size",
                 "10",
                 "--window-size",

@@ -139,7 +139,7 @@ def test_generate(monkeypatch, calls, here, capsys):
 
 
 def test_perplexity(monkeypatch, calls, here, capsys):
-    config = CCAConfig(3, 50, sink_size=0)
+    config = CCAConfig.pooling(3, 50, sink_size=0)
     monkeypatch.setattr("corecontext.loading.load", calls.keep("load", loaded(config)))
     measured = calls.keep("measure", "measured")
     monkeypatch.setattr(perplexity, "measure", measured)
@@ -213,10 +213,18 @@ def test_convert(monkeypatch, calls, capsys):
     assert main(line) == 0
     assert calls[1][1][1] is True
     assert calls[2][1] == ("m", "new", CCAConfig(3, 5, sink_size=2, core_mass=False))
+    assert main("convert m new --preset small --sinks 2") == 0
+    assert calls[-1][1] == ("m", "new", CCAConfig.preset("small", sink_size=2))
     assert main("convert m new --method full") == 0
     assert calls[-1][1] == ("m", "new", None)
-    assert capsys.readouterr().out == "wrote new\n" * 2
-    for option in ("--group-size 2", "--window-size 2", "--sinks 2", "--no-core-mass"):
+    assert capsys.readouterr().out == "wrote new\n" * 3
+    for option in (
+        "--preset small",
+        "--group-size 2",
+        "--window-size 2",
+        "--sinks 2",
+        "--no-core-mass",
+    ):
         assert main(f"convert m new --method full {option}") == 2
     assert main("convert m new --method window") == 2
     assert "method must be cca or full, got 'window'." in capsys.readouterr().err
@@ -288,6 +296,8 @@ def test_layers(monkeypatch, calls, here, capsys):
     choice = SimpleNamespace(search=SimpleNamespace(trials="trials"), config="config")
     varied = loaded(CCAConfig.paper(layer_group_sizes=(1, 2), window_size=77))
     monkeypatch.setattr("corecontext.loading.load", calls.keep("load", varied))
+    checkpoint = SimpleNamespace(cca={"group_size": 2})
+    monkeypatch.setattr("corecontext.loading.load_config", lambda name: checkpoint)
     monkeypatch.setattr(findings, "find_layers", calls.keep("find", choice))
     monkeypatch.setattr(findings, "print_layers", calls.keep("print"))
     monkeypatch.setattr(findings, "layer_records", calls.keep("records", [record]))
@@ -310,6 +320,11 @@ def test_layers(monkeypatch, calls, here, capsys):
         calls.clear()
         assert main(f"layers text.txt --model m{option}") == 0
         assert calls[1][1] == (varied, "a text", 8192, 4, None, *flags)
+    for saved, given in (({"group_size": 2}, {}), (None, {"preset": "pooling"})):
+        calls.clear()
+        checkpoint.cca = saved
+        assert main("layers text.txt --model m") == 0
+        assert given.items() <= calls[0][2].items() and len(calls[0][2]) == 3 + len(given)
     assert main("layers text.txt --model m --raw") == 2
     assert "window-size must be given with --raw" in capsys.readouterr().err
     for wrong in ("--rows 0", "--length 1"):

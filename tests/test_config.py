@@ -17,6 +17,7 @@ from corecontext.config import (
     INDICES,
     PAPER_RULE,
     PREFILLS,
+    PRESETS,
     REMOVED,
     STORES,
     CCAConfig,
@@ -28,14 +29,32 @@ from corecontext.train.train_config import TrainConfig
 
 
 def test_defaults_are_those_that_a_pretrained_model_needs():
-    assert CCAConfig().sink_size == CCAConfig().group_size == 16
-    assert CCAConfig().core_mass
-    assert CCAConfig().replace(sink_size=0, core_mass=False) == CCAConfig.paper()
+    config = CCAConfig()
+    assert (config.group_size, config.window_size, config.sink_size) == (32, 160, 16)
+    assert (config.fetch_groups, config.fetch_index, config.store) == (64, "bits:2", "host")
+    assert config.core_mass
+    assert CCAConfig.pooling().replace(sink_size=0, core_mass=False) == CCAConfig.paper()
+
+
+def test_each_preset_states_the_same_fields_and_has_one_line():
+    assert CCAConfig.preset("default") == CCAConfig()
+    assert CCAConfig.preset("device") == CCAConfig(store="device")
+    assert CCAConfig.preset("small", window_size=9) == CCAConfig(
+        window_size=9, fetch_index="pairs:2"
+    )
+    assert CCAConfig.preset("pooling") == CCAConfig.pooling()
+    assert CCAConfig.preset("paper", group_size=3) == CCAConfig.paper(3)
+    for preset in PRESETS.values():
+        assert preset.settings.keys() == PAPER_RULE.keys()
+        assert preset.purpose.endswith(".") and "\n" not in preset.purpose
+    message = "preset must be one of 'default', .* got 'smal'. Did you mean 'small'?"
+    with pytest.raises(ValueError, match=message):
+        CCAConfig.preset("smal")
 
 
 def test_the_papers_rule_has_a_name():
     config = CCAConfig.paper()
-    assert (config.sink_size, config.core_mass) == (0, False)
+    assert (config.sink_size, config.core_mass, config.fetch_groups) == (0, False, 0)
     assert (config.group_size, config.window_size, config.core_position) == (
         16,
         1024,
@@ -62,18 +81,18 @@ def test_dict_round_trip_through_json():
 
 @pytest.mark.parametrize("key", PAPER_RULE)
 def test_settings_saved_before_a_field_existed_are_the_papers(key):
-    """A checkpoint was trained without sinks if its config.json does not know them."""
-    saved = CCAConfig.paper(4, 9, core_bias=1.5).to_dict()
+    """A checkpoint was trained without sinks and fetch if its config.json does not know them."""
+    saved = CCAConfig.paper(core_bias=1.5).to_dict()
     assert saved.pop(key) == PAPER_RULE[key]
     checkpoint = SimpleNamespace(cca=saved)
     for read in (CCAConfig.from_dict(saved), CCAConfig.saved_in(checkpoint)):
-        assert read == CCAConfig.paper(4, 9, core_bias=1.5)
-        assert read.replace(window_size=5) == CCAConfig.paper(4, 5, core_bias=1.5)
+        assert read == CCAConfig.paper(core_bias=1.5)
+        assert read.replace(num_groups=5) == CCAConfig.paper(core_bias=1.5, num_groups=5)
     assert CCAConfig.from_dict({}) == CCAConfig.paper()
 
 
 def test_settings_that_were_saved_are_kept():
-    for config in (CCAConfig(4, 9), CCAConfig.paper(4, 9), CCAConfig(4, 9, core_mass=False)):
+    for config in (CCAConfig(4, 9), CCAConfig.paper(4, 9), CCAConfig.pooling(4, core_mass=False)):
         checkpoint = SimpleNamespace(cca=json.loads(json.dumps(config.to_dict())))
         assert CCAConfig.saved_in(checkpoint) == config
 
@@ -102,7 +121,7 @@ def test_frozen_and_replaced():
     config = CCAConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.group_size = 2
-    assert config.replace(group_size=2) == CCAConfig(group_size=2) and config.group_size == 16
+    assert config.replace(group_size=2) == CCAConfig(group_size=2) and config.group_size == 32
 
 
 @pytest.mark.parametrize(
@@ -152,7 +171,7 @@ def test_frozen_and_replaced():
             "core_bias must be finite, got inf. Use 0.0 for none.",
         ),
         (
-            {"prefill": "fetch"},
+            {"fetch_groups": 0, "prefill": "fetch"},
             ValueError,
             "prefill must not be 'fetch' with fetch_groups=0. Give fetch_groups, or "
             "prefill='auto'.",
@@ -198,8 +217,7 @@ def test_settings_that_are_no_mapping_are_refused(values):
 
 def test_fetch_has_its_defaults_and_bounds():
     config = CCAConfig()
-    assert (config.fetch_groups, config.fetch_index, config.fetch_share) == (0, "pairs:2", 1)
-    assert (config.store, config.fetch_slots, config.prefill) == ("device", 0, "auto")
+    assert (config.fetch_share, config.fetch_slots, config.prefill) == (1, 0, "auto")
     for store, groups, from_host in (("host", 1, True), ("host", 0, False), ("device", 1, False)):
         config = CCAConfig(store=store, fetch_groups=groups)
         assert config.fetches_from_host is from_host and not config.fetches_by_slots
@@ -250,7 +268,7 @@ def test_bounds_are_the_last_that_are_taken():
         assert getattr(CCAConfig(**{name: 2**31 - 1}), name) == 2**31 - 1
         with pytest.raises(ValueError, match=f"^{name} must be at most 2147483647, got 2147483648"):
             CCAConfig(**{name: 2**31})
-    assert CCAConfig(1, 1, 1, sink_size=0) == CCAConfig.paper(1, 1, num_groups=1, core_mass=True)
+    assert CCAConfig(1, 1, 1) == CCAConfig(num_groups=1).replace(group_size=1, window_size=1)
     assert CCAConfig(core_bias=-3.4e38).core_bias == -3.4e38
     with pytest.raises(ValueError, match="core_bias must be finite, got -3.5e\\+38"):
         CCAConfig(core_bias=-3.5e38)  # of float32, which kernels compute in

@@ -92,7 +92,7 @@ def test_a_method_is_measured_on_whole_prompts(model, monkeypatch):
         return str(length)
 
     monkeypatch.setattr(measure_method, "_answer", answer)
-    loaded = load(model, group_size=4, window_size=16, device="cpu", warn=False)
+    loaded = load(model, preset="pooling", group_size=4, window_size=16, device="cpu", warn=False)
     random = torch.Generator().manual_seed(0)
     texts = [torch.randint(1, 256, (1, length), generator=random) for length in (110, 120)]
     question = Question(FACT, 0.5, 3, 4, [65, 66, 67])

@@ -253,7 +253,17 @@ PERPLEXITY = ("--task", "perplexity", "--length", "64", "--limit", "1", "--devic
 
 def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    argv = ["compare", "--model", model, "--data", str(data), "--window-size", "16"]
+    argv = [
+        "compare",
+        "--model",
+        model,
+        "--data",
+        str(data),
+        "--preset",
+        "pooling",
+        "--window-size",
+        "16",
+    ]
     argv += ["--limit", "1", "--max-new-tokens", "2", "--length", "400", "--documents", "3"]
     argv += ["--positions", "1", "--device", "cpu", "--results", "r.jsonl", "--json", "s.jsonl"]
     argv += ["--plot", "p.png", "--force"]
@@ -329,7 +339,8 @@ def test_nothing_counts_twice(model, data):
 def test_eval_with_a_constant_number_of_groups(model, data, capfd):
     argv = ["eval", "--model", model, "--data", f"perplexity={data}", *PERPLEXITY]
     argv += ["--window-size", "16", "--num-groups", "8"]
-    assert main(argv) == 0
+    for preset in ([], ["--preset", "pooling"]):
+        assert main([*argv, *preset]) == 0
     assert "m=8" in capfd.readouterr().out
     assert main([*argv, "--method", "window"]) == 2
     assert "num-groups must be given with core tokens" in capfd.readouterr().err
@@ -511,12 +522,16 @@ def test_progress_says_the_time_left(monkeypatch, capsys):
     assert capsys.readouterr().err == "work: 25 %, about 0:00:09 left\n"
 
 
+POOLING = {"preset": "pooling", "group_size": 4}
+
+
 @pytest.mark.parametrize(
     "method, sizes, full, beyond",
     [
-        ("cca", {"group_size": 4, "window_size": 20}, 39, 40),
-        ("cca", {"group_size": 4, "window_size": 20, "sinks": 0}, 23, 24),
-        ("cca", {"group_size": 4, "window_size": 20, "sinks": 5}, 31, 32),
+        ("cca", {**POOLING, "window_size": 20}, 39, 40),
+        ("cca", {**POOLING, "window_size": 20, "sinks": 0}, 23, 24),
+        ("cca", {**POOLING, "window_size": 20, "sinks": 5}, 31, 32),
+        ("cca", {"group_size": 4, "window_size": 20, "fetch_groups": 2}, 47, 48),
         ("window", {"window_size": 20}, 20, 21),
         ("streaming_llm", {"window_size": 20, "sinks": 5}, 25, 26),
         ("lm_infinite", {"window_size": 20, "sinks": 5}, 21, 22),
@@ -544,7 +559,7 @@ def test_idle_is_said_wherever_numbers_are_shown(model, data, tmp_path, capfd):
     of_model = ["--model", model, "--device", "cpu"]
     assert main(["perplexity", text, *of_model, "--compare"]) == 0
     shown = capfd.readouterr().out
-    assert shown.count("was idle: at most 13 tokens, within its window (s = 1024)") == 3
+    assert shown.count("was idle: at most 13 tokens, within its window (s = 160)") == 3
     assert "positions from" not in shown and "not adapted" not in shown
     assert main(["inspect", text, *of_model, "--output", page]) == 0
     assert "CCA was idle" in capfd.readouterr().err and "CCA was idle" in Path(page).read_text()

@@ -23,7 +23,9 @@ from corecontext.serve.rows import RowShape
 from corecontext.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(4, 9, sink_size=4, core_mass=True, fetch_groups=3, fetch_index="mean")
+CONFIG = CCAConfig.preset(
+    "device", group_size=4, window_size=9, sink_size=4, fetch_groups=3, fetch_index="mean"
+)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_from_the_command_line(tmp_path, monkeypatch):
     model = save_tiny_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("The words of a text, repeated. " * 10)
     common = ["perplexity", "text.txt", "--model", model, "--device", "cpu", "--json", "r.jsonl"]
-    argv = [*common, "--group-size", "4", "--window-size", "16"]
+    argv = [*common, "--preset", "pooling", "--group-size", "4", "--window-size", "16"]
     assert main(argv) == 0
     for count in ("4", "500"):
         assert main([*argv, "--fetch-groups", count, "--fetch-index", "mean"]) == 0

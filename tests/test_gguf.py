@@ -125,7 +125,12 @@ def test_a_file_is_a_model_with_its_tokenizer(packed, tmp_path, capfd):
     text = tmp_path / "text.txt"
     text.write_text("the cat and the dog went to the sea " * 6)
     assert main(["perplexity", str(text), "--model", packed]) == 0
-    assert main(["convert", packed, str(tmp_path / "new"), "--window-size", "9"]) == 0
+    assert (
+        main(
+            ["convert", packed, str(tmp_path / "new"), "--preset", "pooling", "--window-size", "9"]
+        )
+        == 0
+    )
     loaded = load(str(tmp_path / "new"), device="cpu")
     assert loaded.config.window_size == 9
     tokenizer = loaded.tokenizer

@@ -267,7 +267,7 @@ def test_heads_are_found_by_the_answers_to_needles(tmp_path, capsys):
     """The loss counts the number's tokens alone, at the end of prompts with the answer."""
     tiny = save_tiny_model(tmp_path / "tiny")
     text = Path(TEXT).read_text(encoding="utf-8")[:2000]
-    loaded = load(tiny, group_size=4, window_size=32, sinks=4, device="cpu")
+    loaded = load(tiny, preset="pooling", group_size=4, window_size=32, sinks=4, device="cpu")
     rows, starts = needle_rows(loaded, text, 400, 2)
     numbers = []
     for row, start in zip(rows, starts):
@@ -295,7 +295,9 @@ def test_heads_are_found_by_the_answers_to_needles(tmp_path, capsys):
 
 
 def test_rows_longer_than_the_models_positions_name_the_option(tmp_path):
-    loaded = load(save_tiny_model(tmp_path / "tiny"), window_size=32, device="cpu")
+    loaded = load(
+        save_tiny_model(tmp_path / "tiny"), preset="pooling", window_size=32, device="cpu"
+    )
     limit = loaded.max_length
     with pytest.raises(UserError, match=f"got {limit + 1}. Use --length {limit}, or less"):
         find_layers(loaded, "text", limit + 1, 2, None)
@@ -304,11 +306,13 @@ def test_rows_longer_than_the_models_positions_name_the_option(tmp_path):
 def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, capsys):
     tiny, out = save_tiny_model(tmp_path / "tiny"), tmp_path / "model"
     text = Path(TEXT).read_text(encoding="utf-8")[:400]
-    loaded = load(tiny, group_size=4, window_size=32, device="cpu")
+    loaded = load(tiny, preset="pooling", group_size=4, window_size=32, device="cpu")
     found = find_layers(loaded, text, 128, 2, None, heads=True, raw=True)
-    assert handle_of(loaded.model).config == loaded.config == CCAConfig(4, 32)
+    assert handle_of(loaded.model).config == loaded.config == CCAConfig.pooling(4, 32)
     (unit,) = found.search.chosen
-    assert found.config == at_equal_cache(Shape(2, 2), [unit], CCAConfig(4, 32), 128, raw=True)
+    assert found.config == at_equal_cache(
+        Shape(2, 2), [unit], CCAConfig.pooling(4, 32), 128, raw=True
+    )
     assert (
         found.config.layer_group_sizes[unit.layer][unit.head] == 1
         and 16 < found.config.window_size < 32
@@ -370,7 +374,7 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
 
 def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     model = tiny_model()
-    corecontext.enable(model, CCAConfig(4, 48, sink_size=4))
+    corecontext.enable(model, CCAConfig.pooling(4, 48, sink_size=4))
     rows, count, most = [tokens(1, 128), tokens(1, 120, seed=1)], 0, 5
     configs = []
 
@@ -393,7 +397,7 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch, capsy
     findings = search.find_units(model, rows, 128, 1, **options)
     assert count == 3 + 2 + 2 and not file.exists()  # no pass was repeated
     assert all(config.sink_size == 4 for config in configs)
-    assert handle_of(model).config == CCAConfig(4, 48, sink_size=4)
+    assert handle_of(model).config == CCAConfig.pooling(4, 48, sink_size=4)
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("4 trials, each a pass over 2 rows of up to 128 tokens: about 0:")
     assert "5 passes are known from a search that was interrupted." in said[1]
@@ -424,13 +428,13 @@ def test_the_cache_of_a_search_has_its_first_tokens():
         return CompactLayer(sizes).size(4096)
 
     for sinks in (0, 100):
-        config = CCAConfig(16, 64, sink_size=sinks)
+        config = CCAConfig.pooling(16, 64, sink_size=sinks)
         sizes = at_equal_cache(Shape(4, 2), [Unit(1)], config, 4096).layer_group_sizes
         most = 1.05 * 4 * entries(config, 16)
         assert 3 * entries(config, 64) + entries(config, sizes[1]) <= most
         assert 3 * entries(config, 64) + entries(config, sizes[1] - 1) > most
     # Groups of 64 keep 64 first tokens for 48, so that groups of 16 do not get smaller.
-    config = CCAConfig(16, 16, sink_size=48)
+    config = CCAConfig.pooling(16, 16, sink_size=48)
     assert at_equal_cache(Shape(4, 2), [Unit(1)], config.replace(sink_size=0), 1024)
     with pytest.raises(ValueError, match="groups smaller than 16 fit the same cache"):
         at_equal_cache(Shape(4, 2), [Unit(1)], config, 1024)

@@ -229,7 +229,7 @@ def test_documents_too_short_for_a_search_are_refused():
 
 
 def test_a_run_with_random_weights_or_known_sizes_does_not_search():
-    run = TrainConfig(group_size=16, window_size=1024, context_length=8192)
+    run = TrainConfig.preset("pooling", context_length=8192)
     assert choose.with_heads(run, None, None, None, None) is run
     hf_config = tiny_model("llama", num_hidden_layers=8, num_key_value_heads=4).config
     scratch = run.replace(strategy="scratch", raw_heads=3)
@@ -249,8 +249,8 @@ def test_the_search_of_a_run_is_on_the_checkpoint_as_it_is(tmp_path, monkeypatch
     path = tmp_path / "model/config.json"
     cca = CCAConfig.paper(4, 32).to_dict()
     path.write_text(json.dumps({**json.loads(path.read_text()), "cca": cca}))
-    run = TrainConfig(model=name, group_size=4, window_size=8, context_length=99, raw_heads=2)
-    run = run.replace(rope_theta=5e5)
+    run = TrainConfig.preset("pooling", model=name, group_size=4, window_size=8)
+    run = run.replace(context_length=99, raw_heads=2, rope_theta=5e5)
     asked = []
 
     def find_units(model, rows, *arguments, **options):

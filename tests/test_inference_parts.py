@@ -122,9 +122,11 @@ def test_a_table_lowers_the_groups_fetched_before_it_touches_g_and_s():
 
 
 def test_sizes_are_cut_to_the_text_and_a_table_gives_its_rows():
-    large = CCAConfig(50, 60, sink_size=70)
-    assert cut_to(large, 55) == CCAConfig(50, 55, sink_size=55)
-    assert cut_to(large, 40) == CCAConfig(40, 40, sink_size=40) and cut_to(large, 99) == large
+    large = CCAConfig.pooling(50, 60, sink_size=70)
+    assert cut_to(large, 55) == CCAConfig.pooling(50, 55, sink_size=55)
+    assert (
+        cut_to(large, 40) == CCAConfig.pooling(40, 40, sink_size=40) and cut_to(large, 99) == large
+    )
     varied = CCAConfig.paper(50, 60, layer_group_sizes=(90, 3))
     assert cut_to(varied, 20) == varied.replace(window_size=20)
     assert table_rows(3, 10) == ((0.5, 3, 10), (0.8, 6, 5), (1.0, 12, 2))

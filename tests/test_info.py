@@ -116,7 +116,7 @@ def test_what_is_fetched_costs_operations_and_bytes():
     assert title.endswith(
         "g = 4, s = 10, the first 8 tokens raw, 3 groups fetched by mean, raw tokens on the host"
     )
-    masses = info.info_table(COST, CCAConfig(4, 10), [1000], "llama").title
+    masses = info.info_table(COST, CCAConfig.pooling(4, 10), [1000], "llama").title
     assert masses.endswith("g = 4, s = 10, the first 16 tokens raw, with masses")
     varied = CCAConfig.paper(window_size=10, head_group_sizes=(4, 6), sink_size=5)
     assert "the first 6 tokens raw" in info.info_table(COST, varied, [1000], "llama").title
@@ -169,7 +169,7 @@ def test_vllms_cache_with_heads_that_keep_every_token():
     cost = replace(COST, num_layers=4, kv_heads=2, head_dim=8, itemsize=4)
     page = 2 * 16 * 2 * 8 * 4
     for sizes, layers, groups in (((8, (1, 8), (8, 1), 8), 2, 2), ((8, 8, 1, 8), 1, 3)):
-        config = CCAConfig(16, 64, sink_size=0, core_mass=False, layer_group_sizes=sizes)
+        config = CCAConfig.pooling(16, 64, sink_size=0, core_mass=False, layer_group_sizes=sizes)
         per_page = 32 if layers == 2 else 16  # tokens of a page of raw heads
         raw = 4096 // per_page
         compact = groups * (6 + 4096 // (8 * 16))  # window pages and core pages
@@ -200,7 +200,7 @@ def test_memory_that_holds_no_cache_of_vllm(options, message, tmp_path, capfd, m
 
 def test_the_table_of_vllms_cache(monkeypatch):
     hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"], tie_word_embeddings=True)
-    config = CCAConfig(16, 64, core_mass=False)
+    config = CCAConfig.pooling(16, 64, core_mass=False)
     table = capacity.capacity_table(hf_config, COST, config, [2048, 16384], 0.1)
     free = int(0.92 * 0.1 * 2**30) - COST.weight_bytes()
     columns = [list(column.cells) for column in table.columns]

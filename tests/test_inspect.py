@@ -114,7 +114,7 @@ def test_maps_are_the_weights_of_attention(model, settings):
 
 def test_maps_have_the_scale_and_the_softcap_of_the_model():
     model = tiny_model("gemma2", query_pre_attn_scalar=9)
-    config = CCAConfig(4, 9, sink_size=0)
+    config = CCAConfig.pooling(4, 9, sink_size=0)
     handle = enable(model, config)
     ids = torch.randint(2, 96, (1, 47), generator=torch.Generator().manual_seed(1))
     [layer] = attention_maps(Loaded(model, None, config), ids, [46], layers=[0])
@@ -132,7 +132,7 @@ def test_maps_have_the_scale_and_the_softcap_of_the_model():
 
 
 def test_a_page_names_the_layers_and_queries_that_are_asked(model, capsys):
-    loaded = load(model, group_size=4, window_size=8)
+    loaded = load(model, preset="pooling", group_size=4, window_size=8)
     page = inspect_text(loaded, f"some/{model}", TEXT, 30, 4, positions=[9, 5, 9], layers=[1])
     data = data_of(page)
     assert data["queries"] == [5, 9] and data["title"] == f"Core tokens of {Path(model).name}"
@@ -181,6 +181,8 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
         model,
         "--output",
         str(out),
+        "--preset",
+        "pooling",
         "--group-size",
         "4",
         "--window-size",
@@ -195,7 +197,7 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
     assert main(arguments) == 0 and "wrote" in capsys.readouterr().out
     page = out.read_text(encoding="utf-8")
     data = data_of(page)
-    loaded = load(model, group_size=4, window_size=16, sinks=7)
+    loaded = load(model, preset="pooling", group_size=4, window_size=16, sinks=7)
     ids = loaded.tokenizer(TEXT)["input_ids"][:80]
     assert "".join(data["tokens"]) == loaded.tokenizer.decode(ids) and len(data["tokens"]) == 80
     assert data["queries"] == [15, 31, 47, 63, 79]
@@ -213,7 +215,7 @@ def test_the_page_holds_the_maps(model, tmp_path, capsys):
 
 
 def test_mistakes_are_said(model, monkeypatch):
-    loaded = load(model, group_size=4, window_size=8)
+    loaded = load(model, preset="pooling", group_size=4, window_size=8)
     for options, message in (
         ({"positions": [40]}, "position from 0 to 29, got 40"),
         ({"layers": [2]}, "one of the 2 with full attention"),
@@ -224,7 +226,7 @@ def test_mistakes_are_said(model, monkeypatch):
         inspect_text(load(model, method="full"), model, TEXT, 30, 4)
     assert handle_of(loaded.model).observer is None
     monkeypatch.setattr("corecontext.eval.inspect.page.MOST_BYTES", 1000)
-    loaded = load(model, group_size=4, window_size=8)
+    loaded = load(model, preset="pooling", group_size=4, window_size=8)
     with pytest.raises(UserError, match="Take fewer --layer"):
         inspect_text(loaded, model, TEXT, 30, 4)
 

@@ -24,7 +24,7 @@ rivals_tasks = importlib.import_module("reproduction.rivals_tasks")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONTEXT = "the quick brown fox jumps over the lazy dog and the cat".replace(" ", "") * 2
-CONFIG = CCAConfig(4, 9, sink_size=4, core_mass=False)
+CONFIG = CCAConfig.pooling(4, 9, sink_size=4, core_mass=False)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def near(x, y, atol=1e-9):
     "press",
     [
         CCAPress(CONFIG, compression_ratio=0),
-        CCAPress(CCAConfig(1, 9, core_mass=False)),
-        CCAPress(CCAConfig(4, 500, core_mass=False)),
+        CCAPress(CCAConfig.pooling(1, 9, core_mass=False)),
+        CCAPress(CCAConfig.pooling(4, 500, core_mass=False)),
     ],
     ids=["ratio 0", "g = 1", "within the window"],
 )
@@ -170,7 +170,7 @@ def test_refusals(pipeline):
     with pytest.raises(NotImplementedError, match="core_mass must be False in a press, got True"):
         CCAPress(CCAConfig())
     with pytest.raises(NotImplementedError, match="cache_dtype must be 'auto' in a press"):
-        CCAPress(CCAConfig(cache_dtype="int8", core_mass=False))
+        CCAPress(CCAConfig.pooling(cache_dtype="int8", core_mass=False))
     for ratio in (-0.1, 1.0):
         with pytest.raises(ValueError, match="compression_ratio must be at least 0 and below 1"):
             CCAPress(compression_ratio=ratio).sizes(100)

@@ -220,17 +220,23 @@ def test_sizes_name_what_differs_from_the_default(model):
         "head_dim": 16,
         "layers": 2,
         "dtype": "float32",
-        "group_size": 16,
-        "window_size": 1024,
+        "group_size": 32,
+        "window_size": 160,
         "sinks": 16,
         "core_mass": True,
+        "fetch_groups": 64,
+        "fetch_index": "bits:2",
+        "store": "host",
     }
     loaded = load(model, cache_dtype="int8", sinks=3, device="cpu")
     assert loaded.sizes() == {**plain, "cache_dtype": "int8", "sinks": 3}
-    fetch = {"fetch_groups": 3, "fetch_index": "mean"}
-    host = {**fetch, "store": "host"}
-    for given in (fetch, host, {**host, "fetch_slots": 3}, {"prefill": "full"}):
+    host = {"fetch_groups": 3, "fetch_index": "mean"}
+    for given in (host, {**host, "fetch_slots": 3}, {"prefill": "full"}):
         assert Loaded(loaded.model, None, CCAConfig(**given)).sizes() == {**plain, **given}
+    pooled = load(model, preset="pooling", group_size=3, device="cpu", warn=False).sizes()
+    without = {"fetch_groups", "fetch_index", "store"}
+    kept = {name: value for name, value in plain.items() if name not in without}
+    assert pooled == {**kept, "group_size": 3, "window_size": 1024}
     del plain["core_mass"]
     loaded = load(model, core_mass=False, device="cpu")
     assert loaded.sizes() == plain
@@ -275,10 +281,11 @@ def test_settings_are_refused_before_the_model_is_looked_for(options, message):
 
 def test_a_model_is_accepted_and_warned_of_as_asked(model, variant, monkeypatch):
     with pytest.warns(UserWarning, match="not trained with CCA"):
-        assert not load(model, device="cpu").adapted
+        assert not load(model, device="cpu", preset="pooling").adapted
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not load(model, device="cpu", warn=False).adapted
+        assert not load(model, device="cpu", preset="pooling", warn=False).adapted
+        assert not load(model, device="cpu").adapted
         assert load(model, device="cpu", method="window").method == "window"
         adapted = variant(cca={"group_size": 4})
         assert load(adapted, device="cpu").adapted

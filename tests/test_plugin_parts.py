@@ -545,7 +545,7 @@ def test_a_press_says_what_it_needs(monkeypatch):
 def test_a_model_that_was_not_adapted_is_told_of_first_tokens_where_none_are_kept(sink_size, told):
     model = tiny_model()
     with pytest.warns(UserWarning, match="was not trained with CCA") as warned:
-        corecontext.enable(model, CCAConfig(4, 9, sink_size=sink_size))
+        corecontext.enable(model, CCAConfig.pooling(4, 9, sink_size=sink_size))
     assert ("Keep its first tokens, sink_size=16" in str(warned[0].message)) == told
 
 

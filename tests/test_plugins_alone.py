@@ -25,7 +25,7 @@ from corecontext.integrations.vllm.model_settings import (
 )
 from corecontext.ops.api import pool_core_tokens
 
-CONFIG = CCAConfig(4, 9, sink_size=3, core_mass=False)
+CONFIG = CCAConfig.pooling(4, 9, sink_size=3, core_mass=False)
 
 
 # kvpress
@@ -120,7 +120,7 @@ def test_a_press_refuses_what_a_plain_cache_cannot_hold(kvpress):
         {"fetch_groups": 2},
     ):
         with pytest.raises(NotImplementedError, match=f"^{next(iter(change))} must be .* in a pre"):
-            kvpress.CCAPress(CCAConfig(**{"core_mass": False, **change}))
+            kvpress.CCAPress(CCAConfig.pooling(**{"core_mass": False, **change}))
     with pytest.raises(NotImplementedError, match="Load its language model alone"):
         kvpress.CCAPress().post_init_from_model(
             SimpleNamespace(model=SimpleNamespace(language_model=None))
@@ -157,7 +157,7 @@ def harness_model(monkeypatch):
         def _create_model(self, pretrained, **options):
             self.made = (pretrained, options)
             self._model = tiny_model()
-            self._model.config.cca = CCAConfig(7, 11).to_dict()
+            self._model.config.cca = CCAConfig.pooling(7, 11).to_dict()
 
         def _model_call(self, inps, attn_mask=None, labels=None):
             return inps, attn_mask, labels
@@ -185,7 +185,7 @@ def test_a_model_of_the_harness_has_its_settings_by_argument_or_checkpoint(harne
     made = harness_model("m", window_size=9, backend="causal", dtype="float16")
     options = {"attn_implementation": "sdpa", "backend": "causal", "dtype": "float16"}
     assert made.made == ("m", options)
-    assert made._model.config.cca == CCAConfig(7, 9).to_dict()
+    assert made._model.config.cca == CCAConfig.pooling(7, 9).to_dict()
     inputs = torch.zeros(2, 3)
     assert made._model_call(inputs, "mask", "labels") == (inputs, "mask", "labels")
     with pytest.raises(UserError, match="model 'm' cannot be used: group_size must be at least 1"):
@@ -283,4 +283,4 @@ def test_a_layer_over_pages_has_the_settings_of_its_model():
             settings_of(config)
     plain = hf_config()
     del plain.cca
-    assert settings_of(plain) == CCAConfig()
+    assert settings_of(plain) == CCAConfig.pooling()

@@ -23,7 +23,7 @@ from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(4, 9, sink_size=4, core_mass=True, prefill="full")
+CONFIG = CCAConfig.pooling(4, 9, sink_size=4, core_mass=True, prefill="full")
 NEW = 14
 
 

@@ -79,6 +79,8 @@ def test_a_saved_checkpoint_on_the_command_line(folder, tmp_path, capsys):
                 str(prompt),
                 "--max-new-tokens",
                 "6",
+                "--preset",
+                "pooling",
                 "--group-size",
                 "4",
                 "--window-size",

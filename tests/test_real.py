@@ -161,7 +161,7 @@ def test_lists_have_their_values_in_the_text_and_in_the_answer(data, model, monk
 def test_first_choices_are_those_of_greedy_decoding(model, monkeypatch):
     """Under CCA, from its cache; those of full attention differ."""
     loaded = load(model, method="full", device="cpu")
-    attention = CCAConfig(4, 8, sink_size=4, core_mass=False)
+    attention = CCAConfig.pooling(4, 8, sink_size=4, core_mass=False)
     prompt = AutoTokenizer.from_pretrained(model)("A man went out to walk. " * 8)["input_ids"]
     with enabled(loaded.model, attention):
         answer = Engine(loaded.model).generate(torch.tensor([prompt]), max_new_tokens=8)[0]
@@ -184,7 +184,7 @@ def test_first_choices_are_those_of_greedy_decoding(model, monkeypatch):
 def test_hits_are_those_of_slots_on_the_device(model):
     """The same as counted by a cache with so many slots."""
     loaded = load(model, method="full", device="cpu")
-    config = CCAConfig(4, 8, sink_size=4, fetch_groups=3, store="host")
+    config = CCAConfig(4, 8, sink_size=4, fetch_groups=3, fetch_index="pairs:2")
     ids = torch.randint(256, (120,), generator=torch.Generator().manual_seed(0))
     rates = hit_rates(loaded, config, ids.tolist(), 20, (3, 6, 100))
     decoder = loaded.model.get_decoder()
@@ -207,7 +207,7 @@ def test_hits_are_those_of_slots_on_the_device(model):
 def test_kept_tokens_beside_core_tokens(model):
     """None is CCA with mass; all groups are full attention; heavy tokens are others."""
     loaded = load(model, method="full", device="cpu")
-    cca = CCAConfig(8, 16, sink_size=8)
+    cca = CCAConfig.pooling(8, 16, sink_size=8)
     losses = []
     for setting in (
         cca,
@@ -395,9 +395,9 @@ def test_methods_share_sizes_and_bytes():
     wide = METHODS["streaming_llm_wide"](sizes, heads)
     assert (wide.window_size, wide.sinks) == (1024, 16)
     paper = METHODS["cca_paper"](sizes, heads)
-    assert paper == CCAConfig(16, 512, sink_size=0, core_mass=False)
+    assert paper == CCAConfig.pooling(16, 512, sink_size=0, core_mass=False)
     cca = METHODS["cca"](Sizes(core_mass=True), heads)
-    assert cca == CCAConfig(16, 512, sink_size=16, core_mass=True)
+    assert cca == CCAConfig.pooling(16, 512, sink_size=16, core_mass=True)
     for method in WITH_HEADS[:2]:
         params = describe(METHODS[method](sizes, heads), heads)
         assert params["raw_heads"] == 3 and params["full_heads"] == str(heads)
@@ -575,7 +575,7 @@ def test_layers_learn_the_same_from_windows_at_once(data, model):
     for at_once in (1, 2):
         student, teacher = (load(model, method="full", device="cpu").model for _ in range(2))
         settings = {"rows": 2, "rows_at_once": at_once, "learning_rate": 1e-4, "layer_steps": 2}
-        with enabled(student, CCAConfig(4, 8, sink_size=4)):
+        with enabled(student, CCAConfig.pooling(4, 8, sink_size=4)):
             match_layers(student, teacher, windows, Adaptation(2, **settings))
         changes.append(student.state_dict()[name] - before)
     one, two = changes
@@ -662,9 +662,9 @@ def test_a_published_row_keeps_its_model(data, model, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 rows are missing")
 
 
-def test_the_plan_has_the_default_recipe():
+def test_the_plan_has_the_default_settings_but_for_k():
     bits = real_plan.BITS
-    recipe = load_recipe("fetch").cca()
+    recipe = load_recipe("fetch").cca().replace(fetch_groups=32)
     assert bits.fetch_equal_bytes(bits.fetch_group_size) == real_plan.RECIPE.fetch() == recipe
 
 

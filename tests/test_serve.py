@@ -53,6 +53,8 @@ def server(tmp_path_factory):
         tmp_path_factory.mktemp("serve") / "log",
         "--policy",
         "fixed",
+        "--preset",
+        "pooling",
         "--window-size",
         "256",
         "--chunk-size",

@@ -115,7 +115,7 @@ def events_of_start(monkeypatch, serving: Serving, ends=NO_ENDS) -> list[dict]:
     app = SimpleNamespace(state=mock.Mock())
     app.state.worker.alive = app.state.worker.failed = False
     app.state.service.scheduler.policy = TablePolicy(table_rows(16, 512))
-    app.state.service.scheduler.admission.config = CCAConfig(4, 8)
+    app.state.service.scheduler.admission.config = CCAConfig.pooling(4, 8)
     app.state.service.ends = ends
     monkeypatch.setattr(build, "make_app", lambda serving: app)
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: sockets[0].close())

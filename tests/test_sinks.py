@@ -282,7 +282,7 @@ def test_a_constant_number_of_groups_rounds_up_to_its_own_groups():
     x = make_inputs(50, dtype=torch.float64, device=torch.get_default_device())
     run = functools.partial(cca_attention, x.q, x.k, x.v, window_size=9, rotary=ROTARY)
     assert torch.equal(run(num_groups=10, sink_size=6), run(group_size=5, sink_size=10))
-    config = CCAConfig(window_size=9, sink_size=5, layer_group_sizes=(4, 3))
+    config = CCAConfig.pooling(window_size=9, sink_size=5, layer_group_sizes=(4, 3))
     assert [
         vis.num_sinks(config.of_layer(i).sink_size, config.of_layer(i).group_size) for i in (0, 1)
     ] == [8, 6]
@@ -307,7 +307,7 @@ def test_a_cache_of_first_tokens_can_always_be_cropped_back_to(fixed):
     """The first tokens never leave, so a prompt's beginning of at most n tokens needs no reading
     again."""
     config, x = (
-        CCAConfig(4, 5, sink_size=12),
+        CCAConfig.pooling(4, 5, sink_size=12),
         make_inputs(70, batch_size=2, dtype=torch.float64, device=torch.get_default_device()),
     )
     expected = cca_attention(
@@ -343,7 +343,7 @@ def test_a_cache_of_first_tokens_can_always_be_cropped_back_to(fixed):
 )
 def test_bad_sizes(value, error, message):
     with pytest.raises(error, match=message):
-        CCAConfig(sink_size=value)
+        CCAConfig.pooling(sink_size=value)
     x = make_inputs(5, device=torch.get_default_device())
     with pytest.raises(error, match=message):
         cca_attention(x.q, x.k, x.v, rotary=ROTARY, sink_size=value)

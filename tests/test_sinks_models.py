@@ -21,7 +21,7 @@ from corecontext.integrations.hf.enabling import handle_of
 from corecontext.loading import load
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONFIG = CCAConfig(4, 9, sink_size=6)  # 8 tokens
+CONFIG = CCAConfig.pooling(4, 9, sink_size=6)  # 8 tokens
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
     model = save_tiny_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("The first tokens of a text are where attention rests. " * 8)
     common = ["--model", model, "--device", "cpu"]
-    sizes = [*common, "--group-size", "8", "--window-size", "16"]
+    sizes = [*common, "--preset", "pooling", "--group-size", "8", "--window-size", "16"]
     assert (
         main(["perplexity", "text.txt", *sizes, "--compare", "--sinks", "12", "--json", "r.jsonl"])
         == 0
@@ -161,6 +161,8 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
                 "convert",
                 model,
                 "with",
+                "--preset",
+                "pooling",
                 "--group-size",
                 "8",
                 "--window-size",
@@ -171,7 +173,7 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
         )
         == 0
     )
-    assert load("with", device="cpu").config == CCAConfig(8, 16, sink_size=12)
+    assert load("with", device="cpu").config == CCAConfig.pooling(8, 16, sink_size=12)
     texts = []
     argv = ["generate", "--prompt-file", "text.txt", "--max-new-tokens", "6"]
     for options in ([*sizes, "--sinks", "500"], [*common, "--method", "full"], sizes):

@@ -54,7 +54,9 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     assert len(losses) == 24 and losses[-1] < 0.7 * losses[0]
     model = corecontext.from_pretrained(f"{out}/model")
-    assert handle_of(model).config == corecontext.CCAConfig(config.group_size, config.window_size)
+    assert handle_of(model).config == corecontext.CCAConfig.pooling(
+        config.group_size, config.window_size
+    )
     assert model.config.num_hidden_layers == 2 and model.config.use_cache
     card = Path(out, "model/README.md").read_text()
     assert (
@@ -72,6 +74,8 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
                 "convert",
                 str(tmp_path / "plain"),
                 str(tmp_path / "back"),
+                "--preset",
+                "pooling",
                 "--group-size",
                 "16",
                 "--window-size",

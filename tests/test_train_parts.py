@@ -384,9 +384,8 @@ def test_settings_are_checked_and_travel():
 
 def test_first_tokens_are_raw_but_under_the_papers_rule_and_in_old_runs(tmp_path):
     assert load_recipe("paper").cca() == CCAConfig.paper()
-    fetch = {"fetch_groups": 32, "fetch_index": "bits:2", "store": "host"}
-    assert load_recipe("fetch").cca() == CCAConfig(32, 160, **fetch)
-    assert load_recipe("raw").sink_size == TrainConfig().sink_size == CCAConfig().sink_size
+    assert load_recipe("fetch").cca() == CCAConfig()
+    assert load_recipe("raw").cca() == CCAConfig.pooling()
     saved = tmp_path / "train_config.json"
     old = {name: x for name, x in TrainConfig().to_dict().items() if name not in PAPER_RULE}
     saved.write_text(json.dumps(old))  # of a user: today's defaults

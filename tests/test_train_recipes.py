@@ -279,14 +279,12 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
             transformers.AutoConfig.from_pretrained(tmp_path / name / "model").cca
         )
 
-    assert run("best") == (32, 0, 0.5)
+    assert run("best") == (64, 0, 0.5)
     assert (
-        "by default: raw tokens of 32 groups for each query, the model as it was teaches, rate "
+        "by default: raw tokens of 64 groups for each query, the model as it was teaches, rate "
         "0.0001. " in capsys.readouterr().out
     )
-    assert saved_by("best") == corecontext.CCAConfig(
-        4, 32, fetch_groups=32, fetch_index="bits:2", store="host"
-    )
+    assert saved_by("best") == corecontext.CCAConfig(4, 32)
     # With masses, the model's one head reads random text no better raw.
     assert run("raw", "--no-core-mass") == (0, None, 0.5)
     assert "by default" not in capsys.readouterr().out
@@ -296,7 +294,7 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     assert run("paper") == (0, 0, 0.0) and "by default" not in capsys.readouterr().out
     assert saved_by("paper") == corecontext.CCAConfig.paper(4, 32)
     assert run("none", "--fetch-groups", "0", "--distil", "0") == (0, 0, 0.0)
-    assert saved_by("none") == corecontext.CCAConfig(4, 32)
+    assert saved_by("none") == corecontext.CCAConfig.pooling(4, 32)
     assert "by default: rate 0.0001. " in capsys.readouterr().out
     assert (
         run("window", "--method", "window") == (0, 0, 0.0)
@@ -311,28 +309,27 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
     shutil.copytree(one_head.model, short)
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
     assert run("long", "--model", str(short)) == (
-        32,
+        64,
         0,
         0.0,
     )  # it cannot teach what it was not built for
-    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (32, 0, 0.5)
+    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (64, 0, 0.5)
 
 
 def test_a_model_of_the_default_recipe_generates_what_it_predicts(sharp, tmp_path, caplog):
     """At the recipe's own g, s and k, its rows as short as they can be."""
-    (tmp_path / "long.txt").write_text("All good things come to those who wait. " * 40)
+    (tmp_path / "long.txt").write_text("All good things come to those who wait. " * 70)
     command = ["train", "--model", sharp.model, "--data", str(tmp_path / "long.txt")]
-    command += ["--steps", "1", "--accumulation", "1", "--context-length", "1300"]
+    command += ["--steps", "1", "--accumulation", "1", "--context-length", "2300"]
     command += ["--cache-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "run")]
     assert main(command) == 0 and "is full attention" not in caplog.text
     model = corecontext.from_pretrained(tmp_path / "run/model")
-    recipe = corecontext.CCAConfig(32, 160, fetch_groups=32, fetch_index="bits:2", store="host")
-    assert handle_of(model).config == recipe
-    ids = torch.randint(0, 256, (1, 1400), generator=torch.Generator().manual_seed(0))
+    assert handle_of(model).config == corecontext.CCAConfig()
+    ids = torch.randint(0, 256, (1, 2400), generator=torch.Generator().manual_seed(0))
     (answer,) = Engine(model, chunk_size=600).generate(ids, max_new_tokens=40)
     read = torch.cat([ids, torch.tensor([answer])], dim=1)
     with torch.no_grad():
-        predicted = model(read, use_cache=False).logits[0, 1399:-1].argmax(-1)
+        predicted = model(read, use_cache=False).logits[0, 2399:-1].argmax(-1)
     assert predicted.tolist() == answer
 
 

@@ -119,7 +119,7 @@ def test_fetch_is_a_part_of_the_attention_and_of_cca_alone():
 
 
 def test_the_card_names_all_of_the_attention():
-    plain = TrainConfig(group_size=4, window_size=9, sink_size=0, core_mass=False)
+    plain = TrainConfig.preset("paper", group_size=4, window_size=9)
     text = "Core Context Aware attention, g = 4, s = 9"
     assert card._attention(plain) == text
     assert card._attention(plain.replace(sink_size=4)) == f"{text}, the first 4 tokens raw"
@@ -256,7 +256,7 @@ def test_an_adapted_checkpoint_is_trained_by_the_memory_too(tmp_path, monkeypatc
     model = save_tiny_model(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     settings = json.loads(path.read_text())
-    path.write_text(json.dumps({**settings, "cca": CCAConfig(8, 64).to_dict()}))
+    path.write_text(json.dumps({**settings, "cca": CCAConfig.pooling(8, 64).to_dict()}))
     configs = []
     result = run.Result(Path("out"), 1, [(1, 3.0)], {}, {}, 0)
     monkeypatch.setattr(run, "train", lambda config: configs.append(config) or result)
@@ -280,7 +280,7 @@ def test_the_help_shows_the_default_recipes_values_and_lists(capsys, monkeypatch
         "a third more work. Default: True.",
         "Take as many of a step's rows at once as the GPU's memory holds",
         "Optimizer steps. Default: 120.",
-        "0 is CCA. Default: 32.",
+        "0 is CCA. Default: 64.",
         "Tokens per core token (g), at least 1. Default: 32.",
     ):
         assert text in shown, text
@@ -541,7 +541,7 @@ def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypa
     for shown in (
         "# mine\n",
         "trained by strategy `full` from `base`.",
-        "g = 16, s = 1024, the first 4 tokens raw",
+        "g = 32, s = 160, the first 4 tokens raw",
         "- 9 steps, 12345 tokens, rows of 4096 tokens",
         "- data: `a.txt`, `hub:me/one`",
         "- loss: 4.0000 at step 3, 2.0000 at step 9",

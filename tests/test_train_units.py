@@ -24,6 +24,7 @@ datasets = pytest.importorskip("datasets", reason="training reads its data with 
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from corecontext import baselines  # noqa: E402
+from corecontext.config import PRESETS  # noqa: E402
 from corecontext.data.packing import IGNORED, collate, run_order, shuffled, upsampled  # noqa: E402
 from corecontext.data.row_stream import StreamedRows  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
@@ -198,13 +199,8 @@ def test_a_tokenizer_has_no_more_entries_than_the_model(tiny):
         make_tokenizer(config, SimpleNamespace(vocab_size=255))
 
 
-FETCH = {
-    "fetch_groups": 32,
-    "fetch_index": "bits:2",
-    "store": "host",
-    "group_size": 32,
-    "window_size": 160,
-}
+FETCH = PRESETS["default"].settings
+POOLING = PRESETS["pooling"].settings
 
 
 @pytest.mark.parametrize(
@@ -213,15 +209,15 @@ FETCH = {
         ({}, (), {*FETCH, "distil"}),
         ({}, ("distil",), {*FETCH}),
         ({"fetch_groups": 3}, ("fetch_groups",), {*FETCH, "distil"} - {"fetch_groups"}),
-        ({"fetch_groups": 0}, ("fetch_groups",), {"distil"}),
+        ({"fetch_groups": 0}, ("fetch_groups",), {*FETCH, "distil"} - {"fetch_groups"}),
         ({"group_size": 8}, ("group_size",), {*FETCH, "distil"} - {"group_size"}),
         ({"window_size": 64}, ("window_size",), {*FETCH, "distil"} - {"window_size"}),
-        ({"context_parallel": 2}, (), {"raw_heads"}),
-        ({"strategy": "scratch"}, (), {"raw_heads"}),
+        ({"context_parallel": 2}, (), {*FETCH, "raw_heads"}),
+        ({"strategy": "scratch"}, (), {*FETCH, "raw_heads"}),
         ({"context_length": 8192}, ("context_length",), {*FETCH, "distil"}),
         ({"context_length": 8193}, ("context_length",), {*FETCH}),
         ({"layer_group_sizes": (4, 4)}, ("layer_group_sizes",), {*FETCH, "distil"}),
-        ({"method": "full"}, (), set()),
+        ({"method": "full"}, (), {"window_size", "fetch_groups"}),
         ({"model": ""}, (), set()),
     ],
 )
@@ -229,7 +225,8 @@ def test_the_best_settings_are_those_that_a_run_can_have(tiny, changes, given, n
     config = TrainConfig(**{"model": tiny, **changes})
     best = best_settings(config, given)
     chosen = {name: value for name, value in best.items() if name not in SCHEDULE}
-    recipe = {"raw_heads": None, "distil": 0.5, **FETCH}
+    is_pooling = bool({"raw_heads", "method"} & {*names, *changes}) or not config.fetch_groups
+    recipe = {"raw_heads": None, "distil": 0.5, **(POOLING if is_pooling else FETCH)}
     assert chosen == {name: recipe[name] for name in names}
     config.replace(**best)
 

@@ -165,31 +165,31 @@ def halves() -> Rotary:
 @pytest.mark.parametrize("sinks, window", [(0, 6), (4, 5), (7, 1)])
 def test_a_ragged_batch_of_chunks_and_decoding_tokens(sinks, window):
     """A prompt, chunks that begin within a group, decoding tokens, tokens with drafts."""
-    config = CCAConfig(group_size=4, window_size=window, sink_size=sinks)
+    config = CCAConfig.pooling(group_size=4, window_size=window, sink_size=sinks)
     check(config, halves(), [{0: 15, 1: 5}, {1: 6, 0: 1}, {0: 3, 1: 1, 2: 9}])
 
 
 def test_programs_share_the_entries_of_a_block(monkeypatch):
     monkeypatch.setattr(paged_attend, "decode_splits", lambda *sizes: 3)
     monkeypatch.setattr(paged_attend, "paged_tiles", lambda *sizes: Tiles(16, 16, 4, 1))
-    config = CCAConfig(group_size=3, window_size=12, sink_size=3)
+    config = CCAConfig.pooling(group_size=3, window_size=12, sink_size=3)
     check(config, halves(), [{0: 46}, {0: 2, 1: 1}])
 
 
 def test_masses_bias_and_softcap():
-    config = CCAConfig(group_size=3, window_size=4, sink_size=3, core_mass=True)
+    config = CCAConfig.pooling(group_size=3, window_size=4, sink_size=3, core_mass=True)
     check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, bias=0.5, softcap=2.0)
 
 
 def test_half_precision_without_rotation():
-    config = CCAConfig(group_size=4, window_size=5, sink_size=4, core_position="token")
+    config = CCAConfig.pooling(group_size=4, window_size=5, sink_size=4, core_position="token")
     check(config, None, [{0: 18}, {0: 1}], torch.float16)
 
 
 def test_a_long_past_has_tiles_without_a_mask(monkeypatch):
     tiles = Tiles(32, 16, 4, 1)
     monkeypatch.setattr(paged_attend, "paged_tiles", lambda *sizes: tiles)
-    config = CCAConfig(group_size=2, window_size=16, sink_size=2)
+    config = CCAConfig.pooling(group_size=2, window_size=16, sink_size=2)
     check(config, halves(), [{0: 70}, {0: 3}], page_size=8)
 
 
@@ -200,7 +200,7 @@ def test_a_group_is_pooled_in_blocks_of_tokens(monkeypatch, blocks, pairs, inter
     tiles = PoolTiles(blocks == 1, 1, 16 if blocks == 1 else 4, DIM, 1)
     monkeypatch.setattr(paged_pool, "pool_tiles", lambda *sizes, **options: tiles)
     rotary = Rotary(halves().inv_freq[:pairs], interleaved=interleaved)
-    config = CCAConfig(group_size=10, window_size=1, sink_size=0, core_mass=True)
+    config = CCAConfig.pooling(group_size=10, window_size=1, sink_size=0, core_mass=True)
     check(config, rotary, [{0: 15, 1: 12}, {0: 8}])
 
 
@@ -217,7 +217,7 @@ def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass, l
     """Beside decoding tokens and short chunks, at lengths before and behind the first core token
     and the first tokens."""
     monkeypatch.setattr(paged_chunk, "LONG_CHUNK", long)
-    config = CCAConfig(group_size=4, window_size=window, sink_size=sinks, core_mass=mass)
+    config = CCAConfig.pooling(group_size=4, window_size=window, sink_size=sinks, core_mass=mass)
     steps = [{0: 5, 1: 1}, {1: 1, 2: 15, 3: 9, 0: 4}, {0: 2, 2: 1, 1: 3, 3: 5}, {0: 6, 2: 1, 1: 5}]
     check(config, halves(), steps, kv_heads=2, bias=0.5 * mass)
 
@@ -320,7 +320,7 @@ def test_whole_prompts_are_parts_up_to_a_length(monkeypatch):
 
 def test_padding_of_a_captured_batch_changes_nothing():
     """Sequences without tokens and tokens of no sequence, as the padding of a CUDA graph."""
-    config = CCAConfig(group_size=2, window_size=3, sink_size=0)
+    config = CCAConfig.pooling(group_size=2, window_size=3, sink_size=0)
     [qkv] = sequences_of([9], torch.float32)
     spec = Spec.of(config, halves(), DIM**-0.5)
     cache = Cache(PageLayout.of(config, 4), [9], torch.float32, config.core_mass)
@@ -355,7 +355,7 @@ def test_no_batch_needs_a_kernel_that_was_not_compiled(monkeypatch, heads, dtype
 
     for module in (paged_attend, merge_parts):
         monkeypatch.setattr(module, "launch", launch)
-    config = CCAConfig(group_size=16, window_size=1024, sink_size=16, core_mass=True)
+    config = CCAConfig.pooling(group_size=16, window_size=1024, sink_size=16, core_mass=True)
     spec = Spec.of(config, halves(), 1.0)
     page = torch.zeros(1, 16, 8, 128, dtype=dtype)
     raw = Pages(page, page, torch.zeros(1, 256, dtype=torch.int32))
@@ -386,7 +386,7 @@ def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
 
     monkeypatch.setattr(paged_gather, "launch", launch)
     monkeypatch.setattr(paged_chunk.backend, "attend_list", attend_list)
-    config = CCAConfig(group_size=16, window_size=1024, sink_size=16, core_mass=mass)
+    config = CCAConfig.pooling(group_size=16, window_size=1024, sink_size=16, core_mass=mass)
     spec = Spec.of(config, halves(), 1.0)
     longest, most_new = 32768, 8192
     q = torch.empty(most_new, 16, 128, device="meta")
@@ -409,7 +409,7 @@ def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
 
 
 def test_compiling_for_any_batch_touches_no_page():
-    config = CCAConfig(group_size=2, window_size=3, sink_size=0)
+    config = CCAConfig.pooling(group_size=2, window_size=3, sink_size=0)
     cache = Cache(PageLayout.of(config, 4), [9], torch.float32, True)
     before = [x.clone() for x in (cache.raw.k, cache.raw.v, cache.cores.mass)]
     q = torch.full((1, SHARE, DIM), torch.nan)
@@ -425,7 +425,7 @@ def test_shapes_of_a_real_model(monkeypatch, dtype):
     where programs share the entries of a block."""
     monkeypatch.setitem(globals(), "DIM", 128)
     monkeypatch.setitem(globals(), "SHARE", 4)
-    config = CCAConfig(group_size=16, window_size=256, sink_size=16, core_mass=True)
+    config = CCAConfig.pooling(group_size=16, window_size=256, sink_size=16, core_mass=True)
     rotary = Rotary.from_theta(1e4, 128)
     steps = [
         {0: 2048, 1: 5},

@@ -49,7 +49,7 @@ from corecontext.ops.triton.pool import launcher as pool
 
 pytestmark = pytest.mark.usefixtures("default_device")
 DIM, KV_HEADS, HEADS, LAYERS, PAGE = 16, 2, 4, 2, 4
-TINY = CCAConfig(group_size=3, window_size=4, sink_size=3, core_mass=False)
+TINY = CCAConfig.pooling(group_size=3, window_size=4, sink_size=3, core_mass=False)
 
 
 def hf_config(**cca) -> LlamaConfig:

@@ -175,7 +175,7 @@ def test_every_position_is_checked_against_the_rule_alone():
 
 
 def test_layout_of_settings():
-    layout = PageLayout.of(CCAConfig(group_size=6, window_size=10, sink_size=7), 8)
+    layout = PageLayout.of(CCAConfig.pooling(group_size=6, window_size=10, sink_size=7), 8)
     assert (layout.sinks, layout.sink_pages, layout.core_page_tokens) == (12, 2, 48)
     assert layout.window_tokens == 15
 

@@ -12,7 +12,7 @@ from corecontext.integrations.vllm.raw_heads import RawHeads, grouped_caches
 
 
 def raw_heads(sizes, kv_heads: int, ranks: int = 1) -> RawHeads:
-    config = CCAConfig(4, 9, layer_group_sizes=sizes)
+    config = CCAConfig.pooling(4, 9, layer_group_sizes=sizes)
     return RawHeads.of([config.of_layer(i) for i in range(len(sizes))], kv_heads, ranks)
 
 
@@ -25,7 +25,7 @@ def test_heads_of_each_rank():
     plan = raw_heads(sizes, 4, 4)
     assert [plan.pools(layer) for layer in range(3)] == [True, True, False]
     assert plan.most([0, 1]) == 1 and plan.most([1, 2]) == 2
-    by_head = CCAConfig(4, 9, head_group_sizes=(4, 1))
+    by_head = CCAConfig.pooling(4, 9, head_group_sizes=(4, 1))
     assert RawHeads.of([by_head] * 2, 2).heads == (((1,),), ((1,),))
 
 

@@ -27,7 +27,8 @@ def make_setting(folder: Path) -> TrainConfig:
     text = (ROOT / "LICENSE").read_text()
     for i in range(3):
         (folder / f"text{i}.txt").write_text(text[1500 * i : 1500 * (i + 1)])
-    return TrainConfig(
+    return TrainConfig.preset(
+        "paper",
         model=save_tiny_model(folder / "model"),
         data=tuple(map(str, sorted(folder.glob("*.txt")))),
         output=str(folder / "whole"),
@@ -35,8 +36,6 @@ def make_setting(folder: Path) -> TrainConfig:
         context_length=96,
         group_size=4,
         window_size=10,
-        sink_size=0,
-        core_mass=False,
         steps=STEPS,
         save_every=EVERY,
         learning_rate=3e-3,

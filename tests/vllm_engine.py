@@ -305,9 +305,9 @@ def run(name: str, options: dict) -> dict:
     real = options.pop("real", False)
     sizes = options.pop("layer_group_sizes", None)
     mass = options.pop("core_mass", False)
-    config = CCAConfig(**CCA, core_mass=mass, layer_group_sizes=sizes)
+    config = CCAConfig.pooling(**CCA, core_mass=mass, layer_group_sizes=sizes)
     if real:
-        config = CCAConfig(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)
+        config = CCAConfig.pooling(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)
     tied = options.pop("tied", False)
     family = options.pop("family", "llama")
     short = options.pop("short", False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corecontext.baselines.method import Call, Layer, Method
 from corecontext.baselines.sink_cache import SinkCacheLayer
-from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
+from corecontext.config import PAPER_RULE, check_int
 
 
 class SinkMethod(Method):
@@ -51,7 +51,7 @@ class WindowOnly(SinkMethod):
 
     name: ClassVar[str] = "window"
     sinks: int = 0
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +69,7 @@ class StreamingLLM(SinkMethod):
     name: ClassVar[str] = "streaming_llm"
     far_position: ClassVar[str] = "cache"
     sinks: int = 4
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class LMInfinite(SinkMethod):
     name: ClassVar[str] = "lm_infinite"
     far_position: ClassVar[str] = "ceiling"
     sinks: int = 16
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
 
     @property
     def full_length(self) -> int:

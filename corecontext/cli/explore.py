@@ -28,7 +28,7 @@ from corecontext.cli.options import (
     with_options,
     with_settings,
 )
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.files import UserError
 from corecontext.methods import CCA_SETTINGS
 
@@ -48,14 +48,16 @@ def demo(
             "2560."
         ),
     ] = None,
-    group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = DEFAULT_GROUP_SIZE,
+    group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = PAPER_RULE[
+        "group_size"
+    ],
     window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
     sinks: Annotated[
         int | None,
         typer.Option(
             "--sinks",
             help="First tokens kept raw under CCA. Default: 0 for the bundled model, else "
-            f"{DEFAULT_SINK_SIZE}.",
+            f"{CCAConfig.sink_size}.",
         ),
     ] = None,
     questions: Annotated[
@@ -236,7 +238,7 @@ def perplexity(
         run("window", "window", window_size=config.window_size)
         run("streaming_llm", "streaming_llm", window_size=config.window_size)
         if not config.sink_size:
-            run(f"cca sinks={DEFAULT_SINK_SIZE}", "cca", sinks=DEFAULT_SINK_SIZE)
+            run(f"cca sinks={CCAConfig.sink_size}", "cca", sinks=CCAConfig.sink_size)
     else:
         run(method, method)
     publish(json, lambda: print_table(results), lambda: to_records(results, model))

@@ -17,7 +17,7 @@ from rich.markup import escape
 from corecontext.baselines.rivals import NAMES
 from corecontext.config import CCAConfig, listed, setting_help
 from corecontext.files import UserError
-from corecontext.methods import field_of
+from corecontext.methods import PRESET, PRESET_HELP, field_of
 
 Command = Callable[..., None]
 SIZES = ("group_size", "window_size", "sinks", "core_mass")
@@ -78,6 +78,9 @@ Data = Annotated[
         help="Folder with the task's files (docs/evaluation.md), or TASK=PATH; may be repeated."
     ),
 ]
+
+
+Preset = Annotated[str | None, typer.Option(help=PRESET_HELP, rich_help_panel="Attention")]
 
 
 @dataclass(frozen=True)
@@ -146,13 +149,12 @@ def with_options(kind: type) -> Callable[[Command], Command]:
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
-    """Let a command take settings of CCA as options; it gets those that are given, by name, as
-    `settings`."""
+    """Let a command take a preset and settings of CCA as options; it gets those that are given, by
+    name, as `settings`."""
+    annotations = {PRESET: Preset, **{name: setting_option(name) for name in names}}
     parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=setting_option(name)
-        )
-        for name in names
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in annotations.items()
     ]
 
     def given(**values: Any) -> dict[str, Any]:

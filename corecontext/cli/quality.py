@@ -28,6 +28,7 @@ from corecontext.cli.options import (
     with_settings,
 )
 from corecontext.files import UserError
+from corecontext.methods import PRESET
 
 with_attention = with_settings(*SIZES, "fetch_groups", "fetch_index", "prefill")
 """Lets a command take the settings of an evaluation."""
@@ -210,13 +211,17 @@ def layers(
     check_least(1, rows=rows)
     check_least(2, length=length)
     check_appended(json)
+    from corecontext.loading import load, load_config
+
     text = read_text(file)
     if output is not None:
         from corecontext.train.conversion import check_copy
 
         check_copy(model, output)
+    # Sizes by layer are a matter of core tokens: a checkpoint that says nothing has no fetch here.
+    if getattr(load_config(model), "cca", None) is None:
+        settings = {PRESET: "pooling", **settings}
     from corecontext.heads.findings import find_layers, layer_records, print_layers
-    from corecontext.loading import load
     from corecontext.record import device_name
 
     loaded = load(model, **settings, **vars(options))

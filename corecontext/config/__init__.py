@@ -1,4 +1,4 @@
-"""Configure CCA attention: its settings, their rules, and settings that are gone."""
+"""Settings, their rules and help texts, presets, the table of fetch indices."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from corecontext.config.cca_config import (
     BACKENDS,
     CACHE_DTYPES,
     CORE_POSITIONS,
-    DEFAULT_GROUP_SIZE,
-    DEFAULT_SINK_SIZE,
-    DEFAULT_WINDOW_SIZE,
-    FETCH_RECIPE,
-    PAPER_RULE,
     PREFILLS,
     STORES,
     CCAConfig,
@@ -19,23 +14,22 @@ from corecontext.config.cca_config import (
 )
 from corecontext.config.field_checks import MOST, check_choice, check_int, did_you_mean, listed
 from corecontext.config.indices import INDICES, parse_index
+from corecontext.config.presets import PAPER_RULE, PRESETS, Preset
 from corecontext.config.removed import REMOVED, Removed, refuses_removed, without_removed
 
 __all__ = [
     "BACKENDS",
     "CACHE_DTYPES",
     "CORE_POSITIONS",
-    "DEFAULT_GROUP_SIZE",
-    "DEFAULT_SINK_SIZE",
-    "DEFAULT_WINDOW_SIZE",
-    "FETCH_RECIPE",
     "INDICES",
     "MOST",
     "PAPER_RULE",
     "PREFILLS",
+    "PRESETS",
     "REMOVED",
     "STORES",
     "CCAConfig",
+    "Preset",
     "Removed",
     "check_choice",
     "check_int",

@@ -22,29 +22,9 @@ from corecontext.config.field_checks import (
     optional,
 )
 from corecontext.config.indices import check_index
+from corecontext.config.presets import DEFAULTS, PAPER_RULE, PRESETS
 from corecontext.config.removed import check_not_removed, refuses_removed, without_removed
 
-DEFAULT_GROUP_SIZE = 16
-DEFAULT_WINDOW_SIZE = 1024
-DEFAULT_SINK_SIZE = 16
-"""One group of the default size. Pretrained models direct much of their attention at the first
-tokens, and lose most of what they know where these are pooled."""
-
-# Three sets of settings have a name: CCAConfig's defaults, for a pretrained model as it is; the
-# paper's rule; and what training adapts a model to.
-PAPER_RULE: dict[str, Any] = {"sink_size": 0, "core_mass": False}
-"""Values of the fields whose defaults are not the paper's: those of `cca_attention` and of
-`CCAConfig.paper`. A saved config without one of these fields was written when its default was this
-value."""
-FETCH_RECIPE: dict[str, Any] = {
-    "fetch_groups": 32,
-    "fetch_index": "bits:2",
-    "store": "host",
-    "group_size": 32,
-    "window_size": 160,
-}
-"""Settings to which `corecontext train` adapts a pretrained model. With the index, a row of 8,192
-tokens takes the bytes on the device of groups of 16 and a window of 512."""
 CORE_POSITIONS = ("middle", "token")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 STORES = ("none", "device", "host")
@@ -56,14 +36,17 @@ BACKENDS = ("auto", "reference", "packed", "triton")
 class CCAConfig:
     """Core Context Aware attention, as docs/math.md defines it.
 
-    The defaults keep the first tokens raw and add core tokens' masses to their scores, which
-    pretrained models need; `CCAConfig.paper()` is the paper's rule exactly. Commands, the server
-    and training offer fields as options; the first sentence under a field is its help.
+    The defaults are the preset `default`: fetch, with raw tokens in host memory, raw first tokens
+    and masses of core tokens, as pretrained models need. `CCAConfig.preset` makes other presets,
+    `CCAConfig.pooling` core tokens alone and `CCAConfig.paper` the paper's rule. A changed field
+    changes no other: `fetch_groups` counts groups, so `CCAConfig(group_size=16)` fetches half as
+    many raw tokens, 64 * 16. Commands, the server and training offer fields as options; the first
+    sentence under a field is its help.
     """
 
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = DEFAULTS["group_size"]
     """Tokens per core token (g), at least 1. With 1 the attention is full attention."""
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = DEFAULTS["window_size"]
     """Nearest tokens that every query sees uncompressed (s), at least 1."""
     num_groups: int | None = None
     """A constant number of groups (m): g = max(1, ceil((L - s) / m)) then follows each sequence's
@@ -77,7 +60,7 @@ class CCAConfig:
     layer_group_sizes: tuple[int | tuple[int, ...], ...] | None = None
     """g of each full-attention layer, in order, instead of group_size for all; or for each KV head
     of a layer, a tuple. A head whose g is 1 keeps every token."""
-    sink_size: int = DEFAULT_SINK_SIZE
+    sink_size: int = DEFAULTS["sink_size"]
     """First tokens of a sequence that every query sees uncompressed, rounded up to a multiple of g
     (each layer's own); their groups are not pooled. 0, the paper's rule, keeps none."""
     cache_dtype: str = "auto"
@@ -89,14 +72,14 @@ class CCAConfig:
     backend: str = "auto"
     """Implementation: "auto", "packed" (plain torch, linear memory), "triton" (GPU kernels) or
     "reference" (dense)."""
-    core_mass: bool = True
+    core_mass: bool = DEFAULTS["core_mass"]
     """Add to a core token's score the entropy of its pooling weights, so that it weighs at most as
     its group does. This is eq. 14 of docs/math.md."""
-    fetch_groups: int = 0
+    fetch_groups: int = DEFAULTS["fetch_groups"]
     """Groups whose raw tokens each query sees instead of their core tokens (k); 0 is CCA. They are
     the best by the index, chosen by KV head; each head's own g counts. With all groups that a query
     sees, this is full attention (docs/fetch.md)."""
-    fetch_index: str = "pairs:2"
+    fetch_index: str = DEFAULTS["fetch_index"]
     """Scores that choose the groups: of the "mean" key, "parts:P:B" (means of P parts of a group,
     in B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "bits:B" (all keys), or "oracle" (all
     keys as they are)."""
@@ -104,7 +87,7 @@ class CCAConfig:
     """Neighbouring queries that share one choice, aligned to absolute positions. Above 1 the choice
     looks up to fetch_share - 1 tokens ahead: for prompts only, never where perplexity is measured
     or a model is trained."""
-    store: str = "device"
+    store: str = DEFAULTS["store"]
     """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
     "device", in pinned "host" memory, or "none": then a cache refuses fetch. Without fetch none
     are kept."""
@@ -145,23 +128,40 @@ class CCAConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def paper(
+    def preset(cls, name: str, **changes: Any) -> CCAConfig:
+        """Make the config of a name in `PRESETS`; `changes` replace single fields."""
+        check_choice("preset", name, tuple(PRESETS))
+        return cls(**PRESETS[name].settings | changes)
+
+    @classmethod
+    def pooling(
         cls,
-        group_size: int = DEFAULT_GROUP_SIZE,
-        window_size: int = DEFAULT_WINDOW_SIZE,
+        group_size: int = PAPER_RULE["group_size"],
+        window_size: int = PAPER_RULE["window_size"],
         **changes: Any,
     ) -> CCAConfig:
-        """Make a config of the paper's rule, whatever the defaults are: no first tokens are kept
-        raw, and nothing is added to the scores of core tokens. `changes` replace other fields."""
-        return cls(group_size, window_size, **PAPER_RULE | changes)
+        """Make a config without fetch: core tokens stand for the far past. The first tokens are
+        raw and core tokens have masses; `changes` replace other fields."""
+        return cls.preset("pooling", group_size=group_size, window_size=window_size, **changes)
+
+    @classmethod
+    def paper(
+        cls,
+        group_size: int = PAPER_RULE["group_size"],
+        window_size: int = PAPER_RULE["window_size"],
+        **changes: Any,
+    ) -> CCAConfig:
+        """Make a config of the paper's rule: no first tokens are kept raw, nothing is added to the
+        scores of core tokens, and no raw tokens are fetched. `changes` replace other fields."""
+        return cls.preset("paper", group_size=group_size, window_size=window_size, **changes)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CCAConfig:
         """Make a config from the dict of `to_dict`, of this version or an earlier one; unknown keys
         are errors.
 
-        A dict without `sink_size` or `core_mass` was saved before these existed, and its model was
-        trained by the paper's rule: it means `PAPER_RULE`, not today's defaults.
+        A dict without a field was saved before the field existed: it means the value of
+        `PAPER_RULE`, not today's default.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"CCA settings must map names to values, got {values!r}.")

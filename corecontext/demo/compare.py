@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_SINK_SIZE, FETCH_RECIPE, CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.demo.prompts import Prompt, Question, fact_prompt, needle_prompts
 from corecontext.files import UserError, read_text
 from corecontext.integrations.hf.adapter import find_adapter
@@ -49,7 +49,7 @@ MOST_QUESTIONS = 300
 class DemoSettings:
     """Sizes of CCA, the model and the document."""
 
-    group_size: int = DEFAULT_GROUP_SIZE
+    group_size: int = PAPER_RULE["group_size"]
     window_size: int = 512
     num_questions: int | None = None
     """Facts planted for the bundled model, or prompts with a number each for another; None: FACTS
@@ -58,7 +58,7 @@ class DemoSettings:
     """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
     at most CPU_TOKENS for another model than the bundled one."""
     sinks: int | None = None
-    """First tokens kept raw under CCA; None: 0 for the bundled model, else DEFAULT_SINK_SIZE."""
+    """First tokens kept raw under CCA; None: 0 for the bundled model, else 16."""
     model: str | None = None
     """None: the bundled model, which answers facts in the form that it was trained on."""
     document: str | None = None
@@ -71,7 +71,7 @@ class DemoSettings:
         """The first tokens kept raw under CCA."""
         if self.sinks is not None:
             return self.sinks
-        return 0 if self.model is None else DEFAULT_SINK_SIZE
+        return 0 if self.model is None else CCAConfig.sink_size
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ def _methods(settings: DemoSettings) -> dict[str, dict[str, Any]]:
     common = {"dtype": settings.dtype, "device": settings.device}
     cca = {
         "method": "cca",
+        "preset": "pooling",
         "group_size": settings.group_size,
         "window_size": settings.window_size,
         "sinks": settings.sink_size,
@@ -137,10 +138,11 @@ def _methods(settings: DemoSettings) -> dict[str, dict[str, Any]]:
     }
     methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}, "cca": cca}
     if settings.model is not None:
-        methods["fetch"] = {**cca, **FETCH_RECIPE}
+        methods["fetch"] = {"method": "cca", "preset": "default", **common}
         adapter = find_adapter(settings.model)
         if adapter is not None:
-            methods["adapted"] = {**methods["fetch"], "adapter": adapter}
+            # The adapter was trained so.
+            methods["adapted"] = {**methods["fetch"], "fetch_groups": 32, "adapter": adapter}
     return methods
 
 
@@ -154,7 +156,7 @@ def plan(settings: DemoSettings) -> list[Prompt]:
     g = settings.group_size
     s = settings.window_size
     with one_line():
-        CCAConfig(g, s, sink_size=settings.sink_size)
+        CCAConfig.pooling(g, s, sink_size=settings.sink_size)
     is_bundled = settings.model is None
     count = settings.num_questions
     if count is None:

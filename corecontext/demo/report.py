@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from corecontext.config import FETCH_RECIPE
+from corecontext.config import CCAConfig
 from corecontext.demo.compare import TITLES, DemoResult
 from corecontext.record import Record, newest
 from corecontext.terminal import console
@@ -39,8 +39,8 @@ def print_report(result: DemoResult) -> None:
     if "fetch" in result.answers:
         note = (
             "Perplexity is that of the prompts' second halves. Fetch sees the raw tokens of each "
-            f"query's best {FETCH_RECIPE['fetch_groups']} groups of {FETCH_RECIPE['group_size']} "
-            f"and has a window of {FETCH_RECIPE['window_size']}. The model runs as it is; "
+            f"query's best {CCAConfig.fetch_groups} groups of {CCAConfig.group_size} "
+            f"and has a window of {CCAConfig.window_size}. The model runs as it is; "
             f"`corecontext train` adapts it, and '{TITLES['adapted']}' is with this package's "
             "adapter."
         )

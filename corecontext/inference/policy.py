@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, CCAConfig, check_int
+from corecontext.config import CCAConfig, check_int
 from corecontext.visibility import group_size_for
 
 
@@ -161,7 +161,9 @@ class TablePolicy:
     the last row.
     """
 
-    rows: tuple[Row, ...] = table_rows(DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE)
+    rows: tuple[Row, ...] = table_rows(
+        CCAConfig.group_size, CCAConfig.window_size, CCAConfig.fetch_groups
+    )
     """(pressure, group_size, window_size), or with fetch_groups, by rising pressure."""
     queue_limit: int = 32
     """Waiting requests that count as pressure 1."""

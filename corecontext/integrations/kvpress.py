@@ -64,7 +64,7 @@ class CCAPress(BasePress):
     window grows with the answer, and no further core tokens are made.
     """
 
-    config: CCAConfig = field(default_factory=lambda: CCAConfig(core_mass=False))
+    config: CCAConfig = field(default_factory=lambda: CCAConfig.pooling(core_mass=False))
     """g, s, first tokens and the core tokens' position. Masses and a bias of core tokens,
     sizes by layer or head and 8 bits have no place in a plain cache."""
     compression_ratio: float | None = None

@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corecontext.config import (
-    BACKENDS,
-    DEFAULT_GROUP_SIZE,
-    DEFAULT_WINDOW_SIZE,
-    PAPER_RULE,
-    CCAConfig,
-    check_choice,
-    refuses_removed,
-)
+from corecontext.config import BACKENDS, PAPER_RULE, CCAConfig, check_choice, refuses_removed
 from corecontext.ops import autograd, checks, packed
 from corecontext.ops.batch import check_positions, complete_groups, has_restarts
 from corecontext.ops.fetch.choice import Choice
@@ -92,8 +84,8 @@ def cca_attention(
     k: Tensor,
     v: Tensor,
     *,
-    group_size: int | Sequence[int] = DEFAULT_GROUP_SIZE,
-    window_size: int = DEFAULT_WINDOW_SIZE,
+    group_size: int | Sequence[int] = PAPER_RULE["group_size"],
+    window_size: int = PAPER_RULE["window_size"],
     num_groups: int | None = None,
     core_position: str = "middle",
     rotary: Rotary | None = None,
@@ -102,7 +94,7 @@ def cca_attention(
     core_bias: float | Tensor | None = None,
     core_mass: bool = PAPER_RULE["core_mass"],
     fetch_groups: int = 0,
-    fetch_index: str | Index = CCAConfig.fetch_index,
+    fetch_index: str | Index = PAPER_RULE["fetch_index"],
     fetch_share: int | None = None,
     choice: Choice | None = None,
     sink_size: int = PAPER_RULE["sink_size"],
@@ -192,7 +184,7 @@ def cca_attention(
             core_mass=core_mass,
             sink_size=sink_size,
             fetch_groups=fetch_groups,
-            fetch_index=CCAConfig.fetch_index if has_own_index else fetch_index,
+            fetch_index=PAPER_RULE["fetch_index"] if has_own_index else fetch_index,
             fetch_share=1 if fetch_share is None else fetch_share,
         )
     spec = Spec(
@@ -313,7 +305,7 @@ def pool_core_tokens(
     k: Tensor,
     v: Tensor,
     *,
-    group_size: int = DEFAULT_GROUP_SIZE,
+    group_size: int = PAPER_RULE["group_size"],
     core_position: str = "middle",
     rotary: Rotary | None = None,
     scale: float | None = None,
@@ -335,7 +327,7 @@ def pool_core_tokens(
     Raises:
         ValueError, TypeError, NotImplementedError: as in `cca_attention`.
     """
-    CCAConfig(group_size, 1, None, core_position)  # validates
+    CCAConfig.paper(group_size, 1, core_position=core_position)  # validates
     checks.check_types(q, k, v)
     checks.check_tensors(q, k, v)
     module = backend_module(backend, q)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from corecontext.config import CCAConfig
+from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.rotary import Rotary
@@ -44,7 +44,7 @@ class Spec:
     """Whether the entropy of its pooling weights is added to a core token's score."""
     fetch_groups: int = 0
     """Groups whose raw tokens each query sees instead of their core tokens (k)."""
-    fetch_index: str | Index = CCAConfig.fetch_index
+    fetch_index: str | Index = PAPER_RULE["fetch_index"]
     """The index that chooses them, by name as `CCAConfig.fetch_index`."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice."""

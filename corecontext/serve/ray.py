@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from corecontext.config import CCAConfig
 from corecontext.files import UserError, install_command
-from corecontext.methods import field_of
+from corecontext.methods import PRESET, field_of
 from corecontext.serve.build import make_app
 from corecontext.serve.settings import SERVED, Serving, read_key
 
@@ -97,7 +97,7 @@ def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
     del serving_types["host"], serving_types["port"], serving_types["settings"]
     scale_types = get_type_hints(Scale)
     fields = get_type_hints(CCAConfig)
-    setting_types = {name: fields[field_of(name)] for name in SERVED}
+    setting_types = {PRESET: str, **{name: fields[field_of(name)] for name in SERVED}}
     types = {**serving_types, **scale_types, **setting_types}
     values = {}
     for name, value in arguments.items():
@@ -113,5 +113,5 @@ def _settings(arguments: dict[str, Any]) -> tuple[Serving, Scale]:
     # As on the command line: who sets the variable believes that clients need the key.
     values.setdefault("api_key", read_key(None))
     scale = Scale(**{name: values.pop(name) for name in scale_types if name in values})
-    settings = {name: values.pop(name) for name in SERVED if name in values}
+    settings = {name: values.pop(name) for name in setting_types if name in values}
     return Serving(host="", **values, settings=settings), scale

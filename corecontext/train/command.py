@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from corecontext.config import REMOVED, CCAConfig, field_help, setting_help
+from corecontext.config import PRESETS, REMOVED, CCAConfig, check_choice, field_help, setting_help
 from corecontext.files import UserError
+from corecontext.methods import PRESET, PRESET_HELP
 from corecontext.train.train_config import (
     DEFAULT_RECIPE,
     RECIPES,
@@ -61,6 +62,9 @@ def train_command() -> Callable[..., None]:
                 given["raw_heads"] = None
             elif "raw_heads" in given:
                 given["raw_heads"] = _parsed("raw_heads", given["raw_heads"])
+            if PRESET in given:
+                check_choice(PRESET, given[PRESET], tuple(PRESETS))
+                given = PRESETS[given.pop(PRESET)].settings | given
             given = _fit_by_default(given, recipe) | given
             if recipe is None:
                 config = _default_config(given)
@@ -94,6 +98,9 @@ def train_command() -> Callable[..., None]:
         panel = _PANELS.get(setting.name, panel)
         text = texts.get(setting.name) or setting_help(setting.name)
         annotations[setting.name] = _annotation(setting, escape(text), panel)
+    annotations[PRESET] = Annotated[
+        str | None, typer.Option(help=PRESET_HELP, rich_help_panel="Attention")
+    ]
     # Options of earlier versions, which the settings refuse in one line.
     removed = Annotated[str | None, typer.Option(hidden=True)]
     for row in REMOVED:
@@ -121,15 +128,15 @@ def _fit_by_default(given: dict[str, Any], recipe: str | None) -> dict[str, bool
 def _check_used(given: dict[str, Any], method: str) -> None:
     """Raise a UserError for an option of CCA that another method would ignore.
 
-    TrainConfig cannot tell an option from its default, so it refuses only those whose default
-    means that they are off. Sizes g and s may be given for any method.
+    TrainConfig cannot tell an option from its default, so it refuses only those that are not.
+    Sizes g and s may be given for any method.
     """
     if method == "cca":
         return
     names = {setting.name for setting in fields(CCAConfig)}
     names -= {"fetch_groups", "layer_group_sizes", "group_size", "window_size"}
     for name, value in given.items():
-        if name in names:
+        if name in names or (name == "fetch_groups" and value):
             raise UserError(
                 f"{name} must be left out with method {method!r}, which would ignore it, got "
                 f"{value}."
@@ -170,7 +177,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
         return config
     best = best_settings(config, given)
     config = config.replace(**best)
-    if best and _is_first_rank():
+    if best and config.method == "cca" and _is_first_rank():
         titles = {
             "fetch_groups": f"raw tokens of {config.fetch_groups} groups for each query",
             "group_size": f"groups of {config.group_size} tokens",
@@ -181,7 +188,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
             "context_length": f"rows of {config.context_length} tokens",
             "learning_rate": f"rate {config.learning_rate:g}",
         }
-        used = ", ".join(titles[name] for name in titles if name in best)
+        used = ", ".join(titles[name] for name in titles if best.get(name, 0) != 0)
         print(f"by default: {used}. The paper's rule: corecontext train paper")
     return config
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from corecontext.config import FETCH_RECIPE, CCAConfig
+from corecontext.config import PRESETS, CCAConfig
 from corecontext.files import UserError, install_command
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import check_architecture, load_config, one_line
@@ -116,7 +116,7 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     """Return the settings of the recipe `fetch` that the run supports, for options that are not
     given.
 
-    A run without fetch has none of its sizes.
+    A run without fetch has the other settings of `CCAConfig.pooling`, a rival its window.
 
     From scratch and in context parallelism, where fetch sends all raw tokens to every process,
     these are `raw_heads` of the recipe `raw`, unless core tokens per query head or given sizes by
@@ -126,7 +126,11 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     """
     from corecontext.inference.limits import position_limit
 
-    if config.method != "cca" or not config.model:
+    pooling = PRESETS["pooling"].settings
+    if config.method != "cca":
+        best = {name: pooling[name] for name in ("window_size", "fetch_groups")}
+        return {name: value for name, value in best.items() if name not in given}
+    if not config.model:
         return {}
     best = dict(RECIPES[DEFAULT_RECIPE])
     if config.strategy == "scratch" or config.context_parallel > 1:
@@ -134,7 +138,7 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     if "layer_group_sizes" in given:
         best.pop("raw_heads", None)
     if "fetch_groups" in given and not config.fetch_groups:
-        best = {name: value for name, value in best.items() if name not in FETCH_RECIPE}
+        best |= pooling
     hf_config = load_config(config.model)
     limit = position_limit(hf_config)
     best["context_length"] = min(best["context_length"], limit or best["context_length"])

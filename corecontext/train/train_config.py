@@ -20,8 +20,8 @@ from typing import Any
 
 from corecontext.baselines.rivals import NAMES, check_moved
 from corecontext.config import (
-    FETCH_RECIPE,
     PAPER_RULE,
+    PRESETS,
     CCAConfig,
     check_choice,
     check_int,
@@ -45,8 +45,8 @@ SCHEDULE = {
 }
 """Length, rate and rows of an adaptation in minutes (docs/real-model.md)."""
 RECIPES: dict[str, dict[str, Any]] = {
-    "fetch": {**FETCH_RECIPE, "distil": 0.5, **SCHEDULE},
-    "raw": {"raw_heads": None, "distil": 0.5, **SCHEDULE},
+    "fetch": {**PRESETS["default"].settings, "distil": 0.5, **SCHEDULE},
+    "raw": {**PRESETS["pooling"].settings, "raw_heads": None, "distil": 0.5, **SCHEDULE},
     "paper": PAPER_RULE,
 }
 """The recipes of `corecontext train`: the best settings on a pretrained model (docs/real-model.md),
@@ -283,7 +283,8 @@ class TrainConfig:
         if self.method != "cca":
             reason = f"method {self.method!r}, which has no core tokens"
             self._check_off("raw_heads", reason)
-            self._check_off("fetch_groups", reason)
+            if self.fetch_groups != CCAConfig.fetch_groups:
+                self._check_off("fetch_groups", reason)
         if self.layer_group_sizes:
             reason = "layer_group_sizes, which say which heads keep every token"
             self._check_off("raw_heads", reason)
@@ -321,6 +322,13 @@ class TrainConfig:
         """Return the number of rows that so many processes together see in a step."""
         groups = max(1, processes // self.context_parallel)
         return self.accumulation * self.batch_size * groups
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> TrainConfig:
+        """Return the defaults with the attention of a preset of `CCAConfig`; `changes` replace
+        single fields."""
+        check_choice("preset", name, tuple(PRESETS))
+        return cls(**PRESETS[name].settings | changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for train_config.json."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from corecontext.baselines.method import Call, Layer
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.baselines.sink_methods import SinkMethod
-from corecontext.config import DEFAULT_WINDOW_SIZE, check_int
+from corecontext.config import PAPER_RULE, check_int
 from corecontext.integrations.hf.attention_interface import full_layers
 from corecontext.integrations.hf.cache_layers import layer_bytes
 from corecontext.model_sizes import ModelSizes
@@ -66,7 +66,7 @@ class DuoAttention(SinkMethod):
     full_heads: tuple[tuple[int, ...], ...]
     """For each full-attention layer the KV heads that see all tokens; () where none does."""
     sinks: int = 4
-    window_size: int = DEFAULT_WINDOW_SIZE
+    window_size: int = PAPER_RULE["window_size"]
 
     def __post_init__(self) -> None:
         super().__post_init__()

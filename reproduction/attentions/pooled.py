@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corecontext.baselines.blocks import masked_attention
 from corecontext.baselines.method import Call, Method
-from corecontext.config import DEFAULT_GROUP_SIZE, DEFAULT_WINDOW_SIZE, check_int
+from corecontext.config import PAPER_RULE, check_int
 from corecontext.ops.reference import visible
 from corecontext.ops.spec import Spec
 from corecontext.visibility import num_complete_groups
@@ -22,8 +22,8 @@ class Pooled(Method):
     measured, and the cost is CCA's."""
 
     needs_rotary = True
-    group_size: int = DEFAULT_GROUP_SIZE
-    window_size: int = DEFAULT_WINDOW_SIZE
+    group_size: int = PAPER_RULE["group_size"]
+    window_size: int = PAPER_RULE["window_size"]
 
     def __post_init__(self) -> None:
         check_int("group_size", self.group_size, 1)

@@ -3,7 +3,7 @@ over block tables do not have."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import warnings
 from typing import Any
 
 import torch
@@ -28,22 +28,22 @@ TAKEN = (
     *("group_size", "layer_group_sizes", "head_group_sizes", "window_size", "sink_size"),
     *("core_position", "core_bias", "core_mass"),
 )
-"""Settings that the kernels have. Others must be at their defaults."""
+"""Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
 UNUSED = ("fetch_index", "fetch_share", "store", "fetch_slots", "backend")
 """Settings without an effect here, where nothing is fetched, and there is one backend."""
 ALSO = {"prefill": ("cca",)}
-"""Values that are the same as the default here."""
+"""Values that are the same here."""
 
 
 def settings_of(hf_config: Any) -> CCAConfig:
     """Return the settings of the KV heads that have core tokens: `cca` in a model's config.json or
-    in --hf-overrides, else the defaults.
+    in --hf-overrides, else those of `CCAConfig.pooling`.
 
     Raises:
         ValueError: the architecture or a setting is not available in vLLM.
     """
     check_architecture(hf_config)
-    return pooled_settings(CCAConfig.saved_in(hf_config))
+    return pooled_settings(_config_of(hf_config))
 
 
 def raw_heads_of(hf_config: Any, ranks: int) -> RawHeads:
@@ -53,7 +53,7 @@ def raw_heads_of(hf_config: Any, ranks: int) -> RawHeads:
         ValueError: the sizes by layer or head do not fit the model.
     """
     sizes = ModelSizes.of(hf_config)
-    layers = layer_configs(CCAConfig.saved_in(hf_config), hf_config, sizes.layers)
+    layers = layer_configs(_config_of(hf_config), hf_config, sizes.layers)
     return RawHeads.of(layers, sizes.kv_heads, ranks)
 
 
@@ -67,6 +67,20 @@ def check_architecture(hf_config: Any) -> None:
         )
 
 
+def _config_of(hf_config: Any) -> CCAConfig:
+    """Return a model's settings; those of one that has none are without fetch, with a warning."""
+    if getattr(hf_config, "cca", None):
+        return CCAConfig.saved_in(hf_config)
+    config = CCAConfig.pooling()
+    warnings.warn(
+        "the model has no settings of core context, and there is no fetch in vLLM: core tokens "
+        f"alone stand for far text, g = {config.group_size} and s = {config.window_size}, which a "
+        "model understands worse that was not trained with them. `corecontext serve` has fetch.",
+        stacklevel=3,
+    )
+    return config
+
+
 def pooled_settings(config: CCAConfig) -> CCAConfig:
     """Return the settings of the KV heads that have core tokens, with one g: others may keep every
     token.
@@ -74,10 +88,9 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
     Raises:
         ValueError: a setting is not available in vLLM.
     """
-    for setting in fields(CCAConfig):
-        name = setting.name
+    for name, pooled in CCAConfig.pooling().to_dict().items():
         given = getattr(config, name)
-        values = (setting.default, *ALSO.get(name, ()))
+        values = (pooled, *ALSO.get(name, ()))
         if name not in (*TAKEN, *UNUSED) and given not in values:
             taken = " or ".join(map(repr, values))
             raise ValueError(f"cca.{name} must be {taken} in vLLM, got {given!r}. {WAY_OUT}")
