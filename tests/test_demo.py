@@ -124,8 +124,6 @@ def plan_with(tokenizer, settings):
 def test_a_users_model_shows_fetch(of_a_user, monkeypatch, capsys):
     """A base model, too: it has no chat template."""
     monkeypatch.setattr(compare, "_measure_apart", measure_here)
-    recipe = {**compare.FETCH_RECIPE, "group_size": 8, "window_size": 64}
-    monkeypatch.setattr(compare, "FETCH_RECIPE", recipe)
     result = run_demo(of_a_user)
     by_name = {
         name: {r.params["method"]: r.value for r in result.records if r.name == f"demo.{name}"}

@@ -166,13 +166,13 @@ def test_a_users_model_fetches_adapted_where_the_package_has_an_adapter(tmp_path
     methods = compare._methods(settings)
     assert list(methods) == ["full", "cca", "fetch"]
     assert methods["full"] == {"method": "full", **common}
-    cca = {"method": "cca", "group_size": 8, "window_size": 64, "sinks": 10, **common}
-    assert methods["cca"] == cca
-    sizes = {"group_size": 32, "window_size": 160, "fetch_groups": 32, "fetch_index": "bits:2"}
-    assert methods["fetch"] == {**methods["cca"], **sizes, "store": "host"}
+    cca = {"method": "cca", "preset": "pooling", "group_size": 8, "window_size": 64, "sinks": 10}
+    assert methods["cca"] == {**cca, **common}
+    assert methods["fetch"] == {"method": "cca", "preset": "default", **common}
     (tmp_path / "smollm2_fetch/adapter_config.json").write_text("{}")
     methods = compare._methods(settings)
-    assert methods["adapted"] == {**methods["fetch"], "adapter": "smollm2"}
+    # The settings that it was trained with.
+    assert methods["adapted"] == {**methods["fetch"], "fetch_groups": 32, "adapter": "smollm2"}
     assert hf_adapter.find_adapter("smollm2") == "smollm2"
     # Other sizes of the same family have no adapter.
     for name in ("cache/Other", "SmolLM2-360M-Instruct", "cache/smollm2-135m"):
