@@ -258,7 +258,7 @@ def test_fetch_without_a_cache_is_that_of_its_cache(model):
 def test_tokens_behind_a_prompt_choose_one_by_one(model):
     """Behind a prompt that chooses so, too, their losses are those of one pass."""
     loaded = load(model, method="full", device="cpu")
-    config = CCAConfig(4, 8, sink_size=4, fetch_groups=2, store="host")
+    config = CCAConfig(4, 8, sink_size=4, fetch_groups=2, fetch_index="pairs:2")
     texts = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(0))
     losses = {
         name: losses_behind(loaded.model, config.replace(**settings), 32, texts.tolist())
