@@ -381,11 +381,6 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
         f"{INFERENCE}::test_two_streams_with_other_settings_at_once",
     ),
     Fault(
-        "training: a stream resumes a row too late",
-        "state = self.train_dataset.state_dict(self.state.global_step * self._rows_per_step() + 1)",
-        f"{TRAIN_LAWS}::test_streamed_rows_resume_at_the_very_row",
-    ),
-    Fault(
         "training: an evaluation counts filler rows",
         "if True:",
         f"{TRAIN_LAWS}::test_every_evaluation_row_counts_once_on_any_number_of_processes",
@@ -1382,11 +1377,6 @@ limits = (
         "training: a document of just the bound is long",
         "is_long = lengths[documents] >= long_tokens",
         "tests/test_corpus.py::test_long_documents_have_more_tokens_than_the_bound",
-    ),
-    Fault(
-        "training: every pass over a block has one order",
-        "rng = np.random.default_rng((self.seed, self._block))",
-        "tests/test_stream.py::test_each_pass_over_one_file_has_an_order_of_its_own",
     ),
     Fault(
         "eval: a prompt of MMLU without room for its letter",

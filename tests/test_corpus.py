@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 datasets = pytest.importorskip("datasets", reason="training reads its data with datasets")
 
@@ -20,8 +19,9 @@ import pyarrow  # noqa: E402
 from tiny_model import save_tiny_model  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-from corecontext.data.corpus import read_corpus  # noqa: E402
-from corecontext.data.packing import IGNORED, PackedRows, collate, run_order, shuffled, upsampled  # noqa: E402
+from corecontext.data.corpus import read_beginning, read_corpus  # noqa: E402
+from corecontext.data.documents import Fields  # noqa: E402
+from corecontext.data.packing import run_order, upsampled  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
 
 ROWS = [{"text": f"document {i} " * (i + 1), "meta": {"kind": "ab"[i % 2]}} for i in range(7)]
@@ -210,30 +210,6 @@ def test_a_folder_is_read_as_the_hub_is(tmp_path, tokenizer):
         corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::nothing")
 
 
-def test_rows_hold_every_token_once_and_know_their_documents(tmp_path, tokenizer):
-    documents = corpus(tmp_path, tokenizer, write(tmp_path / "a.jsonl"))
-    order = shuffled(len(documents), 3)
-    rows = PackedRows(documents, 31, order)
-    stream = np.concatenate([documents[int(i)]["input_ids"] for i in order])
-    assert len(rows) == len(stream) // 31
-    for i in range(len(rows)):
-        row = rows[i]
-        assert row["input_ids"].tolist() == stream[31 * i : 31 * i + 31].tolist()
-        starts = row["position_ids"] == 0
-        assert bool(starts[0]) and torch.equal(row["labels"] == IGNORED, starts)
-        assert torch.equal(row["labels"][~starts], row["input_ids"][~starts])
-        assert torch.equal(starts[1:], row["position_ids"].diff() != 1)
-    assert "a.jsonl:" in rows.describe(0) and "tokens 0 to" in rows.describe(0)
-    batch = collate([rows[0], rows[2]])
-    assert batch["input_ids"].shape == (2, 31) and batch["row"] == [0, 2]
-    with pytest.raises(IndexError):
-        rows[len(rows)]
-    with pytest.raises(
-        UserError, match="at least one row of 999 tokens, got 308 tokens in 7 documents"
-    ):
-        PackedRows(documents, 999)
-
-
 def test_long_documents_come_more_often_within_their_source():
     lengths = np.array([100] * 60 + [1000] * 2 + [100] * 30 + [1000] * 9 + [50] * 10)
     sources = ["web"] * 62 + ["books"] * 39 + ["short"] * 10
@@ -263,3 +239,69 @@ def test_a_run_sees_every_row_once_a_pass_and_processes_share_blocks():
     assert run_order(10, 40, seed=4)[:25] == once  # a longer run begins like a shorter one
     shared = run_order(10, 25, seed=4, block=2, repeats=3)
     assert shared[:12] == [*once[:2] * 3, *once[2:4] * 3] and len(shared) == 75
+
+
+@pytest.fixture
+def named(tmp_path):
+    """A file of five documents, and a folder that `load_dataset` takes as it takes a name on the
+    hub: two parts of 30 documents, some without text."""
+    rows = [{"text": f"<{i:02d}>" + "abc" * (i % 5)} for i in range(60)]
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    datasets.Dataset.from_list([{"text": None}, *rows[:30]]).to_parquet(hub / "train-0.parquet")
+    datasets.Dataset.from_list([*rows[30:], {"text": " "}]).to_parquet(hub / "train-1.parquet")
+    file = write(tmp_path / "a.jsonl", [{"text": f"file {i}"} for i in range(5)])
+    return [file, f"hub:{hub}"], [row["text"] for row in rows]
+
+
+def beginning(tmp_path, tokenizer, names, tokens, **options):
+    options = {"shuffle": 10, "cache_dir": str(tmp_path / "cache"), **options}
+    return read_beginning(names, tokenizer, tokens, Fields(), **options)
+
+
+def test_a_beginning_has_as_many_tokens_as_asked_for(tmp_path, tokenizer, named, monkeypatch):
+    names, texts = named
+    read = beginning(tmp_path, tokenizer, names, 100)
+    assert 100 <= sum(read["length"]) < 100 + sum(read["length"][-16:])
+    got = [tokenizer.decode(ids) for ids in read["input_ids"]]
+    assert got[0:10:2] == [f"file {i}" for i in range(5)]  # from each in turn
+    from_hub = [text for text in got if text in texts]
+    assert len(set(from_hub)) == len(got) - 5 and from_hub != sorted(from_hub)
+    whole = beginning(tmp_path, tokenizer, names, 10**6)
+    assert len(whole) == 65 and set(texts) < {tokenizer.decode(ids) for ids in whole["input_ids"]}
+    other = beginning(tmp_path, tokenizer, names, 100, seed=1)
+    assert other["input_ids"][:] != read["input_ids"][:]
+    # The same call reads the tokens that it has kept.
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", None)
+        again = beginning(tmp_path, tokenizer, names, 100)
+    assert again["input_ids"][:] == read["input_ids"][:]
+
+
+def test_a_beginning_that_cannot_be_read(tmp_path, tokenizer, named):
+    file = write(tmp_path / "b.jsonl", [{"text": "0123456789"}, {"text": 7}])
+    gone = named[0][1].replace("hub:", "hub:no/")
+    for names, message in (
+        ([file], "b.jsonl', line 2: field 'text' must be text, got int"),
+        ([write(tmp_path / "c.jsonl", [{"text": " "}])], "data must hold text, got none"),
+        ([], "data must name at least one"),
+        (["hub:"], r"must name a hub dataset as hub:NAME"),
+        ([gone], "dataset .* cannot be had"),
+    ):
+        with pytest.raises(UserError, match=message):
+            beginning(tmp_path, tokenizer, names, 10**6)
+
+
+def test_a_hub_that_stops_to_answer(tmp_path, tokenizer, monkeypatch):
+    class Rows(list):
+        def shuffle(self, seed, buffer_size):
+            assert (seed, buffer_size) == (3, 10)
+            return self
+
+        def __iter__(self):
+            yield {"text": "row"}
+            raise ConnectionError("the hub is gone\nat length")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: Rows())
+    with pytest.raises(UserError, match="^dataset 'me/set' cannot be read on: the hub is gone[.]$"):
+        beginning(tmp_path, tokenizer, ["hub:me/set"], 100, seed=3)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import lzma
 import os
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -28,10 +27,8 @@ from corecontext.data.documents import (  # noqa: E402
 )
 from corecontext.data.packing import (  # noqa: E402
     PackedRows,
-    join_places,
     run_order,
     shuffled,
-    upsampled,
 )
 from corecontext.data.readers import (  # noqa: E402
     file_hash,
@@ -43,7 +40,6 @@ from corecontext.data.readers import (  # noqa: E402
     read_json,
     read_text_file,
 )
-from corecontext.data.row_stream import FileShard, HubShard, StreamedRows, open_shards  # noqa: E402
 from corecontext.files import UserError, read_text  # noqa: E402
 
 # Names, fields and places
@@ -176,33 +172,6 @@ def test_kept_tokens_are_of_the_same_file_fields_and_tokenizer(tmp_path):
     assert read(text_field="a", offset=1) == ("y", "")
     write(a="z", b="y")  # of the same size
     assert read(text_field="a") == ("z", "")
-
-
-@pytest.mark.parametrize(
-    "files, workers, readers", [(1, 5, None), (3, 1, None), (3, 2, 2), (3, 5, 3)]
-)
-def test_workers_share_files_and_then_documents(files, workers, readers, tmp_path, monkeypatch):
-    for i in range(files):
-        (tmp_path / f"{i}.txt").write_text(str(i))
-    asked = []
-
-    class Rows:
-        _fingerprint = "f"
-
-        def map(self, function, **options):
-            asked.append((options["num_proc"], options["batched"]))
-            return self
-
-    monkeypatch.setattr(
-        datasets.Dataset,
-        "from_generator",
-        lambda function, **options: (asked.append(options), Rows())[1],
-    )
-    read_corpus([str(tmp_path)], _Tokenizer(0), workers=workers, cache_dir="c")
-    options, tokens = asked
-    assert options["num_proc"] == readers and options["cache_dir"] == "c"
-    assert options["gen_kwargs"]["paths"] == [str(tmp_path / f"{i}.txt") for i in range(files)]
-    assert tokens == (workers if workers > 1 else None, True)
 
 
 # Files
@@ -344,9 +313,10 @@ def test_documents_without_an_order_come_as_they_are():
     assert packed((3, 4), 7)[0]["input_ids"].tolist() == list(range(7))
 
 
-def test_more_than_four_places_are_counted():
-    assert join_places(list("abcd"), "more") == "a; b; c; d"
-    assert join_places(list("abcdef"), "more") == "a; b; c; d; and 2 more"
+def test_more_than_four_documents_of_a_row_are_counted():
+    assert packed([1] * 4, 4).describe(0).count("(tokens 0 to 0)") == 4
+    described = packed([1] * 6, 6).describe(0)
+    assert described.count("(tokens 0 to 0)") == 4 and described.endswith("; and 2 more documents")
 
 
 def test_the_mark_of_rows_depends_on_lengths_order_and_the_first_and_last_tokens():
@@ -368,172 +338,4 @@ def test_orders_are_permutations_by_their_seed():
     assert sorted(shuffled(50, 0)) == list(range(50))
     assert shuffled(50, 0).tolist() == shuffled(50, 0).tolist() != shuffled(50, 1).tolist()
     assert run_order(20, 40, 0) != run_order(20, 40, 1)
-    assert run_order(4, 6, None) == [0, 1, 2, 3, 4, 5]  # a stream has no passes
-    assert run_order(4, 6, None, block=2, repeats=2) == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
     assert sorted(run_order(3, 6, 0)) == [0, 0, 1, 1, 2, 2]
-
-
-class _Name(str):
-    """A source whose place in a set is known: by `value`, not by the run's own hashes."""
-
-    def __new__(cls, text: str, value: int) -> _Name:
-        name = super().__new__(cls, text)
-        name.value = value
-        return name
-
-    def __hash__(self) -> int:
-        return self.value
-
-
-def test_an_upsampled_order_is_mixed_and_follows_from_its_seed_alone():
-    lengths = np.array([10] * 60 + [100] * 3 + [10] * 40 + [100] * 2)
-    order = upsampled(lengths, ["a"] * 63 + ["b"] * 42, 10, 0.6, 0)
-    kinds = ["ab"[int(i >= 63)] + "sl"[int(lengths[i] > 10)] for i in order]
-    # Each half of the order has long and short documents of both sources.
-    assert all(set(part) == {"as", "al", "bs", "bl"} for part in np.array_split(kinds, 2))
-    counts = Counter(order.tolist())
-    for long in (range(60, 63), range(103, 105)):  # pass after pass: none comes twice before all
-        times = [counts[i] for i in long]
-        assert min(times) >= 1 and max(times) - min(times) <= 1
-    left_out = [i for i in range(60) if not counts[i]]
-    assert left_out and left_out != list(range(60 - len(left_out), 60))
-    assert order.tolist() != upsampled(lengths, ["a"] * 63 + ["b"] * 42, 10, 0.6, 1).tolist()
-    for first, second in ((0, 1), (1, 0)):
-        names = [_Name("a", first)] * 63 + [_Name("b", second)] * 42
-        assert upsampled(lengths, names, 10, 0.6, 0).tolist() == order.tolist()
-
-
-def test_sources_without_a_need_keep_every_document_once():
-    lengths = np.array([10, 10, 90, 10, 10])
-    order = upsampled(lengths, ["a", "a", "a", "b", "b"], 50, 0.5, 0)
-    assert sorted(order.tolist()) == [0, 1, 2, 3, 4]
-
-
-# Streams
-
-
-def bytes_of(texts):
-    """One token a byte."""
-    return [list(text.encode()) for text in texts]
-
-
-def stream(path, texts, row_length, count=100, **options):
-    """Rows of a stream of JSON lines."""
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return StreamedRows(open_shards([str(path)]), bytes_of, row_length, count, **options)
-
-
-def test_every_block_has_an_order_of_its_own_by_the_seed(tmp_path):
-    texts = [chr(65 + i) * 4 for i in range(20)]
-
-    def blocks(seed):
-        rows = stream(tmp_path / "a.jsonl", texts, 4, seed=seed, block_size=5)
-        letters = [int(rows[i]["input_ids"][0]) - 65 for i in range(20)]
-        assert [sorted(letters[i : i + 5]) for i in range(0, 20, 5)] == [
-            list(range(i, i + 5)) for i in range(0, 20, 5)
-        ]
-        return [tuple(letter % 5 for letter in letters[i : i + 5]) for i in range(0, 20, 5)]
-
-    first, second = blocks(0), blocks(1)
-    assert len(set(first)) > 1 and first == blocks(0)
-    assert first[0] != second[0] and first[1] != second[1]
-
-
-def test_files_come_in_another_order_in_each_pass_by_the_seed(tmp_path):
-    for i in range(8):
-        (tmp_path / f"{i}.txt").write_text(str(i) * 4)
-
-    def passes(seed):
-        rows = StreamedRows(open_shards([str(tmp_path)]), bytes_of, 4, 32, seed=seed, block_size=1)
-        letters = [int(rows[i]["input_ids"][0]) for i in range(32)]
-        return [tuple(letters[i : i + 8]) for i in range(0, 32, 8)]
-
-    assert len(set(passes(0))) == 4 and not set(passes(0)) & set(passes(1))
-
-
-def test_a_pass_begins_with_whole_documents(tmp_path):
-    """The tokens that do not fill a row at its end are left out."""
-    rows = stream(tmp_path / "a.jsonl", ["a" * 5, "b" * 5, "c" * 5], 4, block_size=2)
-    for row in range(9):
-        positions = rows[row]["position_ids"].tolist()
-        assert positions == [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 0, 1]][row % 3], row
-    with pytest.raises(IndexError, match="row must be below 100, got -1"):
-        rows[-1]
-
-
-def test_a_row_of_a_stream_says_which_tokens_it_has(tmp_path):
-    path = tmp_path / "a.jsonl"
-    texts = ["a" * 3, "b" * 16, "c" * 5]
-    rows = stream(path, texts, 6, block_size=1, ahead=1)
-    a, b, c = (f"{path}:{i}" for i in (1, 2, 3))
-    places = [
-        f"{a} (tokens 0 to 2); {b} (tokens 0 to 2)",
-        f"{b} (tokens 3 to 8)",
-        f"{b} (tokens 9 to 14)",
-        f"{b} (tokens 15 to 15); {c} (tokens 0 to 4)",
-    ]
-    for row, place in enumerate(places):
-        rows[row]
-        assert rows.describe(row) == place
-    starts = [state["row"] for state in rows._states]
-    assert [rows.state_dict(row)["row"] for row in starts] == starts  # nothing is read twice
-    resumed = stream(path, texts, 6, block_size=1)
-    resumed.load_state_dict(json.loads(json.dumps(rows.state_dict(3))))
-    resumed[3]
-    assert resumed.describe(3) == places[3]
-    # One row before the last is kept.
-    assert rows.describe(2) == places[2] and rows.describe(1) == "read long ago"
-
-
-def test_the_mark_of_a_stream_depends_on_names_and_sizes(tmp_path):
-    def mark(*sizes):
-        for i, size in enumerate(sizes):
-            (tmp_path / f"{i}.txt").write_text("x" * size)
-        paths = [str(tmp_path / f"{i}.txt") for i in range(len(sizes))]
-        return StreamedRows(open_shards(paths), bytes_of, 4, 1).mark()
-
-    hub = [HubShard(HubName.parse("hub:me/set"), None, i, Fields()) for i in (0, 1)]
-    marks = {mark(4), mark(5), mark(4, 4), mark(4, 5)}
-    marks |= {StreamedRows(shards, bytes_of, 4, 1).mark() for shards in (hub, hub[:1], hub[1:])}
-    assert len(marks) == 7 and mark(4) in marks
-    assert FileShard(str(tmp_path / "1.txt"), Fields()).mark == "1.txt 5"
-
-
-class _Hub:
-    """One shard of a streamed dataset, which stops to answer after so many rows."""
-
-    num_shards = 1
-
-    def __init__(self, answers: int) -> None:
-        self.answers = answers
-        self.start = 0
-
-    def shard(self, num_shards, index):
-        return _Hub(self.answers)
-
-    def state_dict(self):
-        return {"start": self.start}
-
-    def load_state_dict(self, state):
-        self.start = state["start"]
-
-    def __iter__(self):
-        for i in range(self.start, 9):
-            if i == self.answers:
-                raise ConnectionError("the hub is gone\nat length")
-            self.start = i + 1
-            yield {"text": f"row {i}" if i != 2 else None}
-
-
-def test_a_shard_of_the_hub_is_read_on_with_the_numbers_of_its_rows():
-    shard = HubShard(HubName.parse("hub:me/set"), _Hub(9), 0, Fields())
-    places = [f"me/set part 0:{i + 1}" for i in range(9) if i != 2]
-    reading = shard.read()
-    assert [next(reading)["origin"] for _ in range(4)] == places[:4]
-    state = shard.state()
-    assert [one["origin"] for one in shard.read(state)] == places[4:]
-    assert [one["origin"] for one in shard.read()] == places
-    gone = HubShard(HubName.parse("hub:me/set"), _Hub(2), 0, Fields())
-    message = "'me/set' cannot be read on: the hub is gone. The same command continues the run"
-    with pytest.raises(UserError, match=message):
-        list(gone.read())

@@ -4,24 +4,19 @@ report."""
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from families import tiny_model, tokens
-from tiny_model import save_tiny_model
 
 import corecontext
 from corecontext import CCAConfig
 from corecontext.data.packing import fill_row
-from corecontext.data.row_stream import StreamedRows
 from corecontext.files import UserError
 from corecontext.heads import choose, findings, search
 from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads, untrained_heads
-from corecontext.heads.search import Findings, Search, Trial, search_units
+from corecontext.heads.search import search_units
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.train import TrainConfig
 
@@ -103,20 +98,6 @@ def test_more_than_half_of_the_window_stays():
 def test_heads_of_random_weights_are_upwards_from_five_eighths():
     layers = [unit.layer for unit in untrained_heads(Shape(8, 1), 8)]
     assert layers == [5, 6, 7, 4, 3, 2, 1, 0]
-
-
-def test_a_search_is_named_by_all_that_its_losses_depend_on(tmp_path, monkeypatch):
-    named = []
-    monkeypatch.setattr(search, "identify", lambda *given: named.append(given) or "name")
-    for loss in ("far_loss", "end_loss"):
-        monkeypatch.setattr(search, loss, lambda *given: 1.0)
-    model = tiny_model("llama", num_hidden_layers=4)
-    rows = [tokens(1, 600)]
-    with corecontext.enabled(model, CCAConfig.paper(16, 256, layer_group_sizes=(4,) * 4)):
-        for starts in (None, [500]):
-            search.find_units(model, rows, 4096, 1, folder=tmp_path, starts=starts)
-    equal = CCAConfig.paper(16, 256)
-    assert named == [(model, rows, equal, None), (model, rows, equal, [500])]
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -212,15 +193,6 @@ def test_the_longest_documents_are_looked_at(rows, limit, shapes):
     assert all(text.shape[0] == 1 and bool((text == text[0, 0]).all()) for text in texts)
 
 
-def test_a_stream_that_was_looked_at_begins_where_it_was():
-    stream, rows = mock.MagicMock(spec=StreamedRows), rows_of((30, 10))
-    stream.__len__.return_value = 1
-    stream.__getitem__.side_effect = rows.__getitem__
-    assert len(choose._longest_documents(stream, CCAConfig.paper(2, 2), None)) == 1
-    stream.state_dict.assert_called_once_with(0)
-    stream.load_state_dict.assert_called_once_with(stream.state_dict.return_value)
-
-
 def test_documents_too_short_for_a_search_are_refused():
     with pytest.raises(
         UserError, match="20 tokens or more in a row, .* 19 tokens at most in 2 row"
@@ -242,49 +214,6 @@ def test_a_run_with_random_weights_or_known_sizes_does_not_search():
     assert default.cca() == at_equal_cache(Shape(8, 4), every, run.cca(), 8192, raw=True)
     with pytest.raises(UserError, match="^raw_heads: what keeps every token .* --raw-heads 0"):
         choose.with_heads(scratch.replace(raw_heads=31), hf_config, None, None, None)
-
-
-def test_the_search_of_a_run_is_on_the_checkpoint_as_it_is(tmp_path, monkeypatch, capsys):
-    name = save_tiny_model(tmp_path / "model")
-    path = tmp_path / "model/config.json"
-    cca = CCAConfig.paper(4, 32).to_dict()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "cca": cca}))
-    run = TrainConfig.preset("pooling", model=name, group_size=4, window_size=8)
-    run = run.replace(context_length=99, raw_heads=2, rope_theta=5e5)
-    asked = []
-
-    def find_units(model, rows, *arguments, **options):
-        handle = handle_of(model)
-        asked.append((rows, arguments, options))
-        assert handle.config == run.cca()
-        assert model.dtype == torch.bfloat16 and not model.training
-        assert model.config.rope_parameters["rope_theta"] == 10_000.0
-        config = CCAConfig.paper(4, 7, layer_group_sizes=((16, 1), 16))
-        return Findings(Search([], (Unit(0, 1),)), config, 1.0, 2.0, 3.0)
-
-    monkeypatch.setattr(choose, "find_units", find_units)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    settings = SimpleNamespace(bf16=True, device=torch.device("cpu"), world_size=1)
-    rows = rows_of((60, 39))
-    found = choose.with_heads(run, None, settings, rows, None)
-    assert (found.window_size, found.layer_group_sizes) == (7, ((16, 1), 16))
-    ((texts, arguments, options),) = asked
-    assert [text.shape[1] for text in texts] == [60] and arguments == (99, 2)
-    folder = tmp_path / "cache/corecontext/heads"
-    assert options == {"heads": True, "raw": True, "folder": folder}
-    line = "(layer.head): 0.1; s = 7 for all, g = 16 for the others"
-    assert line in capsys.readouterr().out
-    refusal = mock.Mock(side_effect=NotImplementedError("a layer of another kind\nat length"))
-    with monkeypatch.context() as patch:
-        patch.setattr(choose, "enable", refusal)
-        with pytest.raises(UserError, match="^a layer of another kind$"):
-            choose.with_heads(run, None, settings, rows, None)
-    monkeypatch.setattr(choose, "find_units", mock.Mock(side_effect=UserError("too few heads.")))
-    with pytest.raises(UserError, match=r"^raw_heads: too few heads\. .* --raw-heads 0\.$"):
-        choose.with_heads(run, None, settings, rows, None)
-    saved = {"window_size": 5, "layer_group_sizes": [[16, 1], 16]}
-    kept = choose.with_heads(run, None, settings, rows, saved)
-    assert (kept.window_size, len(asked)) == (5, 1)
 
 
 # The command
@@ -318,35 +247,6 @@ def test_rows_of_the_text_have_the_length_asked_for(length, most_rows, rows, mon
     loaded.max_length = length - 1
     with pytest.raises(UserError, match=f"at most the model's {length - 1} tokens, got {length}"):
         findings.find_layers(loaded, "", length, most_rows, 3)
-
-
-def test_every_trial_is_reported_beside_those_before_it(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")
-    a, b, c, d = (Unit(0, 1), Unit(2, 0), Unit(1, 1), Unit(3, 0))
-    rounds = (((), (a, b, c, d)), ((b,), (a, c, d)), ((b, d), (a, c)))
-    losses = iter(math.log(value) for value in (10, 11, 12, 13, 5, 6, 7, 2, 3))
-    trials = [Trial(unit, before, next(losses)) for before, units in rounds for unit in units]
-    config = CCAConfig.paper(16, 48, layer_group_sizes=((64, 1), 64))
-    result = Findings(Search(trials, (b, d, a)), config, math.log(4), math.log(20), math.log(8))
-    findings.print_layers(result)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for row in (
-        "layer.head alone beside 2.0 beside 2.0, 3.0",
-        "full attention 4.000",
-        "equal groups 20.000",
-        "0.1 10.000 5.000 2.000 <",
-        "1.1 12.000 6.000 3.000",
-        "2.0 11.000 <",
-        "3.0 13.000 7.000 <",
-        "equal groups of 16: 20.000; at the same cache size 8.000 with",
-        "window_size = 48",
-        "layer_group_sizes = [(64, 1), 64]",
-    ):
-        assert row in lines, row
-    records = findings.layer_records(trials, {"model": "m"}, "cpu")
-    assert [record.value for record in records] == pytest.approx([10, 11, 12, 13, 5, 6, 7, 2, 3])
-    params = {"model": "m", "task": "layers", "unit": "1.1", "beside": ["2.0", "3.0"]}
-    assert records[-1].params == params and records[-1].name == "quality.perplexity"
 
 
 def test_other_processes_hear_of_a_search_that_failed(monkeypatch):

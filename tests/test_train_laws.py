@@ -1,9 +1,8 @@
-"""Promises of training that a run rarely shows: where a stream resumes, what an evaluation counts,
-and when a checkpoint gets its name."""
+"""Promises of training that a run rarely shows: what an evaluation counts, and when a
+checkpoint gets its name."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ pytest.importorskip("datasets", reason="training reads its data with datasets")
 
 from corecontext.cli import main
 from corecontext.data.packing import IGNORED
-from corecontext.data.row_stream import StreamedRows, open_shards
 from corecontext.files import UserError
 from corecontext.train import TrainConfig, card, run, student
 from corecontext.train.arguments import arguments_of
@@ -29,34 +27,6 @@ from corecontext.train.run import train
 from corecontext.train.teacher import load_teacher
 from corecontext.train.train_config import load_recipe
 from corecontext.train.trainer import CCATrainer
-
-
-def test_streamed_rows_resume_at_the_very_row(tmp_path):
-    """Also where a checkpoint falls on the row before or after the first one of a block."""
-    path = tmp_path / "text.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": f"<{i}>" + "ab" * (i % 9)}) + "\n" for i in range(40))
-    )
-
-    def rows() -> StreamedRows:
-        encode = lambda texts: [list(text.encode()) for text in texts]  # noqa: E731
-        return StreamedRows(open_shards([str(path)]), encode, 31, 24, block_size=6)
-
-    stream = rows()
-    want = [stream[i]["input_ids"] for i in range(24)]
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(should_save=True), train_dataset=stream, _rows_per_step=lambda: 1
-    )
-    first_rows = set()
-    for step in range(24):
-        trainer.state = SimpleNamespace(global_step=step)
-        CCATrainer._save_stream(trainer, tmp_path)
-        state = json.loads((tmp_path / "stream.json").read_text())
-        first_rows.add(state["row"])
-        resumed = rows()
-        resumed.load_state_dict(state)
-        assert torch.equal(resumed[step]["input_ids"], want[step]), step
-    assert len(first_rows) > 4
 
 
 def test_every_evaluation_row_counts_once_on_any_number_of_processes():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import tiny_model
-from train_runs import stop_at, weights
+from train_runs import weights
 
 from corecontext.train import TrainConfig, arguments, memory_fit, trainer
 from corecontext.train.memory_fit import Split, bytes_of_pass, describe, largest_divisor
@@ -174,7 +174,6 @@ def test_weights_that_are_not_trained_have_no_moments(kept_bytes, monkeypatch):
     [
         {"fit_memory": False},
         {"fsdp": True},
-        {"deepspeed": "zero.json"},
         {"context_parallel": 2},
         {"deterministic": True},
     ],
@@ -259,35 +258,6 @@ def test_a_run_gives_the_same_whatever_the_split(setting, tmp_path, changes, mon
     assert "4 rows at once, no recomputation: " in capsys.readouterr().err
     assert fitted_losses == pytest.approx(losses, rel=1e-5)
     assert_close(got, expected)
-
-
-def test_where_no_row_fits_a_run_is_that_of_single_rows(setting, tmp_path, monkeypatch, capsys):
-    rows = setting.replace(batch_size=2, accumulation=2, steps=2, deterministic=False)
-    single = rows.replace(batch_size=1, accumulation=4, output=str(tmp_path / "one"))
-    losses, expected = outcome(single)
-    FakeGpu(monkeypatch, 1)
-    fitted = rows.replace(output=str(tmp_path / "fitted"), fit_memory=True, checkpointing=False)
-    fitted_losses, got = outcome(fitted)
-    assert "1 row at once, activations recomputed: " in capsys.readouterr().err
-    assert fitted_losses == losses
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-
-
-def test_a_run_that_began_without_the_option_continues(setting, tmp_path, monkeypatch):
-    rows = setting.replace(accumulation=4, steps=4, save_every=2, deterministic=False)
-    _, expected = outcome(rows.replace(output=str(tmp_path / "whole")))
-    stopped = rows.replace(output=str(tmp_path / "stopped"))
-    stop_at(3, stopped)
-    settings = tmp_path / "stopped/train_config.json"
-    text = settings.read_text()
-    assert '"fit_memory": false,\n' in text
-    lines = text.splitlines()
-    settings.write_text("\n".join(line for line in lines if "fit_memory" not in line))
-    FakeGpu(monkeypatch, GIB)
-    continued = stopped.replace(fit_memory=True)
-    assert train(continued).resumed_from == 2
-    assert_close(weights(continued), expected)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from corecontext.cli import main
 from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.train import TrainConfig, arguments, card, folder, memory_fit, run
-from corecontext.train.checkpoint import clear_staging, is_write_failure, keep_newest
+from corecontext.train.checkpoint import is_write_failure
 from corecontext.train.train_config import load_recipe
 
 # Bounds
@@ -76,8 +76,6 @@ def test_other_values_have_bounds_too(name, allowed, refused):
 def test_settings_that_exclude_each_other_are_refused_in_both_forms():
     for settings in (
         {"method": "window", "layer_group_sizes": (4,)},
-        {"deepspeed": "z", "fsdp": True},
-        {"deepspeed": "z", "context_parallel": 2},
         {"streaming": True, "long_tokens": 5},
         {"raw_heads": None, "method": "full"},
         {"raw_heads": None, "layer_group_sizes": (4,)},
@@ -369,7 +367,7 @@ def test_arguments_depend_on_the_device(has_gpu, precision, half, checkpointing,
     (kept,) = [given[name] for name in given if name.endswith("_checkpointing")]
     (options,) = [given[name] for name in given if name.endswith("_checkpointing_kwargs")]
     assert kept == checkpointing and options == {"use_reentrant": False}
-    assert "fsdp" not in given and "deepspeed" not in given
+    assert "fsdp" not in given
 
 
 def test_a_process_takes_a_gpu_and_no_more(tmp_path, monkeypatch):
@@ -393,19 +391,12 @@ def test_fsdp_needs_both_processes_and_gpus(world, has_gpu, monkeypatch):
         arguments._check_fsdp(has_gpu)
 
 
-def test_deepspeed_must_bring_no_scheduler(tmp_path):
-    path = tmp_path / "zero.json"
-    path.write_text('{"zero_optimization": null, "scheduler": {}}')
-    with pytest.raises(UserError, match="must have no 'scheduler'"):
-        arguments._deepspeed_settings(str(path))
-
-
 # The folder
 
 
 def test_a_run_goes_on_with_its_own_settings_but_for_those_that_change_no_result(tmp_path):
     config = TrainConfig(output="o")
-    free = {"output", "workers", "cache_dir", "report_to", "push_to", "save_every", "keep"}
+    free = {"output", "workers", "cache_dir", "report_to", "save_every", "keep"}
     free |= {"log_every", "eval_every", "fit_memory"}
     for name, value in config.to_dict().items():
         saved = {"config": {**config.to_dict(), name: "changed"}}
@@ -463,21 +454,6 @@ def test_the_folder_of_a_run_says_whose_it_is(tmp_path, monkeypatch):
 # Checkpoints
 
 
-def test_several_checkpoints_are_deleted_at_once(tmp_path):
-    for step in (1, 2, 3, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}/weights").write_text("w")
-    keep_newest(tmp_path, 9)
-    assert len(list(tmp_path.iterdir())) == 4
-    keep_newest(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
-    for name in (".saving", ".deleting"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "part").write_text("p")
-    clear_staging(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
-
-
 class _Unwritable:
     def __reduce__(self):
         raise RuntimeError("a bug in what is saved")
@@ -516,9 +492,7 @@ def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypa
         output=str(tmp_path / "out/mine"),
         data=(str(tmp_path / "a.txt"), "hub:me/one"),
         eval_data=(str(tmp_path / "b.txt"),),
-        deepspeed=str(tmp_path / "zero.json"),
         cache_dir=str(tmp_path / "cache"),
-        push_to="me/secret",
         workers=77,
         steps=9,
         context_length=4096,
@@ -556,9 +530,9 @@ def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypa
     for hidden in (str(tmp_path), "secret", "77", "base_model", "core tokens were idle"):
         assert hidden not in text, hidden
     settings = json.loads(text[text.index("```json\n") + 8 :].split("\n```")[0])
-    assert settings["model"] == "base" and settings["deepspeed"] == "zero.json"
+    assert settings["model"] == "base"
     assert settings["eval_data"] == ["b.txt"] and settings["distil"] == 0.25
-    assert set(config.to_dict()) - set(settings) == {"output", "cache_dir", "workers", "push_to"}
+    assert set(config.to_dict()) - set(settings) == {"output", "cache_dir", "workers"}
 
     config = config.replace(model="me/base", distil=0.0, method="window", sink_size=0)
     card.write(tmp_path, config, history[::2], {}, 5)
@@ -572,22 +546,3 @@ def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypa
     assert "base_model" not in text and "`scratch` with the shape of `me/base`" in text
     card.write(tmp_path, config, [{"step": 2, "loss": 1.0}], {}, 5)
     assert drawn[-1] == (tmp_path / "loss.png", [(2, 1.0)], [])
-
-
-@pytest.mark.parametrize("evaluated", [[], [(2, 2.5), (4, 1.5)]])
-def test_the_curve_shows_every_loss_by_its_step(evaluated, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append((figure, path)))
-    curve = [(1, 4.0), (3, 3.0), (4, 2.0)]
-    card._draw(tmp_path / "loss.png", curve, evaluated)
-    ((figure, path),) = drawn
-    (axes,) = figure.axes
-    assert path == tmp_path / "loss.png"
-    points = [list(zip(*line.get_data())) for line in axes.lines]
-    assert points == ([curve, evaluated] if evaluated else [curve])
-    labels = [line.get_label() for line in axes.lines]
-    assert labels == ["training", "evaluation"][: len(labels)]
-    assert (axes.get_legend() is not None) == bool(evaluated)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "cross-entropy (nats per token)")

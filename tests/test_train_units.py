@@ -26,7 +26,6 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E
 from corecontext import baselines  # noqa: E402
 from corecontext.config import PRESETS  # noqa: E402
 from corecontext.data.packing import IGNORED, collate, run_order, shuffled, upsampled  # noqa: E402
-from corecontext.data.row_stream import StreamedRows  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
 from corecontext.train import TrainConfig, conversion, run, student  # noqa: E402
 from corecontext.train import loss as loss_module  # noqa: E402
@@ -290,12 +289,6 @@ def test_batches_come_in_the_order_of_the_run(seed, tmp_path):
     assert [batch["input_ids"].flatten().tolist() for batch in batches] == [
         batch["row"] for batch in batches
     ]
-    stream = mock.Mock(spec=StreamedRows)
-    stream.__len__ = lambda self: 12
-    stream.__getitem__ = lambda self, row: _Rows()[row]
-    trainer.train_dataset = stream
-    batches = list(trainer.get_train_dataloader())
-    assert [batch["row"] for batch in batches] == [[i, i + 1] for i in range(0, 12, 2)]
 
 
 def test_ranks_that_share_rows_count_them_once():
@@ -321,7 +314,6 @@ def test_the_log_has_the_means_of_a_distilled_runs_parts():
     trainer.accelerator = SimpleNamespace(
         num_processes=4, reduce=lambda x, how: (reduced.append(how), x)[1]
     )
-    trainer.is_deepspeed_enabled = False
     parts = iter((0.25, 0.5, 0.75, 1.0))
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
@@ -378,15 +370,6 @@ def test_a_number_that_is_not_finite_is_said_with_the_rows_of_this_step(tmp_path
     )
 
 
-def test_under_deepspeed_the_loss_is_checked_before_its_backward():
-    trainer = CCATrainer.__new__(CCATrainer)
-    trainer.distil, trainer.is_deepspeed_enabled = 0.0, True
-    trainer._check_finite = mock.Mock()
-    with mock.patch.object(Trainer, "compute_loss", lambda *_, **__: 5.0):
-        assert trainer.compute_loss(None, {}) == 5.0
-    trainer._check_finite.assert_called_once_with("loss", 5.0)
-
-
 @pytest.mark.parametrize(
     "positions, bounds",
     [
@@ -432,47 +415,6 @@ def test_all_ranks_write_or_none(mine, theirs):
         with mock.patch.object(dist, "all_reduce", all_reduce):
             wanted = mine if world == 1 else mine and theirs
             assert CCATrainer._on_all_ranks(trainer, mine) == wanted
-
-
-def test_an_evaluation_shares_rows_among_groups_of_ranks():
-    rows = []
-    for row in range(5):
-        ids = torch.full((4,), row + 1)
-        rows.append({"input_ids": ids, "labels": ids, "position_ids": ids, "row": row})
-    seen = []
-
-    class Model:
-        training = True
-
-        def eval(self) -> None:
-            self.training = False
-
-        def __call__(self, input_ids, num_items_in_batch, **_):
-            assert not self.training and num_items_in_batch == 1
-            seen[-1].append(int(input_ids[0, 0]) - 1)
-            return {"loss": input_ids.sum().float()}
-
-    totals = []
-    for rank in range(4):
-        seen.append([])
-        settings = SimpleNamespace(world_size=4, process_index=rank, device="cpu")
-        trainer = fake_trainer(args=settings, context_parallel=2, eval_dataset=rows, wire=object())
-        trainer.model_wrapped = Model()
-        trainer._prepare_inputs = lambda inputs: inputs
-        trainer._take_part = lambda model, inputs: {
-            "input_ids": inputs["input_ids"][:, :2],
-            "shift_labels": inputs["labels"][:, 1:3],
-        }
-        trainer.state = trainer.control = trainer.callback_handler = mock.Mock()
-        with mock.patch.object(dist, "all_reduce", lambda total: totals.append(total.clone())):
-            metrics = CCATrainer.evaluate(trainer, metric_key_prefix="test")
-        loss, count = totals[-1].tolist()
-        assert metrics["test_loss"] == loss / count and set(metrics) == {
-            "test_loss",
-            "test_perplexity",
-        }
-    assert seen == [[0, 2, 4], [0, 2, 4], [1, 3, 4], [1, 3, 4]]  # the last row again, in step
-    assert [total.tolist() for total in totals] == [[18, 6]] * 2 + [[12, 4]] * 2
 
 
 def test_a_bug_in_saving_is_no_full_disk(tmp_path, monkeypatch, caplog):
@@ -542,37 +484,6 @@ def test_a_run_reads_its_rows_as_its_settings_say(documents, monkeypatch):
     options = {"text_field": "t", "workers": 5, "cache_dir": "c"}
     whole = (("d",), {**options, "source_field": "s"})
     assert asked == [whole, whole, (("e",), {**options, "source_field": None})]
-
-
-def test_a_stream_has_the_rows_of_the_whole_run(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text('{"t": "some text", "s": "x"}\n')
-    config = TrainConfig(
-        data=(str(tmp_path / "a.jsonl"),),
-        output=str(tmp_path / "run"),
-        context_length=4,
-        steps=5,
-        accumulation=3,
-        batch_size=2,
-        seed=9,
-        shuffle_documents=11,
-        text_field="t",
-        source_field="s",
-        streaming=True,
-    )
-
-    def encode(texts):
-        return [list(text.encode()) for text in texts]
-
-    monkeypatch.setattr(run, "encoder", lambda tokenizer: encode)
-    rows = run._read_rows(config, None, 2)
-    assert (len(rows), rows.row_length, rows.seed) == (60, 4, 9)
-    assert rows.block_size == 11 and rows.ahead == 3 * 12
-    assert rows.shards[0].fields == ("t", "s") and rows.describe(0) != "read long ago"
-    (tmp_path / "run/checkpoint-1").mkdir(parents=True)
-    assert run._read_rows(config, None, 2).describe(0) == "read long ago"  # not read twice
-    with pytest.raises(UserError, match="field 'text' is missing"):
-        (tmp_path / "run/checkpoint-1").rmdir()
-        run._read_rows(config.replace(text_field="text"), None, 2)
 
 
 def test_writing_is_tried_again_for_as_long_as_patience_lasts(monkeypatch, caplog):

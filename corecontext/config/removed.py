@@ -14,7 +14,8 @@ class Removed(NamedTuple):
     """Describe values of a setting that an earlier version had."""
 
     field: str
-    """Of `CCAConfig`, in that version; a saved config may have others of its values."""
+    """Of `CCAConfig` or `TrainConfig`, in that version; a saved config may have others of its
+    values."""
     values: str
     """A regular expression of all that are gone."""
     what: str
@@ -55,6 +56,16 @@ REMOVED = (
         "Leave it out, and train the model's own weights.",
         is_field_gone=True,
     ),
+    Removed(
+        "deepspeed", "(?!None$).+", "training under DeepSpeed", "Use --fsdp.", is_field_gone=True
+    ),
+    Removed(
+        "push_to",
+        "(?!None$).+",
+        "a push to the hub after training",
+        "Use `hf upload NAME OUTPUT/model`.",
+        is_field_gone=True,
+    ),
 )
 """Settings that are gone: a saved config, a command or a keyword that has one is refused."""
 
@@ -71,7 +82,7 @@ def check_not_removed(field: str, value: Any) -> None:
 
 
 def without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings without fields of `CCAConfig` that are no more.
+    """Return the settings without fields that are no more.
 
     Raises:
         ValueError: one of these has a value that is gone.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from corecontext.data.documents import HUB, Fields, HubName, documents, files_of
-from corecontext.files import UserError
+from corecontext.files import UserError, first_line
+
+NO_TEXT = "data must hold text, got none. Look at --data and --text-field."
 
 
 def read_corpus(
@@ -51,17 +55,14 @@ def read_corpus(
     if files:
         # Most errors in the data show here, before any bar of progress.
         if next(documents(files, fields), None) is None:
-            raise UserError("data must hold text, got none. Look at --data and --text-field.")
-        stamps = [
-            f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
-        ]
+            raise UserError(NO_TEXT)
         rows = _with_user_errors(
             lambda: datasets.Dataset.from_generator(
                 documents,
                 gen_kwargs={"paths": [str(path) for path in files], "fields": fields},
                 cache_dir=cache_dir,
                 features=_text_features(),
-                fingerprint=_digest(*stamps, text_field, source_field),
+                fingerprint=_digest(*_stamps(files), text_field, source_field),
                 num_proc=min(workers, len(files)) if workers > 1 and len(files) > 1 else None,
             )
         )
@@ -73,6 +74,81 @@ def read_corpus(
     if len(corpora) == 1:
         return corpora[0]
     return datasets.concatenate_datasets(corpora)
+
+
+def read_beginning(
+    names: Sequence[str],
+    tokenizer: Any,
+    tokens: int,
+    fields: Fields,
+    *,
+    shuffle: int = 1000,
+    seed: int = 0,
+    cache_dir: str | None = None,
+) -> Any:
+    """Return the token ids of only so many documents as have `tokens` tokens, in the columns of
+    `read_corpus`; nothing behind them is read or received from the hub.
+
+    Args:
+        names: As of `read_corpus`; documents are taken from each in turn.
+        shuffle: Documents of a hub dataset that are shuffled together, by `seed`; its parts come in
+            random order, too.
+
+    Raises:
+        UserError: as `read_corpus`, or the hub does not answer, after the retries of `datasets`.
+    """
+    import datasets
+
+    check_named(names)
+    encode = encoder(tokenizer)
+    files = {name: files_of(name) for name in names if not name.startswith(HUB)}
+
+    def beginning() -> Iterator[dict[str, Any]]:
+        sources = [
+            documents(files[name], fields)
+            if name in files
+            else _received(HubName.parse(name), fields, shuffle, seed, cache_dir)
+            for name in names
+        ]
+        in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*sources)))
+        count = 0
+        while count < tokens and (batch := list(itertools.islice(in_turn, 16))):
+            for document, ids in zip(batch, encode([document.pop("text") for document in batch])):
+                yield {"input_ids": ids, "length": len(ids), **document}
+                count += len(ids)
+        if not count:
+            raise UserError(NO_TEXT)
+
+    stamps = _stamps(itertools.chain.from_iterable(files.values()))
+    return _with_user_errors(
+        lambda: datasets.Dataset.from_generator(
+            beginning,
+            cache_dir=cache_dir,
+            features=_token_features(),
+            fingerprint=_digest(
+                *names, *stamps, *fields, tokens, shuffle, seed, *_identity(tokenizer)
+            ),
+        )
+    )
+
+
+def _received(
+    name: HubName, fields: Fields, shuffle: int, seed: int, cache_dir: str | None
+) -> Iterator[dict[str, str]]:
+    """Yield the documents of a dataset on the hub as they are received, in random order."""
+    rows = name.load(cache_dir=cache_dir, streaming=True).shuffle(seed=seed, buffer_size=shuffle)
+    numbered = enumerate(rows, 1)
+    while True:
+        try:
+            number, row = next(numbered, (0, None))
+        except Exception as error:  # of as many kinds as in HubName.load
+            raise UserError(
+                f"dataset '{name.identifier}' cannot be read on: {first_line(error)}."
+            ) from None
+        if row is None:
+            return
+        if (document := name.document(row, number, fields)) is not None:
+            yield document
 
 
 def check_named(names: Sequence[str]) -> None:
@@ -99,34 +175,21 @@ def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
 
 def _tokenise(rows: Any, tokenizer: Any, workers: int) -> Any:
     """Replace each row's text by its token ids and their number."""
-    import datasets
-
     encode = encoder(tokenizer)
 
     def tokens(batch: dict[str, list]) -> dict[str, list]:
         input_ids = encode(batch["text"])
         return {"input_ids": input_ids, "length": [len(ids) for ids in input_ids]}
 
-    features = datasets.Features(
-        {
-            "input_ids": datasets.Sequence(datasets.Value("int32")),
-            "length": datasets.Value("int64"),
-            "source": datasets.Value("string"),
-            "origin": datasets.Value("string"),
-        }
-    )
-    # The cache is named by the tokenizer's content: its pickle changes with use.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = repr(tokenizer) if backend is None else backend.to_str()
     return _with_user_errors(
         lambda: rows.map(
             tokens,
             batched=True,
             batch_size=64,
             num_proc=workers if workers > 1 else None,
-            features=features,
+            features=_token_features(),
             remove_columns=["text"],
-            new_fingerprint=_digest(rows._fingerprint, content, tokenizer.eos_token_id),
+            new_fingerprint=_digest(rows._fingerprint, *_identity(tokenizer)),
             desc="tokens",
         )
     )
@@ -169,6 +232,31 @@ def _text_features() -> Any:
     return datasets.Features(
         {name: datasets.Value("string") for name in ("text", "source", "origin")}
     )
+
+
+def _token_features() -> Any:
+    import datasets
+
+    return datasets.Features(
+        {
+            "input_ids": datasets.Sequence(datasets.Value("int32")),
+            "length": datasets.Value("int64"),
+            "source": datasets.Value("string"),
+            "origin": datasets.Value("string"),
+        }
+    )
+
+
+def _identity(tokenizer: Any) -> tuple[str, int | None]:
+    """Name a tokenizer by its content: its pickle changes with use."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = repr(tokenizer) if backend is None else backend.to_str()
+    return content, tokenizer.eos_token_id
+
+
+def _stamps(files: Iterable[Path]) -> list[str]:
+    """Tell the versions of files apart."""
+    return [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
 def _digest(*values: Any) -> str:

@@ -95,15 +95,10 @@ class PackedRows(torch.utils.data.Dataset):
             f"{self.origins[piece.document]['origin']} (tokens {piece.start} to {piece.stop - 1})"
             for piece in self._pieces(row)
         ]
-        return join_places(places, "more documents")
-
-
-def join_places(places: Sequence[str], rest: str) -> str:
-    """Join the first four places, and count the others."""
-    text = "; ".join(places[:4])
-    if len(places) > 4:
-        text += f"; and {len(places) - 4} {rest}"
-    return text
+        text = "; ".join(places[:4])
+        if len(places) > 4:
+            text += f"; and {len(places) - 4} more documents"
+        return text
 
 
 def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[str, Any]:
@@ -194,7 +189,7 @@ def _draw(
 
 
 def run_order(
-    num_rows: int, num_samples: int, seed: int | None, *, block: int = 1, repeats: int = 1
+    num_rows: int, num_samples: int, seed: int, *, block: int = 1, repeats: int = 1
 ) -> list[int]:
     """Return the rows of a whole run in training order: pass after pass over all rows, each
     shuffled by its number.
@@ -203,14 +198,11 @@ def run_order(
     before it or not.
 
     Args:
-        seed: None for rows in their order.
         block, repeats: Each `block` neighbours come `repeats` times, for processes that share a
             batch.
     """
-    rows = list(range(num_samples))
-    if seed is not None:
-        passes = range(-(-num_samples // num_rows))
-        shuffles = [np.random.default_rng((seed, i)).permutation(num_rows) for i in passes]
-        rows = np.concatenate(shuffles)[:num_samples].tolist()
+    passes = range(-(-num_samples // num_rows))
+    shuffles = [np.random.default_rng((seed, i)).permutation(num_rows) for i in passes]
+    rows = np.concatenate(shuffles)[:num_samples].tolist()
     starts = range(0, num_samples, block)
     return [row for start in starts for row in rows[start : start + block] * repeats]

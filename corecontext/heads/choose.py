@@ -12,7 +12,6 @@ from torch import Tensor
 
 from corecontext.config import CCAConfig
 from corecontext.data.packing import PackedRows
-from corecontext.data.row_stream import StreamedRows
 from corecontext.distributed.announcement import Announcement
 from corecontext.files import UserError, cache_folder
 from corecontext.heads.budget import COARSE, Shape, at_equal_cache, raw_heads, untrained_heads
@@ -37,7 +36,7 @@ def with_heads(
     run: Any,
     hf_config: Any,
     arguments: Any,
-    rows: PackedRows | StreamedRows,
+    rows: PackedRows,
     saved: dict[str, Any] | None,
 ) -> Any:
     """Replace a run's `raw_heads` by a window and sizes by head, the same in every process.
@@ -68,7 +67,7 @@ def with_heads(
 
 
 def _find_together(
-    run: Any, arguments: Any, rows: PackedRows | StreamedRows, saved: dict[str, Any] | None
+    run: Any, arguments: Any, rows: PackedRows, saved: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Search in the first process, and tell the others."""
     announcement = Announcement("heads", arguments.process_index)
@@ -85,7 +84,7 @@ def _find_together(
     return sizes
 
 
-def _find(run: Any, arguments: Any, rows: PackedRows | StreamedRows) -> dict[str, Any]:
+def _find(run: Any, arguments: Any, rows: PackedRows) -> dict[str, Any]:
     """Search on the checkpoint as it is at `run.model`, with its own rotary base."""
     hf_config = load_config(run.model)
     texts = _longest_documents(rows, run.cca(), position_limit(hf_config))
@@ -128,16 +127,12 @@ def _sizes(config: CCAConfig) -> dict[str, Any]:
     return {"window_size": config.window_size, "layer_group_sizes": config.layer_group_sizes}
 
 
-def _longest_documents(
-    rows: PackedRows | StreamedRows, config: CCAConfig, limit: int | None
-) -> list[Tensor]:
+def _longest_documents(rows: PackedRows, config: CCAConfig, limit: int | None) -> list[Tensor]:
     """Return the beginnings [1, n] of the longest documents in the first rows.
 
     Raises:
         UserError: no document is long enough to search on.
     """
-    # Looking at a stream must not move it.
-    position = rows.state_dict(0) if isinstance(rows, StreamedRows) else None
     most = min(MOST_TOKENS, limit or MOST_TOKENS)
     num_rows = min(ROWS, len(rows))
     documents = []
@@ -147,9 +142,6 @@ def _longest_documents(
         starts = (row["position_ids"] == 0).nonzero()[:, 0].tolist()
         for start, end in pairwise([*starts, len(ids)]):
             documents.append(ids[None, start : min(end, start + most)])
-    if position is not None:
-        rows.load_state_dict(position)
-
     documents.sort(key=lambda document: -document.shape[1])
     longest = documents[0].shape[1]
     least = least_length(config)

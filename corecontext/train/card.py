@@ -14,7 +14,7 @@ from corecontext.train.before_after import Comparison
 from corecontext.train.train_config import TrainConfig
 
 FIGURE = "loss.png"
-_PRIVATE = ("output", "cache_dir", "workers", "push_to")
+_PRIVATE = ("output", "cache_dir", "workers")
 
 _CARD = """\
 ---
@@ -82,7 +82,6 @@ def write(
     settings["model"] = model
     settings["data"] = [_public_name(name) for name in config.data]
     settings["eval_data"] = [_public_name(name) for name in config.eval_data]
-    settings["deepspeed"] = config.deepspeed and Path(config.deepspeed).name
     # The hub reads the header.
     header = ModelCardData(
         library_name="transformers",

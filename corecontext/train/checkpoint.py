@@ -17,8 +17,6 @@ from safetensors import SafetensorError
 
 STAGING = ".saving"
 DOOMED = ".deleting"
-STREAM = "stream.json"
-"""File of a checkpoint: how far streamed data was read."""
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
 

@@ -17,7 +17,7 @@ from corecontext.train.train_config import TrainConfig
 
 SETTINGS = "train_config.json"
 MODEL = "model"
-MAY_CHANGE = {"output", "workers", "cache_dir", "report_to", "push_to"}
+MAY_CHANGE = {"output", "workers", "cache_dir", "report_to"}
 MAY_CHANGE |= {"save_every", "keep", "log_every", "eval_every", "fit_memory"}
 """Fields that may change in a continued run: they do not affect its results, but for rounding."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import sys
@@ -18,19 +17,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from corecontext.data.corpus import encoder, read_corpus
+from corecontext.data.corpus import read_beginning, read_corpus
+from corecontext.data.documents import Fields
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
-from corecontext.data.row_stream import StreamedRows, open_shards
 from corecontext.distributed.announcement import Announcement
 from corecontext.files import UserError, install_command
 from corecontext.heads.choose import with_heads
 from corecontext.terminal import progress
-from corecontext.train import card, hub
+from corecontext.train import card
 from corecontext.train.arguments import arguments_of, set_split
 from corecontext.train.before_after import compare
 from corecontext.train.checkpoint import (
     STAGING,
-    STREAM,
     clear_staging,
     is_write_failure,
     latest,
@@ -80,7 +78,7 @@ class _Job(NamedTuple):
     tokenizer: Any
     arguments: Any
     """transformers' TrainingArguments."""
-    rows: PackedRows | StreamedRows
+    rows: PackedRows
     eval_rows: PackedRows | None
 
     @property
@@ -164,13 +162,9 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     # The first rank claims the folder before the others look for a checkpoint in it.
     with job.arguments.main_process_first(desc="run folder"):
         if job.is_first_rank:
-            if config.push_to is not None:
-                hub.prepare(config.push_to)
             claim(folder, given, facts)  # after all other checks: from here on the folder is used
 
     resume = latest(folder)
-    if resume is not None and isinstance(job.rows, StreamedRows) and (resume / STREAM).is_file():
-        job.rows.load_state_dict(json.loads((resume / STREAM).read_text(encoding="utf-8")))
     # Train; a run without a checkpoint leaves its folder as it was.
     try:
         fused = Fused(trainer.model, "compile" if config.fuse else None)
@@ -189,8 +183,6 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     if job.is_first_rank:
         _retry_writing(lambda: _export(config, job, history, metrics), folder)
         clear_staging(folder)
-        if config.push_to is not None:
-            hub.push(folder / MODEL, config.push_to)
     resumed_from = step_of(resume) if resume else 0
     loss_parts = {
         name: card.losses(history, name)[-1][1]
@@ -315,11 +307,20 @@ def _local_rank_0_first(arguments: Any) -> Iterator[None]:
             announcement.publish()
 
 
-def _read_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> PackedRows | StreamedRows:
+def _read_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> PackedRows:
     """Return the training rows in their order."""
     if config.streaming:
-        return _stream_rows(config, tokenizer, world_size)
-    documents = _documents(config, config.data, tokenizer, config.source_field)
+        documents = read_beginning(
+            config.data,
+            tokenizer,
+            config.steps * config.rows_per_step(world_size) * config.context_length,
+            Fields(config.text_field, config.source_field),
+            shuffle=config.shuffle_documents,
+            seed=config.seed,
+            cache_dir=config.cache_dir,
+        )
+    else:
+        documents = _documents(config, config.data, tokenizer, config.source_field)
     if config.long_tokens is None:
         order = shuffled(len(documents), config.seed)
     else:
@@ -345,29 +346,6 @@ def _documents(
         workers=config.workers,
         cache_dir=config.cache_dir,
     )
-
-
-def _stream_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> StreamedRows:
-    """Return rows that are read and tokenised during training."""
-    shards = open_shards(
-        config.data,
-        text_field=config.text_field,
-        source_field=config.source_field,
-        cache_dir=config.cache_dir,
-    )
-    rows_per_step = config.rows_per_step(world_size)
-    rows = StreamedRows(
-        shards,
-        encoder(tokenizer),
-        config.context_length,
-        config.steps * rows_per_step,
-        seed=config.seed,
-        block_size=config.shuffle_documents,
-        ahead=3 * rows_per_step,  # Trainer fetches a step ahead
-    )
-    if latest(Path(config.output)) is None:
-        rows[0]  # report errors in the data before the run begins
-    return rows
 
 
 def _read_eval_rows(config: TrainConfig, tokenizer: Any) -> PackedRows | None:

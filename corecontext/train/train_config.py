@@ -126,9 +126,10 @@ class TrainConfig:
     long_share: float = 0.7
     """Share of long documents in each source's tokens after upsampling."""
     streaming: bool = False
-    """Read and tokenise the text during training, not before; no tokens are kept on disk."""
+    """Read only so many documents as the run needs: a hub dataset is not downloaded first."""
     shuffle_documents: int = 1000
-    """Documents of streamed text that are shuffled together; other text is shuffled as a whole."""
+    """With streaming, documents of a hub dataset that are shuffled together before some are
+    taken."""
     cache_dir: str | None = None
     """Folder for tokenised text; default that of the package datasets."""
     workers: int = 1
@@ -165,15 +166,13 @@ class TrainConfig:
     """Take as many of a step's rows at once as the GPU's memory holds, by passes before the first
     step, and recompute activations only where it holds no row otherwise. The command does so,
     unless a recipe's file, --batch-size, --accumulation or --checkpointing say otherwise. No effect
-    on a CPU, or with --fsdp, --deepspeed, --context-parallel or --deterministic."""
+    on a CPU, or with --fsdp, --context-parallel or --deterministic."""
     fuse: bool = False
     """Compile norms, MLPs and rotations (torch.compile), which saves intermediate tensors."""
     loss_chunk: int = 2048
     """Tokens whose logits exist at once."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer over processes (FSDP2); under torchrun, on GPUs."""
-    deepspeed: str | None = None
-    """DeepSpeed's settings, a JSON file, ZeRO stage 0 to 2; needs the package deepspeed."""
     context_parallel: int = 1
     """Processes that share a row, each with a part of it; under torchrun."""
     eval_every: int = 0
@@ -186,8 +185,6 @@ class TrainConfig:
     """Steps between log entries."""
     report_to: tuple[str, ...] = ()
     """Additional logs: tensorboard (in runs/ of the output), wandb."""
-    push_to: str | None = None
-    """Repository on the hub for the final model, private if it is new."""
     seed: int = 0
     """Seed of weights, data order and LoRA."""
     deterministic: bool = False
@@ -254,17 +251,11 @@ class TrainConfig:
             )
 
     def _check_processes(self) -> None:
-        """Raise where the method or another way to shard excludes the one asked for."""
+        """Raise where the method excludes context parallelism."""
         if self.context_parallel > 1 and self.method != "cca":
             raise ValueError(
                 f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': "
                 "only its core tokens travel."
-            )
-        if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
-            sharding = "fsdp" if self.fsdp else "context_parallel"
-            raise ValueError(
-                f"deepspeed must be left out with {sharding}, got {self.deepspeed!r}: both would "
-                "split the run. Use --fsdp with --context-parallel."
             )
 
     def _check_teacher(self) -> None:

@@ -4,7 +4,6 @@ checkpoints, and an error for a loss that is not finite."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import shutil
@@ -21,12 +20,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 
 from corecontext.data.packing import IGNORED, collate, run_order
-from corecontext.data.row_stream import StreamedRows
 from corecontext.files import UserError
 from corecontext.terminal import Advance, progress
 from corecontext.train.checkpoint import (
     STAGING,
-    STREAM,
     is_write_failure,
     keep_newest,
     latest,
@@ -87,12 +84,11 @@ class CCATrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """Return batches of the whole run in its order; ranks that share a row get it in turn, as
         accelerate distributes batches."""
-        streamed = isinstance(self.train_dataset, StreamedRows)
         batch_size = self.args.train_batch_size
         order = run_order(
             len(self.train_dataset),
             self.args.max_steps * self._rows_per_step(),
-            None if streamed else self.args.seed,
+            self.args.seed,
             block=batch_size,
             repeats=self.context_parallel,
         )
@@ -141,17 +137,13 @@ class CCATrainer(Trainer):
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
-        """Return Trainer's loss; under DeepSpeed, whose backward runs the optimizer at once, check
-        it here."""
-        if self.distil:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            # Trainer multiplies the loss by the processes, over which gradients are averaged.
-            scale = self.accelerator.num_processes
-            self._cross_entropies.append(scale * outputs["cross_entropy"])
-        else:
-            loss = super().compute_loss(model, inputs, **kwargs)
-        if self.is_deepspeed_enabled:
-            self._check_finite("loss", loss)
+        """Return Trainer's loss, and note its cross-entropy where it is distilled."""
+        if not self.distil:
+            return super().compute_loss(model, inputs, **kwargs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        # Trainer multiplies the loss by the processes, over which gradients are averaged.
+        scale = self.accelerator.num_processes
+        self._cross_entropies.append(scale * outputs["cross_entropy"])
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -285,7 +277,6 @@ class CCATrainer(Trainer):
             try:
                 with self._recorded():
                     super()._save_checkpoint(model, trial)
-                    self._save_stream(staging / name)
             finally:
                 self.args.output_dir = str(folder)
         if self._on_all_ranks(self.save_error is None) and self.args.should_save:
@@ -305,13 +296,6 @@ class CCATrainer(Trainer):
                 " ".join(str(self.save_error).split())[:200],
                 last.name if last else "none",
             )
-
-    def _save_stream(self, checkpoint: Path) -> None:
-        """Write how far streamed data was read."""
-        if self.args.should_save and isinstance(self.train_dataset, StreamedRows):
-            # mutant training: a stream resumes a row too late
-            state = self.train_dataset.state_dict(self.state.global_step * self._rows_per_step())
-            (checkpoint / STREAM).write_text(json.dumps(state), encoding="utf-8")
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Write Trainer's model; a rank that cannot still joins the others, who gather the
