@@ -68,10 +68,8 @@ def context_parallel_traffic(
         forward_elements += elements * (receiver == layout.rank)
         backward_elements += elements * (holder == layout.rank)
     # Core tokens: every rank's share is padded to the largest.
-    made = [
-        sum(end - first for first, end in (layout.groups(i, g) for i in layout.chunks(rank)))
-        for rank in range(num_processes)
-    ]
+    groups = layout.groups(g)
+    made = [sum(groups.lengths[i] for i in groups.chunks(rank)) for rank in range(num_processes)]
     cores = (num_processes - 1) * 2 * batch_size * num_kv_heads * max(made) * head_dim
     wide_bytes = max(4, item_bytes)
     mass_bytes = 0

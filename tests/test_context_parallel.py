@@ -176,7 +176,7 @@ def test_chunks_get_what_they_see_once_and_make_each_group_once():
         length = sum(lengths)
         assert layout.seq_len == length and layout.starts[0] == 0
         holder = [i for i, n in enumerate(lengths) for _ in range(n)]
-        made = [range(*layout.groups(i, g)) for i in range(len(lengths))]
+        made = [range(*layout.groups(g).span(i)) for i in range(len(lengths))]
         assert [i for groups in made for i in groups] == list(range(length // g))
         assert all(holder[j * g + g - 1] == i for i, groups in enumerate(made) for j in groups)
         messages = layout.messages(g, s)

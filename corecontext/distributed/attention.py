@@ -12,20 +12,13 @@ are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from corecontext.distributed import whole
 from corecontext.distributed.call import Call
-from corecontext.distributed.core_tokens import (
-    far_mass,
-    gather_entries,
-    in_order,
-    no_cores,
-    no_masses,
-    scatter_grads,
-    split_message,
-)
 from corecontext.ops import partial
 from corecontext.ops.mass import add_gradients, add_to_bias
 from corecontext.ops.merge import merge_into
@@ -38,6 +31,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, first: Tensor | None) ->
     return _Attend.apply(q, k, v, call, first)
 
 
+class _Near(NamedTuple):
+    """Tensors of a chunk's near part that its backward needs."""
+
+    q_last: Tensor
+    """The queries that end its groups, [N, r, m, D]."""
+    k: Tensor
+    """Keys of the halo and the chunk, [N, S, D]; v as well."""
+    v: Tensor
+    core_k: Tensor
+    """Core keys, [N, 1, m, D]; core_v as well."""
+    core_v: Tensor
+    mass: Tensor | None
+    """Masses of these, [N, 1, m]."""
+    out: Tensor
+    """Results over all parts: [N, r, T, D]."""
+    lse: Tensor
+    """[N, r, T]."""
+
+
 class _Attend(torch.autograd.Function):
     """The near parts by the backend, the far parts by plain attention, merged; the backward gets
     the merged result."""
@@ -48,9 +60,11 @@ class _Attend(torch.autograd.Function):
         tokens = by_chunk(call, q, k, v)
         # Pool the near parts: each chunk's tokens behind those of its halo.
         halos = call.halo.fetch(tokens)
-        near: dict[int, tuple[Tensor, ...]] = {}
-        made = []
-        made_masses = []
+        pooled: dict[int, tuple[Tensor, ...]] = {}
+        no_cores = call.empty(k)
+        no_masses = no_cores[:1, ..., :1].to(torch.promote_types(k.dtype, torch.float32))
+        made = [no_cores]
+        made_masses = [no_masses]
         for chunk, (chunk_q, chunk_k, chunk_v) in tokens.items():
             halo_k, halo_v, halo_ends = halos[chunk]
             chunk_ends = chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]
@@ -61,45 +75,46 @@ class _Attend(torch.autograd.Function):
             cores = call.module.pool(groups, call.spec)
             mass = None
             if call.has_mass:
-                mass = no_masses(call, k)[0, ..., 0]
+                mass = no_masses[0, ..., 0]
                 if groups.k.shape[1]:
                     mass = call.module.mass(groups, call.spec)
                 made_masses.append(mass[None, :, :, call.made(chunk), None])
-            near[chunk] = (q_last, near_k, near_v, *cores, mass)
+            pooled[chunk] = (q_last, near_k, near_v, *cores, mass)
             made.append(torch.stack([x[:, :, call.made(chunk)] for x in cores]))
         # Attend to them while the core tokens travel.
-        gathering = gather_entries(call, made, no_cores(call, k))
-        gathering_masses = None
+        wire = call.halo.wire
+        wait_for_cores = whole.gather(torch.cat(made, 3), call.cores, wire)
         if call.has_mass:
-            gathering_masses = gather_entries(call, made_masses, no_masses(call, k))
+            wait_for_masses = whole.gather(torch.cat(made_masses, 3), call.cores, wire)
         queries = {chunk: by_head(chunk_q, kv_heads) for chunk, (chunk_q, *_) in tokens.items()}
-        results = {}
-        for chunk, (_, near_k, near_v, *cores, mass) in near.items():
-            results[chunk] = call.module.attend(
+        near: dict[int, _Near] = {}
+        for chunk, (q_last, near_k, near_v, *cores, mass) in pooled.items():
+            results = call.module.attend(
                 Tokens(queries[chunk], near_k, near_v, q_start=call.halo.size(chunk)),
                 Cores(*cores),
                 call.spec,
                 add_to_bias(call.bias(queries[chunk]), mass, queries[chunk].shape[1]),
             )
-        all_cores = in_order(call, gathering.wait())  # [2, N, 1, M, D], M of the whole sequence
+            near[chunk] = _Near(q_last, near_k, near_v, *cores, mass, *results)
+        all_cores = wait_for_cores()  # [2, N, 1, M, D], M of the whole sequence
         all_masses = None
-        if gathering_masses is not None:
-            all_masses = in_order(call, gathering_masses.wait())  # [1, N, 1, M, 1]
+        if call.has_mass:
+            all_masses = wait_for_masses()  # [1, N, 1, M, 1]
         if call.keep is not None:
             call.keep(all_cores, all_masses)
-        for chunk, (out, lse) in results.items():
+        for chunk, part in near.items():
             if call.far(chunk):
                 far = all_cores[:, :, :, : call.far(chunk)]
-                mass = far_mass(call, chunk, all_masses)
-                _merge_far(call, queries[chunk], far, mass, out, lse)
+                mass = call.far_mass(chunk, all_masses)
+                _merge_far(call, queries[chunk], far, mass, part.out, part.lse)
             if first is not None:
                 # mutant context parallelism: later chunks do not see the first tokens
-                _merge_first(call, queries[chunk], first, out, lse)
+                _merge_first(call, queries[chunk], first, part.out, part.lse)
         ctx.call = call
         ctx.kv_heads = kv_heads
-        saved = [x for chunk in tokens for x in (*near[chunk], *results[chunk])]
+        saved = [x for part in near.values() for x in part]
         ctx.save_for_backward(q, all_cores, all_masses, first, *saved)
-        outs = [out.reshape(*q.shape[:2], -1, q.shape[3]) for out, _ in results.values()]
+        outs = [part.out.reshape(*q.shape[:2], -1, q.shape[3]) for part in near.values()]
         return torch.cat([q[:, :, :0], *outs], 2)
 
     @staticmethod
@@ -109,8 +124,11 @@ class _Attend(torch.autograd.Function):
         kv_heads = ctx.kv_heads
         q, all_cores, all_masses, first, *saved = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
-        chunks = call.layout.chunks()
-        near = {chunk: saved[8 * i : 8 * i + 8] for i, chunk in enumerate(chunks)}
+        size = len(_Near._fields)
+        near = {
+            chunk: _Near(*saved[size * i : size * (i + 1)])
+            for i, chunk in enumerate(call.layout.chunks())
+        }
         rows = {
             chunk: [by_head(x, kv_heads) for x in tensors]
             for chunk, tensors in by_chunk(call, q, grad_out).items()
@@ -123,23 +141,23 @@ class _Attend(torch.autograd.Function):
             first_grads = None if first is None else torch.zeros_like(first, dtype=wide)
             for chunk, (queries, grad) in rows.items():
                 far = slice(0, call.far(chunk))
-                upstream = Upstream(grad, None, *near[chunk][6:])
+                upstream = Upstream(grad, None, near[chunk].out, near[chunk].lse)
                 far_dq[chunk], grad_mass = _far_backward(
                     call,
                     upstream,
                     queries,
                     all_cores[:, :, :, far],
-                    far_mass(call, chunk, all_masses),
+                    call.far_mass(chunk, all_masses),
                     core_grads[:, :, :, far],
                 )
                 if grad_mass is not None:
                     mass_grads[0, :, :, far, 0] += grad_mass
                 if first is not None:
                     far_dq[chunk] += _first_backward(call, upstream, queries, first, first_grads)
-            scattering = scatter_grads(call, core_grads)
-            scattering_masses = None
+            wire = call.halo.wire
+            wait_for_cores = whole.scatter_sum(core_grads, call.cores, wire)
             if mass_grads is not None:
-                scattering_masses = scatter_grads(call, mass_grads)
+                wait_for_masses = whole.scatter_sum(mass_grads, call.cores, wire)
             # The near parts. Their halos' queries belong to other chunks: zeros without gradient
             # add nothing to any sum.
             grads = {}
@@ -160,10 +178,9 @@ class _Attend(torch.autograd.Function):
                 if mass is not None and mass.shape[2]:
                     add_gradients(dbias, tuple(grads[chunk][:2]), groups, call.spec, call.module)
                 grads[chunk][0][:, :, halo:] += far_dq[chunk]
-            core_grads = scattering.wait()
-            mass_grads = None
-            if scattering_masses is not None:
-                mass_grads = scattering_masses.wait()
+            core_grads = wait_for_cores()
+            if mass_grads is not None:
+                mass_grads = wait_for_masses()
             _add_pool_gradients(call, core_grads, mass_grads, near, grads)
             # [N, ...] to [B, H or Hkv, halo + T, D]
             near_grads = {
@@ -240,7 +257,7 @@ def _far_backward(
 
 
 def _add_pool_gradients(
-    call: Call, core_grads: Tensor, mass_grads: Tensor | None, near: dict, grads: dict
+    call: Call, core_grads: Tensor, mass_grads: Tensor | None, near: dict[int, _Near], grads: dict
 ) -> None:
     """Add to `grads` the gradients that later queries give the groups that end in this process's
     chunks.
@@ -248,16 +265,14 @@ def _add_pool_gradients(
     Args:
         core_grads: Of core keys and values, [2, N, 1, m, D].
         mass_grads: Of their masses, [1, N, 1, m, 1], or None.
-        near: By chunk, the queries that pool, then keys and values with their halo's, and others.
+        near: Tensors of the near parts, by chunk.
         grads: Their gradients so far, by chunk.
     """
     g = call.spec.group_size
     masses = {}
     if mass_grads is not None:
-        masses = split_message(call, mass_grads, call.layout.rank)
-    for chunk, core_grad in split_message(call, core_grads, call.layout.rank).items():
-        if not core_grad.shape[3]:
-            continue
+        masses = whole.by_chunk(call.cores, mass_grads, call.layout.rank)
+    for chunk, core_grad in whole.by_chunk(call.cores, core_grads, call.layout.rank).items():
         # Through the pooling of the groups that this chunk made.
         made = call.made(chunk)
         q_last, k, v = call.groups(*near[chunk][:3])

@@ -46,20 +46,15 @@ class Call(NamedTuple):
         them."""
         return self.halo.start(chunk) // self.spec.group_size
 
+    @property
+    def cores(self) -> Layout:
+        """The layout of the core tokens."""
+        return self.layout.groups(self.spec.group_size)
+
     def made(self, chunk: int) -> slice:
         """Return which groups of the near part end in the chunk itself."""
-        first, end = self.layout.groups(chunk, self.spec.group_size)
+        first, end = self.cores.span(chunk)
         return slice(first - self.far(chunk), end - self.far(chunk))
-
-    def counts(self, rank: int) -> list[int]:
-        """Return how many core tokens each chunk of a process makes."""
-        spans = [self.layout.groups(i, self.spec.group_size) for i in self.layout.chunks(rank)]
-        return [end - first for first, end in spans]
-
-    @property
-    def message_size(self) -> int:
-        """Core tokens in a message: those of the process that makes most."""
-        return max(sum(self.counts(rank)) for rank in range(self.halo.wire.size))
 
     def bias(self, queries: Tensor) -> Tensor | None:
         """Return the bias [N, r] of queries [N, r, T, D]."""
@@ -67,6 +62,19 @@ class Call(NamedTuple):
             return None
         wide = torch.promote_types(queries.dtype, torch.float32)
         return torch.full(queries.shape[:2], self.core_bias, device=queries.device, dtype=wide)
+
+    def empty(self, like: Tensor) -> Tensor:
+        """Return keys and values of no core token, [2, N, 1, 0, D], in the dtype of `like`."""
+        batch_size, _, kv_heads, dim = self.halo.shape
+        return like.new_empty(2, batch_size * kv_heads, 1, 0, dim)
+
+    def far_mass(self, chunk: int, masses: Tensor | None) -> Tensor | None:
+        """Return the masses of the core tokens that a chunk sees far away, [N, r, M], of all [1, N,
+        1, M', 1]."""
+        if masses is None:
+            return None
+        _, heads, kv_heads, _ = self.halo.shape
+        return masses[0, ..., : self.far(chunk), 0].expand(-1, heads // kv_heads, -1)
 
     def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> Groups:
         """Return the groups of a near part, from its group-end queries [N, r, M, D] and its keys

@@ -10,7 +10,6 @@ gradient to the process that holds the token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
-from corecontext.visibility import num_complete_groups
 
 
 class FetchCall(NamedTuple):
@@ -42,10 +40,6 @@ class FetchCall(NamedTuple):
     """Called with keys and values of the whole document [2, B, Hkv, L, D], its core tokens
     [2, B Hkv, w, M, D] and their masses [1, B Hkv, w, M, 1] or None."""
 
-    def groups_before(self, position: int) -> int:
-        """Count the groups behind the first tokens that end before a position."""
-        return num_complete_groups(position - self.spec.sinks, self.spec.group_size)
-
     def group_ends(self, device: torch.device) -> Tensor:
         """Mask this process's tokens that are the last of a group, [T]."""
         behind = self.layout.positions(device)[0] - self.spec.sinks
@@ -55,9 +49,7 @@ class FetchCall(NamedTuple):
     @property
     def end_layout(self) -> Layout:
         """The layout of these tokens alone."""
-        edges = map(self.groups_before, self.layout.starts)
-        lengths = tuple(b - a for a, b in pairwise(edges))
-        return Layout(lengths, self.layout.owners, self.layout.rank)
+        return self.layout.groups(self.spec.group_size, self.spec.sinks)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> Tensor:
@@ -73,8 +65,8 @@ class _Document:
         self.call = call
         spec = call.spec
         ends = q[:, :, call.group_ends(q.device)]
-        q_last = whole.gather(ends, call.end_layout, call.wire)
-        keys = whole.gather(torch.stack((k, v)), call.layout, call.wire)
+        q_last = whole.gather(ends, call.end_layout, call.wire)()
+        keys = whole.gather(torch.stack((k, v)), call.layout, call.wire)()
         self.k, self.v = keys.flatten(1, 2)  # [N, L, D] each
         count = q_last.shape[2]
         pooled = slice(spec.sinks, spec.sinks + count * spec.group_size)
@@ -107,7 +99,7 @@ class _Document:
             start, end = layout.span(chunk)
             rows = slice(done, done + end - start)
             done = rows.stop
-            count = self.call.groups_before(end)
+            count = self.call.end_layout.span(chunk)[1]
             bias = self.core_bias
             if bias is not None and bias.dim() == 3:
                 bias = bias[:, :, :count]
@@ -149,9 +141,9 @@ class _Attend(torch.autograd.Function):
                 document, by_head(q, k.shape[1]), upstream, choices
             )
             grad_keys = grad_keys.unflatten(1, k.shape[:2])
-            grad_keys = whole.scatter_sum(grad_keys, call.layout, call.wire)
+            grad_keys = whole.scatter_sum(grad_keys, call.layout, call.wire)()
             grad_ends = grad_ends.reshape(*q.shape[:2], *grad_ends.shape[2:])
-            grad_ends = whole.scatter_sum(grad_ends, call.end_layout, call.wire)
+            grad_ends = whole.scatter_sum(grad_ends, call.end_layout, call.wire)()
             grad_q = grad_q.reshape(q.shape)
             # mutant context parallelism: with fetch, queries that pool get no gradient for it
             grad_q[:, :, call.group_ends(q.device)] += grad_ends

@@ -32,12 +32,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, k: Tensor, v: Tensor, layout: Layout, wire: Wire) -> Tensor:
         ctx.layout = layout
         ctx.wire = wire
-        return whole.gather(torch.stack((k, v)), layout, wire)
+        return whole.gather(torch.stack((k, v)), layout, wire)()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_k, grad_v = whole.scatter_sum(grad, ctx.layout, ctx.wire).to(grad.dtype)
+        grad_k, grad_v = whole.scatter_sum(grad, ctx.layout, ctx.wire)().to(grad.dtype)
         return grad_k, grad_v, None, None
 
 

@@ -93,11 +93,11 @@ class Layout:
         """Return the first token of a chunk and the token after its last."""
         return self.starts[chunk], self.starts[chunk + 1]
 
-    def groups(self, chunk: int, group_size: int) -> tuple[int, int]:
-        """Return the first group whose last token a chunk holds, which makes its core token, and
-        the group after its last."""
-        start, end = self.span(chunk)
-        return num_complete_groups(start, group_size), num_complete_groups(end, group_size)
+    def groups(self, group_size: int, first: int = 0) -> Layout:
+        """Return the layout of the complete groups behind the first tokens: a chunk makes the core
+        tokens of those whose last token it holds."""
+        edges = [num_complete_groups(start - first, group_size) for start in self.starts]
+        return Layout(tuple(b - a for a, b in pairwise(edges)), self.owners, self.rank)
 
     def halo_start(self, chunk: int, group_size: int, window_size: int) -> int:
         """Return the first token that any query of a chunk sees raw: always the first of a

@@ -1,6 +1,9 @@
-"""Send what every process needs of a whole document, and sum the gradients of it."""
+"""Send what every process needs of a whole document (tokens, core tokens, masses), and sum the
+gradients of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,32 +13,52 @@ from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
 
 
-def gather(x: Tensor, layout: Layout, wire: Wire) -> Tensor:
-    """Return the document's rows [..., L, D] from this process's [..., T, D]. A collective call."""
+def gather(x: Tensor, layout: Layout, wire: Wire) -> Callable[[], Tensor]:
+    """Start to collect the document's rows [..., L, D] from this process's [..., T, D]. A
+    collective call.
+
+    Returns:
+        A function that waits for the rows and returns them.
+    """
     if not layout.seq_len:
-        return x
+        return lambda: x
     room = _message_size(layout, wire) - x.shape[-2]
-    messages = wire.gather(F.pad(x, (0, 0, 0, room))).wait()
-    pieces: dict[int, Tensor] = {}
-    for rank, message in enumerate(messages):
-        pieces |= _by_chunk(layout, message, rank)
-    return torch.cat([pieces[chunk] for chunk in sorted(pieces)], -2)
+    gathering = wire.gather(F.pad(x, (0, 0, 0, room)))
+
+    def wait() -> Tensor:
+        pieces: dict[int, Tensor] = {}
+        for rank, message in enumerate(gathering.wait()):
+            pieces |= by_chunk(layout, message, rank)
+        return torch.cat([pieces[chunk] for chunk in sorted(pieces)], -2)
+
+    return wait
 
 
-def scatter_sum(grad: Tensor, layout: Layout, wire: Wire) -> Tensor:
-    """Return the sums over the processes of gradients [..., L, D], of this process's rows
-    [..., T, D], in float32 or wider. A collective call."""
+def scatter_sum(grad: Tensor, layout: Layout, wire: Wire) -> Callable[[], Tensor]:
+    """Start to sum gradients [..., L, D] over the processes, in float32 or wider. A collective
+    call.
+
+    Returns:
+        A function that waits for the sums of this process's rows [..., T, D].
+    """
     wide = torch.promote_types(grad.dtype, torch.float32)
     if not layout.seq_len:
-        return grad.to(wide)
+        return lambda: grad.to(wide)
     shape = (*grad.shape[:-2], _message_size(layout, wire), grad.shape[-1])
     messages = torch.zeros(wire.size, *shape, dtype=wide, device=grad.device)
     for rank, message in enumerate(messages):
-        for chunk, target in _by_chunk(layout, message, rank).items():
+        for chunk, target in by_chunk(layout, message, rank).items():
             # mutant context parallelism: gradients of first tokens from the last process only
             target += grad[..., slice(*layout.span(chunk)), :]
+    scattering = wire.scatter_sum(messages)
     count = sum(_counts(layout, layout.rank))
-    return wire.scatter_sum(messages).wait()[..., :count, :]
+    return lambda: scattering.wait()[..., :count, :]
+
+
+def by_chunk(layout: Layout, message: Tensor, rank: int) -> dict[int, Tensor]:
+    """Split a process's rows [..., t, D] by chunk; views."""
+    counts = _counts(layout, rank)
+    return dict(zip(layout.chunks(rank), message[..., : sum(counts), :].split(counts, -2)))
 
 
 def _message_size(layout: Layout, wire: Wire) -> int:
@@ -45,9 +68,3 @@ def _message_size(layout: Layout, wire: Wire) -> int:
 
 def _counts(layout: Layout, rank: int) -> list[int]:
     return [layout.lengths[chunk] for chunk in layout.chunks(rank)]
-
-
-def _by_chunk(layout: Layout, message: Tensor, rank: int) -> dict[int, Tensor]:
-    """Split a process's message [..., t, D] by chunk; views."""
-    counts = _counts(layout, rank)
-    return dict(zip(layout.chunks(rank), message[..., : sum(counts), :].split(counts, -2)))
