@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks import plotting
+from benchmarks.drawing import CCA, FLOOR, FULL, pyplot, save
 from benchmarks.model_report import Comparison, by_model, comparisons, main_comparisons
 from benchmarks.operator_report import KERNEL_TITLES, Row, decode_rows, time_rows
 from benchmarks.tables import (
@@ -17,7 +18,6 @@ from benchmarks.tables import (
     shown_tokens,
     shown_us,
 )
-from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record
 
 DEVICE = "NVIDIA H200"

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from benchmarks.model_report import Comparison, by_model, comparisons, labels, main_comparisons
 from benchmarks.plotting import draw_line, finish
 from benchmarks.tables import shown_tokens
-from corecontext.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from corecontext.record import Record
 
 PANELS = (

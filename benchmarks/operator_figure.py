@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from benchmarks.operator_report import (
     KERNEL_TITLES,
     LABELS,
@@ -16,7 +17,6 @@ from benchmarks.operator_report import (
 )
 from benchmarks.plotting import draw_line, finish
 from benchmarks.tables import shown_tokens
-from corecontext.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from corecontext.record import Record
 
 STYLES = ("-", "--", ":")

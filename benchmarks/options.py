@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from corecontext.cli.options import Force, Json, Plot
+from corecontext.cli.options import Force, Json
 from corecontext.config import check_choice, check_int
 from corecontext.files import check_output
 from corecontext.record import Record
@@ -60,6 +60,12 @@ def check_choices(name: str, given: Sequence[str], allowed: Sequence[str]) -> No
         check_choice(name, word, tuple(allowed))
 
 
+Plot = Annotated[
+    str | None,
+    typer.Option("--plot", help="Draw a figure (.png, .svg or .pdf); needs the extra 'plot'."),
+]
+
+
 @dataclass(frozen=True)
 class Output:
     """The files that a command writes."""
@@ -72,7 +78,7 @@ class Output:
         check_output(self.plot, force)
         check_output(self.json, force=True)  # appended to
         if self.plot is not None:
-            from corecontext.drawing import check_plot
+            from benchmarks.drawing import check_plot
 
             check_plot(self.plot)
 

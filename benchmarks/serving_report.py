@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from benchmarks.plotting import label_lines
 from benchmarks.tables import Column, markdown, optional, shown_percent
-from corecontext.drawing import CCA, FLEX, FLOOR, FULL, pyplot, save
 from corecontext.record import Record
 
 COLORS = (CCA, FLOOR, FLEX, "#8a5fb0", "#b0475f")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.drawing import CCA, FLOOR, FULL, pyplot, save
 from benchmarks.plotting import draw_line, finish
 from benchmarks.tables import (
     Column,
@@ -16,7 +17,6 @@ from benchmarks.tables import (
     shown_tokens,
 )
 from benchmarks.training import DEFAULT, OURS
-from corecontext.drawing import CCA, FLOOR, FULL, pyplot, save
 from corecontext.record import Record, latest
 
 

@@ -110,7 +110,7 @@ def reproduce(
             "limit, length, documents and dtype must be given with a model: the miniature has its "
             "own."
         )
-    from corecontext.drawing import check_plot
+    from benchmarks.drawing import check_plot
     from corecontext.loading import pick_device
 
     check_plot("report.png")

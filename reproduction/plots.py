@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.drawing import CCA, FLEX, FULL, pyplot
 from benchmarks.plotting import finish, label_lines
-from corecontext.drawing import CCA, FLEX, FULL, pyplot
 from corecontext.files import atomic_path
 from corecontext.record import Record
 from corecontext.visibility import num_complete_groups, window_capacity

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from corecontext.drawing import CCA, FULL, pyplot, save
+from benchmarks.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
 from reproduction.real_gains import ENDS, is_other_training
 from reproduction.real_tables import NAMES, OTHER_WORDING, protocol_tokens

@@ -19,7 +19,7 @@ BASE = ("config", "model_sizes", "visibility", "record", "files", "terminal")
 LAYERS = [
     BASE,
     ("graphs",),
-    ("ops", "measure", "drawing"),
+    ("ops", "measure"),
     ("cost",),
     ("cache",),
     ("distributed",),

@@ -17,6 +17,7 @@ import torch
 from benchmarks import (
     check,
     decoding,
+    drawing,
     figures,
     flex,
     methods,
@@ -33,7 +34,7 @@ from benchmarks import (
 )
 from benchmarks.command import COMMANDS, main
 from benchmarks.training_settings import TrainingBench
-from corecontext import CCAConfig, drawing, record
+from corecontext import CCAConfig, record
 from corecontext.files import UserError
 from corecontext.record import Record, append_records, make_record, read_records
 

@@ -245,8 +245,7 @@ def test_eval_and_compare(monkeypatch, calls, here, command):
     monkeypatch.setattr(summary, "summarise", calls.keep("summarise", rows))
     monkeypatch.setattr(summary, "print_table", calls.keep("print"))
     monkeypatch.setattr(summary, "to_records", calls.keep("records", [record]))
-    monkeypatch.setattr(summary, "draw", calls.keep("draw"))
-    more = "" if command == "eval" else " --method full --method cca --plot p.png"
+    more = "" if command == "eval" else " --method full --method cca"
     assert (
         main(f"{command} {EVALUATION} --json s.jsonl{more}", *SIZES, *FETCH, "--prefill", "cca")
         == 0
@@ -259,13 +258,12 @@ def test_eval_and_compare(monkeypatch, calls, here, command):
     tasks = [TASKS["multidoc_qa"], TASKS["perplexity"]]
     data = ["d", "perplexity=e"]
     given = ("f/m", methods, tasks, data, settings, model_options, "r.jsonl")
-    assert calls[:4] == [
+    assert calls == [
         ("run", given, {}),
         ("summarise", ([record], TASKS), {}),
         ("print", (rows,), {"parts": command == "eval"}),
         ("records", (rows, "there"), {}),
     ]
-    assert calls[4:] == ([] if command == "eval" else [("draw", (rows, "p.png"), {})])
     assert read_records("s.jsonl") == [record]
     calls.clear()
     assert main(f"{command} --model m --task perplexity --num-groups 3 --chat-template") == 0
@@ -390,15 +388,6 @@ def test_counts_have_a_least_value():
         options.check_least(2, length=3, max_rows=1)
     with pytest.raises(UserError, match="^length must be at least 1, got 0.$"):
         options.check_least(1, length=0)
-
-
-def test_a_figure_is_checked_before_any_work(here):
-    options.check_drawn(None, False)
-    Path("p.png").touch()
-    options.check_drawn("p.png", True)
-    for path, force, message in (("p.png", False, "already exists"), ("p.gif", True, "must end")):
-        with pytest.raises(UserError, match=message):
-            options.check_drawn(path, force)
 
 
 @pytest.mark.parametrize(

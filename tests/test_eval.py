@@ -23,14 +23,13 @@ from corecontext.eval.evaluate import ModelOptions, data_paths, evaluate, of_tas
 from corecontext.eval.items import Chosen, Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
-from corecontext.eval.summary import Row, draw, method_name, print_table, summarise, to_records
+from corecontext.eval.summary import Row, method_name, print_table, summarise, to_records
 from corecontext.eval.task_table import TASKS, pick_tasks
 from corecontext.files import UserError
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import Record, read_records
-from corecontext.terminal import progress
 
 IDENTITY = {"method": "stub", "model": "stub", "weights": ""}
 
@@ -253,20 +252,10 @@ PERPLEXITY = ("--task", "perplexity", "--length", "64", "--limit", "1", "--devic
 
 def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    argv = [
-        "compare",
-        "--model",
-        model,
-        "--data",
-        str(data),
-        "--preset",
-        "pooling",
-        "--window-size",
-        "16",
-    ]
+    argv = ["compare", "--model", model, "--data", str(data), "--preset", "pooling"]
+    argv += ["--window-size", "16"]
     argv += ["--limit", "1", "--max-new-tokens", "2", "--length", "400", "--documents", "3"]
     argv += ["--positions", "1", "--device", "cpu", "--results", "r.jsonl", "--json", "s.jsonl"]
-    argv += ["--plot", "p.png", "--force"]
     methods = ["full", "cca", *NAMES]
     for option, names in (("--task", TASKS), ("--method", methods)):
         for name in names:
@@ -274,7 +263,6 @@ def test_every_task_under_every_method(model, data, tmp_path, monkeypatch, capfd
     assert main(argv) == 0
     shown = capfd.readouterr().out
     assert all(task in shown for task in TASKS) and "streaming_llm" in shown
-    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
     records = read_records("r.jsonl")
     asked = {(r.params["method"], r.params["task"]) for r in records}
     assert asked == {(method, task) for method in methods for task in TASKS}
@@ -484,7 +472,7 @@ def test_names_of_data_are_printed_as_they_are(name, capsys):
     assert all(word in heading for word in name.split())
 
 
-def test_summaries_name_sizes_and_draw(data, tmp_path):
+def test_summaries_name_sizes(data):
     assert method_name({"method": "cca", "group_size": 16, "window_size": 8}) == "cca g=16 s=8"
     params = {"method": "cca", "fetch_groups": 4, "prefill": "full"}
     assert method_name(params) == "cca k=4 prefill=full"
@@ -492,34 +480,11 @@ def test_summaries_name_sizes_and_draw(data, tmp_path):
         run_task(TASKS["perplexity"], data, Settings(lengths=(16, 32)), Stub(False), IDENTITY)
     )
     assert all(record.name == "quality.perplexity" for record in to_records(rows, "here"))
-    draw(rows, str(tmp_path / "p.svg"))
-    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
 def test_a_wrong_folder_of_data_is_refused_before_the_model_is_loaded(capfd):
     assert main(["eval", "--model", "none", "--task", "perplexity", "--data", "typo"]) == 2
     assert "data must be an existing folder" in capfd.readouterr().err
-
-
-def test_the_number_of_items_is_said(data, tmp_path, capsys):
-    settings = Settings(documents=(1,))
-    for reused in (0, 3):
-        items = multidoc_qa.items(data, settings, Stub(True))
-        subject = Stub(True).learn(items)
-        run_task(
-            TASKS["multidoc_qa"], data, settings, subject, IDENTITY, results=tmp_path / "r.jsonl"
-        )
-        line = f"multidoc_qa: 3 items, {reused} of them done before\n"
-        assert line in capsys.readouterr().err
-
-
-def test_progress_says_the_time_left(monkeypatch, capsys):
-    monkeypatch.setattr("corecontext.terminal.LINE_EVERY_S", 0)
-    times = iter((100.0, 103.0, 103.0))
-    monkeypatch.setattr("corecontext.terminal.time.monotonic", lambda: next(times))
-    with progress("work", 4) as advance:
-        advance(1)
-    assert capsys.readouterr().err == "work: 25 %, about 0:00:09 left\n"
 
 
 POOLING = {"preset": "pooling", "group_size": 4}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from corecontext import inference
-from corecontext.eval import evaluate as evaluation
 from corecontext.eval import multidoc_qa, runner, summary, windows
 from corecontext.eval.combine import perplexities, scores_by
-from corecontext.eval.evaluate import ModelOptions, evaluate
 from corecontext.eval.items import Chosen, Generated, Question, Settings, TooLong, Window
 from corecontext.eval.runner import run_task
-from corecontext.eval.subject import ModelSubject
 from corecontext.eval.task_table import TASKS, Task
 from corecontext.files import UserError
 from corecontext.record import make_record
@@ -109,140 +104,6 @@ def test_a_window_fits_the_model_exactly():
 # -------------------------------------------------------------------------------------------------
 
 
-class Tokenizer:
-    """Letters, after a special token 0 unless it is left out; "!" goes around a user's message."""
-
-    chat_template = "yes"
-
-    def __call__(self, text, add_special_tokens=True, verbose=True):
-        assert not verbose or len(text) < 3
-        return {"input_ids": [0] * add_special_tokens + [ord(c) for c in text]}
-
-    def decode(self, ids, skip_special_tokens=False):
-        return "".join(chr(i) for i in ids if i or not skip_special_tokens)
-
-    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-        assert turns == [{"role": "user", "content": "hi"}] and add_generation_prompt
-        return "!hi!"
-
-
-class Model:
-    """Gives token 66 the largest logit after token 65, token 67 after all others."""
-
-    device = "cpu"
-
-    def __call__(self, ids, use_cache, logits_to_keep):
-        logits = torch.zeros(1, ids.shape[1], 128)
-        logits[0, torch.arange(ids.shape[1]), torch.where(ids[0] == 65, 66, 67)] = 3.0
-        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
-
-
-@pytest.mark.parametrize("chunk_size", [None, 5])
-def test_a_subject_passes_its_settings_on(monkeypatch, chunk_size):
-    calls = []
-
-    class Engine:
-        def __init__(self, model, **options):
-            calls.append(options)
-
-        def generate(self, ids, **options):
-            calls.append((ids.tolist(), options))
-            return [[0, 65, 66]]
-
-    def prefill(model, ids, *, chunk_size):
-        calls.append((ids.tolist(), chunk_size))
-        logits = torch.zeros(1, 128)
-        logits[0, 66] = 1.0
-        return SimpleNamespace(logits=logits)
-
-    def document_nll(model, ids, *, chunk_size):
-        return ids.tolist(), chunk_size
-
-    monkeypatch.setattr(inference, "Engine", Engine)
-    monkeypatch.setattr(inference, "prefill", prefill)
-    monkeypatch.setattr("corecontext.eval.subject.document_nll", document_nll)
-    tokenizer = Tokenizer()
-    loaded = SimpleNamespace(model=Model(), tokenizer=tokenizer, max_length=9, config=None)
-    loaded.idle_note = lambda length: f"idle at {length}"
-    subject = ModelSubject(loaded, chunk_size=chunk_size)
-    assert subject.limit == 9 and subject.idle_note(4) == "idle at 4"
-    subject.has_num_groups = True  # g grows with the text
-    assert subject.idle_note(4) == ""
-    assert subject.encode("hi") == [0, 104, 105]
-    assert subject.encode_prompt("hi", chat=False) == [0, 104, 105]
-    assert subject.encode_prompt("hi") == [33, 104, 105, 33]
-    assert subject.generate([7], 3, ("x",)) == "AB"
-    assert subject.choose([7, 8], ("A", "B", "C")) == 1
-    assert subject.choose([7, 8], ("AB", "BC", "BB")) == 0
-    assert subject.nll([1, 2]) == ([[1, 2]], chunk_size or 1024)
-    options = {"max_new_tokens": 3, "stop_strings": ("x",), "tokenizer": tokenizer}
-    assert calls == [
-        {"chunk_size": chunk_size, "keep": 1},
-        ([[7]], options),
-        ([[7, 8]], chunk_size),
-    ]
-
-
-def test_every_option_of_an_evaluation_reaches_its_place(monkeypatch, tmp_path):
-    seen = []
-    model = SimpleNamespace(device="there")
-
-    def load(name, **options):
-        seen.append((name, options))
-        config = None if options["method"] == "window" else SimpleNamespace(num_groups=None)
-        return SimpleNamespace(model=model, config=config)
-
-    def subject(loaded, **options):
-        seen.append(options)
-        return "subject"
-
-    def run_task(task, data, settings, *rest, **options):
-        seen.append((task, data, settings.subtasks, rest, options))
-        return [task]
-
-    monkeypatch.setattr(evaluation, "load", load)
-    monkeypatch.setattr(evaluation, "ModelSubject", subject)
-    monkeypatch.setattr(evaluation, "run_task", run_task)
-    identity = {"group_size": 4, "window_size": 5}
-    monkeypatch.setattr(evaluation, "describe", lambda *given: {**identity, "given": given[1:]})
-    ours = {"core_mass": False, "fetch_groups": 2, "fetch_index": "mean", "prefill": "full"}
-    sizes = {"group_size": 3, "window_size": 5, "sinks": 2, "nothing": "p", **ours}
-    options = ModelOptions(sizes, 8, None, False, "float16", "meta")
-    folder = str(tmp_path)
-    settings = Settings(subtasks=("perplexity:law", "vt"))
-    tasks = list(TASKS.values())
-    found = evaluate("m", ["window", "cca"], tasks, [folder], settings, options, "r.jsonl")
-    assert found == tasks * 2
-    # No method has such a size: `load` refuses it.
-    common = {"dtype": "float16", "device": "meta", "window_size": 5, "nothing": "p"}
-    place = {"results": "r.jsonl", "device": "there"}
-    of_window = {**identity, "given": ("m",)}
-    of_cca = {"window_size": 5, "given": ("m",), "num_groups": 8}
-    subject_options = {"chunk_size": None, "chat_template": False}
-    assert seen == [
-        ("m", {"method": "window", **common}),
-        {"num_groups": None, **subject_options},
-        (tasks[0], folder, ("law", "vt"), ("subject", of_window), place),
-        (tasks[1], folder, ("vt",), ("subject", of_window), place),
-        ("m", {"method": "cca", "group_size": 3, "sinks": 2, **ours, **common}),
-        {"num_groups": 8, **subject_options},
-        (tasks[0], folder, ("law", "vt"), ("subject", of_cca), place),
-        (tasks[1], folder, ("vt",), ("subject", of_cca), place),
-    ]
-    seen.clear()
-    evaluate("m", ["window"], tasks[:1], [folder], settings, options)
-    assert seen[1] == {"num_groups": 8, **subject_options}  # which the subject refuses
-    seen.clear()
-    evaluate("m", ["window", "streaming_llm"], tasks[:1], [folder], settings, options)
-    assert seen[1] == {"num_groups": 8, **subject_options}  # no method has core tokens
-    seen.clear()
-    options = options._replace(num_groups=None, chunk_size=6)
-    evaluate("m", ["window"], tasks[:1], [folder], settings, options)
-    assert seen[0] == ("m", {"method": "window", **common, **sizes})  # one method: load refuses
-    assert seen[1] == {"num_groups": None, "chunk_size": 6, "chat_template": False}
-    assert seen[2][3] == ("subject", of_window)
-
-
 # Data and settings
 # -------------------------------------------------------------------------------------------------
 
@@ -307,26 +168,6 @@ def test_each_item_is_recorded_with_all_that_makes_it_differ(tmp_path, monkeypat
     task = task._replace(items=lambda *given: items(*given)[:1] * 2)
     with pytest.raises(UserError, match="must have names of their own, got 1 twice"):
         run_task(task, tmp_path, settings, subject, {})
-
-
-def test_progress_counts_every_item_whether_asked_done_before_or_too_long(tmp_path, monkeypatch):
-    def items(data, settings, subject):
-        return [Window(f"{n}", {}, list(range(n)), n) for n in (3, 4, 9)]
-
-    shown = []
-
-    @contextlib.contextmanager
-    def progress(title, total):
-        shown.append((title, total))
-        yield shown.append
-
-    monkeypatch.setattr(runner, "progress", progress)
-    task = Task("exam", items, (), perplexities)
-    subject = Words()
-    subject.limit = 5
-    for _ in range(2):
-        run_task(task, "", Settings(), subject, {"method": "cca"}, results=tmp_path / "r")
-    assert shown == [("cca exam", 3), 1, 1, 1] * 2
 
 
 def test_a_fingerprint_does_not_depend_on_the_order_of_parameters():
@@ -497,45 +338,3 @@ def test_perplexity_without_a_domain_has_no_part_of_it():
 def row(method: str, task: str, size: int | None, part: str, value: float) -> summary.Row:
     name = "quality.perplexity" if task == "perplexity" else "quality.score"
     return summary.Row(method, task, size, part, value, 1, {}, name)
-
-
-def test_a_table_has_a_column_for_each_method_and_no_parts_if_asked(capsys):
-    rows = [
-        row("full", "mmlu", None, "", 0.255),
-        row("full", "mmlu", None, "law", 1.0),
-        row("cca", "perplexity", 64, "", 12.3),
-        row("cca", "mmlu", None, "", 0.5),
-    ]
-    for parts, law in ((True, ["mmlu law 100.0"]), (False, [])):
-        summary.print_table(rows, parts)
-        shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-        lines = [line for line in shown if line[:1].isalpha()]
-        assert lines == ["task size part full cca", "mmlu all 25.5 50.0", *law,
-                         "perplexity 64 all 12.3000"]  # fmt: skip
-
-
-class Panel:
-    """Keeps the calls of a matplotlib axis."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, list] = {}
-
-    def __getattr__(self, name):
-        return lambda *args, **_: self.calls.setdefault(name, []).append(args)
-
-
-def test_a_figure_has_scores_in_percent_against_sizes_in_order():
-    panel = Panel()
-    points = [("cca", 16, 0.5), ("full", 8, 1.0), ("cca", 8, 0.25)]
-    summary._draw_panel(panel, "ruler", [row(m, "ruler", n, "", x) for m, n, x in points])
-    lines = [(["8", "16"], [25.0, 50.0], "o-"), (["8"], [100.0], "o-")]
-    assert panel.calls["plot"] == lines
-    assert panel.calls["set_ylabel"][-1] == ("score, %",)
-    assert panel.calls["set_xlabel"] == [("length, tokens",)]
-    assert panel.calls["set_ylim"] == [(-3, 103)]
-    panel = Panel()
-    summary._draw_panel(panel, "perplexity", [row("cca", "perplexity", None, "", 7.5)])
-    assert panel.calls["plot"] == [(["all"], [7.5], "o-")]
-    assert panel.calls["set_ylabel"][-1] == ("perplexity",) and "set_ylim" not in panel.calls
-    summary._draw_panel(panel, "multidoc_qa", [])
-    assert panel.calls["set_xlabel"][-1] == ("documents",)

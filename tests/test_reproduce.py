@@ -22,7 +22,8 @@ from test_eval import write_lines
 from tiny_model import save_tiny_model
 from transformers import LlamaForCausalLM
 
-from corecontext import CCAConfig, drawing
+from benchmarks import drawing
+from corecontext import CCAConfig
 from corecontext.eval.summary import Row as ScoreRow
 from corecontext.eval.summary import to_records
 from corecontext.files import UserError, alone_in

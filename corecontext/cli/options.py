@@ -64,10 +64,6 @@ Json = Annotated[
         help="Append the measured values to this file, one JSON line each; - prints them.",
     ),
 ]
-Plot = Annotated[
-    str | None,
-    typer.Option("--plot", help="Draw a figure (.png, .svg or .pdf); needs the extra 'plot'."),
-]
 Tasks = Annotated[
     list[str],
     typer.Option(help="perplexity or multidoc_qa; may be repeated."),
@@ -250,14 +246,3 @@ def publish(
     finally:
         if path is not None:
             append_records(path, records())
-
-
-def check_drawn(path: str | None, force: bool) -> None:
-    """Raise a UserError, before any work is done, for a figure that cannot be drawn."""
-    if path is None:
-        return
-    from corecontext.drawing import check_plot
-    from corecontext.files import check_output
-
-    check_output(path, force)
-    check_plot(path)

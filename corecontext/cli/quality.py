@@ -17,11 +17,9 @@ from corecontext.cli.options import (
     Json,
     LoadOptions,
     Model,
-    Plot,
     Tasks,
     Text,
     check_appended,
-    check_drawn,
     check_least,
     publish,
     with_options,
@@ -62,18 +60,11 @@ def compare(
         "full",
         "cca",
     ],
-    plot: Plot = None,
-    force: Force = False,
 ) -> None:
-    """Compare several methods on several tasks and lengths in one table and one figure."""
-    check_drawn(plot, force)
+    """Compare several methods on several tasks and lengths in one table."""
     from corecontext.eval.task_table import TASKS
 
-    rows = run_evaluation(model, method, task, data or (), options, settings, TASKS)
-    if plot is not None:
-        from corecontext.eval.summary import draw
-
-        draw(rows, plot)
+    run_evaluation(model, method, task, data or (), options, settings, TASKS)
 
 
 def run_evaluation(
@@ -84,8 +75,8 @@ def run_evaluation(
     options: EvaluationOptions,
     settings: dict[str, Any],
     tasks: Mapping[str, Any],
-) -> list[Any]:
-    """Run methods on the named tasks, print the table and return its rows."""
+) -> None:
+    """Run methods on the named tasks, and print the table."""
     check_least(1, chunk_size=options.chunk_size)
     if options.chunk_size is not None and options.num_groups is not None:
         from corecontext.loading import WHOLE
@@ -123,7 +114,6 @@ def run_evaluation(
         lambda: print_table(rows, parts=len(methods) == 1 or len(rows) <= 60),
         lambda: to_records(rows, records[0].device),
     )
-    return rows
 
 
 @with_options(LoadOptions)

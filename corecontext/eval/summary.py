@@ -1,5 +1,5 @@
-"""Summarise item records as one number per method, task and length: a table, a figure, and records
-to publish."""
+"""Summarise item records as one number per method, task and length: a table, and records to
+publish."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from corecontext.drawing import pyplot, save
 from corecontext.eval.combine import group_by
 from corecontext.eval.task_table import TASKS, Task
 from corecontext.record import Record, make_record
@@ -103,34 +102,3 @@ def print_table(rows: Sequence[Row], parts: bool = True) -> None:
 def shown_value(row: Row) -> str:
     """Return a value in the form of tables."""
     return f"{row.value:.4f}" if row.name == "quality.perplexity" else f"{100 * row.value:.1f}"
-
-
-def draw(rows: Sequence[Row], path: str) -> None:
-    """Draw a panel per task, value against length (or documents), and a line per method."""
-    whole = [row for row in rows if not row.part]
-    tasks = list(dict.fromkeys(row.task for row in whole))
-    figure, panels = pyplot().subplots(
-        1, len(tasks), figsize=(4.5 * len(tasks), 3.6), squeeze=False
-    )
-    for panel, task in zip(panels[0], tasks):
-        _draw_panel(panel, task, [row for row in whole if row.task == task])
-    figure.tight_layout()
-    save(figure, path)
-
-
-def _draw_panel(panel: Any, task: str, rows: Sequence[Row]) -> None:
-    """Draw the lines of a task."""
-    scale = 100
-    panel.set_ylabel("score, %")
-    if task == "perplexity":
-        scale = 1
-        panel.set_ylabel("perplexity")
-    else:
-        panel.set_ylim(-3, 103)
-    for method in dict.fromkeys(row.method for row in rows):
-        points = sorted((row.size or 0, row.value * scale) for row in rows if row.method == method)
-        sizes = [str(size or "all") for size, _ in points]
-        panel.plot(sizes, [value for _, value in points], "o-", label=method)
-    panel.set_title(task)
-    panel.set_xlabel("documents" if task == "multidoc_qa" else "length, tokens")
-    panel.legend(fontsize=7)

@@ -1,12 +1,10 @@
-"""Add a model `corecontext`, and tasks that read local files, to lm-evaluation-harness's command.
+"""Add a model `corecontext` to lm-evaluation-harness's command.
 
     python -m corecontext.integrations.lm_eval run --model corecontext --tasks mmlu
         --model_args pretrained=DIR,group_size=16,window_size=1024
 
 The plain `lm_eval` command does not have the model, since the harness finds models by import alone.
-Tasks are those of the harness and two that read `--metadata '{"data": "FOLDER"}'`:
-`corecontext_perplexity` and `corecontext_multidoc_qa` (eval/harness/). Full attention is the
-harness's `--model hf`. Needs the extra 'lm-eval'.
+Full attention is the harness's `--model hf`. Needs the extra 'lm-eval'.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from corecontext.config import CCAConfig
@@ -24,7 +21,6 @@ from corecontext.integrations.hf.attention_interface import full_attention
 from corecontext.integrations.hf.enabling import enable
 
 MODEL = "corecontext"
-TASKS = Path(__file__).resolve().parents[1] / "eval" / "harness"
 SETTINGS = tuple(field.name for field in dataclasses.fields(CCAConfig) if field.name != "backend")
 """Model arguments that are CCA's; the harness's own `backend` is something else."""
 
@@ -93,10 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         register()
         from lm_eval.__main__ import cli_evaluate
 
-        has_tasks = arguments[:1] in (["run"], ["ls"], ["validate"])
-        names = [argument.partition("=")[0] for argument in arguments]
-        if has_tasks and "--include_path" not in names:
-            arguments += ["--include_path", str(TASKS)]
         sys.argv = ["corecontext.integrations.lm_eval", *arguments]
         cli_evaluate()
     except UserError as error:
