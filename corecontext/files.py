@@ -159,7 +159,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"out '{path}' must be a folder, or a place for one: {error.strerror}."
+            f"'{path}' must be a folder, or a place for one: {error.strerror}. Give another."
         ) from None
 
 

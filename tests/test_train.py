@@ -291,7 +291,7 @@ def test_a_run_is_continued_as_it_was_begun_and_by_one_process(setting, tmp_path
     (tmp_path / "file").write_text("mine")
     for output, message in (
         ("file", "must be a folder, got a file"),
-        ("file/run", "cannot be made: Not a directory"),
+        ("file/run", "must be a folder, or a place for one: Not a directory"),
     ):
         with pytest.raises(UserError, match=message):
             train(config.replace(output=str(tmp_path / output)))

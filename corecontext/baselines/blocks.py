@@ -79,12 +79,6 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> 
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """Return full causal attention of the last T of S tokens, [B, H, T, D] on [B, Hkv, S, D]."""
-    no_sinks = Sinks(k[:, :, :0], v[:, :, :0])
-    return sink_attention(q, k, v, no_sinks, k.shape[2], scoring, k.shape[2] - q.shape[2])
-
-
 def sink_attention(
     q: Tensor,
     k: Tensor,

@@ -70,14 +70,6 @@ class Method:
         """Return the settings as plain values, for records."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
-    def refuse_left_padding(self, attention_mask: Tensor | None) -> None:
-        """Raise where rows are padded on the left."""
-        if attention_mask is not None and bool(left_padding(attention_mask).any()):
-            raise NotImplementedError(
-                f"rows must not be padded on the left under {self.name}: give them one by one, or "
-                "pad on the right."
-            )
-
 
 def left_padding(attention_mask: Tensor) -> Tensor:
     """Count the padded slots before each row of a mask [B, L]."""

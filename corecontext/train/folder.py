@@ -22,16 +22,6 @@ MAY_CHANGE |= {"save_every", "keep", "log_every", "eval_every", "fit_memory"}
 """Fields that may change in a continued run: they do not affect its results, but for rounding."""
 
 
-def make(folder: Path) -> None:
-    """Make the run's folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"output '{folder}' cannot be made: {error.strerror}. Give another --output."
-        ) from None
-
-
 def saved_heads(folder: Path) -> dict[str, Any] | None:
     """Return the sizes by head of a run's earlier start, None without any; `check_folder` has read
     the file before."""

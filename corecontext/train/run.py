@@ -21,7 +21,7 @@ from corecontext.data.corpus import read_beginning, read_corpus
 from corecontext.data.documents import Fields
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
 from corecontext.distributed.announcement import Announcement
-from corecontext.files import UserError, install_command
+from corecontext.files import UserError, install_command, make_folder
 from corecontext.heads.choose import with_heads
 from corecontext.terminal import progress
 from corecontext.train import card
@@ -40,7 +40,6 @@ from corecontext.train.folder import (
     check_folder,
     claim,
     locked,
-    make,
     release,
     saved_heads,
 )
@@ -113,7 +112,7 @@ def train(config: TrainConfig) -> Result:
     with _local_rank_0_first(arguments):
         rows = _read_rows(config, tokenizer, arguments.world_size)
         eval_rows = _read_eval_rows(config, tokenizer)
-    make(folder)
+    make_folder(folder)
     job = _Job(hf_config, tokenizer, arguments, rows, eval_rows)
     alone = locked(folder) if job.is_first_rank else contextlib.nullcontext()
     try:

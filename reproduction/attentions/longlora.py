@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corecontext.baselines.blocks import Scoring, dense_attention, expand_heads
+from corecontext.baselines.blocks import Scoring, expand_heads
 from corecontext.baselines.method import Call, Method
 from corecontext.config import check_int
+from reproduction.attentions.dense import dense_attention, refuse_left_padding
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class LongLoRA(Method):
 
     def attend(self, call: Call) -> Tensor:
         """Attend in groups while training, else to all tokens."""
-        self.refuse_left_padding(call.attention_mask)
+        refuse_left_padding(self.name, call)
         if not call.training:
             return dense_attention(call.q, call.k, call.v, call.scoring)
         length = call.q.shape[2]

@@ -24,7 +24,6 @@ from torch import Tensor
 from corecontext.baselines.blocks import (
     Scoring,
     Sinks,
-    dense_attention,
     expand_heads,
     masked_attention,
     sink_attention,
@@ -32,6 +31,7 @@ from corecontext.baselines.blocks import (
 from corecontext.baselines.method import Call, Layer, Method
 from corecontext.config import check_choice, check_int
 from corecontext.eval.runner import fingerprint
+from reproduction.attentions.dense import dense_attention, refuse_left_padding
 
 KINDS = ("a_shape", "vertical_slash", "block_sparse")
 FIRST_COLUMNS = 30
@@ -98,7 +98,7 @@ class MInference(Method):
 
     def attend(self, call: Call) -> Tensor:
         """Read long prompts sparsely; attend to all tokens otherwise."""
-        self.refuse_left_padding(call.attention_mask)
+        refuse_left_padding(self.name, call)
         if call.q.shape[2] < self.block_size:  # decoding, and prompts too short for a block
             return dense_attention(call.q, call.k, call.v, call.scoring)
         patterns = (Pattern(),) * call.layer.query_heads

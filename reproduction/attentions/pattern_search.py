@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.baselines.blocks import dense_attention
 from corecontext.baselines.hook import enabled
 from corecontext.baselines.method import Call, Method
 from corecontext.files import UserError, read_text, write_text
+from reproduction.attentions.dense import dense_attention
 from reproduction.attentions.minference import Pattern, sparse_attention
 
 

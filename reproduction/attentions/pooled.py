@@ -14,6 +14,7 @@ from corecontext.config import PAPER_RULE, check_int
 from corecontext.ops.reference import visible
 from corecontext.ops.spec import Spec
 from corecontext.visibility import num_complete_groups
+from reproduction.attentions.dense import refuse_left_padding
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Pooled(Method):
 
     def attend(self, call: Call) -> Tensor:
         """Attend to core tokens of the far past and to the window."""
-        self.refuse_left_padding(call.attention_mask)
+        refuse_left_padding(self.name, call)
         k, v = call.k, call.v
         g = self.group_size
         length = k.shape[2]
