@@ -125,9 +125,9 @@ class Projected(Index):
         """Return projected queries, as the other index scores by them."""
         return self.index.map_queries(self._queries(q))
 
-    def offset(self, q: Tensor, centre: Tensor) -> Tensor:
+    def centre_products(self, q: Tensor, centre: Tensor) -> Tensor:
         """Return the products with the projected centre."""
-        return self.index.offset(self._queries(q), self._centre(centre))
+        return self.index.centre_products(self._queries(q), self._centre(centre))
 
     def products(self, stored: tuple[Tensor, ...], mapped: Tensor) -> Tensor:
         """Return those of the other index."""

@@ -20,7 +20,6 @@ from corecontext.baselines import (
 from corecontext.baselines import blocks as blocks_module
 from corecontext.baselines.blocks import Scoring, masked_attention
 from corecontext.baselines.method import Call, Layer, Method, left_padding
-from corecontext.baselines.rivals import takers
 from corecontext.baselines.sink_cache import SinkCacheLayer
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 
@@ -286,9 +285,6 @@ def test_documents_are_told_by_positions_or_by_their_edges():
 
 def test_rivals_are_offered_where_they_can_be_chosen():
     assert baselines.NAMES == ("window", "streaming_llm", "lm_infinite")
-    assert takers("group_size") == ()
-    assert takers("sinks") == ("streaming_llm", "lm_infinite")
-    assert takers("window_size") == ("window", *takers("sinks"))
     make = baselines.make_rival
     for made, wanted in (
         (make("window", window_size=5, sinks=None), WindowOnly(0, 5)),

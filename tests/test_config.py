@@ -240,7 +240,7 @@ def test_fetch_has_its_defaults_and_bounds():
     ],
 )
 def test_a_setting_that_is_gone_is_refused_in_one_line(name, value, instead):
-    message = rf"^{name} must not be {value!r}, .* gone since version 0.2\. {instead}\.$"
+    message = rf"^{name} must not be {value!r}, .* removed in version 0.2\. {instead}\.$"
     for make in (CCAConfig, lambda **settings: CCAConfig.from_dict(settings)):
         with pytest.raises(ValueError, match=message):
             make(**{name: value})
@@ -259,7 +259,7 @@ def test_a_saved_field_that_is_gone_is_ignored_unless_its_value_is(monkeypatch):
     for value in ("no", ()):
         assert CCAConfig.from_dict({"lost": value}) == CCAConfig.from_dict({})
     for value in ("yes", (1,)):
-        with pytest.raises(ValueError, match="^lost must not be .*, a try, which is gone since"):
+        with pytest.raises(ValueError, match="^lost must not be .*, a try, removed in version"):
             CCAConfig.from_dict({"lost": value})
 
 
@@ -300,7 +300,7 @@ def test_a_field_that_is_no_more_is_refused_unless_it_was_off(field, value, harm
         lambda given: pool_core_tokens(x, x, x, core_position="token", **given),
     ):
         with pytest.raises(
-            ValueError, match=f"^{field} must not be .*, which is gone since .* Leave"
+            ValueError, match=f"^{field} must not be .*, removed in version .* Leave"
         ):
             take({field: value})
         take({field: harmless})

@@ -130,7 +130,7 @@ def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):
         "b.jsonl', line 3: field 'text' is missing, got body",
     )
     refused("c.jsonl", b'{"text": 3}\n', "c.jsonl', line 1: field 'text' must be text, got int")
-    refused("d.jsonl", b"[1]\n", "d.jsonl', line 1: must be an object")
+    refused("d.jsonl", b"[1]\n", "d.jsonl', line 1: must be an object, got a list[.]")
     refused("e.jsonl.xz", lzma.compress(b'{"text": "x"}\n' * 99)[:-30], "e.jsonl.xz', line ")
     refused("f.jsonl.gz", b"no gzip", "f.jsonl.gz', line 1: Not a gzipped file")
     refused("g.txt", b"\xff\xfe", "g.txt' must be UTF-8 text")

@@ -212,7 +212,7 @@ def test_an_option_that_is_gone_is_refused_in_one_line(recipe, tmp_path, monkeyp
         assert main([*argv, value]) == 2
         error = capsys.readouterr().err
         assert f"error: {name.replace('-', '_')} must not be '{value}', " in error
-        assert "gone since version" in error and error.count("\n") == 1
+        assert "removed in version" in error and error.count("\n") == 1
     assert main(["train", "--help"]) == 0
     assert "--pooling" not in capsys.readouterr().out
 

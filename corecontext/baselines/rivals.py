@@ -41,11 +41,6 @@ MOVED = {
 """Rivals that have moved to the laboratory, and how to use them in a clone."""
 
 
-def takers(setting: str) -> tuple[str, ...]:
-    """Return the rivals that a command can give a setting."""
-    return tuple(name for name in NAMES if setting in RIVALS[name].takes)
-
-
 def check_moved(name: str) -> None:
     """Raise a UserError for a rival that has moved to the laboratory."""
     if name in MOVED:

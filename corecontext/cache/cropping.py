@@ -59,7 +59,7 @@ class CroppedState(LayerState):
         furthest = end
         intact_from = self._intact_from
         if self._undo is not None:
-            base = furthest = max(left, self._undo.start)
+            base = furthest = max(left, self._undo.seen_before)
             intact_from = self._undo.intact_from
         intact_from = max(intact_from, furthest - self.ring_size)
 
@@ -104,7 +104,7 @@ class CroppedState(LayerState):
         """Put back the entries lost to the tokens base .. end - 1."""
         if self._undo is None:
             return
-        kept = base - self._undo.start
+        kept = base - self._undo.seen_before
         count = min(end - base, self.ring_size)
         slots = self._ring_slots(base, count)
         for buffer, lost in zip(self.buffers, self._undo.lost):

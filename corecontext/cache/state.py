@@ -19,8 +19,8 @@ from corecontext.ops.rotary import Rotary
 class Undo(NamedTuple):
     """The entries that the last append pushed out of the ring."""
 
-    start: int
-    """Slots of the sequence before that append."""
+    seen_before: int
+    """Slots appended before that append, padding included."""
     lost: list[Tensor]
     """[B, Hkv, n, D] for each buffer: the entries whose slots it took, in its tokens' order."""
     intact_from: int

@@ -81,7 +81,7 @@ def _gone(error: Any) -> str:
     option = getattr(error, "option_name", "")
     for row in REMOVED:
         if option == f"--{row.field.replace('_', '-')}":
-            return f"{option}, {row.what}, is gone since version {row.since}. {row.instead}"
+            return f"{option}, {row.what}, was removed in version {row.since}. {row.instead}"
     return ""
 
 

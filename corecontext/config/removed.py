@@ -76,8 +76,8 @@ def check_not_removed(field: str, value: Any) -> None:
         if field == row.field and re.fullmatch(row.values, str(value)):
             # mutant config: a removed setting is ignored
             raise ValueError(
-                f"{field} must not be {value!r}, {row.what}, which is gone since version "
-                f"{row.since}. {row.instead}"
+                f"{field} must not be {value!r}, {row.what}, removed in version {row.since}. "
+                f"{row.instead}"
             )
 
 

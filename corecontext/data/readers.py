@@ -146,13 +146,11 @@ def numbered_lines(
 
 def _check_keys(value: Any, needs: Sequence[str]) -> None:
     """Raise a ValueError unless `value` is an object with these keys."""
+    wanted = f"an object with {', '.join(needs)}" if needs else "an object"
     if not isinstance(value, dict):
-        content = f" but a {type(value).__name__}"
-    elif not all(key in value for key in needs):
-        content = f" with {', '.join(value)}"
-    else:
-        return
-    raise ValueError(f"must be an object with {', '.join(needs)}, got one{content}"[:300])
+        raise ValueError(f"must be {wanted}, got a {type(value).__name__}.")
+    if not all(key in value for key in needs):
+        raise ValueError(f"must be {wanted}, got one with {', '.join(value)}."[:300])
 
 
 def read_json(path: str | Path) -> Any:

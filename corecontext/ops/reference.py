@@ -151,7 +151,7 @@ def index_scores(q: Tensor, k: Tensor, num_groups: int, spec: Spec) -> Tensor:
     mapped = index.map_queries(q)
     keys = index.decode(stored, mapped.shape[3], q.dtype)
     products = torch.einsum("nrtd,nmpd->nrtmp", mapped, keys)
-    offset = None if centre is None else index.offset(q, centre)
+    offset = None if centre is None else index.centre_products(q, centre)
     if offset is not None:
         products = products + offset[..., None, None]
     sizes = torch.tensor(index.key_sizes(spec.group_size), dtype=q.dtype, device=q.device)

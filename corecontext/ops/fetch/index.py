@@ -52,9 +52,9 @@ class Index(ABC):
         """Return the queries [N, r, T, D'] that score keys, of q [N, r, T, D], in its dtype."""
         return q
 
-    def offset(self, q: Tensor, centre: Tensor) -> Tensor | None:
-        """Return what every product of a query has besides, [N, r, T], for keys that were centred;
-        None for nothing."""
+    def centre_products(self, q: Tensor, centre: Tensor) -> Tensor | None:
+        """Return the products of queries with the centre that keys lack, [N, r, T]; None where keys
+        are not centred."""
         return None
 
     def products(self, stored: tuple[Tensor, ...], mapped: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class LowBits(Index):
         """Return rotated queries."""
         return q @ rotation(q.shape[3], q.dtype, q.device)
 
-    def offset(self, q: Tensor, centre: Tensor) -> Tensor:
+    def centre_products(self, q: Tensor, centre: Tensor) -> Tensor:
         """Return the products with the centre."""
         return products(q, centre[:, None].to(q.dtype))[..., 0]
 

@@ -34,7 +34,7 @@ class Queries(NamedTuple):
         Args:
             centre: From `centre_of`.
         """
-        offset = None if centre is None else index.offset(q, centre)
+        offset = None if centre is None else index.centre_products(q, centre)
         return cls(index.map_queries(q), offset)
 
     def part(self, sequences: slice, rows: slice) -> Queries:
