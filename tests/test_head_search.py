@@ -27,7 +27,6 @@ from corecontext.heads.budget import (
     at_equal_cache,
     raw_heads,
     spread,
-    untrained_heads,
 )
 from corecontext.heads.findings import find_layers, needle_rows
 from corecontext.heads.search import Trial, far_loss, num_trials, rounds_of, search_units
@@ -255,12 +254,6 @@ def test_heads_that_keep_every_token_fit_where_nobody_says_how_many():
         assert raw_heads(shape, config, length) == count
         some = [Unit(i % shape.layers, i // shape.layers) for i in range(count)]
         assert at_equal_cache(shape, some, config, length, raw=True).window_size > window // 2
-
-
-def test_random_weights_have_their_heads_in_the_middle():
-    assert untrained_heads(Shape(8, 2), 1) == (Unit(5, 0),)
-    assert untrained_heads(Shape(2, 2), 3) == (Unit(1, 0), Unit(1, 1), Unit(0, 0))
-    assert {unit.layer for unit in untrained_heads(Shape(32, 8), 16)} == {20, 21}
 
 
 def test_heads_are_found_by_the_answers_to_needles(tmp_path, capsys):

@@ -17,7 +17,6 @@ from corecontext.record import (
     append_records,
     command_line,
     device_name,
-    latest,
     make_record,
     median_and_quantiles,
     newest,
@@ -126,42 +125,11 @@ def test_a_bad_line_is_named(tmp_path):
         read_records(path)
 
 
-def test_names_carry_their_unit():
-    ends = {
-        "tokens_per_s": "tokens/s",
-        "cache_tokens": "tokens",
-        "requests_per_s": "requests/s",
-        "_rate": "requests/s",
-        "_ms": "ms",
-        "_s": "s",
-        "_us": "us",
-        "_bytes": "bytes",
-        "_nll": "nats",
-        ".skipped": "count",
-        ".failed": "count",
-        ".perplexity": "perplexity",
-        "bits_per_byte": "bits/byte",
-    }
-    for name, unit in UNITS.items():
-        end = next((end for end in ends if name.endswith(end)), None)
-        assert unit == ("fraction" if end is None else ends[end]), name
-
-
 def test_quantiles_need_three_samples():
     assert median_and_quantiles([2.0, 4.0]) == (3.0, None, None)
     assert median_and_quantiles([1.0, 2.0, 3.0])[0] == 2.0
     with pytest.raises(ValueError, match="samples must hold at least one value"):
         median_and_quantiles([])
-
-
-def test_the_newest_wins():
-    records = [
-        Record("demo.cache_bytes", value, "bytes", params={"method": method}, date=date)
-        for value, method, date in ((1, "cca", "2020"), (2, "full", "2022"), (3, "cca", "2021"))
-    ]
-    found = latest(records, "demo.cache_bytes", method="cca")
-    assert found is not None and found.value == 3
-    assert latest(records, "demo.cache_bytes", method="other") is None
 
 
 def test_the_newest_has_every_parameter_and_is_the_last_of_a_second():

@@ -7,7 +7,6 @@ import queue
 import random
 import sys
 import threading
-import time
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -360,18 +359,6 @@ def test_a_cancelled_request_is_gone_before_the_next_step(model):
     finish(scheduler)
     for one in jobs[1:3]:
         assert one.tokens == alone(model, one, 8)
-    assert_empty(scheduler)
-
-
-def test_deadlines_end_requests(model):
-    scheduler = Scheduler(model)
-    late = ask(5, 50, deadline=time.monotonic() - 1)
-    soon = ask(5, 150, deadline=time.monotonic() + 0.15)
-    for one in (late, soon):
-        one.submit(scheduler)
-    soon.on_token = lambda token: time.sleep(0.01)
-    finish(scheduler)
-    assert late.ends == soon.ends == ["timeout"] and late.made == 0 < soon.made < 150
     assert_empty(scheduler)
 
 
@@ -1006,27 +993,6 @@ def test_warming_up_passes_over_what_does_not_fit(model):
     scheduler = Scheduler(model, chunk_size=16, cache_bytes=2**17, max_length=60, capture=False)
     warm_up(scheduler, [(1, 1000)])
     assert_empty(scheduler)
-
-
-def test_steps_of_a_gpu_are_few(model):
-    """Pools in one order whatever order they filled in, and rows in powers of four."""
-    scheduler = Scheduler(model, chunk_size=64, rows_per_pool=16, capture=False)
-    scheduler.batch.fixed, seen = True, []
-    step = scheduler.batch.step
-    scheduler.batch.step = lambda pools: (
-        seen.append(tuple((id(pool), scheduler.batch._rounded(pool)) for pool in pools))
-        or step(pools)
-    )
-    for first, second in ((5, 7), (7, 5)):
-        jobs = [ask(30, 5 + i, i, group_size=g) for i, g in enumerate([first, second] * 4)]
-        for one in jobs:
-            one.submit(scheduler)
-        finish(scheduler)
-    assert {count for parts in seen for _, count in parts} == {1, 4}
-    assert (
-        len({frozenset(parts) for parts in seen}) == len(set(seen))
-        and len({len(parts) for parts in seen}) == 2
-    )
 
 
 class Memory:

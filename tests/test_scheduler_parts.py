@@ -4,10 +4,8 @@ of a split model, and the start of a server."""
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
-import subprocess
 import sys
 from collections import deque
 from dataclasses import replace
@@ -28,7 +26,7 @@ from corecontext.files import UserError
 from corecontext.inference import Load, Sampling, TablePolicy
 from corecontext.inference.sampling import INVALID, InvalidLogits
 from corecontext.model_sizes import ModelSizes
-from corecontext.serve import build, prefix, ranks, reading, step, tensor_parallel
+from corecontext.serve import build, prefix, reading, step, tensor_parallel
 from corecontext.serve import ray as ray_module
 from corecontext.serve import scheduler as scheduler_module
 from corecontext.serve.admission import Admission
@@ -36,14 +34,13 @@ from corecontext.serve.errors import Code, InvalidRequest, RequestError
 from corecontext.serve.logprobs import add_logprobs, add_prompt_logprobs, logprobs_of
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
-from corecontext.serve.ranks import RankLost, Ranks
+from corecontext.serve.ranks import RankLost
 from corecontext.serve.request import Request, Slot, TokenLogprobs
 from corecontext.serve.rows import IDLE, PooledLayer, RowPool, RowShape
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.settings import Serving
 from corecontext.serve.step import DecodeBatch
 from corecontext.serve.tensor_parallel import Follower
-from corecontext.serve.warm_up import warm_up
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.paper(5, 13)
@@ -468,19 +465,6 @@ def test_a_request_fits_the_longest_length_exactly(length, new, code):
     assert refused.value.code is code and f"got {length} and {new}." in str(refused.value)
 
 
-def test_a_request_is_checked_by_its_own_settings_and_without_the_policy():
-    asked = []
-    rules = admission(
-        policy=lambda load: 1 / 0, fits=lambda *given: asked.append(given) or len(asked) < 3
-    )
-    rules.check(Request([1] * 9, 3))
-    rules.check(Request([1] * 9, 3, group_size=2, window_size=4))
-    with pytest.raises(InvalidRequest, match="got 12 tokens for a budget of 3 MiB") as refused:
-        rules.check(Request([1] * 9, 3, window_size=4))
-    assert refused.value.code is Code.TOO_LONG
-    assert asked == [(CONFIG, 12), (CCAConfig.paper(2, 4), 12), (CCAConfig.paper(5, 4), 12)]
-
-
 def test_settings_follow_the_request_the_policy_and_the_prompt():
     loads = []
     policy = lambda load: loads.append(load) or (2, 7)  # noqa: E731
@@ -545,26 +529,6 @@ def test_log_probabilities_are_those_of_the_rows_that_want_them():
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_scheduler_has_the_settings_of_its_model(model):
-    scheduler = Scheduler(model, cache_bytes=10**6, rows_per_pool=9, max_rows=3, chunk_size=7)
-    assert scheduler.max_length == 256 and scheduler.memory.rows_per_pool == 3
-    assert scheduler.memory.prefixes.limit == 250_000 and scheduler.memory.prefixes.chunk_size == 7
-    assert scheduler.admission.config == CONFIG and scheduler.admission.max_length == 256
-    assert Scheduler(model, max_length=50).max_length == 50
-    assert Scheduler(model, max_length=500).max_length == 256
-    assert Scheduler(model, full=True).memory.prefixes.limit == 0
-    defaults = Scheduler(model)
-    assert (defaults.cache_bytes, defaults.max_rows, defaults.rows_per_pool) == (2**30, 64, 8)
-    assert (defaults.queue_limit, defaults.chunk_size, defaults.policy) == (256, 256, None)
-    for name in ("cache_bytes", "max_rows", "rows_per_pool", "chunk_size", "max_length"):
-        Scheduler(model, **{name: 1})
-        with pytest.raises(ValueError, match=f"^{name} must be at least 1, got 0"):
-            Scheduler(model, **{name: 0})
-    Scheduler(model, queue_limit=0)
-    with pytest.raises(ValueError, match="^queue_limit must be at least 0, got -1"):
-        Scheduler(model, queue_limit=-1)
-
-
 def test_raw_tokens_have_a_budget_of_their_own_shared_by_the_ranks(monkeypatch):
     model = tiny_model()
     with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
@@ -584,51 +548,6 @@ def test_raw_tokens_have_a_budget_of_their_own_shared_by_the_ranks(monkeypatch):
         assert split.memory.shape.ranks == 2
     with corecontext.enabled(tiny_model(), CONFIG) as handle:
         assert Scheduler(handle.model).memory.shape.host_rate == 0
-
-
-def test_a_queue_of_none_still_takes_what_can_start(model):
-    scheduler = Scheduler(model, queue_limit=0, max_rows=1)
-    scheduler.submit(Request([1, 2], 3))
-    with pytest.raises(RequestError, match="^1 requests wait already"):
-        scheduler.submit(Request([1, 2], 3))
-    scheduler.run_turn()
-    with pytest.raises(RequestError, match="^0 requests wait already"):
-        scheduler.submit(Request([1, 2], 3))
-    finish(scheduler)
-    scheduler.submit(Request([1, 2], 3))
-    scheduler = Scheduler(model, queue_limit=2, max_rows=1)
-    for _ in range(2):
-        scheduler.submit(Request([1, 2], 3))
-    with pytest.raises(RequestError, match="^2 requests wait already"):
-        scheduler.submit(Request([1, 2], 3))
-
-
-def test_the_queue_is_locked_and_no_request_is_ever_missing(model, monkeypatch):
-    """Other threads submit requests and count them meanwhile."""
-    scheduler = Scheduler(model)
-    lock, start = mock.MagicMock(), scheduler._start_reading
-    scheduler._lock = lock
-
-    class Queue(deque):
-        def append(self, slot):
-            assert lock.__enter__.call_count == lock.__exit__.call_count + 1
-            super().append(slot)
-
-        def clear(self):
-            assert lock.__enter__.call_count == lock.__exit__.call_count + 1
-            super().clear()
-
-    def start_reading(slot, pool):
-        start(slot, pool)
-        assert slot in scheduler.waiting and slot in scheduler.active()
-
-    scheduler.waiting = Queue()
-    monkeypatch.setattr(scheduler, "_start_reading", start_reading)
-    slot = scheduler.submit(Request([1, 2], 3))
-    scheduler.run_turn()
-    assert slot.made and lock.__enter__.call_count == lock.__exit__.call_count == 2
-    scheduler.abandon(RuntimeError("gone"))
-    assert lock.__enter__.call_count == 3
 
 
 def test_requests_choose_few_sizes_at_once(model):
@@ -709,21 +628,6 @@ def test_four_prompts_are_read_at_once_in_alternation(model, monkeypatch):
     assert [slot.number for slot in slots] == [1, 2, 3, 4, 5]
 
 
-def test_no_more_requests_than_rows_leave_the_queue(model):
-    scheduler = Scheduler(model, max_rows=2)
-    slots = [scheduler.submit(Request([1, 2, n], 9)) for n in range(4)]
-    scheduler.run_turn()
-    assert scheduler.active() == slots[:2][::-1] or set(scheduler.active()) == set(slots[:2])
-    assert scheduler.num_active == 2 and not scheduler.idle and list(scheduler.waiting) == slots[2:]
-    lost = scheduler.submit(Request([1, 2, 5], 9))
-    scheduler.cancel(lost)
-    turns = []
-    while not scheduler.idle:
-        turns.append(scheduler.run_turn())
-    assert all(turns) and not scheduler.run_turn() and [x.made for x in slots] == [9] * 4
-    assert (lost.end_reason, lost.made) == ("cancelled", 0)
-
-
 def test_the_load_is_of_the_others_and_recent(model, monkeypatch):
     clock = [1000.0]
     fake = SimpleNamespace(monotonic=lambda: clock[0])
@@ -802,19 +706,6 @@ def test_a_request_that_has_ended_holds_nothing(model, monkeypatch, how):
     assert neighbour.made == 9 and scheduler.memory.used == 0 and not scheduler.memory.pools
 
 
-def test_a_broken_model_leaves_no_request_and_no_memory(model):
-    scheduler = Scheduler(model, max_rows=2, chunk_size=4)
-    ends = []
-    for n in (3, 12, 5):
-        scheduler.submit(Request([1] * n, 9), on_end=ends.append)
-    for _ in range(3):
-        scheduler.run_turn()
-    error = RuntimeError("gone")
-    scheduler.abandon(error)
-    assert [slot.error for slot in ends] == [error] * 3 and scheduler.idle
-    assert {slot.end_reason for slot in ends} == {"error"} and not scheduler.memory.pools
-
-
 def test_a_request_ends_once_where_the_device_breaks_on_its_way_to_a_row(model, monkeypatch):
     scheduler = Scheduler(model)
     ends = []
@@ -849,46 +740,6 @@ def test_a_prompt_that_is_scored_is_read_in_small_chunks(model, monkeypatch):
     slot = scheduler.submit(scored)
     scheduler.run_turn()
     assert slot.read == 3
-
-
-def test_warming_up_sends_a_request_for_each_size(monkeypatch):
-    asked_groups = []
-
-    def sent(sizes, chunk_size=8, max_length=100, full=False, config=A, errors=()):
-        requests, errors = [], dict(errors)
-
-        def submit(request):
-            requests.append(request)
-            error = errors.get(len(requests))
-            if isinstance(error, ValueError):
-                raise error
-            return SimpleNamespace(error=error)
-
-        fields = {"chunk_size": chunk_size, "max_length": max_length, "full": full, "idle": True}
-        rules = SimpleNamespace(config=config)
-        scheduler = SimpleNamespace(**fields, admission=rules, submit=submit, clear=mock.Mock())
-        warm_up(scheduler, sizes)
-        scheduler.clear.assert_called_once_with()
-        asked_groups[:] = [request.fetch_groups for request in requests]
-        return [
-            (request.group_size, request.window_size, len(request.prompt), request.max_new_tokens)
-            for request in requests
-        ]
-
-    own = (None, None, 4 + 8 + 1, 4)
-    assert sent(()) == [own]
-    assert sent([(4, 8), (8, 4), (4, 8)]) == [own, (4, 8, 13, 4), (8, 4, 13, 4)]
-    assert sent([(8, 30)], chunk_size=20) == [(None, None, 21, 4), (8, 30, 39, 4)]
-    assert sent([(8, 30)], full=True) == [own]
-    varied = CCAConfig.paper(4, 8, layer_group_sizes=(2, 4))
-    assert sent([(8, 30)], config=varied) == [own]
-    assert sent([(90, 90)], max_length=50) == [own, (90, 90, 46, 4)]
-    assert sent((), max_length=2) == [(None, None, 1, 1)]
-    triple = sent([(4, 8, 3)])
-    assert triple == [own, (4, 8, 13, 4)] and asked_groups == [None, 3]
-    assert len(sent([(8, 30), (9, 30)], errors={2: ValueError("too large")})) == 3
-    with pytest.raises(RuntimeError, match="no kernel"):
-        sent([(8, 30)], errors={2: RuntimeError("no kernel")})
 
 
 # Ranks of a split model
@@ -1011,50 +862,6 @@ def test_a_step_that_fails_on_one_of_several_ranks_ends_them_all(model):
     assert slot.end_reason is None
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_exchange_events_and_tokens(monkeypatch, rank):
-    sent = []
-
-    def broadcast(messages, src, group):
-        assert src == 0 and group == "group"
-        sent.append(messages[0])
-        if rank:
-            messages[0] = ([("end", 1)], [5])
-
-    def all_reduce(values, operation, group):
-        assert operation == torch.distributed.ReduceOp.MIN and group == "group"
-        values.clamp_(max=70)
-
-    new_group = mock.Mock(return_value="group")
-    fakes = {
-        "new_group": new_group,
-        "get_world_size": lambda: 2,
-        "get_rank": lambda: rank,
-        "broadcast_object_list": broadcast,
-        "all_reduce": all_reduce,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(ranks.dist, name, fake)
-    made = Ranks()
-    assert new_group.call_args.kwargs["backend"] == "gloo"
-    assert new_group.call_args.kwargs["timeout"].total_seconds() == 3600
-    assert made.size == 2 and made.is_rank_0 == (rank == 0)
-    assert made.least(90) == 70 and made.least(50) == 50
-    made.record("start", 1)
-    made.broadcast((3, 4))
-    made.broadcast()
-    events = [("start", 1)] if rank == 0 else []
-    assert sent == [(events, [3, 4]), ([], [])] and made.events == []
-    assert made.receive() == (([("end", 1)], [5]) if rank else None)
-    made.close()
-    assert sent[2:] == [None, None]
-    monkeypatch.setattr(
-        ranks.dist, "broadcast_object_list", mock.Mock(side_effect=RuntimeError("closed"))
-    )
-    with pytest.raises(RankLost, match="^a process of this model is gone: closed"):
-        made.broadcast()
-
-
 def test_joining_checks_the_processes_and_gpus(monkeypatch):
     two = Serving(tensor_parallel=2)
     assert tensor_parallel.join(Serving()) is None
@@ -1096,34 +903,6 @@ def test_joining_checks_the_processes_and_gpus(monkeypatch):
         tensor_parallel.join(two)
 
 
-def test_other_ranks_are_started_with_their_numbers_and_end_with_the_first(monkeypatch):
-    process = mock.Mock()
-    process.wait.side_effect = [None, subprocess.TimeoutExpired("x", 5)]
-    started = mock.Mock(return_value=process)
-    monkeypatch.setattr(tensor_parallel.subprocess, "Popen", started)
-    monkeypatch.setattr(tensor_parallel, "_open_store", lambda: 77)
-    register = mock.Mock()
-    monkeypatch.setattr(tensor_parallel.atexit, "register", register)
-    with mock.patch.dict("os.environ"):
-        tensor_parallel._start_others(Serving("m", tensor_parallel=3))
-        assert tensor_parallel.os.environ["RANK"] == tensor_parallel.os.environ["LOCAL_RANK"] == "0"
-    environments = [call.kwargs["env"] for call in started.call_args_list]
-    assert [env["RANK"] for env in environments] == [env["LOCAL_RANK"] for env in environments]
-    assert [env["RANK"] for env in environments] == ["1", "2"]
-    for env in environments:
-        assert (env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == (
-            "3",
-            "127.0.0.1",
-            "77",
-        )
-    settings = json.loads(started.call_args.args[0][-1])
-    assert Serving(**settings) == Serving("m", tensor_parallel=3)
-    stop, processes = register.call_args.args
-    stop(processes)
-    assert process.wait.call_count == 2 and process.wait.call_args.args == (5.0,)
-    process.kill.assert_called_once_with()
-
-
 # The start of a server
 # ------------------------------------------------------------------------------------------------
 
@@ -1158,37 +937,14 @@ def made(monkeypatch):
 
 
 def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
-    serving = Serving("m")
-    assert build.make_scheduler(serving)[1] == "tokenizer" and made.kind == "scheduler"
-    assert made.load == (
-        "m",
-        {
-            "dtype": "auto",
-            "device": "auto",
-            "tensor_parallel": False,
-            "untested": False,
-            "warn": True,
-        },
-    )
-    defaults = {
-        "full": False,
-        "policy": None,
-        "cache_bytes": 12345,
-        "host_bytes": 2**20,
-        "max_rows": 64,
-        "rows_per_pool": 8,
-        "queue_limit": 256,
-        "client_sizes": 8,
-        "chunk_size": 256,
-        "max_length": 2**40,
-        "ranks": None,
-    }
-    assert made.options == defaults
+    assert build.make_scheduler(Serving("m"))[1] == "tokenizer" and made.kind == "scheduler"
+    defaults = dict(made.options)
+    assert (defaults["cache_bytes"], defaults["host_bytes"]) == (12345, 2**20)
+    assert (defaults["rows_per_pool"], defaults["chunk_size"]) == (8, 256)
     made.device = torch.device("cuda")
-    build.make_scheduler(serving)
-    assert made.options == {**defaults, "rows_per_pool": 16, "chunk_size": 2048}
     build.make_scheduler(Serving("m", host_cache_mib=3))
-    assert made.options["host_bytes"] == 3 * 2**20
+    on_gpu = {"rows_per_pool": 16, "chunk_size": 2048, "host_bytes": 3 * 2**20}
+    assert made.options == {**defaults, **on_gpu}
     chosen = {
         "rows_per_pool": 3,
         "queue_limit": 5,
@@ -1231,17 +987,6 @@ def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_loaded(
         with pytest.raises(UserError, match=words):
             build.make_scheduler(Serving("m"))
     assert made.load is None
-
-
-def test_the_other_ranks_have_followers(made, monkeypatch):
-    checked = mock.Mock()
-    monkeypatch.setattr("corecontext.serve.rows.RowShape.of", checked)
-    for is_rank_0, kind in ((True, "scheduler"), (False, "follower")):
-        made.ranks = SimpleNamespace(is_rank_0=is_rank_0)
-        build.make_scheduler(Serving("m", tensor_parallel=2))
-        assert made.kind == kind and made.options["ranks"] is made.ranks
-        assert made.load[1]["tensor_parallel"]
-    assert checked.call_args.args == (made.hf_config, torch.float32, 2)
 
 
 def test_a_server_on_a_gpu_is_warmed_up_with_its_tables_sizes(made, monkeypatch):

@@ -309,24 +309,12 @@ def test_malformed_bodies(tiny, body, message):
     "status, body, message",
     [
         (404, {"model": "gpt-5"}, "model 'gpt-5' is not served here. Use 'tiny'."),
-        (400, {"prompt": 5}, "prompt"),
-        (400, {"prompt": ["a", 5]}, "prompt must be a text"),
-        (400, {"prompt": ["a"] * 129}, "prompt must be a text"),
         (400, {"prompt": ["a", ""]}, "prompt must have at least one token, got an empty one."),
-        (400, {"prompt": []}, "prompt"),
         (400, {"prompt": [1, 300]}, "prompt must hold token numbers below 256, got 300."),
-        (400, {"prompt": [-1]}, "prompt"),
-        (400, {"prompt": ""}, "prompt must have at least one token, got an empty one."),
-        (400, {"max_tokens": "5"}, "max_tokens is not valid: Input should be a valid integer."),
         (400, {"max_tokens": 0}, "max_tokens must be at least 1 without echo, got 0."),
-        (400, {"max_tokens": -1}, "max_tokens is not valid"),
         (400, {"max_tokens": 510}, "prompt and answer must fit 512"),
         pytest.param(
-            *(
-                400,
-                {"prompt": "a " * 5000},
-                "prompt and answer must fit 512 tokens, got a prompt of",
-            ),
+            *(400, {"prompt": "a " * 5000}, "prompt and answer must fit 512 tokens, got a prompt"),
             id="a prompt that is far too long",
         ),
         (
@@ -334,29 +322,7 @@ def test_malformed_bodies(tiny, body, message):
             {"prompt": "abcdefgh" * 70},
             "prompt and answer must fit 512 tokens, got 560 and 16. Shorten",
         ),
-        (400, {"temperature": -1}, "temperature is not valid"),
-        (400, {"top_p": 0}, "top_p is not valid"),
-        (400, {"seed": 2**70}, "seed is not valid"),
-        (400, {"seed": True}, "seed is not valid"),
-        (400, {"stop": ""}, "stop"),
-        (400, {"stop": ["a"] * 17}, "stop"),
-        (400, {"n": 2}, "n must be 1: a prompt gets one answer, got 2."),
-        (400, {"logprobs": 21}, "logprobs is not valid"),
-        (400, {"store": True}, "store must be false: it is not supported, got True."),
-        (400, {"min_p": 0.1}, "min_p must be 0: it is not supported, got 0.1."),
-        (
-            400,
-            {"presence_penalty": 0.5},
-            "presence_penalty must be 0: it is not supported, got 0.5.",
-        ),
         (400, {"tools": [1]}, "field 'tools' is not supported. Leave it out."),
-        (400, {"group_size": 0}, "group_size is not valid"),
-        (400, {"window_size": "all"}, "window_size is not valid"),
-        (
-            400,
-            {"stream_options": {"include_usage": True}},
-            "stream_options must be given with stream",
-        ),
     ],
     ids=str,
 )
@@ -404,93 +370,6 @@ def test_a_large_invalid_body_makes_few_errors_and_is_answered_soon(tiny, body):
     response = tiny.ask(("POST", path, {"content": content, "headers": headers}))[0]
     assert time.process_time() - began < 5  # about 0.1
     assert response.status_code == 400 and len(response.content) < 1000
-
-
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        (
-            {"stop": 5},
-            "stop must be a text of 1 to 1000 characters or a list of at most 16 of them, got 5.",
-        ),
-        (
-            {"prompt": ["a", [1]]},
-            "prompt must be a text without unpaired surrogates, a list of token numbers from 0 on, "
-            "or a list of 1 to 128 of either, got ['a', [1]].",
-        ),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias must be empty: it is not supported, got "),
-    ],
-    ids=str,
-)
-def test_refusals_state_the_rule_and_no_insides(tiny, body, message):
-    error = tiny.complete(**body).json()["error"]
-    assert error["message"].startswith(message) and error["param"] == next(iter(body))
-    assert "function" not in error["message"] and "0x" not in error["message"]
-
-
-def test_a_refused_field_is_named_within_bounds(tiny):
-    error = tiny.complete(**{"f" * 5000: 1}).json()["error"]
-    assert error["param"] == "f" * 100 and len(error["message"]) < 200
-
-
-def test_wrong_chats_paths_and_methods(tiny):
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-    wrong = [
-        {"messages": []},
-        {"messages": [{"role": "tool", "content": "x"}]},
-        {"messages": [{"role": "user"}]},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-            ]
-        },
-        {"response_format": {"type": "json_object"}},
-        {"max_completion_tokens": 600},
-        {"top_logprobs": 2},
-        {"tools": [{"type": "function"}]},
-    ]
-    asked = [("POST", "/v1/chat/completions", {"json": {**chat, **one}}) for one in wrong]
-    asked += [
-        ("GET", "/v1/models/other", {}),
-        ("GET", "/nothing", {}),
-        ("GET", "/v1/completions", {}),
-    ]
-    found = [response.status_code for response in tiny.ask(*asked)]
-    assert found == [400] * 8 + [404, 404, 405]
-    assert (
-        tiny.ask(("POST", "/v1/chat/completions", {"json": {**chat, "max_tokens": 3}}))[
-            0
-        ].status_code
-        == 200
-    )
-
-
-def test_what_changes_nothing_is_taken(tiny):
-    plain = tiny.complete(temperature=0, max_tokens=5).json()
-    full = tiny.complete(
-        temperature=0,
-        max_tokens=5,
-        n=1,
-        presence_penalty=0.0,
-        frequency_penalty=0,
-        logit_bias={},
-        echo=False,
-        logprobs=None,
-        suffix=None,
-        best_of=1,
-        user="me",
-        metadata={"a": "b"},
-        store=False,
-        service_tier="auto",
-        safety_identifier="x",
-        prompt_cache_key="x",
-        min_p=0,
-        repetition_penalty=1,
-        stop=None,
-        stream=False,
-    ).json()
-    assert full["choices"] == plain["choices"]
-    assert tiny.complete(temperature=1e-30, max_tokens=5).json()["choices"] == plain["choices"]
 
 
 def test_the_key_is_asked_for_and_large_bodies_are_not_read(folder):
@@ -842,48 +721,16 @@ def test_a_policy_whose_module_raises_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--method", "fast"], "method must be cca or full"),
         (["--port", "70000"], "port must be 0 to 65535"),
-        (["--time-limit", "0"], "time-limit must be more than 0"),
-        (["--cache-mib", "0"], "cache-mib must be at least 1"),
-        (["--queue-limit", "-1"], "queue-limit must be at least 0"),
         (["--policy", "wild"], "policy must be 'elastic'"),
-        (
-            ["--method", "full", "--group-size", "4"],
-            "group-size must be left out with method 'full'",
-        ),
         (["--model", "nowhere/at/all"], "model 'nowhere/at/all' does not exist"),
         (["--api-key-file", "nowhere"], "file 'nowhere' does not exist"),
-        (["--max-running", "0"], "max-running must be at least 1"),
     ],
     ids=str,
 )
 def test_wrong_options_are_one_line(arguments, message, capfd, monkeypatch):
     assert main(["serve", *arguments]) == 2
     assert capfd.readouterr().err.startswith(f"error: {message}")
-
-
-def test_a_taken_port_is_one_line(folder, capfd):
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert (
-            main(
-                [
-                    "serve",
-                    "--model",
-                    folder,
-                    "--device",
-                    "cpu",
-                    "--port",
-                    str(taken.getsockname()[1]),
-                ]
-            )
-            == 2
-        )
-    assert "cannot listen on 127.0.0.1 port" in capfd.readouterr().err
 
 
 def test_a_server_that_says_it_listens_does(monkeypatch):

@@ -8,11 +8,9 @@ import functools
 import json
 import logging
 import re
-import sys
 import time
 from collections import deque
 from types import SimpleNamespace
-from typing import get_type_hints
 from unittest import mock
 
 import pytest
@@ -26,16 +24,14 @@ from pydantic import ValidationError  # noqa: E402
 from corecontext.config import CCAConfig  # noqa: E402
 from corecontext.cost import CacheBytes  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
-from corecontext.inference.limits import SERVED_CHUNK  # noqa: E402
 from corecontext.inference.policy import SIZE_NAMES  # noqa: E402
-from corecontext.inference.sampling import INVALID, InvalidLogits, Sampling  # noqa: E402
-from corecontext.serve import connection, guard, logs, protocol  # noqa: E402
-from corecontext.serve import service as service_module  # noqa: E402
+from corecontext.inference.sampling import InvalidLogits, Sampling  # noqa: E402
+from corecontext.serve import guard, protocol  # noqa: E402
 from corecontext.serve.errors import Code, RequestError  # noqa: E402
 from corecontext.serve.http import create_app  # noqa: E402
 from corecontext.serve.logprobs_writer import LogprobsWriter  # noqa: E402
 from corecontext.serve.metrics import Metrics, labels_of, sizes_of  # noqa: E402
-from corecontext.serve.reply import Choice, Events, Reply, unless_gone  # noqa: E402
+from corecontext.serve.reply import Choice, Reply  # noqa: E402
 from corecontext.serve.request import Request, Slot, TokenLogprobs  # noqa: E402
 from corecontext.serve.scheduler import UNLIMITED  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
@@ -308,6 +304,18 @@ def test_fields_that_have_two_forms_are_read_as_one():
         ({"stream_options": {"x": 1}}, "field 'stream_options.x' is not supp", "stream_options"),
         ({"max_tokens": "5"}, "max_tokens is not valid: Input should be a valid in", "max_tokens"),
         ({"prompt": ...}, "field 'prompt' must be given.", "prompt"),
+        (
+            {"stop": 5},
+            "stop must be a text of 1 to 1000 characters or a list of at most 16 of them, got 5.",
+            "stop",
+        ),
+        (
+            {"prompt": ["a", [1]]},
+            "prompt must be a text without unpaired surrogates, a list of token numbers from 0 on, "
+            "or a list of 1 to 128 of either, got ['a', [1]].",
+            "prompt",
+        ),
+        ({"f" * 5000: 1}, f"field '{'f' * 100}' is not supported", "f" * 100),
     ],
     ids=str,
 )
@@ -343,24 +351,6 @@ def test_a_body_of_another_content_type_is_told_the_header(server, headers):
     message = response.json()["error"]["message"]
     assert response.status_code == 400 and not server.requests
     assert message.endswith("Send it with the header 'Content-Type: application/json'.")
-
-
-def test_each_reason_has_its_status_type_and_code():
-    invalid = "invalid_request_error"
-    assert {code.name: (code.status, code.kind, code.protocol_code) for code in Code} == {
-        "INVALID": (400, invalid, None),
-        "TOO_LONG": (400, invalid, "context_length_exceeded"),
-        "WRONG_KEY": (401, invalid, "invalid_api_key"),
-        "WRONG_HOST": (403, invalid, "wrong_host"),
-        "UNKNOWN_MODEL": (404, invalid, "model_not_found"),
-        "TIMEOUT": (408, "server_error", "timeout"),
-        "BODY_TOO_LARGE": (413, invalid, "body_too_large"),
-        "QUEUE_FULL": (429, invalid, "queue_full"),
-        "INTERNAL": (500, "server_error", "internal_error"),
-        "OUT_OF_MEMORY": (503, "server_error", "error"),
-        "CANCELLED": (503, "server_error", "cancelled"),
-        "DRAINING": (503, "server_error", "draining"),
-    }
 
 
 def test_the_error_of_an_answer_follows_how_its_request_ended():
@@ -671,17 +661,6 @@ def test_a_chat_without_a_limit_gets_as_many_tokens_as_fit():
     assert [request.max_new_tokens for request in server.requests] == [1024, 1]
 
 
-def test_a_texts_context_is_its_prompt_and_a_chats_is_none():
-    server = Scripted(["length"], ["length"])
-    server.ask(stop=["q"])
-    server.ask("/v1/chat/completions")
-    spaced = Scripted("x .").ask(prompt=[97, 32, 46], echo=True, logprobs=0, max_tokens=3).json()
-    assert spaced["choices"][0]["text"] == "a .x ."
-    assert spaced["choices"][0]["logprobs"]["tokens"] == ["x", " ", "."]
-    assert server.texts[0]._ids == [97, 98] and server.texts[0].stops == ["q"]
-    assert server.texts[1]._ids == [] and server.texts[1].stops == ["\nuser:"]
-
-
 @pytest.mark.parametrize(
     "body, status, message, param",
     [
@@ -754,60 +733,6 @@ def test_paths_and_methods_that_are_not_there():
     ]
 
 
-@pytest.mark.parametrize(
-    "alive, draining, health, ready",
-    [(True, False, 200, 200), (True, True, 200, 503), (False, False, 503, 503)],
-)
-def test_probes_tell_the_workers_state(alive, draining, health, ready):
-    server = Scripted()
-    worker = server.service.worker
-    worker._thread = SimpleNamespace(is_alive=lambda: alive)
-    worker.draining = draining
-    found = [server.ask(path, "GET") for path in ("/health", "/ready")]
-    assert [response.status_code for response in found] == [health, ready]
-    words = ["ok" if health == 200 else "the model's thread has ended"]
-    words.append("ready" if ready == 200 else "draining")
-    assert [response.json()["status"] for response in found] == words
-
-
-def test_the_worker_starts_and_ends_with_the_application(caplog):
-    server = Scripted()
-    server.service.worker.start, server.service.worker.stop = mock.Mock(), mock.Mock()
-    logger = logging.getLogger("corecontext.serve")
-
-    async def run():
-        async with server.app.router.lifespan_context(server.app):
-            assert server.service.worker.start.call_count == 1
-            assert not server.service.worker.stop.called
-
-    with mock.patch.object(logger, "propagate", True), caplog.at_level(logging.INFO, logger.name):
-        asyncio.run(run())
-    server.service.worker.stop.assert_called_once_with()
-    assert [record.message for record in caplog.records] == ["started", "stopped"]
-    assert caplog.records[0].fields == {"model": "m"}
-
-
-def test_the_page_of_metrics_is_prometheus_text():
-    server = Scripted("x")
-    counted = (CacheBytes(0, 5), CacheBytes(1, 7))
-    memory = SimpleNamespace(
-        budget=9,
-        counted=lambda: counted,
-        prefixes=SimpleNamespace(counted=lambda: CacheBytes(2, 3)),
-        shape=SimpleNamespace(host_rate=0.5),
-    )
-    server.scheduler.memory, server.scheduler.waiting = memory, []
-    server.scheduler.active = list
-    server.ask()
-    page = server.ask("/metrics", "GET")
-    assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    lines = ['requests_total{outcome="length"} 1.0', 'cache_bytes{what="allocated"} 3.0']
-    in_host = {"budget": 18, "used": 5, "allocated": 10, "prefixes": 3}
-    lines += [f'host_bytes{{what="{x}"}} {y}.0' for x, y in in_host.items()]
-    for line in lines:
-        assert f"corecontext_{line}" in page.text
-
-
 def test_the_schema_names_the_model_and_the_refusals():
     schema = Scripted().app.openapi()
     statuses = {"200", "400", "401", "403", "404", "408", "413", "429", "503"}
@@ -824,53 +749,6 @@ def test_the_schema_names_the_model_and_the_refusals():
     assert "Status" in str(unready["content"]["application/json"]["schema"])
     store = schema["components"]["schemas"]["ChatRequest"]["properties"]["store"]
     assert {"const": False} in [{"const": kind.get("const")} for kind in store["anyOf"]]
-
-
-def test_a_request_that_ends_is_logged_without_its_text(caplog):
-    server = Scripted()
-    request = Request([1, 2, 3], 9, arrived=100.0)
-    whole = Slot(request, config=CONFIG, end_reason="stop", made=4, cached_tokens=2, read=3)
-    whole.started, whole.first_token_at = 100.5, 101.25
-    lost = Slot(request, end_reason="error", error=ValueError("words"))
-    logger = logging.getLogger("corecontext.serve")
-    with (
-        mock.patch.object(logger, "propagate", True),
-        caplog.at_level(logging.INFO, logger.name),
-        mock.patch.object(service_module.time, "monotonic", lambda: 103.00004),
-    ):
-        for slot in (whole, lost):
-            server.service._ended(slot)
-    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
-    assert {record.message for record in caplog.records} == {"request"}
-    fields = {
-        "outcome": "stop",
-        "prompt_tokens": 3,
-        "cached_tokens": 2,
-        "completion_tokens": 4,
-        "group_size": 4,
-        "window_size": 8,
-        "fetch_groups": 0,
-        "queued_s": 0.5,
-        "first_token_s": 1.25,
-        "total_s": 3.0,
-    }
-    assert caplog.records[0].fields == fields
-    none = dict.fromkeys((*SIZE_NAMES, "queued_s", "first_token_s"))
-    assert caplog.records[1].fields == {
-        **fields,
-        **none,
-        "outcome": "error",
-        "cached_tokens": 0,
-        "completion_tokens": 0,
-        "error": "ValueError",
-        "at": "",
-    }
-    assert (
-        server.service.metrics.registry.get_sample_value(
-            "corecontext_requests_total", {"outcome": "stop"}
-        )
-        == 1
-    )
 
 
 # Guard and connections
@@ -951,166 +829,10 @@ def test_refusals_say_how_to_go_on():
         assert through_guard(path=path, api_key="k")[0] == 200
 
 
-def test_all_parts_of_a_body_share_one_deadline(monkeypatch):
-    """The clock advances by 20 seconds with each part; behind the body there is no deadline."""
-    clock, limits = [100.0], []
-
-    async def wait_for(part, timeout):
-        limits.append(timeout)
-        clock[0] += 20
-        if timeout <= 0:
-            part.close()
-            raise asyncio.TimeoutError
-        return await part
-
-    fake = SimpleNamespace(
-        wait_for=wait_for,
-        TimeoutError=asyncio.TimeoutError,
-        get_running_loop=lambda: SimpleNamespace(time=lambda: clock[0]),
-    )
-    monkeypatch.setattr(guard, "asyncio", fake)
-    status, headers, body, reached = through_guard(parts=[(b"x", True)] * 9)
-    assert limits == [60, 40, 20, 0] and status == 408 and headers["connection"] == "close"
-    assert b"within 60 seconds" in body and reached == ["http.request"] * 3 + ["http.disconnect"]
-
-    read = []
-
-    async def app(scope, receive, send):
-        read.extend([await receive() for _ in range(3)])
-        await PlainTextResponse("hello")(scope, receive, send)
-
-    messages = deque([{"type": "http.request", "body": b"x" * 9}, {"type": "http.disconnect"}])
-
-    async def receive():
-        clock[0] += 1000
-        return messages.popleft() if len(messages) > 1 else messages[0]
-
-    limits.clear()
-    guarded = guard.Guard(app, None, SimpleNamespace(draining=False), mock.MagicMock(), 9)
-    scope = {"type": "http", "path": "/v1/x", "method": "POST", "headers": []}
-    asyncio.run(guarded(scope, receive, mock.AsyncMock()))
-    assert limits == [60] and [message["type"] for message in read[1:]] == ["http.disconnect"] * 2
-
-
-def test_what_is_no_request_passes_the_guard():
-    app = mock.AsyncMock()
-    guarded = guard.Guard(app, "k", None, None, 0)
-    asyncio.run(guarded({"type": "lifespan"}, "receive", "send"))
-    app.assert_awaited_once_with({"type": "lifespan"}, "receive", "send")
-
-
 def test_addresses_of_this_machine():
     inside = ("localhost", "127.0.0.1", "127.1.2.3", "::1")
     outside = ("", "0.0.0.0", "::", "10.0.0.1", "localhost.example", "example")
     assert all(map(guard.is_loopback, inside)) and not any(map(guard.is_loopback, outside))
-
-
-@pytest.fixture
-def connected():
-    """A connection of fakes, and its deadlines: [seconds, whether it was cancelled]."""
-    deadlines = []
-
-    def call_later(seconds, function):
-        deadline = [seconds, False]
-        deadlines.append(deadline)
-        assert function == transport.abort
-        return SimpleNamespace(cancel=lambda: deadline.__setitem__(1, True))
-
-    loop = mock.MagicMock(call_later=call_later)
-    loop.create_task = lambda coroutine: coroutine.close() or mock.MagicMock()
-    transport = mock.MagicMock()
-    transport.get_extra_info.return_value = None
-    config = uvicorn.Config(PlainTextResponse("x"), http=connection.Connection, log_config=None)
-    config.load()
-    state = uvicorn.server.ServerState()
-    made = connection.Connection(config, state, {}, _loop=loop)
-    made.connection_made(transport)
-    return made, deadlines, transport
-
-
-def test_each_phase_of_a_request_has_its_deadline(connected):
-    made, deadlines, transport = connected
-    assert deadlines == [[20, False]]
-    for piece in (b"POST / HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: 3\r\n"):
-        made.data_received(piece)
-    assert deadlines == [[20, False]]  # one for all of the headers
-    made.data_received(b"\r\nab")
-    assert deadlines == [[20, True], [65, False]]  # longer than the guard's, which answers
-    made.data_received(b"c")
-    assert deadlines == [[20, True], [65, True]]
-    assert made._deadline is None and not transport.abort.called
-
-
-def test_a_lost_connection_leaves_no_deadline(connected):
-    made, deadlines, _ = connected
-    made.connection_lost(None)
-    assert deadlines == [[20, True]] and made._deadline is None
-
-
-def test_connections_and_those_that_wait_are_bounded_by_the_open_files(monkeypatch):
-    resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 4096))
-    assert connection.descriptor_limit() == 64
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    assert connection.descriptor_limit() == 2**16
-    monkeypatch.undo()
-    limit = connection.descriptor_limit()
-    assert limit * 3 // 4 == connection.MOST_CONNECTIONS
-    assert max(1, min(2048, limit // 16)) == connection.BACKLOG
-    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
-    assert connection.descriptor_limit() == 2048
-
-
-def test_work_ends_with_its_client():
-    ended, closed = [], []
-
-    async def work():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    async def leave():
-        return {"type": "http.disconnect" if messages.pop() else "http.request"}
-
-    async def stay():
-        await asyncio.Event().wait()
-
-    async def leave_or_stay():
-        return await (leave() if messages else stay())
-
-    async def result():
-        return 7
-
-    async def late_result():
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return 7
-
-    async def fail():
-        raise RuntimeError("no")
-
-    async def events():
-        yield "data: x\n\n"
-        await asyncio.Event().wait()
-
-    messages = [1, 0, 0]
-    assert asyncio.run(unless_gone(leave, work())) is None and ended == [True]
-    messages = [1]
-    assert asyncio.run(unless_gone(leave, result())) == 7  # both at once
-    messages = [0]
-    assert asyncio.run(unless_gone(leave_or_stay, late_result())) == 7
-    assert asyncio.run(unless_gone(stay, result())) == 7
-    with pytest.raises(RuntimeError):
-        asyncio.run(unless_gone(stay, fail()))
-    messages = [1, 0]
-    response = Events(events(), lambda: closed.append(True))
-    asyncio.run(response({}, leave, mock.AsyncMock()))
-    assert closed == [True]
-    response = Events(events(), lambda: closed.append(True))
-    with pytest.raises(RuntimeError):
-        asyncio.run(response({}, stay, mock.AsyncMock(side_effect=RuntimeError("gone"))))
-    assert closed == [True, True]
 
 
 def test_a_stream_that_is_left_waits_for_no_answer():
@@ -1131,50 +853,6 @@ def test_a_stream_that_is_left_waits_for_no_answer():
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_log_line_has_its_time_level_fields_and_place():
-    record = logging.LogRecord("x", logging.WARNING, "", 0, "it %s", ("failed",), None)
-    record.created = 1.5
-    record.fields = {"port": 5}
-    assert json.loads(logs.JsonLines().format(record)) == {
-        "time": "1970-01-01T00:00:01.500+00:00",
-        "level": "warning",
-        "event": "it failed",
-        "port": 5,
-    }
-    try:
-        raise ValueError("words")
-    except ValueError:
-        record.exc_info = sys.exc_info()
-    line = json.loads(logs.JsonLines().format(record))
-    name = "test_a_log_line_has_its_time_level_fields_and_place"
-    assert line["error"] == "ValueError" and line["trace"][0].endswith(name)
-    assert __file__ in line["trace"][0] and "words" not in str(line)
-    record.exc_info = (None, None, None)
-    assert "error" not in json.loads(logs.JsonLines().format(record))
-
-
-def test_events_are_logged_from_their_level_on(capsys):
-    names = ("corecontext.serve", "uvicorn.error", "asyncio")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
-    loggers[1].setLevel(logging.DEBUG)
-    logs.start_logging()
-    try:
-        assert [logger.propagate for logger in loggers] == [False] * 3
-        logs.log_event("up", port=5)
-        logs.log_event("open", level="warning")
-        loggers[0].debug("no")
-        loggers[1].info("no")
-        loggers[1].warning("late")
-    finally:
-        for logger, (handlers, propagate, level) in zip(loggers, before):
-            logger.handlers, logger.propagate = handlers, propagate
-            logger.setLevel(level)
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    found = [(line["event"], line["level"], line.get("port")) for line in lines]
-    assert found == [("up", "info", 5), ("open", "warning", None), ("late", "warning", None)]
-
-
 def gauges(scheduler, policy=None, config=CONFIG):
     scheduler = SimpleNamespace(
         policy=policy, admission=SimpleNamespace(config=config), **scheduler
@@ -1185,9 +863,9 @@ def gauges(scheduler, policy=None, config=CONFIG):
 def test_metrics_count_the_requests_that_ended():
     memory = SimpleNamespace(
         budget=90,
-        counted=lambda: (CacheBytes(30, 0), CacheBytes(43, 0)),
+        counted=lambda: (CacheBytes(30, 4), CacheBytes(43, 6)),
         prefixes=SimpleNamespace(counted=lambda: CacheBytes(7, 5)),
-        shape=SimpleNamespace(host_rate=0.0),
+        shape=SimpleNamespace(host_rate=0.5),
     )
     running = [Slot(Request([1], 1), config=CONFIG) for _ in range(2)]
     running += [
@@ -1221,10 +899,9 @@ def test_metrics_count_the_requests_that_ended():
     assert value("time_to_first_token_seconds_count") == 3
     assert value("time_per_token_seconds_sum") == 3 and value("time_per_token_seconds_count") == 2
     assert value("queue_length") == 3
-    cache_bytes = [
-        value("cache_bytes", what=x) for x in ("budget", "used", "allocated", "prefixes")
-    ]
-    assert cache_bytes == [90, 30, 50, 7]
+    for where, counts in (("cache", [90, 30, 50, 7]), ("host", [180, 4, 11, 5])):
+        kinds = ("budget", "used", "allocated", "prefixes")
+        assert [value(f"{where}_bytes", what=kind) for kind in kinds] == counts
     assert [value("running", **labels) for labels in (own, other, none)] == [2, 1, 1]
 
 
@@ -1255,24 +932,6 @@ def test_labels_are_sizes_that_the_operator_chose():
 # ------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_takes_tokens_texts_and_ends_in_order():
-    ended = []
-
-    async def answer():
-        request = Request([1], 9, eos=frozenset([ord("e")]))
-        answer = Answer(request, TextStream(Letters(), ["st"]), ended.append)
-        answer.slot = Slot(answer.request, answer.on_token, answer.on_ended, answer.on_logprobs)
-        assert not answer.on_token(ord("a")) and not answer.on_token(ord("e"))
-        answer.on_logprobs([TokenLogprobs(1)])
-        assert not answer.on_token(ord("s")) and answer.on_token(ord("t"))
-        answer.slot.end("stop", None)
-        pieces = [piece async for piece in answer.pieces()]
-        return pieces, answer.finish_reason, answer.logprobs
-
-    assert asyncio.run(answer()) == (["a"], "stop", [TokenLogprobs(1)])
-    assert [slot.end_reason for slot in ended] == ["stop"]
-
-
 def test_an_answer_that_was_cut_off_sends_no_text_that_was_held_back():
     pieces = []
 
@@ -1289,35 +948,6 @@ def test_an_answer_that_was_cut_off_sends_no_text_that_was_held_back():
     with pytest.raises(RequestError, match="^the request took longer than its time limit"):
         asyncio.run(asyncio.wait_for(answer(), 5))
     assert pieces == []
-
-
-def test_a_worker_takes_requests_while_it_runs():
-    scheduler = mock.MagicMock()
-    worker = Worker(scheduler)
-    text = TextStream(Letters())
-
-    async def submit():
-        return worker.submit(Request([1], 1), text)
-
-    for alive, draining in ((False, False), (True, True)):
-        worker._thread = mock.MagicMock(is_alive=lambda: alive)
-        worker.draining = draining
-        with pytest.raises(RequestError) as refused:
-            asyncio.run(submit())
-        assert refused.value.code is Code.DRAINING and not scheduler.submit.called
-    worker.draining = False
-    answer = asyncio.run(submit())
-    scheduler.submit.assert_called_once_with(
-        answer.request, answer.on_token, answer.on_ended, answer.on_logprobs
-    )
-    assert worker._wake.is_set() and answer.slot is scheduler.submit.return_value
-    worker._wake.clear()
-    worker.cancel(answer)
-    scheduler.cancel.assert_called_once_with(answer.slot)
-    assert worker._wake.is_set()
-    worker.stop(3.0)
-    worker._thread.join.assert_called_once_with(3.0)
-    assert worker.draining and not worker.failed
 
 
 def test_a_worker_that_stops_cancels_all_and_lets_the_ranks_end():
@@ -1339,30 +969,6 @@ def test_a_worker_that_stops_cancels_all_and_lets_the_ranks_end():
     assert scheduler.ranks.broadcast.call_count == 2  # a sign of life after each silence
     assert [call.args for call in worker._wake.wait.call_args_list] == [(300.0,)] * 3
     assert worker._wake.clear.call_count == 3
-
-
-def test_a_slot_counts_its_tokens_and_ends_at_the_right_one():
-    events = []
-    request = Request([1, 2], 3, eos=frozenset([9]), deadline=50.0)
-    slot = Slot(request, lambda token: events.append(token), events.append, events.append)
-    assert request.length == 5 and slot.length == 2
-    assert slot.wants_to_end(50.0) is None and slot.wants_to_end(50.1) == "timeout"
-    record = TokenLogprobs(5, -1.0)
-    slot.logprobs.append(record)
-    assert slot.take(5) is None and events == [[record], 5]  # a token after its log-probability
-    assert slot.take(6) is None and slot.take(7) == "length"
-    assert (slot.made, slot.last_token, slot.length) == (3, 7, 5)
-    slot.logprobs.append(record)
-    slot.end("length", None)
-    assert events[-2:] == [[record], slot] and slot.end_reason == "length"
-    slot.cancelled = True
-    assert slot.wants_to_end(99.0) == "cancelled"
-    ending = Slot(Request([1], 1, eos=frozenset([9])))
-    assert ending.take(9) == "stop" and Slot(Request([1], 5), lambda token: True).take(4) == "stop"
-    broken = Slot(Request([1], 5), events.append)
-    with pytest.raises(InvalidLogits):
-        broken.take(INVALID)
-    assert broken.made == 0 and Slot(Request([1], 1)).wants_to_end(1e9) is None
 
 
 # Settings
@@ -1411,24 +1017,6 @@ def test_settings_at_their_bounds_are_taken():
     Serving(port=65535, method="full", tensor_parallel=8, api_key="x")
     Serving(tensor_parallel=1, device="cpu", random_weights=True)
     Serving(settings={"fetch_groups": 2, "store": "host", "fetch_slots": 8})
-
-
-def test_the_defaults_are_those_of_the_documentation():
-    defaults = Serving()
-    assert (defaults.method, defaults.policy, defaults.first_token_limit) == ("cca", "fixed", 2.5)
-    assert (defaults.port, defaults.max_running, defaults.queue_limit) == (8000, 64, 256)
-    assert (defaults.time_limit_s, defaults.dtype, defaults.device) == (600.0, "auto", "auto")
-    assert defaults.tensor_parallel == 1 and not defaults.untested and not defaults.random_weights
-    assert defaults.settings == {}
-    unset = ("model", "name", "api_key", "cache_mib", "host_cache_mib", "rows_per_pool")
-    for name in (*unset, "chunk_size", "max_length"):
-        assert getattr(defaults, name) is None, name
-
-
-def test_the_help_states_the_chunk_that_is_read_between_steps():
-    option = get_type_hints(Serving, include_extras=True)["chunk_size"].__metadata__[0]
-    sizes = f"Default: {SERVED_CHUNK['cpu']}; on a GPU {SERVED_CHUNK['cuda']}."
-    assert option.help.endswith(sizes)
 
 
 def test_a_model_has_the_last_part_of_its_path_for_a_name():
