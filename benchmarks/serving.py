@@ -33,8 +33,8 @@ from corecontext.terminal import progress
 
 BINS = 24  # of a day
 START_LIMIT_S = 900.0
-SERVE = ["corecontext", "serve", "--name", "served", "--port", "0"]
-UNLIMITED = ["--queue-limit", "1000000", "--time-limit", "86400"]
+SERVE = ["corecontext", "serve"]
+OPTIONS = ["--name", "served", "--port", "0", "--queue-limit", "1000000", "--time-limit", "86400"]
 
 
 @contextmanager
@@ -45,17 +45,19 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
         UserError: it did not start; with the server's error.
     """
     with tempfile.TemporaryDirectory() as folder:
+        program = SERVE
         options = bench.server_options(variant)
         if bench.shape is not None:
             shape = SERVED_SHAPES[bench.shape] | {"cca": CCAConfig.paper().to_dict()}
             (Path(folder) / "config.json").write_text(json.dumps(shape))
-            options += ["--model", folder, "--random-weights"]
+            program = ["benchmarks.random_server"]
+            options += ["--model", folder]
         options += bench.options("model", "cache_mib", "max_running", "rows_per_pool")
         options += bench.options("chunk_size", "dtype", "device")
         log = Path(folder) / "log"
         env = {key: value for key, value in package_path().items() if key != "CORECONTEXT_API_KEY"}
         with log.open("w") as out:
-            command = [sys.executable, "-m", *SERVE, *UNLIMITED, *options]
+            command = [sys.executable, "-m", *program, *OPTIONS, *options]
             process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
         try:
             yield _wait_for(process, log)

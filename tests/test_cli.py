@@ -620,7 +620,7 @@ PERPLEXITY = ["perplexity", "good.txt"]
             "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json is",
         ),
         (
-            ["serve", "--model", "MODEL", "--random-weights", "--dtype", "int8"],
+            ["serve", "--model", "MODEL", "--dtype", "int8"],
             "dtype must be auto, float32, bfloat16 or",
         ),
         (["info", "--model", "listed"], "model 'listed' cannot be loaded: "),

@@ -761,10 +761,12 @@ def test_a_server_that_says_it_listens_does(monkeypatch):
     assert runs.run(Serving(port=0)) == 1
 
 
-def test_random_weights_and_names(folder):
-    from corecontext.serve.build import make_app
+def test_random_weights_and_names(folder, monkeypatch):
+    from benchmarks.random_server import load_random
+    from corecontext.serve import build
 
-    app = make_app(Serving(folder, method="full", random_weights=True, device="cpu", cache_mib=64))
+    monkeypatch.setattr(build, "load", load_random)
+    app = build.make_app(Serving(folder, method="full", device="cpu", cache_mib=64))
     service = app.state.service
     assert service.serving.model_name == Path(folder).name and service.scheduler.full
     made = []

@@ -363,7 +363,6 @@ def test_a_row_is_as_large_as_in_the_process_that_has_most():
     [
         {"tensor_parallel": 0},
         {"tensor_parallel": 2, "device": "cpu"},
-        {"tensor_parallel": 2, "random_weights": True},
     ],
 )
 def test_what_cannot_be_split_is_refused(options):

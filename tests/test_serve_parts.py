@@ -1015,7 +1015,7 @@ def test_settings_at_their_bounds_are_taken():
     least = dict.fromkeys(("cache_mib", "max_running", "rows_per_pool", "chunk_size"), 1)
     Serving(port=0, queue_limit=0, max_length=1, time_limit_s=1e-9, **least)
     Serving(port=65535, method="full", tensor_parallel=8, api_key="x")
-    Serving(tensor_parallel=1, device="cpu", random_weights=True)
+    Serving(tensor_parallel=1, device="cpu")
     Serving(settings={"fetch_groups": 2, "store": "host", "fetch_slots": 8})
 
 

@@ -19,15 +19,11 @@ from typing import Any
 
 from corecontext.files import UserError, install_command
 from corecontext.loading import (
-    Loaded,
     check_architecture,
-    check_dtype,
     load,
     load_config,
     one_line,
-    pick_device,
 )
-from corecontext.methods import cca_config
 from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
@@ -90,18 +86,15 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             RowShape.of(hf_config, torch.float32, serving.tensor_parallel)
 
     ranks = join(serving)
-    if serving.random_weights:
-        loaded = _random(serving)
-    else:
-        loaded = load(
-            serving.source,
-            **serving.settings,
-            dtype=serving.dtype,
-            device=serving.device,
-            tensor_parallel=ranks is not None,
-            untested=serving.untested,
-            warn=serving.method == "cca" and (ranks is None or ranks.is_rank_0),
-        )
+    loaded = load(
+        serving.source,
+        **serving.settings,
+        dtype=serving.dtype,
+        device=serving.device,
+        tensor_parallel=ranks is not None,
+        untested=serving.untested,
+        warn=serving.method == "cca" and (ranks is None or ranks.is_rank_0),
+    )
     config = loaded.config
     assert config is not None, (
         "a server's model has CCA enabled, whose place its own caches take under method 'full'"
@@ -129,41 +122,6 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             ranks=ranks,
         )
     return scheduler, loaded.tokenizer
-
-
-def _random(serving: Serving) -> Loaded:
-    """Make a model of the config's sizes with random weights on the device, and a tokenizer of
-    made-up words."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    from corecontext.integrations.hf.attention_interface import full_attention
-    from corecontext.integrations.hf.enabling import enable
-
-    hf_config = load_config(serving.source)
-    check_architecture(hf_config, serving.untested)
-    check_dtype(serving.dtype)
-    device = pick_device(serving.device)
-    dtype = serving.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    with (
-        one_line("random weights cannot be made"),
-        torch.device(device),
-        torch.random.fork_rng([] if device == "cpu" else [torch.device(device)]),
-    ):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
-        )
-    config = cca_config(hf_config, serving.settings)
-    with one_line():
-        enable(model.eval(), config, untested=serving.untested, warn=False)
-    count = hf_config.get_text_config(decoder=True).vocab_size
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return Loaded(model, PreTrainedTokenizerFast(tokenizer_object=words), config)
 
 
 def _cache_bytes(serving: Serving, device: Any) -> int:

@@ -120,13 +120,6 @@ class Serving:
             help="Accept an architecture that no test has, after a check on the model.",
         ),
     ] = False
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Make weights up; --model needs only config.json. For benchmarks.",
-        ),
-    ] = False
     tensor_parallel: Annotated[
         int,
         typer.Option(help="Processes of this machine, a GPU each, that the model is split over."),
@@ -150,10 +143,9 @@ class Serving:
             least = 0 if name in ("queue_limit", "client_sizes") else 1
             if value is not None and value < least:
                 raise UserError(f"{name.replace('_', '-')} must be at least {least}, got {value}.")
-        is_one_process = self.device != "auto" or self.random_weights
-        if self.tensor_parallel < 1 or (self.tensor_parallel > 1 and is_one_process):
+        if self.tensor_parallel < 1 or (self.tensor_parallel > 1 and self.device != "auto"):
             raise UserError(
-                "tensor-parallel must be at least 1, and 1 with --device or --random-weights, got "
+                "tensor-parallel must be at least 1, and 1 with --device, got "
                 f"{self.tensor_parallel}."
             )
         key = self.api_key

@@ -1,0 +1,52 @@
+"""Serve a model with random weights: `corecontext serve` for a folder with a config.json alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from corecontext.cli import main
+from corecontext.integrations.hf.attention_interface import full_attention
+from corecontext.integrations.hf.enabling import enable
+from corecontext.loading import Loaded, check_dtype, load_config, one_line, pick_device
+from corecontext.methods import cca_config
+from corecontext.serve import build
+
+
+def load_random(
+    source: str,
+    *,
+    dtype: str,
+    device: str,
+    tensor_parallel: bool,
+    untested: bool,
+    warn: bool,
+    **settings: Any,
+) -> Loaded:
+    """Make a model of the config's sizes on the device, and a tokenizer of made-up words; arguments
+    as of `corecontext.loading.load`."""
+    hf_config = load_config(source)
+    check_dtype(dtype)
+    device = pick_device(device)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    torch.manual_seed(0)
+    with one_line("random weights cannot be made"), torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=getattr(torch, dtype), attn_implementation=full_attention(hf_config)
+        )
+    config = cca_config(hf_config, settings)
+    enable(model.eval(), config, untested=untested, warn=False)
+    count = hf_config.get_text_config(decoder=True).vocab_size
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Loaded(model, PreTrainedTokenizerFast(tokenizer_object=words), config)
+
+
+if __name__ == "__main__":
+    build.load = load_random  # type: ignore[assignment]
+    sys.exit(main(["serve", *sys.argv[1:]]))
