@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from corecontext.cli import main
 from corecontext.data.readers import find_file, model_hash, read_lines
 from corecontext.eval import multidoc_qa, windows
 from corecontext.eval.evaluate import ModelOptions, data_paths, evaluate, of_task
-from corecontext.eval.items import Chosen, Settings
+from corecontext.eval.items import Settings
 from corecontext.eval.runner import data_hashes, run_task
 from corecontext.eval.subject import ModelSubject
 from corecontext.eval.summary import Row, method_name, print_table, summarise, to_records
@@ -30,6 +31,7 @@ from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import Record, read_records
+from reproduction.suites import choices
 
 IDENTITY = {"method": "stub", "model": "stub", "weights": ""}
 
@@ -305,10 +307,10 @@ def test_questions_go_into_the_chat_template(chat_model, model, data):
         tokens = len(subject.encode_prompt(prompt))
         assert record.params["prompt_tokens"] == tokens
         assert tokens == len(subject.encode(prompt)) + chats * len("<user></><assistant>")
-    asked = []
-    subject.choose = lambda prompt, options: asked.append(options) or 0
-    for subject.chat in (True, False):  # an answer in a chat begins with the letter
-        Chosen("key", {}, lambda: "Why", (" A", " B"), 0).run(subject)
+    with mock.patch.object(choices, "choose", return_value=0) as choose:
+        for subject.chat in (True, False):  # an answer in a chat begins with the letter
+            choices.Chosen("key", {}, lambda: "Why", (" A", " B"), 0).run(subject)
+    asked = [tuple(call.args[2]) for call in choose.call_args_list]
     assert asked == [("A", "B"), (" A", " B")]
     plain = load(model, method="full", device="cpu")
     assert not ModelSubject(plain).chat
@@ -350,7 +352,7 @@ def test_subject_agrees_with_the_model(model):
         subject.nll(ids[0].tolist()).double(), expected, rtol=1e-4, atol=1e-5
     )
     single, double = ("A", "B", "C"), ("ab", "cd")
-    assert subject.choose(subject.encode(prompt), single) == int(
+    assert choices.choose(subject, subject.encode(prompt), single) == int(
         logits[-1, [subject.encode(x)[0] for x in single]].argmax()
     )
     scores = []
@@ -359,7 +361,7 @@ def test_subject_agrees_with_the_model(model):
         with torch.no_grad():
             found = loaded.model(both).logits[0].double().log_softmax(-1)
         scores.append(float(found[-3, both[0, -2]] + found[-2, both[0, -1]]))
-    assert subject.choose(subject.encode(prompt), double) == scores.index(max(scores))
+    assert choices.choose(subject, subject.encode(prompt), double) == scores.index(max(scores))
 
 
 @pytest.mark.parametrize(

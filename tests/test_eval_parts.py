@@ -10,7 +10,7 @@ import torch
 
 from corecontext.eval import multidoc_qa, runner, summary, windows
 from corecontext.eval.combine import perplexities, scores_by
-from corecontext.eval.items import Chosen, Generated, Question, Settings, TooLong, Window
+from corecontext.eval.items import Generated, Question, Settings, TooLong, Window
 from corecontext.eval.runner import run_task
 from corecontext.eval.task_table import TASKS, Task
 from corecontext.files import UserError
@@ -39,9 +39,6 @@ class Words:
     def generate(self, prompt, max_new_tokens, stop=()):
         self.calls.append(("generate", max_new_tokens, stop))
         return prompt[0]
-
-    def choose(self, prompt, options):
-        return 1
 
     def nll(self, ids):
         return torch.ones(len(ids) - 1)
@@ -74,19 +71,6 @@ def test_a_question_is_asked_as_it_says_and_recorded():
     assert outcome.details == {"prompt_tokens": 3, "answer": "one", "references": ["one", "x"]}
     subject.limit = 9
     with pytest.raises(TooLong, match="3 tokens and 7 new ones exceed the model's 9"):
-        item.run(subject)
-
-
-def test_a_choice_is_recorded_beside_the_right_one():
-    subject = Words()
-    subject.limit = 3
-    for right, value in ((1, 1.0), (3, 0.0)):
-        item = Chosen("key", {}, lambda: "one two", (" A", " B", " C", " D"), right)
-        outcome = item.run(subject)
-        expected = {"prompt_tokens": 2, "answer": "B", "references": ["ABCD"[right]]}
-        assert (outcome.value, outcome.details) == (value, expected)
-    subject.limit = 2
-    with pytest.raises(TooLong, match="2 tokens and 1 new ones"):
         item.run(subject)
 
 
@@ -130,7 +114,6 @@ def test_each_item_is_recorded_with_all_that_makes_it_differ(tmp_path, monkeypat
     def items(data, settings, subject):
         return [
             Generated("a", {"length": 3}, lambda: Question("x y", ["x"]), 2, lambda *_: 1.0),
-            Chosen("b", {"shots": 1}, lambda: "x " * 5, (" A", " B"), 0),
             Generated("e", {}, lambda: Question("x", []), 2, lambda *_: 0.0, chat=False),
             Window("c", {"domain": "d"}, list(range(9)), 7),
             Window("d", {"domain": "d"}, list(range(11)), 7),
@@ -146,24 +129,20 @@ def test_each_item_is_recorded_with_all_that_makes_it_differ(tmp_path, monkeypat
     records = run_task(task, tmp_path, settings, subject, {"method": "cca"})
     assert [(r.name, r.unit) for r in records] == [
         ("quality.score", "fraction"),
-        ("quality.accuracy", "fraction"),
         ("quality.score", "fraction"),
         ("quality.perplexity", "perplexity"),
     ]
     hashes = runner.data_hashes(task, tmp_path)
     assert list(hashes) == ["exam_dev.jsonl.gz"]
-    for record, key, item_params in zip(
-        records, "abec", ({"length": 3}, {"shots": 1}, {}, {"domain": "d"})
-    ):
+    for record, key, item_params in zip(records, "aec", ({"length": 3}, {}, {"domain": "d"})):
         common = {"method": "cca", "task": "exam", "data": hashes, "seed": 5, "max_new_tokens": 2}
         expected = {**common, **item_params, "item": key}
         if key != "c":
             expected["chat_template"] = key != "e"
         assert expected.items() <= record.params.items()
         assert record.params["run"] == runner.fingerprint(expected)
-    assert records[1].value == 0 and records[1].params["answer"] == "B"
     err = capsys.readouterr().err
-    assert "exam: 1 of 5 left out (11 tokens exceed the model's 10)" in err
+    assert "exam: 1 of 4 left out (11 tokens exceed the model's 10)" in err
     assert "exam: idle at 9\n" in err  # the longest: eight losses are nine tokens
     task = task._replace(items=lambda *given: items(*given)[:1] * 2)
     with pytest.raises(UserError, match="must have names of their own, got 1 twice"):

@@ -13,6 +13,7 @@ from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.integrations import lm_eval as ours
 from corecontext.loading import load
+from reproduction.suites.choices import choose
 
 SIZES = {"group_size": 4, "window_size": 32}
 
@@ -43,7 +44,7 @@ def test_the_harness_chooses_as_our_own_evaluations_do(folder):
             for index, option in enumerate(options)
         ]
         scores = [score for score, _ in lm.loglikelihood(asked)]
-        chosen.append(subject.choose(subject.encode(prompt), options))
+        chosen.append(choose(subject, subject.encode(prompt), options))
         assert chosen[-1] == scores.index(max(scores))
     assert len(set(chosen)) > 1
 

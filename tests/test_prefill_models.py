@@ -21,6 +21,7 @@ from corecontext.model_sizes import ModelSizes
 from corecontext.perplexity import document_nll
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
+from reproduction.suites.choices import choose
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.pooling(4, 9, sink_size=4, core_mass=True, prefill="full")
@@ -181,7 +182,7 @@ def test_options_of_several_tokens_are_no_part_of_the_prompt(monkeypatch):
             scores.append(logits.log_softmax(-1)[range(len(end)), end].sum())
         calls = []
         model.register_forward_hook(lambda module, args, output: calls.append(output.logits[0]))
-        assert subject.choose(prompt, options) == int(torch.stack(scores).argmax())
+        assert choose(subject, prompt, options) == int(torch.stack(scores).argmax())
         for logits, end, score in zip(calls, ends, scores, strict=True):
             found = logits[:-1].log_softmax(-1)[range(len(end)), end].sum()
             torch.testing.assert_close(found, score, rtol=0, atol=1e-4)

@@ -25,7 +25,7 @@ from corecontext.eval.summary import summarise
 from corecontext.files import UserError
 from corecontext.record import read_records
 from reproduction.command import main
-from reproduction.suites import longbench, mmlu, ruler, scores
+from reproduction.suites import choices, longbench, mmlu, ruler, scores
 from reproduction.suites.ruler_data import Passages, Source
 from reproduction.suites.tasks import SUITES
 
@@ -107,9 +107,10 @@ TASKS = [
 
 
 @pytest.mark.parametrize("task, settings", TASKS, ids=lambda x: x if isinstance(x, str) else "")
-def test_a_copier_scores_100_and_silence_0(task, settings, suite_data):
+def test_a_copier_scores_100_and_silence_0(task, settings, suite_data, monkeypatch):
     if task == "longbench":
         pytest.importorskip("rouge")
+    monkeypatch.setattr(choices, "choose", lambda subject, *given: subject.choose(*given))
     for copies, value in ((True, 1.0), (False, 0.0)):
         subject = Stub(copies)
         subject.learn(SUITES[task].items(suite_data, settings, subject))

@@ -102,19 +102,19 @@ class _Attend(torch.autograd.Function):
             all_masses = wait_for_masses()  # [1, N, 1, M, 1]
         if call.keep is not None:
             call.keep(all_cores, all_masses)
-        for chunk, part in near.items():
+        for chunk, chunk_near in near.items():
             if call.far(chunk):
                 far = all_cores[:, :, :, : call.far(chunk)]
                 mass = call.far_mass(chunk, all_masses)
-                _merge_far(call, queries[chunk], far, mass, part.out, part.lse)
+                _merge_far(call, queries[chunk], far, mass, chunk_near.out, chunk_near.lse)
             if first is not None:
                 # mutant context parallelism: later chunks do not see the first tokens
-                _merge_first(call, queries[chunk], first, part.out, part.lse)
+                _merge_first(call, queries[chunk], first, chunk_near.out, chunk_near.lse)
         ctx.call = call
         ctx.kv_heads = kv_heads
-        saved = [x for part in near.values() for x in part]
+        saved = [x for tensors in near.values() for x in tensors]
         ctx.save_for_backward(q, all_cores, all_masses, first, *saved)
-        outs = [part.out.reshape(*q.shape[:2], -1, q.shape[3]) for part in near.values()]
+        outs = [x.out.reshape(*q.shape[:2], -1, q.shape[3]) for x in near.values()]
         return torch.cat([q[:, :, :0], *outs], 2)
 
     @staticmethod

@@ -79,7 +79,7 @@ class Generated:
     def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and score the answer."""
         question = self.make()
-        prompt = _encode(subject, question.prompt, self.chat, self.max_new_tokens)
+        prompt = encode_question(subject, question.prompt, self.chat, self.max_new_tokens)
         answer = subject.generate(prompt, self.max_new_tokens, self.stop)
         details = {
             "prompt_tokens": len(prompt),
@@ -87,35 +87,6 @@ class Generated:
             "references": list(question.references),
         }
         return Outcome(self.score(answer, question.references), details)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A question with a fixed set of answers."""
-
-    key: str
-    params: Mapping[str, Any]
-    make: Callable[[], str] = field(repr=False)
-    options: tuple[str, ...]
-    """The answers, as they would follow the prompt."""
-    right: int
-    """Number of the right option."""
-    chat: ClassVar[bool] = True
-    name: ClassVar[str] = "quality.accuracy"
-
-    def run(self, subject: ModelSubject) -> Outcome:
-        """Ask the question and compare the choice."""
-        prompt = _encode(subject, self.make(), self.chat, 1)
-        options = self.options
-        if subject.chat:  # an answer begins with the letter, not with a blank
-            options = tuple(map(str.strip, options))
-        chosen = subject.choose(prompt, options)
-        details = {
-            "prompt_tokens": len(prompt),
-            "answer": self.options[chosen].strip(),
-            "references": [self.options[self.right].strip()],
-        }
-        return Outcome(float(chosen == self.right), details)
 
 
 @dataclass(frozen=True)
@@ -146,11 +117,11 @@ class Window:
         return Outcome(perplexity.value, details)
 
 
-Item = Generated | Chosen | Window
+Item = Generated | Window
 
 
-def _encode(subject: ModelSubject, prompt: str, chat: bool, new_tokens: int) -> list[int]:
-    """Return the token ids of a prompt.
+def encode_question(subject: ModelSubject, prompt: str, chat: bool, new_tokens: int) -> list[int]:
+    """Return the token ids of a prompt that is followed by at most so many tokens.
 
     Raises:
         TooLong: prompt and answer exceed the model's limit.

@@ -84,45 +84,20 @@ class ModelSubject:
     def generate(self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...] = ()) -> str:
         """Return the greedy continuation, until the model's end or with a stop string."""
         ids = self.engine.generate(
-            self._tensor(prompt),
+            self.tensor(prompt),
             max_new_tokens=max_new_tokens,
             stop_strings=stop,
             tokenizer=self.loaded.tokenizer,
         )
         return self.decode(ids[0])
 
-    def choose(self, prompt: list[int], options: tuple[str, ...]) -> int:
-        """Return the continuation with the highest log-likelihood; read the prompt only once where
-        each is a single token."""
-        import torch
-
-        from corecontext.inference import prefill
-
-        tokenizer = self.loaded.tokenizer
-        model = self.loaded.model
-        ends = [tokenizer(option, add_special_tokens=False)["input_ids"] for option in options]
-        if all(len(end) == 1 for end in ends):
-            output = prefill(model, self._tensor(prompt), chunk_size=self.chunk_size)
-            return int(output.logits[0].float()[[end[0] for end in ends]].argmax())
-        # A prompt is read by `prefill`'s attention only into a cache. The tokens of an option,
-        # whose logits are kept, are not a part of the prompt.
-        config = self.loaded.config
-        use_cache = config is not None and config.prefill in ("cca", "full")
-        scores = []
-        for end in ends:
-            ids = self._tensor(prompt + end)
-            with torch.inference_mode():
-                output = model(ids, use_cache=use_cache, logits_to_keep=len(end) + 1)
-            log_p = output.logits[0, :-1].float().log_softmax(-1)
-            scores.append(float(log_p.gather(1, ids[0, -len(end) :, None]).sum()))
-        return max(range(len(scores)), key=scores.__getitem__)
-
     def nll(self, ids: list[int]) -> Any:
         """Return negative log-likelihoods of tokens 1, 2, ..., a float32 tensor, in one pass."""
         chunk_size = self.chunk_size or 1024
-        return document_nll(self.loaded.model, self._tensor(ids), chunk_size=chunk_size)
+        return document_nll(self.loaded.model, self.tensor(ids), chunk_size=chunk_size)
 
-    def _tensor(self, ids: list[int]) -> Any:
+    def tensor(self, ids: list[int]) -> Any:
+        """Return tokens as a batch of one, on the model's device."""
         import torch
 
         return torch.tensor([ids], device=self.loaded.model.device)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.data.readers import find_file, read_lines
-from corecontext.eval.items import Chosen, Item, Settings, check_subtasks
+from corecontext.eval.items import Settings, check_subtasks
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
+from reproduction.suites.choices import Chosen
 
 FILES = ("mmlu_dev", "mmlu_test", "mmlu_test_subset")
 LETTERS = "ABCD"
@@ -24,13 +25,13 @@ SHOTS = 5
 _KEYS = ("subject", "question", "choices", "answer")
 
 
-def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
+def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Chosen]:
     """Return all questions; `limit` is by subject, subtasks are subjects."""
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in read_lines(find_file(folder, FILES[:1]), _KEYS):
         examples[row["subject"]].append(row)
     counts: Counter[str] = Counter()
-    questions: list[Item] = []
+    questions: list[Chosen] = []
     rows = list(read_lines(find_file(folder, FILES[1:]), _KEYS))
     subjects = {row["subject"] for row in rows}
     check_subtasks(settings.subtasks, sorted(subjects))
