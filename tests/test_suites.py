@@ -99,6 +99,12 @@ def suite_data(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def stub_chooses(monkeypatch):
+    """Let a stub choose by itself."""
+    monkeypatch.setattr(choices, "choose", lambda subject, *given: subject.choose(*given))
+
+
 TASKS = [
     ("ruler", Settings(lengths=(900, 1500), limit=3)),
     ("mmlu", Settings()),
@@ -107,10 +113,9 @@ TASKS = [
 
 
 @pytest.mark.parametrize("task, settings", TASKS, ids=lambda x: x if isinstance(x, str) else "")
-def test_a_copier_scores_100_and_silence_0(task, settings, suite_data, monkeypatch):
+def test_a_copier_scores_100_and_silence_0(task, settings, suite_data, stub_chooses):
     if task == "longbench":
         pytest.importorskip("rouge")
-    monkeypatch.setattr(choices, "choose", lambda subject, *given: subject.choose(*given))
     for copies, value in ((True, 1.0), (False, 0.0)):
         subject = Stub(copies)
         subject.learn(SUITES[task].items(suite_data, settings, subject))
@@ -411,7 +416,7 @@ def test_mmlu_prompt(suite_data, monkeypatch):
         mmlu.items(suite_data, Settings(), subject)
 
 
-def test_an_mmlu_prompt_and_its_letter_fit_the_limit(suite_data):
+def test_an_mmlu_prompt_and_its_letter_fit_the_limit(suite_data, stub_chooses):
     subject = Stub(True)
     items = mmlu.items(suite_data, Settings(limit=1), subject)
     subject.learn(items)
