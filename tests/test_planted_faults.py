@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import builtins
 import re
+import symtable
 
 import pytest
 from planted_faults import FAULTS, MARKED, ROOT, Fault, find, planted, run_tests
 
 
+def unknown_names(source: str) -> set[str]:
+    """Global names that functions of a source use and nothing in it defines."""
+    module = symtable.symtable(source, "", "exec")
+    defined = {*module.get_identifiers(), *dir(builtins)}
+    tables = [module]
+    unknown = set()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        unknown |= {x.get_name() for x in table.get_symbols() if x.is_global()} - defined
+    return unknown
+
+
 def test_every_fault_has_its_marker_and_changes_the_code():
     for fault in FAULTS:
-        path = find(fault, ROOT)
-        compile(planted(fault, path.read_text(encoding="utf-8")), str(path), "exec")
+        source = find(fault, ROOT).read_text(encoding="utf-8")
+        assert unknown_names(planted(fault, source)) <= unknown_names(source), fault.name
+        path, _, test = fault.test.partition("::")
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8") or not test, fault.test
 
 
 def test_every_marker_has_its_fault():

@@ -101,9 +101,7 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None)
         # `ops.mass.add_to_bias` expands masses over query heads.
         # mutant mass: a bias of each query head is taken for masses
         is_mass = core_bias.dim() == 3 and (core_bias.shape[1] == 1 or core_bias.stride(1) == 0)
-        # Masses of a cache are not in the order of the heads, as the kernels read them.
-        # mutant mass: read in the order of a cache, Triton
-        bias = core_bias.float().contiguous()
+        bias = core_bias.float()
         if bias.dim() == 2:
             bias = bias[:, :, None].expand(-1, -1, cores.k.shape[2] - first)
         # mutant sinks: core bias added to them, Triton
