@@ -115,51 +115,13 @@ def test_the_shape_is_that_of_the_model():
 def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     model, original, urls = save_tiny_model(tmp_path / "m", max_length=512), serving.served, []
-    common = [
-        "serve",
-        "--model",
-        model,
-        "--prompt-length",
-        "60",
-        "--new-tokens",
-        "6",
-        "--device",
-        "cpu",
-        "--cache-mib",
-        "64",
-        "--json",
-        "r.jsonl",
-    ]
-    day = [
-        "--mode",
-        "day",
-        "--seconds",
-        "2",
-        "--base-rate",
-        "3",
-        "--peak-rate",
-        "15",
-        "--plot",
-        "day.svg",
-    ]
-    rise = [
-        "--mode",
-        "rising",
-        "--seconds",
-        "0.5",
-        "--base-rate",
-        "4",
-        "--peak-rate",
-        "9",
-        "--growth",
-        "2",
-        "--variant",
-        "fixed",
-        "--variant",
-        "cca:4:16",
-        "--plot",
-        "rise.svg",
-    ]
+    common = ["serve", "--model", model, "--prompt-length", "60", "--new-tokens", "6"]
+    common += ["--device", "cpu", "--cache-mib", "64", "--json", "r.jsonl"]
+    day = ["--mode", "day", "--seconds", "2", "--base-rate", "3", "--peak-rate", "15"]
+    day += ["--plot", "day.svg"]
+    rise = ["--mode", "rising", "--seconds", "0.5", "--base-rate", "4", "--peak-rate", "9"]
+    rise += ["--growth", "2", "--variant", "fixed", "--variant", "cca:4:16"]
+    rise += ["--plot", "rise.svg"]
 
     with original(ServeBench(model=model, device="cpu", cache_mib=64), "elastic") as url:
 

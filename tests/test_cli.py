@@ -179,7 +179,7 @@ def test_generate_shows_how_much_of_the_prompt_is_read(model, here, capfd, monke
         shown.append("closed")
 
     monkeypatch.setattr(terminal, "progress", progress)
-    command = [*GENERATE, "--model", model, "--max-new-tokens", "3", "--chunk-size", "200"]
+    command = [*GENERATE.split(), model, "--max-new-tokens", "3", "--chunk-size", "200"]
     assert main(command) == 0
     assert shown == [("prompt of 540 tokens", 540), 200, 200, 140, "closed"]
     assert main([*command, "--output", "out.txt"]) == 0
@@ -227,7 +227,7 @@ def test_generate_ends_where_logits_are_no_numbers(model, here, capfd, monkeypat
         return out
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    line = refuse(capfd, here, *GENERATE, "--model", model, "--method", method)
+    line = refuse(capfd, here, *GENERATE.split(), model, "--method", method)
     assert line.startswith("the model's largest logit must be a finite number, got NaN")
 
 
@@ -238,7 +238,7 @@ def test_generate_says_what_would_fit(model, here, capfd, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", full)
-    line = refuse(capfd, here, *GENERATE, "--model", model, "--chunk-size", "600")
+    line = refuse(capfd, here, *GENERATE.split(), model, "--chunk-size", "600")
     assert line.startswith(
         "input_ids must fit the device's memory, got 1 x 540 tokens in chunks of 600"
     )
@@ -247,14 +247,14 @@ def test_generate_says_what_would_fit(model, here, capfd, monkeypatch):
     monkeypatch.setattr(
         limits, "free_bytes", lambda device: 200 * (2560 + 512)
     )  # activations, cache
-    line = refuse(capfd, here, *GENERATE, "--model", model, "--method", "full")
+    line = refuse(capfd, here, *GENERATE.split(), model, "--method", "full")
     assert (
         "got 540 tokens and ran out with 0.00 GiB free before. About 200 tokens fit at once."
         in line
     )
     monkeypatch.setattr(limits, "free_bytes", lambda device: 2**40)
     assert "About 432 tokens fit" in refuse(
-        capfd, here, *GENERATE, "--model", model, "--method", "full"
+        capfd, here, *GENERATE.split(), model, "--method", "full"
     )
 
 
@@ -265,21 +265,8 @@ def _umask() -> int:
 
 
 def test_perplexity_of_both_methods(model, here, capfd):
-    argv = [
-        "perplexity",
-        "good.txt",
-        "--model",
-        model,
-        "--compare",
-        "--preset",
-        "pooling",
-        "--window-size",
-        "32",
-        "--group-size",
-        "8",
-        "--sinks",
-        "0",
-    ]
+    argv = ["perplexity", "good.txt", "--model", model, "--compare", "--preset", "pooling"]
+    argv += ["--window-size", "32", "--group-size", "8", "--sinks", "0"]
     assert main([*argv, "--json", "r.jsonl"]) == 0
     shown = capfd.readouterr().out
     records = [r for r in read_records("r.jsonl") if r.name == "quality.perplexity"]
@@ -476,191 +463,86 @@ def test_info_needs_no_weights(model, here, capfd):
 # Mistakes
 # -----------------------------------------------------------------------------------------------
 
-GENERATE = ["generate", "--prompt-file", "good.txt"]
-PERPLEXITY = ["perplexity", "good.txt"]
+GENERATE = "generate --prompt-file good.txt --model"
+PERPLEXITY = "perplexity good.txt --model"
 
 
 @pytest.mark.parametrize(
-    "argv, message",
+    "command, message",
     [
-        (["nope"], "No such command 'nope'."),
+        ("nope", "No such command 'nope'."),
         (
-            ["bench", "operator", "--length", "256"],
+            "bench operator --length 256",
             "`corecontext bench` has moved out of the package. In a clone of the repository, run: "
             "python -m benchmarks operator --length 256",
         ),
-        (["bench", "--help"], "`corecontext bench` has moved out of the package."),
-        (["reproduce", "--smoke"], "`corecontext reproduce` has moved out of the package."),
-        (["generate"], "Missing option '--model'."),
+        ("bench --help", "`corecontext bench` has moved out of the package."),
+        ("reproduce --smoke", "`corecontext reproduce` has moved out of the package."),
+        ("generate", "Missing option '--model'."),
+        (f"{GENERATE} MODEL --chunk-size 0", "chunk-size must be at least 1, got 0."),
+        (f"{PERPLEXITY} MODEL --nope", "No such option: --nope"),
+        ("train --model MODEL --learned bias", "learned must not be 'bias', learned parameters of"),
+        (f"{PERPLEXITY} MODEL --group-size x", "Invalid value for '--group-size': "),
+        (f"{PERPLEXITY} MODEL --group-size 0", "group_size must be at least 1, got 0."),
+        (f"{GENERATE} MODEL --window-size 0", "window_size must be at least 1 (a query se"),
+        (f"{PERPLEXITY} MODEL --method x", "method must be cca, full, window, streaming_l"),
+        (f"{PERPLEXITY} MODEL --chunk-size 0", "chunk-size must be at least 1, got 0."),
+        (f"{PERPLEXITY} MODEL --device x", "device must be auto, cpu or cuda, got 'x'."),
+        (f"{PERPLEXITY} MODEL --dtype int8", "dtype must be auto, float32, bfloat16 or fl"),
+        (f"{GENERATE} MODEL --max-new-tokens 0", "max-new-tokens must be at least 1, got "),
+        (f"{GENERATE} MODEL --temperature -1", "temperature must be at least 0, got -1.0."),
+        (f"{GENERATE} ./nothing", "model './nothing' does not exist."),
+        (f"{PERPLEXITY} .", "model '.' must be a folder with config.json, got one without"),
+        (f"{PERPLEXITY} broken", "model 'broken' cannot be loaded: "),
+        (f"{PERPLEXITY} weightless", "model 'weightless' cannot be loaded: "),
+        (f"{PERPLEXITY} truncated", "model 'truncated' cannot be loaded: "),
+        (f"{PERPLEXITY} gpt2", "architecture 'gpt2' is not tested with CCA attention. Tes"),
+        ("info --model gpt2", "architecture 'gpt2' is not tested with CCA attention. Tested: "),
+        ("info --model ./nothing", "model './nothing' does not exist."),
+        ("info --model MODEL --group-size -3", "group_size must be at least 1, got -3."),
+        ("info --model MODEL --length 0", "length must be at least 1, got 0."),
+        ("perplexity none.txt --model MODEL", "file 'none.txt' does not exist."),
+        ("perplexity . --model MODEL", "file '.' must be a file, got a folder."),
+        ("perplexity empty.txt --model MODEL", "file 'empty.txt' must hold text, got an empty one"),
+        ("perplexity binary.txt --model MODEL", "file 'binary.txt' must be UTF-8 text, got byte 0"),
+        ("perplexity zeros.txt --model MODEL", "file 'zeros.txt' must be UTF-8 text, got a binary"),
+        ("perplexity long.txt --model MODEL", "text must fit the model's 1024 tokens, got 2000. S"),
+        ("perplexity one.txt --model MODEL", "text must have at least 2 tokens, got 1."),
+        ("generate --prompt-file long.txt --model MODEL", "text must fit the model's 1024 tokens,"),
+        (f"{GENERATE} MODEL --max-new-tokens 500", "text must fit the model's 1024 tokens"),
+        (f"{GENERATE} MODEL --output good.txt", "output 'good.txt' already exists. Use --"),
+        (f"{GENERATE} MODEL --output no/out", "output 'no/out' must be in an existing fol"),
+        (f"{GENERATE} MODEL --output .", "output '.' must be a file, got a folder."),
+        ("demo --group-size 0", "group_size must be at least 1, got 0."),
+        ("demo --questions 0", "questions must be at least 1, got 0."),
+        ("demo --questions 1000000", "questions must be at most 300, got 1000000."),
+        ("demo --max-tokens 0", "max-tokens must be at least "),
+        (f"{GENERATE} MODEL --temperature 1e300", "temperature must be at least 0 and at "),
         (
-            [*GENERATE, "--model", "MODEL", "--chunk-size", "0"],
-            "chunk-size must be at least 1, got 0.",
-        ),
-        ([*PERPLEXITY, "--model", "MODEL", "--nope"], "No such option: --nope"),
-        (
-            ["train", "--model", "MODEL", "--learned", "bias"],
-            "learned must not be 'bias', learned parameters of core tokens, removed in version",
-        ),
-        (
-            [*PERPLEXITY, "--model", "MODEL", "--group-size", "x"],
-            "Invalid value for '--group-size': ",
-        ),
-        (
-            [*PERPLEXITY, "--model", "MODEL", "--group-size", "0"],
-            "group_size must be at least 1, got 0.",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--window-size", "0"],
-            "window_size must be at least 1 (a query sees itself",
-        ),
-        (
-            [*PERPLEXITY, "--model", "MODEL", "--method", "x"],
-            "method must be cca, full, window, streaming_llm or lm_infinite, got 'x'.",
-        ),
-        (
-            [*PERPLEXITY, "--model", "MODEL", "--chunk-size", "0"],
-            "chunk-size must be at least 1, got 0.",
-        ),
-        (
-            [*PERPLEXITY, "--model", "MODEL", "--device", "x"],
-            "device must be auto, cpu or cuda, got 'x'.",
-        ),
-        (
-            [*PERPLEXITY, "--model", "MODEL", "--dtype", "int8"],
-            "dtype must be auto, float32, bfloat16 or float16, got",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--max-new-tokens", "0"],
-            "max-new-tokens must be at least 1, got 0.",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--temperature", "-1"],
-            "temperature must be at least 0, got -1.0.",
-        ),
-        ([*GENERATE, "--model", "./nothing"], "model './nothing' does not exist."),
-        (
-            [*PERPLEXITY, "--model", "."],
-            "model '.' must be a folder with config.json, got one without.",
-        ),
-        ([*PERPLEXITY, "--model", "broken"], "model 'broken' cannot be loaded: "),
-        ([*PERPLEXITY, "--model", "weightless"], "model 'weightless' cannot be loaded: "),
-        ([*PERPLEXITY, "--model", "truncated"], "model 'truncated' cannot be loaded: "),
-        (
-            [*PERPLEXITY, "--model", "gpt2"],
-            "architecture 'gpt2' is not tested with CCA attention. Tested: ",
-        ),
-        (
-            ["info", "--model", "gpt2"],
-            "architecture 'gpt2' is not tested with CCA attention. Tested: ",
-        ),
-        (["info", "--model", "./nothing"], "model './nothing' does not exist."),
-        (
-            ["info", "--model", "MODEL", "--group-size", "-3"],
-            "group_size must be at least 1, got -3.",
-        ),
-        (["info", "--model", "MODEL", "--length", "0"], "length must be at least 1, got 0."),
-        (["perplexity", "none.txt", "--model", "MODEL"], "file 'none.txt' does not exist."),
-        (["perplexity", ".", "--model", "MODEL"], "file '.' must be a file, got a folder."),
-        (
-            ["perplexity", "empty.txt", "--model", "MODEL"],
-            "file 'empty.txt' must hold text, got an empty one.",
-        ),
-        (
-            ["perplexity", "binary.txt", "--model", "MODEL"],
-            "file 'binary.txt' must be UTF-8 text, got byte 0x",
-        ),
-        (
-            ["perplexity", "zeros.txt", "--model", "MODEL"],
-            "file 'zeros.txt' must be UTF-8 text, got a binary file",
-        ),
-        (
-            ["perplexity", "long.txt", "--model", "MODEL"],
-            "text must fit the model's 1024 tokens, got 2000. Shorten it",
-        ),
-        (["perplexity", "one.txt", "--model", "MODEL"], "text must have at least 2 tokens, got 1."),
-        (
-            ["generate", "--prompt-file", "long.txt", "--model", "MODEL"],
-            "text must fit the model's 1024 tokens, got 2000",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--max-new-tokens", "500"],
-            "text must fit the model's 1024 tokens, got 540 and",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--output", "good.txt"],
-            "output 'good.txt' already exists. Use --force",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--output", "no/out"],
-            "output 'no/out' must be in an existing folder.",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--output", "."],
-            "output '.' must be a file, got a folder.",
-        ),
-        (["demo", "--group-size", "0"], "group_size must be at least 1, got 0."),
-        (["demo", "--questions", "0"], "questions must be at least 1, got 0."),
-        (["demo", "--questions", "1000000"], "questions must be at most 300, got 1000000."),
-        (["demo", "--max-tokens", "0"], "max-tokens must be at least "),
-        (
-            [*GENERATE, "--model", "MODEL", "--temperature", "1e300"],
-            "temperature must be at least 0 and at most 1e+30, got",
-        ),
-        (
-            [*GENERATE, "--model", "MODEL", "--seed", "99999999999999999999"],
+            f"{GENERATE} MODEL --seed 99999999999999999999",
             "seed must be from -2**63 to 2**63 - 1, got",
         ),
-        ([*GENERATE, "--model", "MODEL", "--device", "meta"], "device 'meta' is not available"),
+        (f"{GENERATE} MODEL --device meta", "device 'meta' is not available"),
+        (f"{GENERATE} MODEL --output pipe --force", "output 'pipe' must be a file, got a "),
+        (f"{GENERATE} wordless", "the tokenizer of model 'wordless' cannot be loaded (tok"),
+        ("serve --model MODEL --dtype int8", "dtype must be auto, float32, bfloat16 or"),
+        ("info --model listed", "model 'listed' cannot be loaded: "),
+        ("info --model sliding", "model must have full-attention layers, got 2 attention layers, "),
+        ("convert sliding new", "model must have full-attention layers, got 2 attention layers, a"),
+        ("eval --model MODEL --task perplexity --data binary.txt", "file 'binary.txt' must be"),
         (
-            [*GENERATE, "--model", "MODEL", "--output", "pipe", "--force"],
-            "output 'pipe' must be a file, got a device or a",
-        ),
-        (
-            [*GENERATE, "--model", "wordless"],
-            "the tokenizer of model 'wordless' cannot be loaded (tokenizer.json is",
-        ),
-        (
-            ["serve", "--model", "MODEL", "--dtype", "int8"],
-            "dtype must be auto, float32, bfloat16 or",
-        ),
-        (["info", "--model", "listed"], "model 'listed' cannot be loaded: "),
-        (
-            ["info", "--model", "sliding"],
-            "model must have full-attention layers, got 2 attention layers, all with a",
-        ),
-        (
-            ["convert", "sliding", "new"],
-            "model must have full-attention layers, got 2 attention layers, all with a",
-        ),
-        (
-            ["eval", "--model", "MODEL", "--task", "perplexity", "--data", "binary.txt"],
-            "file 'binary.txt' must be",
-        ),
-        (
-            ["eval", "--model", "MODEL", "--task", "perplexity", "--data", "number.jsonl"],
+            "eval --model MODEL --task perplexity --data number.jsonl",
             "file 'number.jsonl', line 1: text must be a string, got 5.",
         ),
         (
-            [
-                "eval",
-                "--model",
-                "MODEL",
-                "--task",
-                "perplexity",
-                "--data",
-                "good.txt",
-                "--num-groups",
-                "3",
-                "--chunk-size",
-                "9",
-            ],
+            "eval --model MODEL --task perplexity --data good.txt --num-groups 3 --chunk-size 9",
             "chunk-size must not be given with num-groups",
         ),
-        (["demo", "--json", "no/a.jsonl"], "output 'no/a.jsonl' must be in an existing folder."),
+        ("demo --json no/a.jsonl", "output 'no/a.jsonl' must be in an existing folder."),
     ],
-    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+    ids=lambda value: value[:60],
 )
-def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
+def test_a_mistake_is_one_line(command, message, model, here, capfd, monkeypatch):
     (here / "empty.txt").write_text(" \n")
     (here / "binary.txt").write_bytes(bytes(range(256)))
     (here / "zeros.txt").write_bytes(b"text\0text")
@@ -689,7 +571,7 @@ def test_a_mistake_is_one_line(argv, message, model, here, capfd, monkeypatch):
         )
     )
     (here / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
-    found = refuse(capfd, here, *[model if part == "MODEL" else part for part in argv])
+    found = refuse(capfd, here, *[model if part == "MODEL" else part for part in command.split()])
     assert found.startswith(message), found
 
 
@@ -708,7 +590,7 @@ def test_a_name_that_the_hub_does_not_have(here, capfd, monkeypatch):
 def test_no_gpu_is_said(model, here, capfd):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--device", "cuda")
+    found = refuse(capfd, here, *PERPLEXITY.split(), model, "--device", "cuda")
     assert found == (
         "device 'cuda' is not available: no GPU, or a CPU build of PyTorch. Use --device cpu."
     )
@@ -741,7 +623,7 @@ def test_a_disk_that_filled_up_is_one_line(model, here, capfd, monkeypatch):
         raise OSError(28, "No space left on device", "r.jsonl")
 
     monkeypatch.setattr("corecontext.record.append_records", fail)
-    assert main([*PERPLEXITY, "--model", model, "--json", "r.jsonl"]) == 2
+    assert main([*PERPLEXITY.split(), model, "--json", "r.jsonl"]) == 2
     out, err = capfd.readouterr()
     assert "perplexity of" in out  # the table comes first: its numbers are not lost
     assert err == "error: r.jsonl cannot be read or written: No space left on device.\n"
@@ -784,14 +666,14 @@ def test_out_of_memory_is_one_line(error, model, here, capfd, monkeypatch):
         raise error
 
     monkeypatch.setattr(perplexity, "document_nll", fail)
-    found = refuse(capfd, here, *PERPLEXITY, "--model", model, "--json", "r.jsonl")
+    found = refuse(capfd, here, *PERPLEXITY.split(), model, "--json", "r.jsonl")
     assert found.startswith("out of memory. Use a shorter text or length, --dtype bfloat16, ")
 
 
 def test_a_bug_is_not_hidden(model, here, monkeypatch):
     monkeypatch.setattr(perplexity, "document_nll", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        main([*PERPLEXITY, "--model", model])
+        main([*PERPLEXITY.split(), model])
 
 
 def test_an_interrupt_ends_with_130_and_leaves_nothing(model, here, capfd, monkeypatch):
@@ -800,7 +682,7 @@ def test_an_interrupt_ends_with_130_and_leaves_nothing(model, here, capfd, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generation, "generate", interrupt)
-    assert main([*GENERATE, "--model", model, "--output", "out.txt"]) == 130
+    assert main([*GENERATE.split(), model, "--output", "out.txt"]) == 130
     assert capfd.readouterr() == ("", "interrupted\n")
     assert os.listdir(here) == ["good.txt"]
 

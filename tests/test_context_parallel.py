@@ -341,15 +341,9 @@ def test_a_prompt_in_another_order_is_another_prompt():
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_equal_one():
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(torch.cuda.device_count()),
-        str(PROGRAM.with_name("context_parallel_gpus.py")),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(torch.cuda.device_count())]
+    command += [str(PROGRAM.with_name("context_parallel_gpus.py"))]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(

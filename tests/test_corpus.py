@@ -206,6 +206,9 @@ def test_a_folder_is_read_as_the_hub_is(tmp_path, tokenizer):
         f"{tmp_path}/set:4",
     ]  # rows without text are no error there
     assert corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::validation")["length"][:] == [5]
+    datasets.Dataset.from_list([{"text": None}]).to_parquet(tmp_path / "set/test.parquet")
+    with pytest.raises(UserError, match="set' must hold text, got none"):
+        corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::test")
     with pytest.raises(UserError, match="cannot be had: Unknown split"):
         corpus(tmp_path, tokenizer, f"hub:{tmp_path}/set::nothing")
 

@@ -190,20 +190,8 @@ def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
 
 def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     out, json_path = tmp_path / "model", tmp_path / "layers.jsonl"
-    command = [
-        "layers",
-        TEXT,
-        "--model",
-        MODEL,
-        "--length",
-        "1024",
-        "--rows",
-        "1",
-        "--window-size",
-        "32",
-        "--device",
-        "cpu",
-    ]
+    command = ["layers", TEXT, "--model", MODEL, "--length", "1024", "--rows", "1"]
+    command += ["--window-size", "32", "--device", "cpu"]
     assert main([*command, "--output", str(out), "--json", str(json_path)]) == 0
     printed = capsys.readouterr().out
     sizes = json.loads(printed[printed.index("layer_group_sizes = ") + 20 :].splitlines()[0])
@@ -312,23 +300,9 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
     )
 
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    command = [
-        "layers",
-        str(tmp_path / "text.txt"),
-        "--model",
-        tiny,
-        "--length",
-        "128",
-        "--rows",
-        "2",
-        "--group-size",
-        "4",
-        "--window-size",
-        "32",
-        "--device",
-        "cpu",
-        "--raw",
-    ]
+    command = ["layers", str(tmp_path / "text.txt"), "--model", tiny, "--length", "128"]
+    command += ["--rows", "2", "--group-size", "4", "--window-size", "32", "--device", "cpu"]
+    command += ["--raw"]
     assert main([*command, "--heads", "--output", str(out)]) == 0
     printed = capsys.readouterr().out
     assert f"window_size = {found.config.window_size}\nlayer_group_sizes = " in printed

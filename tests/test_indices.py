@@ -35,32 +35,11 @@ def test_the_command(data, model, tmp_path):  # noqa: F811
     assert main(["real", *fetch, *base]) == 0
     whole = {record.name: record.value for record in read_records(output)}
     base += ["--tokens", "8", "--rows-at-once", "2"]
-    options = [
-        "--full",
-        "--recall-windows",
-        "1",
-        "--index",
-        "oracle",
-        "--index",
-        "pairs:2",
-        "--index",
-        "mean@8",
-    ]
+    options = ["--full", "--recall-windows", "1", "--index", "oracle", "--index", "pairs:2"]
+    options += ["--index", "mean@8"]
     assert main(["indices", *base, *options]) == 0
-    options = [
-        "--index",
-        "parts:4:4",
-        "--rank",
-        "4",
-        "--steps",
-        "2",
-        "--learn-windows",
-        "2",
-        "--learn-length",
-        "64",
-        "--needles",
-        "0",
-    ]
+    options = ["--index", "parts:4:4", "--rank", "4", "--steps", "2", "--learn-windows", "2"]
+    options += ["--learn-length", "64", "--needles", "0"]
     assert main(["indices", *base, *options]) == 0
     values = {}
     assert len(read_records(output)) == 2 + 3 * 3 + 2 + 2 * 2

@@ -174,26 +174,9 @@ def data_of(page: str) -> dict:
 def test_the_page_holds_the_maps(model, tmp_path, capsys):
     path, out = tmp_path / "text.txt", tmp_path / "page.html"
     path.write_text(TEXT, encoding="utf-8")
-    arguments = [
-        "inspect",
-        str(path),
-        "--model",
-        model,
-        "--output",
-        str(out),
-        "--preset",
-        "pooling",
-        "--group-size",
-        "4",
-        "--window-size",
-        "16",
-        "--max-tokens",
-        "80",
-        "--queries",
-        "5",
-        "--sinks",
-        "7",
-    ]
+    arguments = ["inspect", str(path), "--model", model, "--output", str(out)]
+    arguments += ["--preset", "pooling", "--group-size", "4", "--window-size", "16"]
+    arguments += ["--max-tokens", "80", "--queries", "5", "--sinks", "7"]
     assert main(arguments) == 0 and "wrote" in capsys.readouterr().out
     page = out.read_text(encoding="utf-8")
     data = data_of(page)

@@ -992,22 +992,9 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
         data / "multidoc_qa_test.jsonl",
         [{"qid": "q", "question": "what is 1", "answers": ["word1"], "gold_doc": "d1"}],
     )
-    arguments = [
-        "--model",
-        str(tmp_path / "model"),
-        "--data",
-        str(data),
-        "--out",
-        str(tmp_path / "out"),
-        "--length",
-        "256",
-        "--documents",
-        "2",
-        "--limit",
-        "1",
-        "--device",
-        "cpu",
-    ]
+    arguments = ["--model", str(tmp_path / "model"), "--data", str(data)]
+    arguments += ["--out", str(tmp_path / "out"), "--length", "256", "--documents", "2"]
+    arguments += ["--limit", "1", "--device", "cpu"]
     assert main(arguments) == 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     links, anchors = re.findall(r'href="#([\w-]+)"', page), set(re.findall(r'id="([\w-]+)"', page))

@@ -132,17 +132,8 @@ def test_a_copier_scores_100_and_silence_0(task, settings, suite_data, stub_choo
 def test_the_command_compares_methods_on_suites(suite_data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     model = save_tiny_model(tmp_path / "model", max_length=2048)
-    argv = [
-        "compare",
-        "--model",
-        model,
-        "--data",
-        str(suite_data),
-        "--preset",
-        "pooling",
-        "--window-size",
-        "16",
-    ]
+    argv = ["compare", "--model", model, "--data", str(suite_data), "--preset", "pooling"]
+    argv += ["--window-size", "16"]
     argv += ["--limit", "1", "--max-new-tokens", "2", "--length", "400", "--device", "cpu"]
     argv += ["--full-heads", "0:1", "--results", "r.jsonl", "--json", "s.jsonl"]
     subtasks = ("ruler:niah_single_1", "longbench:qasper", "longbench:lcc", "mmlu:law")

@@ -376,17 +376,8 @@ def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are
     held = json.loads((tmp_path / "model/config.json").read_text())
     held["cca"] = corecontext.CCAConfig.paper(8, 13, layer_group_sizes=(4, 8)).to_dict()
     (tmp_path / "model/config.json").write_text(json.dumps(held))
-    run = [
-        "train",
-        "--model",
-        model,
-        "--data",
-        setting.data[0],
-        "--output",
-        str(tmp_path / "run"),
-        "--raw-heads",
-        "2",
-    ]
+    run = ["train", "--model", model, "--data", setting.data[0]]
+    run += ["--output", str(tmp_path / "run"), "--raw-heads", "2"]
     assert main(run) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("error: raw_heads must be 0 with layer_group_sizes")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from corecontext.data.documents import HUB, Fields, HubName, documents, files_of
-from corecontext.files import UserError, first_line
+from corecontext.files import UserError
 
 NO_TEXT = "data must hold text, got none. Look at --data and --text-field."
 
@@ -56,20 +56,24 @@ def read_corpus(
         # Most errors in the data show here, before any bar of progress.
         if next(documents(files, fields), None) is None:
             raise UserError(NO_TEXT)
-        rows = _with_user_errors(
-            lambda: datasets.Dataset.from_generator(
+        sources.append(
+            _generated(
                 documents,
-                gen_kwargs={"paths": [str(path) for path in files], "fields": fields},
-                cache_dir=cache_dir,
-                features=_text_features(),
-                fingerprint=_digest(*_stamps(files), text_field, source_field),
-                num_proc=min(workers, len(files)) if workers > 1 and len(files) > 1 else None,
+                {"paths": [str(path) for path in files], "fields": fields},
+                _text_features(),
+                (*_stamps(files), *fields),
+                cache_dir,
+                min(workers, len(files)),
             )
         )
-        sources.append(rows)
     for name in names:
         if name.startswith(HUB):
-            sources.append(_hub_rows(HubName.parse(name), fields, cache_dir))
+            hub_name = HubName.parse(name)
+            rows = hub_name.load(cache_dir=cache_dir)
+            given = {"rows": rows, "fields": fields}
+            marks = (rows._fingerprint, *hub_name, *fields)
+            generator = hub_name.documents
+            sources.append(_generated(generator, given, _text_features(), marks, cache_dir))
     corpora = [_tokenise(rows, tokenizer, workers) for rows in sources]
     if len(corpora) == 1:
         return corpora[0]
@@ -97,20 +101,20 @@ def read_beginning(
     Raises:
         UserError: as `read_corpus`, or the hub does not answer, after the retries of `datasets`.
     """
-    import datasets
-
     check_named(names)
     encode = encoder(tokenizer)
     files = {name: files_of(name) for name in names if not name.startswith(HUB)}
 
+    def received(name: str) -> Iterator[dict[str, str]]:
+        if name in files:
+            return documents(files[name], fields)
+        hub_name = HubName.parse(name)
+        rows = hub_name.load(cache_dir=cache_dir, streaming=True)
+        return hub_name.documents(rows.shuffle(seed=seed, buffer_size=shuffle), fields)
+
     def beginning() -> Iterator[dict[str, Any]]:
-        sources = [
-            documents(files[name], fields)
-            if name in files
-            else _received(HubName.parse(name), fields, shuffle, seed, cache_dir)
-            for name in names
-        ]
-        in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*sources)))
+        rounds = itertools.zip_longest(*map(received, names))
+        in_turn = filter(None, itertools.chain.from_iterable(rounds))
         count = 0
         while count < tokens and (batch := list(itertools.islice(in_turn, 16))):
             for document, ids in zip(batch, encode([document.pop("text") for document in batch])):
@@ -120,35 +124,32 @@ def read_beginning(
             raise UserError(NO_TEXT)
 
     stamps = _stamps(itertools.chain.from_iterable(files.values()))
+    marks = (*names, *stamps, *fields, tokens, shuffle, seed, *_identity(tokenizer))
+    return _generated(beginning, {}, _token_features(), marks, cache_dir)
+
+
+def _generated(
+    generator: Callable[..., Iterator[dict[str, Any]]],
+    arguments: dict[str, Any],
+    features: Any,
+    marks: Sequence[Any],
+    cache_dir: str | None,
+    workers: int = 1,
+) -> Any:
+    """Return the rows of a generator as a dataset, cached under these marks; its lists of arguments
+    are split among the workers."""
+    import datasets
+
     return _with_user_errors(
         lambda: datasets.Dataset.from_generator(
-            beginning,
+            generator,
+            gen_kwargs=arguments or None,
             cache_dir=cache_dir,
-            features=_token_features(),
-            fingerprint=_digest(
-                *names, *stamps, *fields, tokens, shuffle, seed, *_identity(tokenizer)
-            ),
+            features=features,
+            fingerprint=_digest(*marks),
+            num_proc=workers if workers > 1 else None,
         )
     )
-
-
-def _received(
-    name: HubName, fields: Fields, shuffle: int, seed: int, cache_dir: str | None
-) -> Iterator[dict[str, str]]:
-    """Yield the documents of a dataset on the hub as they are received, in random order."""
-    rows = name.load(cache_dir=cache_dir, streaming=True).shuffle(seed=seed, buffer_size=shuffle)
-    numbered = enumerate(rows, 1)
-    while True:
-        try:
-            number, row = next(numbered, (0, None))
-        except Exception as error:  # of as many kinds as in HubName.load
-            raise UserError(
-                f"dataset '{name.identifier}' cannot be read on: {first_line(error)}."
-            ) from None
-        if row is None:
-            return
-        if (document := name.document(row, number, fields)) is not None:
-            yield document
 
 
 def check_named(names: Sequence[str]) -> None:
@@ -193,37 +194,6 @@ def _tokenise(rows: Any, tokenizer: Any, workers: int) -> Any:
             desc="tokens",
         )
     )
-
-
-def _hub_rows(name: HubName, fields: Fields, cache_dir: str | None) -> Any:
-    """Return a dataset on the hub in the columns of `documents`."""
-    rows = name.load(cache_dir=cache_dir)
-
-    def with_text(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        kept = []
-        for i, index in enumerate(indices):
-            row = {key: values[i] for key, values in batch.items()}
-            if (document := name.document(row, index + 1, fields)) is not None:
-                kept.append(document)
-        return {key: [row[key] for row in kept] for key in ("text", "source", "origin")}
-
-    documents = _with_user_errors(
-        lambda: rows.map(
-            with_text,
-            batched=True,
-            batch_size=64,
-            with_indices=True,
-            remove_columns=rows.column_names,
-            features=_text_features(),
-            desc=name.identifier,
-        )
-    )
-    if not len(documents):
-        raise UserError(
-            f"dataset '{name.identifier}' must hold text, got none. Look at --data and "
-            "--text-field."
-        )
-    return documents
 
 
 def _text_features() -> Any:

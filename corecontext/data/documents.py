@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,13 +69,36 @@ class HubName(NamedTuple):
             reason = first_line(error)
             raise UserError(f"dataset '{self.identifier}' cannot be had: {reason}") from None
 
-    def document(self, row: dict[str, Any], number: int, fields: Fields) -> dict[str, str] | None:
-        """As the function `document`; also None for a row without text, of which public datasets
-        have many."""
-        where = f"{self.identifier}:{number}"
-        if field(row, fields.text, where) is None:
-            return None
-        return document(row, where, fields)
+    def documents(self, rows: Iterable[dict[str, Any]], fields: Fields) -> Iterator[dict[str, str]]:
+        """Yield text, source and origin of each of its rows with text: public datasets have many
+        without.
+
+        Raises:
+            UserError: no row has text; the hub does not answer, after the retries of `datasets`; or
+                as `document`.
+        """
+        has_text = False
+        numbered = enumerate(rows, 1)
+        while True:
+            try:
+                number, row = next(numbered, (0, None))
+            except Exception as error:  # of as many kinds as in `load`
+                raise UserError(
+                    f"dataset '{self.identifier}' cannot be read on: {first_line(error)}."
+                ) from None
+            if row is None:
+                break
+            where = f"{self.identifier}:{number}"
+            if field(row, fields.text, where) is None:
+                continue
+            if (result := document(row, where, fields)) is not None:
+                has_text = True
+                yield result
+        if not has_text:
+            raise UserError(
+                f"dataset '{self.identifier}' must hold text, got none. Look at --data and "
+                "--text-field."
+            )
 
 
 def documents(paths: Sequence[str | Path], fields: Fields) -> Iterator[dict[str, str]]:
