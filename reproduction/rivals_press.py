@@ -1,7 +1,7 @@
 """Ask about contexts that kvpress compresses: full attention reads a context once for all presses,
 and their caches answer together.
 
-Runs in kvpress's environment (corecontext/integrations/kvpress.py).
+Runs in kvpress's environment (reproduction/cca_press.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, DynamicCache
 
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf.cache_name import OLD_NAME, given_cache, with_cache
-from corecontext.integrations.kvpress import CCAPress
 from corecontext.loading import Loaded
+from reproduction.cca_press import CCAPress
 from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item
 
 SINKS = 16

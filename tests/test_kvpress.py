@@ -1,5 +1,5 @@
 """Core tokens as a press of kvpress: its own pipeline decodes from them. Runs where kvpress is
-installed, in an environment of its own (corecontext/integrations/kvpress.py)."""
+installed, in an environment of its own (reproduction/cca_press.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from corecontext.integrations.hf.cache_name import given_cache
 kvpress = pytest.importorskip(
     "kvpress", reason="kvpress needs transformers < 5.3, in an environment of its own"
 )
-CCAPress = importlib.import_module("corecontext.integrations.kvpress").CCAPress
+CCAPress = importlib.import_module("reproduction.cca_press").CCAPress
 rivals_press = importlib.import_module("reproduction.rivals_press")
 rivals_tasks = importlib.import_module("reproduction.rivals_tasks")
 

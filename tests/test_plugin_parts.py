@@ -497,9 +497,9 @@ def test_settings_of_the_harness_are_all_but_the_backend():
 
 def test_a_press_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress.presses.base_press", None)
-    monkeypatch.delitem(sys.modules, "corecontext.integrations.kvpress", raising=False)
+    monkeypatch.delitem(sys.modules, "reproduction.cca_press", raising=False)
     with pytest.raises(ImportError, match="^kvpress must be installed, got: .* pip install --no-d"):
-        importlib.import_module("corecontext.integrations.kvpress")
+        importlib.import_module("reproduction.cca_press")
 
 
 @pytest.mark.parametrize("sink_size, told", [(0, True), (16, False)])

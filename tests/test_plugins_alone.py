@@ -45,7 +45,7 @@ def kvpress(monkeypatch):
     utils.get_prerope_query_states = queries_before_rotation
     for module in (types.ModuleType("kvpress"), types.ModuleType("kvpress.presses"), base, utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    name = "corecontext.integrations.kvpress"
+    name = "reproduction.cca_press"
     monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(name)
     sys.modules.pop(name)

@@ -1,1 +1,1 @@
-"""Plug-ins: transformers (enable, model families, caches), lm-evaluation-harness, kvpress, vLLM."""
+"""Plug-ins: transformers (enable, model families, caches), lm-evaluation-harness, vLLM."""
