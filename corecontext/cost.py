@@ -205,12 +205,7 @@ class ModelCost:
             config: A transformers config of a causal language model.
             model: The model itself, on any device; default one made on the meta device.
         """
-        if model is None:
-            import torch
-            from transformers import AutoModelForCausalLM
-
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+        model = empty_model(config) if model is None else model
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         windows = tuple(int(text.sliding_window) for kind in kinds if kind == "sliding_attention")
@@ -294,6 +289,15 @@ class ModelCost:
             inside = min(seq_len, window)
             scores += inside * (inside + 1) // 2 + (seq_len - inside) * window
         return 2 * self.query_heads * self.head_dim * scores
+
+
+def empty_model(config: Any) -> Any:
+    """Make a causal language model without memory for its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _weights_per_token(model: Any, text: Any) -> int:

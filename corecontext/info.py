@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from corecontext.config import CCAConfig
-from corecontext.cost import ModelCost, attention_flops, fetch_flops
+from corecontext.cost import CacheBytes, ModelCost, attention_flops, empty_model, fetch_flops
+from corecontext.inference.limits import CACHE_SHARE
 from corecontext.loading import check_architecture, load_config, one_line
 from corecontext.methods import PRESET, cca_config
 from corecontext.terminal import console
 from corecontext.visibility import group_size_for, num_sinks
+
+OFFERED = ("device", "default", "small")
+"""The presets that a model as it is may take, the fastest first."""
+OWN = "the checkpoint's own"
+"""Stands for the settings in a checkpoint's config.json."""
 
 
 def print_info(
@@ -22,13 +28,16 @@ def print_info(
     settings: Mapping[str, Any],
     lengths: Sequence[int] | None,
     untested: bool = False,
-    vllm_gib: float | None = None,
+    gpu_gib: float | None = None,
+    with_vllm: bool = False,
 ) -> None:
-    """Print operations and cache bytes for full attention and CCA by length.
+    """Print which preset fits at the largest length, and operations and cache bytes for full
+    attention and CCA by length.
 
     Args:
         settings: Those of CCA, by name, as `cca_config` takes them.
-        vllm_gib: Print the tokens too that vLLM's cache holds on a GPU of so many GiB.
+        gpu_gib: Memory of the GPU; None is not known.
+        with_vllm: Print the tokens too that vLLM's cache holds on this GPU.
     """
     # Bad sizes fail before the model is looked for.
     cca_config(None, settings)
@@ -41,16 +50,27 @@ def print_info(
     check_architecture(hf_config, untested)
     config = cca_config(hf_config, settings)
     with one_line(f"model '{name}' cannot be built"):
-        cost = ModelCost.of(hf_config)
+        model = empty_model(hf_config)
+        cost = ModelCost.of(hf_config, model)
     limit = position_limit(hf_config) or 131072
     lengths = lengths or default_lengths(limit)
     with one_line():  # sizes by layer or head may not fit the model
         tables = [info_table(cost, config, lengths, hf_config.model_type)]
-        if vllm_gib is not None:
+        if with_vllm:
+            assert gpu_gib is not None, "capacity.gpu_gib asks for it"
             served = config
             if getattr(hf_config, "cca", None) is None and settings.get(PRESET) is None:
                 served = cca_config(hf_config, {**settings, PRESET: "pooling"})
-            tables.append(capacity_table(hf_config, cost, served, lengths, vllm_gib))
+            tables.append(capacity_table(hf_config, cost, served, lengths, gpu_gib))
+    if not settings:
+        own = config if getattr(hf_config, "cca", None) else None
+        room = None
+        if gpu_gib is not None:
+            weights = cost.itemsize * sum(weight.numel() for weight in model.parameters())
+            room = max(0, int(CACHE_SHARE * (gpu_gib * 2**30 - weights)))
+        advice = preset_advice(name, cost, own, max(lengths), room)
+        print(advice.verdict, advice.way, sep="\n")
+        console().print(advice.table)
     console().print(*tables)
     console().print(
         f"weights read for each new token: {_bytes(cost.weight_bytes())}; cache in "
@@ -63,6 +83,78 @@ def print_info(
             console().print(f"CCA cannot be enabled: {error}")
 
 
+class Advice(NamedTuple):
+    """Say which settings fit on a GPU, and what each costs."""
+
+    verdict: str
+    way: str
+    """The command that takes them; a way out where none fits."""
+    table: Table
+
+
+def preset_advice(
+    name: str,
+    cost: ModelCost,
+    own: CCAConfig | None,
+    length: int,
+    room: int | None,
+) -> Advice:
+    """Choose the first settings whose cache fits.
+
+    Args:
+        own: The checkpoint's settings, which come before the presets.
+        room: Bytes for caches on the device; None is not known, and takes the default.
+    """
+    configs = {preset: CCAConfig.preset(preset) for preset in OFFERED}
+    if own is not None:
+        configs = {OWN: own, **configs}
+    full = mean_bytes(cost, CCAConfig.paper(1, 1), length)
+    costs = {label: mean_bytes(cost, config, length) for label, config in configs.items()}
+    table = _advice_table({"full attention": full, **costs}, length, room)
+    if room is None:
+        fitting = "default" if own is None else OWN
+    else:
+        fitting = next((label for label in costs if costs[label].device <= room), "")
+    if not fitting:
+        least = min(costs, key=lambda label: costs[label].device)
+        return Advice(
+            f"nothing fits: {length} tokens take {_bytes(costs[least].device)} on the device with "
+            f"{least}, and there is room for {_bytes(room or 0)}",
+            "take a smaller --length, a larger GPU, or weights of fewer bits",
+            table,
+        )
+    device, host = costs[fitting]
+    verdict = (
+        f"{fitting}{'' if room is None else ' fits'}: {length} tokens take {_bytes(device)} on the "
+        f"device, where full attention takes {_bytes(full.device)}"
+    )
+    if host:
+        verdict += f", and {_bytes(host)} in host memory"
+    option = "" if fitting == OWN else f" --preset {fitting}"
+    return Advice(verdict, f"run: corecontext serve --model {name}{option}", table)
+
+
+def _advice_table(costs: Mapping[str, CacheBytes], length: int, room: int | None) -> Table:
+    """Make the table of settings, full attention first."""
+    title = f"the cache of {length} tokens"
+    if room is not None:
+        title += f", with room for {_bytes(room)}"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("settings")
+    for column in ("on the device", "", "in host memory"):
+        table.add_column(column, justify="right")
+    if room is not None:
+        table.add_column("fits")
+    full = costs["full attention"].device
+    for label, (device, host) in costs.items():
+        ratio = f"{full / device:.1f}x less" if device < full else "more" if device > full else ""
+        cells = [label, _bytes(device), ratio, _bytes(host) if host else ""]
+        if room is not None:
+            cells.append("yes" if device <= room else "no")
+        table.add_row(*cells)
+    return table
+
+
 def default_lengths(limit: int) -> list[int]:
     """Return powers of two from 4096, and the model's limit."""
     return [n for n in (2**i for i in range(12, 24)) if n < limit] + [limit]
@@ -70,10 +162,7 @@ def default_lengths(limit: int) -> list[int]:
 
 def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind: str) -> Table:
     """Make the table, one row per length."""
-    # The cost of each g counts by its share of all KV heads.
-    layers = [config.of_layer(layer) for layer in range(cost.num_layers)]
-    sizes = [g for layer in layers for g in _by_head(layer, cost.kv_heads)]
-    shares = {g: sizes.count(g) / len(sizes) for g in sorted(set(sizes))}
+    shares = _shares(cost, config)
     sinks = num_sinks(config.sink_size, max(shares))
     # The title names the settings that the columns depend on.
     title = (
@@ -117,6 +206,26 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
             cells.append(_bytes(compact[3]))
         table.add_row(str(length), *cells)
     return table
+
+
+def _shares(cost: ModelCost, config: CCAConfig) -> dict[int, float]:
+    """Return the share of all KV heads that has each g."""
+    layers = [config.of_layer(layer) for layer in range(cost.num_layers)]
+    sizes = [g for layer in layers for g in _by_head(layer, cost.kv_heads)]
+    return {g: sizes.count(g) / len(sizes) for g in sorted(set(sizes))}
+
+
+def mean_bytes(cost: ModelCost, config: CCAConfig, length: int) -> CacheBytes:
+    """Return bytes of a cache; the cost of each g counts by its share of all KV heads."""
+    shares = _shares(cost, config)
+    if config.num_groups:  # g follows from the length
+        shares = {group_size_for(length, config.window_size, config.num_groups): 1.0}
+    device, host = 0.0, 0.0
+    for g, share in shares.items():
+        each = cost.config_bytes(config.replace(group_size=g, num_groups=None), length)
+        device += share * each.device
+        host += share * each.host
+    return CacheBytes(round(device), round(host))
 
 
 def _costs(cost: ModelCost, length: int, config: CCAConfig) -> tuple[float, ...]:

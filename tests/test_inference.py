@@ -523,7 +523,7 @@ def test_table_policy():
     assert policy(Load(cache_bytes_used=95)) == (4, 64) and policy(
         Load(time_to_first_token=1.7)
     ) == (8, 32)
-    assert TablePolicy()(Load()) == (16, 1024)
+    assert TablePolicy()(Load()) == (32, 160, 64)
     for rows in ((), ((0.5, 1, 1), (0.5, 2, 2))):
         with pytest.raises(ValueError, match="^rows must rise in pressure"):
             TablePolicy(rows)

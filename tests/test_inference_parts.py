@@ -146,7 +146,7 @@ def test_sizes_are_cut_to_the_text_and_a_table_gives_its_rows():
         assert policy.pressure(load) == pytest.approx(pressure) and policy(load) == sizes
     assert [Load(0, 5, budget).cache_share for budget in (None, 0, 10)] == [0, 0, 0.5]
     assert (TablePolicy().queue_limit, TablePolicy().first_token_limit) == (32, 30.0)
-    assert TablePolicy().rows == ((0.5, 16, 1024), (0.8, 32, 512), (1.0, 64, 256))
+    assert TablePolicy().rows == table_rows(32, 160, 64)
     for wrong in ({"queue_limit": 0}, {"first_token_limit": 0.0}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be more than 0"):
             TablePolicy(**wrong)

@@ -140,6 +140,54 @@ def test_the_limit_has_the_scaling_of_the_rotation_and_dynamic_scaling_is_said(t
         assert ("CCA cannot be enabled: rotary embedding 'dynamic' changes" in shown) is refused
 
 
+def test_the_first_settings_whose_cache_fits_are_advised():
+    """The fastest first, those of the checkpoint before all, and none where none fits."""
+    length = 100_000
+    costs = {
+        name: COST.config_bytes(CCAConfig.preset(name), length)
+        for name in ("device", "default", "small")
+    }
+    own = CCAConfig.pooling(64, 100)
+    least = COST.config_bytes(own, length).device
+    assert costs["device"].device > costs["default"].device > costs["small"].device > least
+    for name, (device, host) in costs.items():
+        advice = info.preset_advice("m", COST, None, length, device)
+        assert advice.verdict.startswith(f"{name} fits: 100000 tokens take {info._bytes(device)} ")
+        assert advice.way == f"run: corecontext serve --model m --preset {name}"
+        assert (f"and {info._bytes(host)} in host memory" in advice.verdict) is (host > 0)
+        fits = [*advice.table.columns[-1].cells]
+        assert fits.count("yes") == [*costs][::-1].index(name) + 1 + (name == "device")
+    too_small = costs["small"].device - 1
+    nothing = info.preset_advice("m", COST, None, length, too_small)
+    assert nothing.verdict.startswith("nothing fits: 100000 tokens take ")
+    assert nothing.way.startswith("take a smaller --length")
+    ours = info.preset_advice("m", COST, own, length, too_small)
+    assert ours.verdict.startswith("the checkpoint's own fits: ")
+    assert ours.way == "run: corecontext serve --model m"
+    unknown = info.preset_advice("m", COST, None, length, None)
+    assert unknown.verdict.startswith("default: 100000 tokens take ")
+    assert len(unknown.table.columns) == 4
+
+
+def test_bytes_are_the_mean_of_the_heads():
+    varied = CCAConfig(head_group_sizes=(4, 8))
+    each = [COST.config_bytes(CCAConfig(g), 1000) for g in (4, 8)]
+    assert info.mean_bytes(COST, varied, 1000) == tuple(sum(x) / 2 for x in zip(*each))
+
+
+def test_the_command_advises_unless_settings_are_given(tmp_path, capfd):
+    model = save_tiny_model(tmp_path / "model")
+    line = ["info", "--model", model, "--length", "4000"]
+    assert main([*line, "--gpu-memory", "1"]) == 0
+    first, second, *_ = capfd.readouterr().out.splitlines()
+    assert first.startswith("device fits: 4000 tokens take ")
+    assert second == f"run: corecontext serve --model {model} --preset device"
+    assert main([*line, "--gpu-memory", "1e-5"]) == 0
+    assert capfd.readouterr().out.startswith("nothing fits: ")
+    assert main([*line, "--preset", "small"]) == 0
+    assert "corecontext serve" not in capfd.readouterr().out
+
+
 def test_tokens_in_the_cache_of_vllm(tmp_path, capfd):
     model = save_tiny_model(tmp_path / "model")
     line = ["info", "--model", str(model), "--vllm", "--gpu-memory", "0.01"]
@@ -188,7 +236,7 @@ def test_vllms_cache_with_heads_that_keep_every_token():
         (["--vllm"], "gpu_memory must be given on a machine without a GPU"),
         (["--vllm", "--gpu-memory", "0"], "gpu_memory must be more than 0, got 0.0."),
         (["--vllm", "--gpu-memory", "1e-5"], "gpu_memory must be more than the weights'"),
-        (["--gpu-memory", "80"], "gpu_memory must be left out without --vllm."),
+        (["--gpu-memory", "-1"], "gpu_memory must be more than 0, got -1.0."),
     ],
 )
 def test_memory_that_holds_no_cache_of_vllm(options, message, tmp_path, capfd, monkeypatch):

@@ -20,6 +20,7 @@ from train_runs import assert_equal, stop_at, weights
 
 import corecontext
 from corecontext.cli import main
+from corecontext.config import PRESETS
 from corecontext.files import UserError
 from corecontext.heads import choose
 from corecontext.inference import Engine
@@ -338,8 +339,10 @@ def test_the_default_schedule_is_for_trained_weights_and_the_models_length(tmp_p
         TrainConfig(model=model, batch_size=2), {"batch_size"}
     )
     scratch = TrainConfig(model=model, strategy="scratch")
-    assert best_settings(scratch, {}) == {"raw_heads": None}
-    assert best_settings(TrainConfig(model=model, method="window"), {}) == {}
+    pooling = PRESETS["pooling"].settings
+    assert best_settings(scratch, {}) == {**pooling, "raw_heads": None}
+    window = best_settings(TrainConfig(model=model, method="window"), {})
+    assert window == {"window_size": 1024, "fetch_groups": 0}
 
 
 def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting, tmp_path, capsys):

@@ -257,20 +257,15 @@ def info(
     ] = False,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(help="Memory of the GPU in GiB, for --vllm. Default: this machine's."),
+        typer.Option(help="Memory of the GPU in GiB: says which preset fits. Default: this one's."),
     ] = None,
     untested: Untested = False,
 ) -> None:
     """Estimate the costs and savings of CCA for a model, by length; loads no weights."""
-    if gpu_memory is not None and not vllm:
-        raise UserError("gpu_memory must be left out without --vllm.")
     for value in length or ():
         check_least(1, length=value)
     from corecontext.info import print_info
+    from corecontext.integrations.vllm.capacity import gpu_gib
 
-    vllm_gib = None
-    if vllm:
-        from corecontext.integrations.vllm.capacity import gpu_gib
-
-        vllm_gib = gpu_gib(gpu_memory)
-    print_info(model, settings, length, untested, vllm_gib)
+    gib = gpu_gib(gpu_memory, is_needed=vllm)
+    print_info(model, settings, length, untested, gib, vllm)

@@ -20,6 +20,8 @@ all chunks before over the bus."""
 SERVED_CHUNK = {"cuda": 2048, "cpu": 256}
 """Tokens of a prompt that a server reads between two steps of the requests that run: they wait
 meanwhile."""
+CACHE_SHARE = 0.8
+"""Share of a GPU's free memory that a server gives to its caches."""
 MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
 
 

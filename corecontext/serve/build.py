@@ -27,8 +27,7 @@ from corecontext.loading import (
 from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
-GPU_SHARE = 0.8
-"""Shares of the free memory for caches."""
+"""Share of the free memory for caches without a GPU."""
 HOST_SHARE = 0.5
 """Share of the available host memory for raw tokens."""
 FORCED_S = 5.0
@@ -126,13 +125,13 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
 
 def _cache_bytes(serving: Serving, device: Any) -> int:
     """Return the budget: `cache_mib`, else a share of the memory that is free now."""
-    from corecontext.inference.limits import free_bytes
+    from corecontext.inference.limits import CACHE_SHARE, free_bytes
 
     if serving.cache_mib is not None:
         return serving.cache_mib * 2**20
     free = free_bytes(device)
     if free is not None:
-        return int(GPU_SHARE * free)
+        return int(CACHE_SHARE * free)
     return max(1, int(CPU_SHARE * _available_host_bytes(2**32)))
 
 

@@ -25,11 +25,11 @@ IN_FLIGHT = 2 * 8192
 vLLM schedules a step while the one before runs."""
 
 
-def gpu_gib(given: float | None) -> float:
-    """Return the memory of a GPU in GiB: as given, else of this machine's.
+def gpu_gib(given: float | None, *, is_needed: bool = True) -> float | None:
+    """Return the memory of a GPU in GiB: as given, else of this machine's; None without either.
 
     Raises:
-        UserError: there is no GPU, and none given.
+        UserError: it is needed, there is no GPU, and none given.
     """
     import torch
 
@@ -38,6 +38,8 @@ def gpu_gib(given: float | None) -> float:
             raise UserError(f"gpu_memory must be more than 0, got {given}.")
         return given
     if not torch.cuda.is_available():
+        if not is_needed:
+            return None
         raise UserError("gpu_memory must be given on a machine without a GPU, such as 141.")
     return torch.cuda.get_device_properties(0).total_memory / 2**30
 
