@@ -56,8 +56,9 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
 def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
     """Return settings in which some KV heads keep every token, and the number of these heads.
 
-    The number is that of `corecontext layers --raw`, the cache as large as with equal groups. The
-    choice of heads makes no difference to memory: they are spread over all layers evenly.
+    The number is that of `python -m reproduction layers --raw`, the cache as large as with equal
+    groups. The choice of heads makes no difference to memory: they are spread over all layers
+    evenly.
 
     Raises:
         ValueError: they do not fit.

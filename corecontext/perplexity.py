@@ -162,7 +162,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
     console().print(f"positions from {window_size} on: {far}")
     if not cca.adapted:
         sinks = "" if cca.sizes.get("sinks") else f"--sinks {CCAConfig.sink_size}; "
-        console().print(f"not adapted: try {sinks}corecontext layers; corecontext train")
+        console().print(f"not adapted: try {sinks}corecontext train")
 
 
 def _difference(value: float, base: float) -> str:

@@ -25,7 +25,6 @@ from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.eval.runner import fingerprint
 from corecontext.files import cache_folder
 from corecontext.heads.budget import Shape, Unit
-from corecontext.heads.findings import needle_rows
 from corecontext.heads.search import find_units
 from corecontext.integrations.hf.attention_interface import full_layers
 from corecontext.loading import Loaded, load_config, one_line
@@ -39,6 +38,7 @@ from corecontext.record import (
     source_version,
 )
 from corecontext.terminal import progress
+from reproduction.layers import needle_rows
 from reproduction.real_attention import NO_CACHE, AttentionRun, batches, tokens_of
 from reproduction.real_hits import hit_rates
 from reproduction.real_material import Material

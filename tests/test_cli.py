@@ -283,7 +283,7 @@ def test_perplexity_of_both_methods(model, here, capfd):
     assert f"{percent:+.1f} %" in shown
     far = re.search(r"^positions from 32 on: CCA \S+ %, window \S+ %, streaming_llm ", shown, re.M)
     assert far and "CCA sinks=16" in shown[far.end() :]
-    assert "\nnot adapted: try --sinks 16; corecontext layers; corecontext train" in shown
+    assert "\nnot adapted: try --sinks 16; corecontext train" in shown
     assert (
         found["cca", None].params["group_size"] == 8
         and "group_size" not in found["full", None].params

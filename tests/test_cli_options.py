@@ -25,7 +25,6 @@ from corecontext.eval.inspect import page
 from corecontext.eval.items import Settings
 from corecontext.eval.task_table import TASKS
 from corecontext.files import UserError
-from corecontext.heads import findings
 from corecontext.methods import CCA_SETTINGS, field_of
 from corecontext.record import make_record, read_records
 from corecontext.train import conversion
@@ -287,46 +286,6 @@ def test_inspect(monkeypatch, calls, here):
     assert Path("o.html").read_text() == "<page>"
     assert main("inspect text.txt --model m --output o.html --force") == 0
     assert calls[-1][1][3:] == (512, 16, (), ())
-
-
-def test_layers(monkeypatch, calls, here, capsys):
-    record = make_record("quality.perplexity", 2.0, {})
-    choice = SimpleNamespace(search=SimpleNamespace(trials="trials"), config="config")
-    varied = loaded(CCAConfig.paper(layer_group_sizes=(1, 2), window_size=77))
-    monkeypatch.setattr("corecontext.loading.load", calls.keep("load", varied))
-    checkpoint = SimpleNamespace(cca={"group_size": 2})
-    monkeypatch.setattr("corecontext.loading.load_config", lambda name: checkpoint)
-    monkeypatch.setattr(findings, "find_layers", calls.keep("find", choice))
-    monkeypatch.setattr(findings, "print_layers", calls.keep("print"))
-    monkeypatch.setattr(findings, "layer_records", calls.keep("records", [record]))
-    monkeypatch.setattr(conversion, "convert", calls.keep("convert"))
-    monkeypatch.setattr(conversion, "check_copy", lambda source, target: None)
-    line = "layers text.txt --model f/m/ --length 64 --rows 2 --count 3 --output new --json r.jsonl"
-    assert main(f"{line} --heads --raw", *SIZES) == 0
-    assert calls[0] == ("load", ("f/m/",), SIZE_VALUES)
-    assert calls[1][1] == (varied, "a text", 64, 2, 3, True, True, False)
-    params = {"model": "m", "layers": 2, "length": 64}
-    assert calls[3][1][:2] == ("trials", params)
-    assert calls[4] == ("convert", ("f/m/", "new", "config"), {})
-    assert read_records("r.jsonl") == [record]
-    assert capsys.readouterr().out == "wrote new\n"
-    for option, flags in (
-        ("", (False, False, False)),
-        (" --heads", (True, False, False)),
-        (" --needles", (False, False, True)),
-    ):
-        calls.clear()
-        assert main(f"layers text.txt --model m{option}") == 0
-        assert calls[1][1] == (varied, "a text", 8192, 4, None, *flags)
-    for saved, given in (({"group_size": 2}, {}), (None, {"preset": "pooling"})):
-        calls.clear()
-        checkpoint.cca = saved
-        assert main("layers text.txt --model m") == 0
-        assert given.items() <= calls[0][2].items() and len(calls[0][2]) == 3 + len(given)
-    assert main("layers text.txt --model m --raw") == 2
-    assert "window-size must be given with --raw" in capsys.readouterr().err
-    for wrong in ("--rows 0", "--length 1"):
-        assert main(f"layers text.txt --model m {wrong}") == 2
 
 
 def test_serve_ends_with_the_code_of_the_server(monkeypatch, calls):

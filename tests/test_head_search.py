@@ -17,7 +17,7 @@ from tiny_model import save_tiny_model
 import corecontext
 from corecontext import CCAConfig
 from corecontext.cache import CompactLayer
-from corecontext.cli import main
+from corecontext.cli import main as corecontext_main
 from corecontext.files import UserError
 from corecontext.heads import search
 from corecontext.heads.budget import (
@@ -28,13 +28,14 @@ from corecontext.heads.budget import (
     raw_heads,
     spread,
 )
-from corecontext.heads.findings import find_layers, needle_rows
 from corecontext.heads.search import Trial, far_loss, num_trials, rounds_of, search_units
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records
 from corecontext.visibility import num_complete_groups, window_capacity
+from reproduction.command import main
+from reproduction.layers import find_layers, needle_rows
 
 MODEL, TEXT = "corecontext/assets/demo_model", "corecontext/assets/document.txt"
 
@@ -414,7 +415,7 @@ def test_info_adds_up_what_each_head_costs(capsys, tmp_path):
         (tmp_path / folder / "config.json").write_text(
             json.dumps({**config, "cca": {"window_size": 128, **settings}})
         )
-        code = main(["info", "--model", str(tmp_path / folder), "--length", "65536"])
+        code = corecontext_main(["info", "--model", str(tmp_path / folder), "--length", "65536"])
         printed = capsys.readouterr()
         return printed.out if code == 0 else printed.err
 

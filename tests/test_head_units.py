@@ -14,11 +14,12 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.data.packing import fill_row
 from corecontext.files import UserError
-from corecontext.heads import choose, findings, search
+from corecontext.heads import choose, search
 from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads, untrained_heads
 from corecontext.heads.search import search_units
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.train import TrainConfig
+from reproduction import layers
 
 
 def test_a_loss_is_the_mean_over_all_tokens_of_second_halves(monkeypatch):
@@ -226,7 +227,7 @@ def test_a_run_with_random_weights_or_known_sizes_does_not_search():
 def test_rows_of_the_text_have_the_length_asked_for(length, most_rows, rows, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        findings, "find_units", lambda *given, **options: asked.append((given, options))
+        layers, "find_units", lambda *given, **options: asked.append((given, options))
     )
     loaded = SimpleNamespace(
         config=CCAConfig.paper(2, 2),
@@ -236,9 +237,9 @@ def test_rows_of_the_text_have_the_length_asked_for(length, most_rows, rows, mon
     )
     if not rows:
         with pytest.raises(UserError, match=f"length must be at most .*100 tokens.* got {length}"):
-            findings.find_layers(loaded, "", length, most_rows, 3)
+            layers.find_layers(loaded, "", length, most_rows, 3)
         return
-    findings.find_layers(loaded, "", length, most_rows, 3, True, True)
+    layers.find_layers(loaded, "", length, most_rows, 3, True, True)
     (((_, got, *rest), options),) = asked
     assert rest == [length, 3] and options["heads"] and options["raw"]
     assert options["folder"].parts[-2:] == ("corecontext", "heads")
@@ -246,7 +247,7 @@ def test_rows_of_the_text_have_the_length_asked_for(length, most_rows, rows, mon
     assert [row.tolist() for row in got] == [[row] for row in wanted]
     loaded.max_length = length - 1
     with pytest.raises(UserError, match=f"at most the model's {length - 1} tokens, got {length}"):
-        findings.find_layers(loaded, "", length, most_rows, 3)
+        layers.find_layers(loaded, "", length, most_rows, 3)
 
 
 def test_other_processes_hear_of_a_search_that_failed(monkeypatch):

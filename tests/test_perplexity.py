@@ -111,10 +111,10 @@ def test_a_table_compares_with_full_attention(capsys):
 @pytest.mark.parametrize(
     "fields, last",
     [
-        ({"adapted": False}, "not adapted: try --sinks 16; corecontext layers; corecontext train"),
+        ({"adapted": False}, "not adapted: try --sinks 16; corecontext train"),
         (
             {"adapted": False, "sizes": {"sinks": 4}},
-            "not adapted: try corecontext layers; corecontext train",
+            "not adapted: try corecontext train",
         ),
         ({}, "positions from 3 on: CCA +10.5 %"),
         ({"idle": "CCA was idle.", "adapted": False}, "CCA was idle."),

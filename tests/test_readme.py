@@ -40,7 +40,7 @@ BLOCK = re.compile(
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install "
 ELSEWHERE = (
-    "corecontext layers",
+    "python -m reproduction layers",
     "python -m benchmarks operator",
     "python -m reproduction --smoke",
 )

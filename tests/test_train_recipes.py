@@ -219,7 +219,7 @@ def trained(setting, model, output, *options):
     ],
 )
 def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options, expected):
-    """As `corecontext layers --output` writes them; what an option says counts more."""
+    """As `python -m reproduction layers --output` writes them; what an option says counts more."""
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
     held = json.loads((tmp_path / "model" / "config.json").read_text())
     held["cca"] = corecontext.CCAConfig.paper(

@@ -10,7 +10,7 @@ import typer
 from corecontext.cli.entry import application, run
 from corecontext.cli.explore import demo, generate, info, perplexity
 from corecontext.cli.models import convert, serve
-from corecontext.cli.quality import compare, evaluate, inspect, layers
+from corecontext.cli.quality import compare, evaluate, inspect
 from corecontext.files import UserError
 from corecontext.train.command import train_command
 
@@ -24,10 +24,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "compare": compare,
     "inspect": inspect,
-    "layers": layers,
     "info": info,
 }
-MOVED = {"bench": "benchmarks", "reproduce": "reproduction"}
+MOVED = {"bench": "benchmarks", "reproduce": "reproduction", "layers": "reproduction layers"}
 """Commands that became programs outside of the package, for one release."""
 
 

@@ -1,1 +1,1 @@
-"""The heads that keep every token: their budget, the search for them, and its report."""
+"""The heads that keep every token: their budget, and the search for them."""

@@ -106,7 +106,7 @@ class TrainConfig:
     raw_heads: int | None = 0
     """KV heads that keep every token, found on the training text before the first step (from
     scratch: those of middle layers); the other heads and the window pay for them. None
-    (option: auto), as in the recipe `raw`: as many as `corecontext layers --raw` takes."""
+    (option: auto), as in the recipe `raw`: a sixteenth, or those that take half of the cache."""
     untested: bool = False
     """Accept a model of an architecture that no test has, after a check on the model."""
     distil: float = 0.0

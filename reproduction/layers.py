@@ -1,4 +1,4 @@
-"""Run the search for a text, and report it: the table of `corecontext layers` and its records."""
+"""Run the search for a text, and report it: its table and its records."""
 
 from __future__ import annotations
 
