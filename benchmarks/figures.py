@@ -46,7 +46,8 @@ class PageTable(NamedTuple):
     mark: str
     """Its name in the page's mark."""
     files: str
-    """The files of its records in results/, separated by spaces."""
+    """The files of its records in results/, separated by spaces; "?" ends one that may be
+    missing."""
     render: Callable[[Sequence[Record]], str]
     where: tuple[str, Any] | None = None
     """The param, and its value, of the records that count; None for all."""
@@ -83,11 +84,15 @@ FIGURES: Sequence[Figure] = (
 
 
 def _read(results: Path, files: str) -> list[Record] | None:
-    """Return the records of all files, or None where a file is missing."""
-    paths = [results / f"{name}.jsonl" for name in files.split()]
-    if not all(path.exists() for path in paths):
+    """Return the records of all files, or None where a file is missing; one whose name ends in "?"
+    may be."""
+    paths = [results / f"{name.removesuffix('?')}.jsonl" for name in files.split()]
+    there = [path for path in paths if path.exists()]
+    if any(
+        not name.endswith("?") and path not in there for name, path in zip(files.split(), paths)
+    ):
         return None
-    return [record for path in paths for record in read_records(path)]
+    return [record for path in there for record in read_records(path)]
 
 
 def update_tables(text: str, results: Path, tables: Sequence[PageTable] = TABLES) -> str:

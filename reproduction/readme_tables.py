@@ -13,13 +13,14 @@ from pathlib import Path
 from benchmarks.figures import PageTable, update_pages
 from corecontext.record import read_records
 from reproduction.index_tables import index_markdown
+from reproduction.preset_tables import groups_markdown, presets_markdown, prompts_markdown
 from reproduction.quality_tables import (
     SHORT,
     bundled_markdown,
     quality_markdown,
     scratch_markdown,
 )
-from reproduction.real_figure import draw_frontier
+from reproduction.real_figure import draw_frontier, draw_presets
 from reproduction.real_tables import (
     extended_markdown,
     real_markdown,
@@ -39,6 +40,9 @@ TABLES: Sequence[PageTable] = (
     PageTable("real, short", "real", partial(real_markdown, trained=False, short=True), SMOLLM2),
     PageTable("real, indices", "real", index_markdown, SMOLLM2),
     PageTable("real, extended", "real", extended_markdown, SMOLLM2),
+    PageTable("presets", "real user?", presets_markdown),
+    PageTable("presets, groups", "real", groups_markdown),
+    PageTable("presets, prompts", "real", prompts_markdown),
     PageTable("rivals, as it is", "rivals", partial(rivals_markdown, trained=False)),
     PageTable("rivals, trained", "rivals", partial(rivals_markdown, trained=True)),
 )
@@ -47,3 +51,4 @@ if __name__ == "__main__":
     update_pages("README.md", Path("results"), TABLES)
     real, rivals = (read_records(f"results/{name}.jsonl") for name in ("real", "rivals"))
     draw_frontier(real, rivals, "results/real.svg")
+    draw_presets(real, rivals, "results/presets.svg")

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from benchmarks.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
 from reproduction.real_gains import ENDS, is_other_training
+from reproduction.real_methods import PRESETS
 from reproduction.real_tables import NAMES, OTHER_WORDING, protocol_tokens
 from reproduction.rivals_tables import TITLES
 
+SMOLLM2, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
 FETCH, RIVAL = "#c65d12", "#6b5b95"
 MIB = 2**20
 NEEDLE_TOKENS = 7900
@@ -20,6 +22,11 @@ FETCHED = 1024
 """Raw tokens of a query under fetch; others have a table."""
 PRESSES = ("kvzip", "tova", "keydiff", "snapkv", "expected_attention")
 """Those shown; the table has more."""
+BESIDE_PRESETS = (
+    *("full", "streaming_llm", "streaming_llm_wide", "window_of_default", "window_of_small"),
+    *("cca", "duo_attention", *PRESETS),
+)
+"""Methods of the presets' figure."""
 SHORT = {
     "full": "full attention",
     "cca": "CCA",
@@ -52,6 +59,7 @@ def draw_frontier(records: Sequence[Record], rivals: Sequence[Record], path: str
         records: Of `real`; short trainings are left out.
         rivals: Of `rivals`, whose contexts are compressed before the question.
     """
+    records = _of_model(records, SMOLLM2, 8192)
     lengths = (0, protocol_tokens(records))
     records = [record for record in records if record.params["trained_tokens"] in lengths]
     figure, panels = pyplot().subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
@@ -62,15 +70,57 @@ def draw_frontier(records: Sequence[Record], rivals: Sequence[Record], path: str
     ):
         _draw(panel, list(dict.fromkeys(points)))
         panel.set_title(title, fontsize=9, loc="left")
-    panels[0].set_ylabel("%", fontsize=8)
-    figure.suptitle(
+    _finish(
+        figure,
+        panels,
         "Fetch keeps most of what full attention knows in an eighth of its bytes on the device"
         " (SmolLM2-135M as it is: hollow; trained: filled)",
-        fontsize=10,
-        x=0.01,
-        ha="left",
+        path,
     )
+
+
+def draw_presets(records: Sequence[Record], rivals: Sequence[Record], path: str) -> None:
+    """Draw the gain on two models as they are, and needles, by the bytes on the device; arguments
+    as of `draw_frontier`."""
+    untrained, compressed = (
+        [r for r in of_all if not r.params["trained_tokens"] and r.params["method"] in shown]
+        for of_all, shown in ((records, BESIDE_PRESETS), (rivals, ("kvzip", "snapkv")))
+    )
+    small, large = _of_model(untrained, SMOLLM2, 8192), _of_model(untrained, GEMMA, 16384)
+    figure, panels = pyplot().subplots(1, 3, figsize=(13, 4.2), layout="constrained", sharey=True)
+    for panel, title, points in (
+        (panels[0], "SmolLM2-135M, 8,192 tokens: gain kept", _gains(small)),
+        (panels[1], "Gemma 3 270M, 16,384 tokens: gain kept", _gains(large)),
+        (
+            panels[2],
+            f"SmolLM2-135M, {NEEDLE_TOKENS:,} tokens: needles found",
+            [*_needles(small), *_rival_needles(compressed)],
+        ),
+    ):
+        _draw(panel, list(dict.fromkeys(points)))
+        panel.set_title(title, fontsize=9, loc="left")
+    _finish(
+        figure,
+        panels,
+        "Two pretrained models as they are: the preset `default` keeps what full attention knows",
+        path,
+    )
+
+
+def _finish(figure: Any, panels: Any, title: str, path: str) -> None:
+    panels[0].set_ylabel("%", fontsize=8)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     save(figure, path)
+
+
+def _of_model(records: Sequence[Record], model: str, length: int) -> list[Record]:
+    """Return the records of a model, gains of windows of one length alone."""
+    return [
+        record
+        for record in records
+        if record.params["model"] == model
+        and (record.params["task"] != "far" or record.params["length"] == length)
+    ]
 
 
 def _draw(panel: Any, points: Sequence[Point]) -> None:
@@ -115,7 +165,7 @@ def _draw(panel: Any, points: Sequence[Point]) -> None:
 
 def _gains(records: Sequence[Record]) -> Iterator[Point]:
     """Yield the gain of each method, the mean of its seeds; the ends by definition."""
-    newest: dict[tuple[str, bool, int], Point] = {}
+    newest: dict[tuple[str, bool, float, int], Point] = {}
     for record in records:
         p = record.params
         if not _is_shown(p) or p["task"] != "far":
@@ -126,14 +176,14 @@ def _gains(records: Sequence[Record]) -> Iterator[Point]:
         if percent is None or (record.name == "real.gain_kept") == (p["method"] in ENDS):
             continue
         point = _point(p, percent)
-        newest[point.label, point.trained, p["seed"]] = point
+        newest[point.label, point.trained, round(point.mib), p["seed"]] = point
     yield from _means_of_seeds(newest)
 
 
 def _needles(records: Sequence[Record]) -> Iterator[Point]:
     """Yield the share of needles of each method whose context is read with the question, the mean
     of its seeds."""
-    newest: dict[tuple[str, bool, int], Point] = {}
+    newest: dict[tuple[str, bool, float, int], Point] = {}
     for record in records:
         p = record.params
         if record.name != "real.accuracy" or not _is_shown(p):
@@ -141,14 +191,14 @@ def _needles(records: Sequence[Record]) -> Iterator[Point]:
         if (record.commit or "").startswith(OTHER_WORDING) or p["length"] != NEEDLE_TOKENS:
             continue
         point = _point(p, 100 * record.value)
-        newest[point.label, point.trained, p["seed"]] = point
+        newest[point.label, point.trained, round(point.mib), p["seed"]] = point
     yield from _means_of_seeds(newest)
 
 
-def _means_of_seeds(newest: Mapping[tuple[str, bool, int], Point]) -> Iterator[Point]:
-    """Yield the mean of the seeds of each label, trained or not."""
-    for name in dict.fromkeys(key[:2] for key in newest):
-        points = [point for key, point in newest.items() if key[:2] == name]
+def _means_of_seeds(newest: Mapping[tuple[str, bool, float, int], Point]) -> Iterator[Point]:
+    """Yield the mean of the seeds of each label, trained or not, at each size."""
+    for name in dict.fromkeys(key[:-1] for key in newest):
+        points = [point for key, point in newest.items() if key[:-1] == name]
         yield points[-1]._replace(percent=fmean(point.percent for point in points))
 
 
@@ -195,7 +245,7 @@ def _point(params: dict[str, Any], percent: float) -> Point:
     elif method == "fetch_equal_bytes":
         label += f" by {params['index']}"
         color = FETCH
-    elif method == "fetch_raw_heads":
+    elif method in ("fetch_raw_heads", *PRESETS):
         color = FETCH
     elif method == "fetch":
         label = f"Quest's selection, {params['fetch_groups'] * params['group_size']} tokens"

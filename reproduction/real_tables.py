@@ -32,6 +32,10 @@ NAMES = {
     "fetch": "fetch",
     "fetch_equal_bytes": "fetch, the bytes of CCA",
     "fetch_raw_heads": "fetch, raw heads",
+    "default": "default",
+    "small": "small",
+    "window_of_default": "wider window",
+    "window_of_small": "wider window",
 }
 """Names of methods in the short table and in the figure."""
 

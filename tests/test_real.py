@@ -31,15 +31,16 @@ from corecontext.integrations.hf.adapter import add_adapter
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import load, load_config
 from corecontext.perplexity import hidden_nll
-from corecontext.record import append_records, make_record, read_records
+from corecontext.record import UNITS, append_records, make_record, read_records
 from corecontext.train.loss import Taught
 from corecontext.train.train_config import load_recipe
 from reproduction import real_attention, real_figure, real_plan, real_tasks
 from reproduction.command import main
 from reproduction.index_tables import index_markdown
+from reproduction.preset_tables import groups_markdown, presets_markdown, prompts_markdown
 from reproduction.real import Protocol, RealModel, far_half
 from reproduction.real_attention import NO_CACHE, AttentionRun
-from reproduction.real_figure import draw_frontier
+from reproduction.real_figure import draw_frontier, draw_presets
 from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_hits import hit_rates
 from reproduction.real_kept import KeptTokens
@@ -767,7 +768,7 @@ def test_a_point_of_the_figure_is_the_mean_of_its_seeds(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(real_figure, "_draw", lambda panel, points: drawn.extend(points))
     params = {"method": "full", "trained_tokens": 0, "task": "needles", "length": 7900}
-    params |= {"core_mass": None, "device_bytes": 2 << 20}
+    params |= {"model": real_figure.SMOLLM2, "core_mass": None, "device_bytes": 2 << 20}
     values = ((0, 0.1), (1, 0.5), (0, 0.7))
     records = [make_record("real.accuracy", v, {**params, "seed": seed}) for seed, v in values]
     draw_frontier(records, [], str(tmp_path / "real.svg"))
@@ -779,6 +780,9 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
         params = {"method": method, "trained_tokens": 0, "task": task, "length": 7900}
         params |= {"core_mass": True, "fetch_groups": 64, "group_size": 16, "index": "bounds"}
         params |= {"device_bytes": 2 << 20, "kept_bytes": 2 << 20, "compression": 8, "seed": 0}
+        params |= {"model": real_figure.SMOLLM2}
+        if task == "far":
+            params["length"] = 8192
         name = "real.gain_kept" if task == "far" else "real.accuracy"
         return make_record(name, value, params | changes)
 
@@ -793,6 +797,7 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
         shown("fetch_equal_bytes", 0.1, "far", index="short", trained_tokens=2),
     ]
     cost = {"method": "full", "trained_tokens": 8, "task": "training", "length": 8192}
+    cost["model"] = real_figure.SMOLLM2
     records.append(make_record("real.training_s", 60.0, cost))
     rivals = [shown("kvzip", 0.2), shown("kvzip", 0.4, compression=4), shown("cca", 0.9)]
     rivals.append(shown("snapkv", 0.4, length=4000))
@@ -808,3 +813,51 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
     ):
         assert text.count(f"<!-- {label} -->") == 1, label
     assert not any(hidden in text for hidden in ("SnapKV", "mean", "tried", "by short"))
+    # Presets beside the methods of their figure, on two models.
+    other = {"model": real_figure.GEMMA, "length": 16384}
+    records += [shown("default", 0.9, "far"), shown("default", 0.8, "far", **other)]
+    rivals.append(shown("snapkv", 0.4))
+    draw_presets(records, rivals, str(figure))
+    text = figure.read_text()
+    counts = {"default": 2, "CCA": 1, "full attention": 1, "KVzip": 1, "SnapKV": 1}
+    assert all(text.count(f"<!-- {label} -->") == count for label, count in counts.items())
+    assert "Quest" not in text
+
+
+def test_the_tables_of_presets(monkeypatch):
+    def measured(name, value, method="default", **changes):
+        groups = 64
+        if method == "fetch":
+            groups = changes.pop("groups")
+        params = {"model": real_figure.SMOLLM2, "method": method, "trained_tokens": 0}
+        params |= {"length": 8192, "task": "far", "fetch_groups": groups, "index": "bits:2"}
+        params |= {"group_size": 32, "window_size": 160, "device_bytes": 2**21, "host_bytes": 0}
+        return make_record(name, value, params | changes)
+
+    large = {"model": real_figure.GEMMA, "length": 16384}
+    gain, behind = "real.gain_kept", "real.next_gain_kept"
+    records = [
+        measured("real.perplexity", 7.0, "full", device_bytes=2**24),
+        measured("real.perplexity", 7.1),
+        measured(gain, 0.5),
+        measured(gain, 0.99),
+        measured(gain, 0.75, trained_tokens=8),
+        measured(gain, 0.85, **large),
+        measured(gain, 0.9, "fetch", groups=32),
+        measured(gain, 0.1, "fetch", groups=32, index="pairs:2"),
+        measured("real.accuracy", 0.25, task="needles", length=7900),
+    ]
+    full, default = presets_markdown(records).splitlines()[2:]
+    assert full == "| full attention | 100 % | 100 % | 100 % |  |  | 16.0 MiB | 0.0 MiB |"
+    assert default == "| `default` | 99.0 % |  | 85.0 % |  | 25.0 % | 2.0 MiB | 0.0 MiB |"
+    of_user = {"model": "llama3.1-8b", "method": "default", "length": 131072}
+    monkeypatch.setitem(UNITS, "user.first_token_s", "s")
+    timed = make_record("user.first_token_s", 4.5, of_user)
+    assert " 4.5 s |" in presets_markdown([*records, timed]).splitlines()[3]
+    head, _, half, whole = groups_markdown(records).splitlines()
+    assert head.endswith("| raw tokens | SmolLM2, 8,192 | Gemma, 16,384 |")
+    assert half == "| 32 | 1,024 | 90.0 % |  |" and whole == "| 64 | 2,048 | 99.0 % | 85.0 % |"
+    ways = zip(("query", "full", "share 16"), (0.9, 0.8, 0.7))
+    after = [measured(behind, value, task="next", prompt=prompt) for prompt, value in ways]
+    row = prompts_markdown([*records, *after]).splitlines()[2]
+    assert row == "| SmolLM2, 8,192 | `default` | 64 | 90.0 % | 80.0 % | 70.0 % |"
