@@ -57,9 +57,6 @@ REMOVED = (
         is_field_gone=True,
     ),
     Removed(
-        "deepspeed", "(?!None$).+", "training under DeepSpeed", "Use --fsdp.", is_field_gone=True
-    ),
-    Removed(
         "push_to",
         "(?!None$).+",
         "a push to the hub after training",
