@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from corecontext.data.retrieval import Fact
 from corecontext.demo import compare, measure_method, report
-from corecontext.demo.compare import TITLES, DemoResult, DemoSettings, plan, run_demo
+from corecontext.demo.compare import DemoResult, DemoSettings, plan, run_demo
 from corecontext.demo.measure_method import Reading
 from corecontext.demo.prompts import Prompt, Question, fact_prompt
 from corecontext.files import UserError
@@ -110,7 +110,6 @@ def test_a_method_is_measured_on_whole_prompts(model, monkeypatch):
     assert result["tokens"] == 120 and result["sizes"] == loaded.sizes()
     assert len(result["first_token_s"]) == 3 and len(result["next_token_ms"]) == 3
     assert result["answers"] == ["110", "120", "120"]  # each is asked on its prompt's own cache
-    assert result["compact_bytes"] == [result["formula_bytes"]] * 2
     monkeypatch.setattr(measure_method, "PREFILL_BUDGET_S", 0.0)
     with torch.inference_mode():
         assert len(measure_method.measure(loaded, prompts, done.append)["first_token_s"]) == 2
@@ -158,26 +157,37 @@ def test_a_process_writes_its_outcome(error, outcome, monkeypatch):
     assert asked[1:] == ([] if error else [("weights", "a")])
 
 
-def test_a_users_model_fetches_adapted_where_the_package_has_an_adapter(tmp_path, monkeypatch):
+def test_fetch_is_shown_adapted_where_the_package_has_an_adapter(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_adapter, "ASSETS", tmp_path)
+    monkeypatch.setattr(compare, "load_config", lambda name: hf_config)
+    hf_config = SimpleNamespace()
+    monkeypatch.setattr(compare, "same_bytes_window", lambda settings, config, length: 7)
     (tmp_path / "smollm2_fetch").mkdir()
     common = {"dtype": "float16", "device": "meta"}
-    settings = DemoSettings(8, 64, sinks=10, model="SmolLM2-135M-Instruct.gguf", **common)
-    methods = compare._methods(settings)
-    assert list(methods) == ["full", "cca", "fetch"]
-    assert methods["full"] == {"method": "full", **common}
-    cca = {"method": "cca", "preset": "pooling", "group_size": 8, "window_size": 64, "sinks": 10}
-    assert methods["cca"] == {**cca, **common}
-    assert methods["fetch"] == {"method": "cca", "preset": "default", **common}
+    settings = DemoSettings("SmolLM2-135M-Instruct.gguf", **common)
+    methods = compare._methods(settings, 100)
+    window = {"method": "streaming_llm", "sinks": 16, "window_size": 7}
+    assert methods == {
+        "full": {"method": "full", **common},
+        "window": {**window, **common},
+        "default": {"method": "cca", **common},
+    }
     (tmp_path / "smollm2_fetch/adapter_config.json").write_text("{}")
-    methods = compare._methods(settings)
-    # The settings that it was trained with.
-    assert methods["adapted"] == {**methods["fetch"], "fetch_groups": 32, "adapter": "smollm2"}
+    methods = compare._methods(settings, 100)
+    assert methods["adapted"] == {**methods["default"], "adapter": "smollm2"}
     assert hf_adapter.find_adapter("smollm2") == "smollm2"
-    # Other sizes of the same family have no adapter.
-    for name in ("cache/Other", "SmolLM2-360M-Instruct", "cache/smollm2-135m"):
-        other = dataclasses.replace(settings, model=name)
-        assert list(compare._methods(other)) == ["full", "cca", "fetch"]
+    # Other sizes of the same family have no adapter, and pooling was not what it was trained with.
+    for changes, name in (
+        ({"model": "cache/Other"}, "default"),
+        ({"model": "SmolLM2-360M-Instruct"}, "default"),
+        ({"attention": {"preset": "small"}, "model": "cache/smollm2-135m"}, "small"),
+        ({"attention": {"fetch_groups": 3}, "model": "m"}, "fetch"),
+        ({"attention": {"preset": "pooling"}}, "cca"),
+    ):
+        other = compare._methods(dataclasses.replace(settings, **changes), 100)
+        assert list(other) == ["full", "window", name]
+    hf_config.cca = {"group_size": 4}  # the checkpoint's own come before the default
+    assert list(compare._methods(settings, 100)) == ["full", "window", "cca"]
 
 
 def test_an_adapter_is_added_to_the_weights(model, tmp_path):
@@ -251,7 +261,8 @@ def test_an_adapter_of_another_formula_is_refused(tmp_path):
 def test_a_prompt_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("Some words. " * 200)
     monkeypatch.setattr(compare, "BUNDLED_MODEL", model)
-    settings = DemoSettings(8, 64, document=str(tmp_path / "text.txt"))
+    attention = {"preset": "pooling", "group_size": 8, "window_size": 64}
+    settings = DemoSettings(document=str(tmp_path / "text.txt"), attention=attention)
     limit = 2048 - compare.SPARE_TOKENS
     seen = []
 
@@ -271,7 +282,7 @@ def test_a_prompt_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):
         ({"max_tokens": limit + 1}, "at most 1792 for this model, got 1793"),
         ({"num_questions": 301}, "questions must be at most 300, got 301"),
         ({"num_questions": 0}, "questions must be at least 1, got 0"),
-        ({"sinks": -1}, "sink_size must be at least 0, got -1"),
+        ({"attention": {"sinks": -1}}, "sink_size must be at least 0, got -1"),
     ):
         with pytest.raises(UserError, match=message):
             plan(dataclasses.replace(settings, **changes))
@@ -307,23 +318,21 @@ def test_facts_stand_at_equal_distances_and_have_room_for_an_answer(model):
 # -------------------------------------------------------------------------------------------------
 
 VALUES = {
-    "first_token_s": (4.0, 1.0),
-    "next_token_ms": (10.0, 20.0),
-    "cache_bytes": (8 * 2**20, 2 * 2**20),
-    "peak_bytes": (2**20, 3 * 2**20),
-    "perplexity": (10.0, 11.0),
+    "first_token_s": (4.0, 2.0, 1.0),
+    "next_token_ms": (10.0, 5.0, 20.0),
+    "cache_bytes": (8 * 2**20, 2**20, 2 * 2**20),
+    "peak_bytes": (2**20, 2 * 2**20, 3 * 2**20),
+    "perplexity": (10.0, 12.0, 11.0),
 }
 
 
 def result_of(title: str, *order) -> dict:
-    i = ("full attention", "CCA").index(title)
+    i = ("full attention", "window, same bytes", "CCA").index(title)
     sizes = {"layers": 2, "dtype": "float32"}
-    if i:
-        sizes |= {"group_size": 4, "window_size": 16}
-    answers = [["12", "no", "12"], ["12", "no", "no"]][i]
-    values = {name: pair[i] for name, pair in VALUES.items()}
-    bytes_ = {"host_bytes": 0, "compact_bytes": [7] * 2, "formula_bytes": 7}
-    return {**values, **bytes_, "answers": answers, "tokens": 100, "sizes": sizes}
+    sizes |= ({}, {"window_size": 30}, {"group_size": 4, "window_size": 16})[i]
+    answers = [["12", "no", "12"], ["no", "no", "no"], ["12", "no", "no"]][i]
+    values = {name: per_method[i] for name, per_method in VALUES.items()}
+    return {**values, "host_bytes": 0, "answers": answers, "tokens": 100, "sizes": sizes}
 
 
 @pytest.fixture
@@ -331,14 +340,17 @@ def result(monkeypatch) -> DemoResult:
     questions = [Question(FACT, depth, 9, 5, [1]) for depth in (0.25, 0.5, 0.75)]
     monkeypatch.setattr(compare, "plan", lambda settings: [Prompt([1] * 100, [], questions)])
     monkeypatch.setattr(compare, "_measure_apart", result_of)
-    return run_demo(DemoSettings(4, 16, device="cpu"))
+    monkeypatch.setattr(compare, "_within_budget", lambda settings, prompts, methods: prompts)
+    return run_demo(DemoSettings(device="cpu"))
 
 
 def test_records_have_each_methods_values_and_share_of_right_answers(result):
     found = {(r.params["method"], r.name.removeprefix("demo.")): r for r in result.records}
-    for i, (method, backend, right) in enumerate((("full", "sdpa", 2), ("cca", "auto", 1))):
-        for name, pair in VALUES.items():
-            assert found[method, name].value == pair[i]
+    for i, (method, backend, right) in enumerate(
+        (("full", "sdpa", 2), ("window", "auto", 0), ("cca", "auto", 1))
+    ):
+        for name, values in VALUES.items():
+            assert found[method, name].value == values[i]
         record = found[method, "retrieval_accuracy"]
         assert record.value == pytest.approx(right / 3)
         given = {"backend": backend, "length": 100, "batch": 1, "layers": 2}
@@ -374,46 +386,52 @@ def test_tables_lay_the_methods_side_by_side(result):
     assert [str(column.header) for column in table.columns] == [
         "",
         "full attention",
+        "window, same bytes",
         "CCA",
         "CCA to full",
     ]
-    caption = f"{result.records[0].device}: 100 tokens, float32, g = 4, s = 16"
+    caption = (
+        f"{result.records[0].device}: 100 tokens, float32; window, same bytes: s = 30; "
+        "CCA: g = 4, s = 16"
+    )
     assert str(table.title) == caption
     assert rows(table) == [
-        ["time to first token", "4.00 s", "1.00 s", "4.0x faster"],
-        ["time per further token", "10.0 ms", "20.0 ms", "2.0x slower"],
-        ["cache", "8.0 MiB", "2.0 MiB", "4.0x less"],
-        ["peak memory of the prefill", "1.0 MiB", "3.0 MiB", "3.0x more"],
-        ["perplexity", "10.000", "11.000", "+10.0 %"],
-        ["planted facts found", "67%", "33%", ""],
+        ["time to first token", "4.00 s", "2.00 s", "1.00 s", "4.0x faster"],
+        ["time per further token", "10.0 ms", "5.0 ms", "20.0 ms", "2.0x slower"],
+        ["cache", "8.0 MiB", "1.0 MiB", "2.0 MiB", "4.0x less"],
+        ["peak memory of the prefill", "1.0 MiB", "2.0 MiB", "3.0 MiB", "3.0x more"],
+        ["perplexity", "10.000", "12.000", "11.000", "+10.0 %"],
+        ["planted facts found", "67%", "0%", "33%", ""],
     ]
     answers = report.answers_table(result)
-    assert rows(answers)[2] == ["75%", "9", "The pass key is", "12", "12", "no"]
-    cells = [list(column.cells)[2] for column in answers.columns[-2:]]
-    assert [cell.style for cell in cells] == ["green", "red"]
+    assert rows(answers)[2] == ["75%", "9", "The pass key is", "12", "12", "no", "no"]
+    cells = [list(column.cells)[2] for column in answers.columns[-3:]]
+    assert [cell.style for cell in cells] == ["green", "red", "red"]
     lines = report.demo_table(result.records).splitlines()
     assert lines[0].endswith(f"` on {caption}.")
-    assert lines[2:4] == ["| | full attention | CCA |", "|---|---:|---:|"]
-    assert lines[4] == "| time to first token | 4.00 s | 1.00 s |"
-    assert lines[-1] == "| planted facts found | 67% | 33% |"
+    assert lines[2:4] == [
+        "| | full attention | window, same bytes | CCA |",
+        "|---|---:|---:|---:|",
+    ]
+    assert lines[4] == "| time to first token | 4.00 s | 2.00 s | 1.00 s |"
+    assert lines[-1] == "| planted facts found | 67% | 0% | 33% |"
     sizes = {"group_size": 8, "window_size": 5, "fetch_groups": 3, "fetch_index": "bits:2"}
     all_methods = [
         dataclasses.replace(record, params={**record.params, **sizes, "method": name})
-        for name in TITLES
+        for name in ("full", "default", "adapted")
         for record in result.records
         if record.params["method"] == "cca"
     ]
     caption = report.demo_table(all_methods).splitlines()[0]
     assert caption.endswith(
-        "fetch: 3 groups of 8 by `bits:2`, s = 5; adapted: with this package's adapter."
+        "default: 3 groups of 8 by `bits:2`, s = 5; adapted: with this package's adapter."
     )
 
 
-def test_a_cache_of_another_size_than_the_formulas_is_said(result, capsys):
-    for layers, word in (([7, 7], "equals"), ([7, 8], "DIFFERS FROM")):
-        report.print_report(dataclasses.replace(result, compact_bytes=layers))
-        shown = " ".join(capsys.readouterr().out.split())
-        assert f"The cache {word} the formula: L // g + s + g - 1 = 25 + 16 + 4 - 1" in shown
-        assert "entries in each of 2 layers." in shown
-        assert "The model is tiny and trained to show the machinery" in shown
-        assert "second half" not in shown
+def test_the_note_tells_a_tiny_model_from_a_users(result, capsys):
+    report.print_report(result)
+    assert "The model is tiny and trained to show the machinery" in capsys.readouterr().out
+    asked_in_prompts = [dataclasses.replace(x, token_ids=[]) for x in result.questions]
+    report.print_report(dataclasses.replace(result, questions=asked_in_prompts))
+    shown = capsys.readouterr().out
+    assert "second halves" in shown and "is tiny" not in shown

@@ -28,12 +28,14 @@ from corecontext.cli.options import (
     with_options,
     with_settings,
 )
-from corecontext.config import PAPER_RULE, CCAConfig
+from corecontext.config import CCAConfig
 from corecontext.files import UserError
 from corecontext.methods import CCA_SETTINGS
 
 
+@with_settings(*CCA_SETTINGS)
 def demo(
+    settings: dict[str, Any],
     model: Annotated[
         str | None,
         typer.Option(help=f"{MODEL_HELP} Default: the bundled model.", callback=unpacked),
@@ -48,39 +50,26 @@ def demo(
             "2560."
         ),
     ] = None,
-    group_size: Annotated[int, typer.Option(help="Tokens per core token, g.")] = PAPER_RULE[
-        "group_size"
-    ],
-    window_size: Annotated[int, typer.Option(help="Nearest tokens kept as they are, s.")] = 512,
-    sinks: Annotated[
-        int | None,
-        typer.Option(
-            "--sinks",
-            help="First tokens kept raw under CCA. Default: 0 for the bundled model, else "
-            f"{CCAConfig.sink_size}.",
-        ),
-    ] = None,
     questions: Annotated[
         int | None,
         typer.Option(
             help="Facts to plant and ask for (default 6), or with --model prompts, each with a "
-            "number to find (default 3)."
+            "number to find (default 3; on a CPU as many as two minutes allow)."
         ),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = None,
 ) -> None:
-    """Compare full attention and CCA on a bundled model and document, or on a model and a text of
-    yours, beside fetch: time, memory, perplexity, retrieval."""
+    """Compare full attention, a window of the same bytes and CCA by the checkpoint's settings or
+    the default, on a bundled model and document, or on yours: time, memory, perplexity, retrieval.
+    """
     check_appended(json)
     from corecontext.demo.compare import DemoSettings, run_demo
     from corecontext.demo.report import print_report
 
-    settings = DemoSettings(
-        group_size, window_size, questions, max_tokens, sinks, model, document, dtype, device
-    )
-    result = run_demo(settings)
+    of_demo = DemoSettings(model, document, questions, max_tokens, settings, dtype, device)
+    result = run_demo(of_demo)
     publish(json, lambda: print_report(result), lambda: result.records)
 
 

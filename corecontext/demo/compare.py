@@ -7,25 +7,29 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corecontext.config import PAPER_RULE, CCAConfig
+from corecontext.config import PRESETS, CCAConfig
+from corecontext.cost import ModelCost
+from corecontext.demo.pace import Pace
 from corecontext.demo.prompts import Prompt, Question, fact_prompt, needle_prompts
 from corecontext.files import UserError, read_text
+from corecontext.info import mean_bytes
 from corecontext.integrations.hf.adapter import find_adapter
 from corecontext.loading import load_config, one_line, pick_device
 from corecontext.measure import package_path
+from corecontext.methods import cca_config
 from corecontext.record import Record, device_name, make_record
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
 TITLES = {
     "full": "full attention",
+    "window": "window, same bytes",
     "cca": "CCA",
-    "fetch": "fetch",
-    "adapted": "fetch, adapted",
 }
+"""Titles of methods; others, such as presets, have their names."""
 CHILD_COMMAND = [sys.executable, "-W", "ignore", "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL = str(ASSETS / "demo_model")
@@ -33,12 +37,13 @@ DOCUMENT = str(ASSETS / "document.txt")
 SPARE_TOKENS = 256
 """Room for a question, its answer and the timed tokens."""
 CPU_TOKENS = 2560
-"""Tokens of the document that another model than the bundled one reads on a CPU by default: within
-minutes, each method for itself."""
+"""Tokens of the document that another model than the bundled one reads on a CPU by default."""
+BUDGET_S = 110.0
+"""Estimated seconds of a run on a CPU; a model that takes longer is asked fewer questions."""
 FACTS = 6
 """Questions by default, of the bundled model."""
 NEEDLES = 3
-"""Questions by default of another model, which reads a prompt for each."""
+"""Most questions by default of another model, which reads a prompt for each."""
 NEEDLE_TOKENS = 128
 """Room in a prompt for the template and the question."""
 MOST_QUESTIONS = 300
@@ -47,31 +52,27 @@ MOST_QUESTIONS = 300
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes of CCA, the model and the document."""
+    """The model, the document and the settings of CCA."""
 
-    group_size: int = PAPER_RULE["group_size"]
-    window_size: int = 512
-    num_questions: int | None = None
-    """Facts planted for the bundled model, or prompts with a number each for another; None: FACTS
-    or NEEDLES."""
-    max_tokens: int | None = None
-    """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
-    at most CPU_TOKENS for another model than the bundled one."""
-    sinks: int | None = None
-    """First tokens kept raw under CCA; None: 0 for the bundled model, else 16."""
     model: str | None = None
     """None: the bundled model, which answers facts in the form that it was trained on."""
     document: str | None = None
     """None: the bundled document."""
+    num_questions: int | None = None
+    """Facts planted for the bundled model, or prompts with a number each for another; None: FACTS,
+    or as many as the time allows, at most NEEDLES."""
+    max_tokens: int | None = None
+    """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
+    at most CPU_TOKENS for another model than the bundled one."""
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of CCA that are given, by name; others are the checkpoint's, or the defaults."""
     dtype: str = "auto"
     device: str = "auto"
 
     @property
-    def sink_size(self) -> int:
-        """The first tokens kept raw under CCA."""
-        if self.sinks is not None:
-            return self.sinks
-        return 0 if self.model is None else CCAConfig.sink_size
+    def source(self) -> str:
+        """The model's folder or name."""
+        return self.model or BUNDLED_MODEL
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,6 @@ class DemoResult:
     records: list[Record]
     questions: list[Question]
     answers: Mapping[str, list[str]]
-    compact_bytes: list[int]
-    """Bytes of the cache of each layer that CCA attends in."""
-    formula_bytes: int
-    """The same of one layer, by the formula."""
 
 
 def run_demo(settings: DemoSettings) -> DemoResult:
@@ -96,10 +93,11 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     prompts = plan(settings)
     device = pick_device(settings.device)
     measure = _measure_apart if device == "cpu" else _measure_here
-    model = settings.model or BUNDLED_MODEL
+    methods = _methods(settings, len(prompts[0].token_ids))
+    prompts = _within_budget(settings, prompts, len(methods))
     results = {
-        method: measure(TITLES[method], model, options, prompts)
-        for method, options in _methods(settings).items()
+        method: measure(title_of(method), settings.source, options, prompts)
+        for method, options in methods.items()
     }
     questions = [question for prompt in prompts for question in prompt.questions]
     measured = list(MEASURED)
@@ -121,29 +119,77 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         for name, value in values.items():
             records.append(make_record(f"demo.{name}", value, params, device=device_name(device)))
     texts = {method: result["answers"] for method, result in results.items()}
-    cca = results["cca"]
-    return DemoResult(records, questions, texts, cca["compact_bytes"], cca["formula_bytes"])
+    return DemoResult(records, questions, texts)
 
 
-def _methods(settings: DemoSettings) -> dict[str, dict[str, Any]]:
-    """Return the options of each method to load, full attention first."""
+def title_of(method: str) -> str:
+    """Return a method's title in tables."""
+    return TITLES.get(method, method)
+
+
+def _methods(settings: DemoSettings, length: int) -> dict[str, dict[str, Any]]:
+    """Return the options of each method to load: full attention, a window of the same bytes, the
+    settings, and these with the package's adapter for the model."""
     common = {"dtype": settings.dtype, "device": settings.device}
-    cca = {
-        "method": "cca",
-        "preset": "pooling",
-        "group_size": settings.group_size,
-        "window_size": settings.window_size,
-        "sinks": settings.sink_size,
-        **common,
-    }
-    methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}, "cca": cca}
-    if settings.model is not None:
-        methods["fetch"] = {"method": "cca", "preset": "default", **common}
-        adapter = find_adapter(settings.model)
-        if adapter is not None:
-            # The adapter was trained so.
-            methods["adapted"] = {**methods["fetch"], "fetch_groups": 32, "adapter": adapter}
+    config = _config(settings)
+    ours = {"method": "cca", **settings.attention, **common}
+    presets = (name for name in PRESETS if config == CCAConfig.preset(name) and config.fetch_groups)
+    name = next(presets, "fetch" if config.fetch_groups else "cca")
+    window = {"method": "streaming_llm", "sinks": CCAConfig.sink_size, **common}
+    window["window_size"] = same_bytes_window(settings, config, length)
+    methods = {"full": {"method": "full", **common}, "window": window, name: ours}
+    adapter = find_adapter(settings.source)
+    if adapter is not None and config.fetch_groups:
+        methods["adapted"] = {**ours, "adapter": adapter}
     return methods
+
+
+def _config(settings: DemoSettings) -> CCAConfig:
+    """Return the settings of CCA."""
+    return cca_config(load_config(settings.source), settings.attention)
+
+
+def same_bytes_window(settings: DemoSettings, config: CCAConfig, length: int) -> int:
+    """Return the window that takes, with the first tokens, the bytes of a cache of `length` tokens
+    on the device."""
+    import torch
+
+    cost = ModelCost.of(load_config(settings.source))
+    if settings.dtype != "auto":
+        cost = replace(cost, itemsize=getattr(torch, settings.dtype).itemsize)
+    elif pick_device(settings.device) == "cpu":
+        cost = replace(cost, itemsize=torch.float32.itemsize)
+    entry = cost.num_layers * cost.kv_heads * 2 * cost.head_dim * cost.itemsize
+    sliding = cost.cache_bytes(length) - length * entry
+    entries = (mean_bytes(cost, config, length).device - sliding) // entry
+    return max(1, entries - CCAConfig.sink_size)
+
+
+def _within_budget(
+    settings: DemoSettings, prompts: Sequence[Prompt], methods: int
+) -> Sequence[Prompt]:
+    """Say how long the run takes; return fewer prompts where the default number takes too long on a
+    CPU."""
+    is_cpu = pick_device(settings.device) == "cpu"
+    pace = Pace.of(settings.source, settings.dtype, settings.device, prompts[0].token_ids)
+    length = len(prompts[0].token_ids)
+    most = len(prompts)
+    while (
+        is_cpu
+        and settings.num_questions is None
+        and most > 1
+        and pace.run_seconds(methods, most, length) > BUDGET_S
+    ):
+        most -= 1
+    if most < len(prompts):
+        prompts = plan(replace(settings, num_questions=most))
+    seconds = pace.run_seconds(methods, most, length)
+    print(
+        f"{methods} methods read {most} prompt{'s' * (most > 1)} of {length} tokens: about "
+        f"{round(seconds)} seconds, by a measured beginning",
+        file=sys.stderr,
+    )
+    return prompts
 
 
 def plan(settings: DemoSettings) -> list[Prompt]:
@@ -153,10 +199,7 @@ def plan(settings: DemoSettings) -> list[Prompt]:
         UserError: a setting is bad, or the document does not fit.
     """
     # Checks that need no model come first.
-    g = settings.group_size
-    s = settings.window_size
-    with one_line():
-        CCAConfig.pooling(g, s, sink_size=settings.sink_size)
+    cca_config(None, settings.attention)
     is_bundled = settings.model is None
     count = settings.num_questions
     if count is None:
@@ -166,7 +209,7 @@ def plan(settings: DemoSettings) -> list[Prompt]:
     if count > MOST_QUESTIONS:
         raise UserError(f"questions must be at most {MOST_QUESTIONS}, got {count}.")
     # The length of the document.
-    model = settings.model or BUNDLED_MODEL
+    model = settings.source
     limit = load_config(model).get_text_config(decoder=True).max_position_embeddings - SPARE_TOKENS
     max_tokens = settings.max_tokens
     if max_tokens is None:
@@ -186,12 +229,13 @@ def plan(settings: DemoSettings) -> list[Prompt]:
     else:
         prompts = needle_prompts(tokenizer, document, count, max_tokens)
         asked = NEEDLE_TOKENS
+    config = _config(settings)
+    least = config.window_size + config.group_size + asked
     tokens = len(prompts[0].token_ids)
-    if tokens < s + g + asked:
+    if tokens < least:
         raise UserError(
-            f"max-tokens must be at least {s + g + asked}: the planted facts, and window-size + "
-            "group-size tokens of the document for CCA to differ from full attention, got "
-            f"{tokens} tokens."
+            f"max-tokens must be at least {least}: the planted facts, and window-size + group-size "
+            f"tokens of the document for CCA to differ from full attention, got {tokens} tokens."
         )
     return prompts
 

@@ -20,18 +20,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from corecontext import cost
 from corecontext.demo.prompts import Prompt, Question
 from corecontext.files import UserError, is_out_of_memory
 from corecontext.integrations.hf.adapter import add_adapter
-from corecontext.integrations.hf.cache_layers import CCALayer, cache_bytes, host_bytes
+from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded, load
 from corecontext.measure import PeakMemory, synchronize
-from corecontext.model_sizes import ModelSizes
 from corecontext.perplexity import hidden_nll
 from corecontext.terminal import Advance, progress
-from corecontext.visibility import num_sinks
 
 WARM_UP_TOKENS = 64
 PREFILLS = 3
@@ -88,7 +85,7 @@ def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict
     warm_up = WARM_UP_TOKENS
     if loaded.config is not None:
         warm_up = loaded.config.window_size + 4 * loaded.config.group_size
-    _read(model, prompts[0].token_ids[:warm_up])
+    read(model, prompts[0].token_ids[:warm_up])
 
     # Read and answer each prompt; each layer moves the progress bar.
     seconds = []
@@ -100,7 +97,7 @@ def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict
             layer.register_forward_hook(lambda *_: advance(1 / len(layers))) for layer in layers
         ]
         peak = PeakMemory(str(model.device))
-        reading = _read(model, prompt.token_ids)
+        reading = read(model, prompt.token_ids)
         peaks.append(peak.read())
         for hook in hooks:
             hook.remove()
@@ -113,7 +110,7 @@ def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict
     # Time further prefills, and steps from a copy of the cache.
     length = len(prompts[-1].token_ids)
     while len(seconds) < PREFILLS and sum(seconds) + seconds[-1] <= PREFILL_BUDGET_S:
-        seconds.append(_read(model, prompts[-1].token_ids).seconds)
+        seconds.append(read(model, prompts[-1].token_ids).seconds)
     cache = reading.cache
     return {
         "tokens": length,
@@ -121,8 +118,6 @@ def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict
         "next_token_ms": _step_times(model, reading),
         "cache_bytes": cache_bytes(cache),
         "host_bytes": host_bytes(cache),
-        "compact_bytes": [layer.nbytes for layer in cache.layers if isinstance(layer, CCALayer)],
-        "formula_bytes": _formula_bytes(loaded, length),
         "peak_bytes": max(peaks),
         "perplexity": math.exp(sum(losses) / len(losses)),
         "answers": answers,
@@ -130,7 +125,7 @@ def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict
     }
 
 
-def _read(model: Any, token_ids: list[int]) -> Reading:
+def read(model: Any, token_ids: list[int]) -> Reading:
     """Read a prompt."""
     device = str(model.device)
     input_ids = torch.tensor([token_ids], device=device)
@@ -143,7 +138,7 @@ def _read(model: Any, token_ids: list[int]) -> Reading:
     return Reading(seconds, out.last_hidden_state, returned_cache(out), first)
 
 
-def _step(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
+def step(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
     """Append tokens to a cache; return the likeliest next one [1, 1]."""
     out = model(tokens, **with_cache(cache), use_cache=True, logits_to_keep=1)
     return out.logits[:, -1:].argmax(-1)
@@ -158,7 +153,7 @@ def _step_times(model: Any, reading: Reading) -> list[float]:
     for _ in range(DECODE_WARM_UP + DECODE_STEPS):
         synchronize(device)
         start = time.perf_counter()
-        token = _step(model, token, cache)
+        token = step(model, token, cache)
         synchronize(device)
         samples.append(1e3 * (time.perf_counter() - start))
     return samples[DECODE_WARM_UP:]
@@ -171,11 +166,11 @@ def _answer(loaded: Loaded, reading: Reading, question: Question) -> str:
     token = reading.first
     if question.token_ids:
         tokens = torch.tensor([question.token_ids], device=token.device)
-        token = _step(loaded.model, tokens, cache)
+        token = step(loaded.model, tokens, cache)
     answer = [int(token)]
     # mutant demo: an answer has a token too many
     while len(answer) < question.max_new_tokens and not _ends(tokenizer, answer[-1]):
-        token = _step(loaded.model, token, cache)
+        token = step(loaded.model, token, cache)
         answer.append(int(token))
     return tokenizer.decode(answer, skip_special_tokens=True).strip()
 
@@ -183,18 +178,6 @@ def _answer(loaded: Loaded, reading: Reading, question: Question) -> str:
 def _ends(tokenizer: Any, token: int) -> bool:
     """Return whether a token ends an answer."""
     return token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token])
-
-
-def _formula_bytes(loaded: Loaded, length: int) -> int:
-    """Return the bytes of a layer's compact cache by the formula; 0 without CCA."""
-    config = loaded.config
-    if config is None:
-        return 0
-    sizes = ModelSizes.of(loaded.model.config)
-    entry = cost.entry_bytes(config, sizes.head_dim, loaded.model.dtype.itemsize)
-    g = config.group_size
-    sinks = num_sinks(config.sink_size, g)
-    return sizes.kv_heads * entry * cost.cache_entries(length, g, config.window_size, sinks=sinks)
 
 
 def main() -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from corecontext.config import CCAConfig
-from corecontext.demo.compare import TITLES, DemoResult
+from corecontext.demo.compare import DemoResult, title_of
 from corecontext.record import Record, newest
 from corecontext.terminal import console
-from corecontext.visibility import num_sinks
 
 DEMO_ROWS = (
     ("time to first token", "first_token_s", "{:.2f} s", 1),
@@ -25,37 +24,39 @@ DEMO_ROWS = (
 )
 """Label, record, format and unit of each quantity."""
 WITHOUT_RATIO = ("host_bytes", "retrieval_accuracy")
+OURS = 2
+"""Place of the settings among the methods, behind full attention and the window."""
 
 
 def print_report(result: DemoResult) -> None:
     """Print the measured values side by side, and the answers of each method."""
     console().print(measured_table(result.records))
     console().print(answers_table(result))
-    console().print(_formula(result))
     note = (
         "The model is tiny and trained to show the machinery: its prose is poor, and it answers "
         "only facts in the form that it was trained on."
     )
-    if "fetch" in result.answers:
+    if len(result.questions) and not result.questions[0].token_ids:
         note = (
-            "Perplexity is that of the prompts' second halves. Fetch sees the raw tokens of each "
-            f"query's best {CCAConfig.fetch_groups} groups of {CCAConfig.group_size} "
-            f"and has a window of {CCAConfig.window_size}. The model runs as it is; "
-            f"`corecontext train` adapts it, and '{TITLES['adapted']}' is with this package's "
-            "adapter."
+            "Perplexity is that of the prompts' second halves. The model runs as it is; "
+            "`corecontext train` adapts it."
         )
-    console().print(f"{note} The numbers are this machine's.")
+    console().print(
+        f"{note} Peak memory is that of reading a prompt, on top of the loaded model. The numbers "
+        "are this machine's."
+    )
 
 
 def measured_table(records: Sequence[Record]) -> Table:
-    """Make the table of each method, and the ratio of full attention to CCA."""
+    """Make the table of each method, and the ratio of full attention to the settings shown."""
+    titles = _titles(records)
     table = Table(title=_caption(records), box=SIMPLE_HEAD)
     table.add_column("")
-    for column in (*_titles(records), "CCA to full"):
+    for column in (*titles, f"{titles[OURS]} to full"):
         table.add_column(column, justify="right")
     for label, name, shown, unit in _rows(records):
         values = _values(records, name)
-        ratio = "" if name in WITHOUT_RATIO else _ratio(name, *values[:2])
+        ratio = "" if name in WITHOUT_RATIO else _ratio(name, values[0], values[OURS])
         table.add_row(label, *[shown.format(value / unit) for value in values], ratio)
     return table
 
@@ -90,40 +91,25 @@ def demo_table(records: Sequence[Record]) -> str:
 
 
 def _caption(records: Sequence[Record]) -> str:
-    """Describe the machine, the prompts and the sizes of CCA and fetch."""
+    """Describe the machine, the prompts and the sizes of each method."""
     params = {record.params["method"]: record.params for record in records}
-    cca = params["cca"]
-    text = (
-        f"{records[0].device}: {cca['length']} tokens, {cca['dtype']}, "
-        f"g = {cca['group_size']}, s = {cca['window_size']}"
-    )
-    if "fetch" in params:
-        fetch = params["fetch"]
-        text += (
-            f"; fetch: {fetch['fetch_groups']} groups of {fetch['group_size']} by "
-            f"`{fetch['fetch_index']}`, s = {fetch['window_size']}"
-        )
-    if "adapted" in params:
-        text += "; adapted: with this package's adapter"
-    return text
+    full = params["full"]
+    parts = [f"{records[0].device}: {full['length']} tokens, {full['dtype']}"]
+    for method, sizes in params.items():
+        if method == "adapted":
+            parts.append("adapted: with this package's adapter")
+        elif method != "full":
+            parts.append(f"{title_of(method)}: {_sizes(sizes)}")
+    return "; ".join(parts)
 
 
-def _formula(result: DemoResult) -> str:
-    """Say whether CCA's cache has the size of the formula."""
-    params = newest(result.records, "demo.cache_bytes", method="cca").params
-    length, g, s = (params[key] for key in ("length", "group_size", "window_size"))
-    sinks = num_sinks(params.get("sinks", 0), g)
-    formula = f"L // g + s + g - 1 = {length // g} + {s} + {g} - 1"
-    if sinks:
-        groups = (length - sinks) // g
-        formula = f"(L - n) // g + n + s + g - 1 = {groups} + {sinks} + {s} + {g} - 1"
-    agrees = set(result.compact_bytes) == {result.formula_bytes}
-    mass = ", each with a mass," if params.get("core_mass") else ""
-    return (
-        f"The cache {'equals' if agrees else 'DIFFERS FROM'} the formula: {formula} entries{mass} "
-        f"in each of {len(result.compact_bytes)} layers. Peak memory is the prefill's, on top of "
-        "the loaded model."
-    )
+def _sizes(params: Mapping[str, Any]) -> str:
+    """Describe the attention of a record."""
+    text = f"s = {params['window_size']}"
+    if "fetch_groups" in params:
+        groups = f"{params['fetch_groups']} groups of {params['group_size']}"
+        return f"{groups} by `{params['fetch_index']}`, {text}"
+    return f"g = {params['group_size']}, {text}" if "group_size" in params else text
 
 
 def _rows(records: Sequence[Record]) -> list[tuple[str, str, str, int]]:
@@ -132,25 +118,25 @@ def _rows(records: Sequence[Record]) -> list[tuple[str, str, str, int]]:
     return [row for row in DEMO_ROWS if f"demo.{row[1]}" in names]
 
 
-def _ratio(name: str, full: float, cca: float) -> str:
-    """Format how much less CCA takes, for perplexity how much more; "" where one took nothing that
-    can be measured, as the memory of a short prefill."""
+def _ratio(name: str, full: float, ours: float) -> str:
+    """Format how much less a method takes, for perplexity how much more; "" where one took nothing
+    that can be measured, as the memory of a short prefill."""
     if name == "perplexity":
-        return f"{100 * (cca / full - 1):+.1f} %"
-    if not full or not cca:
+        return f"{100 * (ours / full - 1):+.1f} %"
+    if not full or not ours:
         return ""
     less, more = ("faster", "slower") if name.endswith(("_s", "_ms")) else ("less", "more")
-    if full >= cca:
-        return f"{full / cca:.1f}x {less}"
-    return f"{cca / full:.1f}x {more}"
+    if full >= ours:
+        return f"{full / ours:.1f}x {less}"
+    return f"{ours / full:.1f}x {more}"
 
 
 def _titles(records: Sequence[Record]) -> list[str]:
     """Return the names of the methods in the order of the records."""
-    return [TITLES[method] for method in dict.fromkeys(r.params["method"] for r in records)]
+    return [title_of(method) for method in dict.fromkeys(r.params["method"] for r in records)]
 
 
 def _values(records: Sequence[Record], name: str) -> list[float]:
-    """Return a quantity of each method; full attention and CCA are the first two."""
+    """Return a quantity of each method, full attention first."""
     methods = dict.fromkeys(record.params["method"] for record in records)
     return [newest(records, f"demo.{name}", method=method).value for method in methods]
