@@ -101,7 +101,8 @@ def test_a_recipe_that_raises_is_one_line_with_its_own_line_number(tmp_path):
 
 def test_a_run_whose_rows_never_leave_the_window_is_said_to_be_idle(tmp_path):
     # g = 16, s = 1024
-    config = TrainConfig(model="me/model", output="run", context_length=1039, sink_size=0)
+    sizes = {"context_length": 1039, "sink_size": 0}
+    config = TrainConfig.preset("pooling", model="me/model", output="run", **sizes)
     assert config.is_idle() and not config.replace(context_length=1040).is_idle()
     assert config.replace(context_length=1040, sink_size=16).is_idle()
     assert not config.replace(method="full").is_idle()

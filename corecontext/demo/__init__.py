@@ -1,1 +1,1 @@
-"""The demo: full attention, a window of the same bytes and CCA side by side on one model and one document."""
+"""The demo: full attention, a window of the same bytes and CCA on one model and one document."""

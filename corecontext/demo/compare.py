@@ -137,7 +137,8 @@ def _methods(settings: DemoSettings, length: int) -> dict[str, dict[str, Any]]:
     name = next(presets, "fetch" if config.fetch_groups else "cca")
     window = {"method": "streaming_llm", "sinks": CCAConfig.sink_size, **common}
     window["window_size"] = same_bytes_window(settings, config, length)
-    methods = {"full": {"method": "full", **common}, "window": window, name: ours}
+    methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}}
+    methods |= {"window": window, name: ours}
     adapter = find_adapter(settings.source)
     if adapter is not None and config.fetch_groups:
         methods["adapted"] = {**ours, "adapter": adapter}
@@ -165,9 +166,7 @@ def same_bytes_window(settings: DemoSettings, config: CCAConfig, length: int) ->
     return max(1, entries - CCAConfig.sink_size)
 
 
-def _within_budget(
-    settings: DemoSettings, prompts: Sequence[Prompt], methods: int
-) -> Sequence[Prompt]:
+def _within_budget(settings: DemoSettings, prompts: list[Prompt], methods: int) -> list[Prompt]:
     """Say how long the run takes; return fewer prompts where the default number takes too long on a
     CPU."""
     is_cpu = pick_device(settings.device) == "cpu"
