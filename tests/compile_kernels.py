@@ -47,8 +47,8 @@ from corecontext.ops.triton.launch import power_of_2
 from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import pool_pages as paged_pool
+from corecontext.ops.triton.pool import kernels as pool_kernels_of
 from corecontext.ops.triton.pool import launcher as pool
-from corecontext.ops.triton.pool import masses as pool_mass
 from corecontext.ops.triton.tiles import (
     Chip,
     choose_tiles,
@@ -89,21 +89,21 @@ ATTENTION_TYPES = {
         **PLACES,
         "far": ("", "", "fp32", "i32"),
         "results": ("", "fp32"),
-        "strides": (3, 2, 2, 3, 3),
+        "strides": (3, 2, 2, 2, 2),
     },
     QUERY_GRADIENTS: {
         **PLACES,
         "far": ("", "", "fp32", "i32"),
         "upstream": ("", "fp32", "", "fp32"),
         "results": ("fp32", "fp32"),
-        "strides": (3, 2, 2, 3, 3, 3),
+        "strides": (3, 2, 2, 2, 2, 3),
     },
     KEY_GRADIENTS: {
         **PLACES,
         "far": ("fp32", "i32"),
         "upstream": ("fp32", "", "fp32"),
         "results": ("fp32", "fp32", "fp32"),
-        "strides": (3, 3, 3, 3),
+        "strides": (3, 2, 2, 3),
     },
 }
 FETCH = (
@@ -190,22 +190,17 @@ class Kernel(NamedTuple):
 
 def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those that run everywhere, with the sizes that their launches choose for this chip."""
-    for function, tiles, more in (
-        (FORWARD, forward_tiles, {"HAS_BIAS": False}),
-        (QUERY_GRADIENTS, dq_tiles, {"HAS_BIAS": True, "HAS_GRAD_LSE": True}),
-        (KEY_GRADIENTS, dkv_tiles, {"HAS_BIAS": False, "FAR": False}),
-        (KEY_GRADIENTS, dkv_tiles, {"HAS_BIAS": True, "FAR": True}),
+    for function, tiles_of, has_bias, more in (
+        (FORWARD, forward_tiles, False, {}),
+        (QUERY_GRADIENTS, dq_tiles, True, {"HAS_GRAD_LSE": True}),
+        (KEY_GRADIENTS, dkv_tiles, False, {"FAR": False}),
+        (KEY_GRADIENTS, dkv_tiles, True, {"FAR": True}),
     ):
+        tiles = tiles_of(chip, dtype, dim)
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         for has_marks in (False, True) if more.get("FAR", True) else (False,):
-            yield Kernel(
-                function,
-                {
-                    **attend._constants(tiles(chip, dtype, dim), dim, None),
-                    **more,
-                    "HAS_MARKS": has_marks,
-                },
-                ATTENTION_TYPES[function],
-            )
+            form = attend.form_of(tiles, dim, Spec(16, 1024, 1.0), has_bias, has_marks)
+            yield Kernel(function, {"FORM": form, **more, **options}, ATTENTION_TYPES[function])
     yield from fetch_kernels_of(chip, dtype, dim)
     yield from paged_kernels(chip, dtype, dim)
     yield from step_kernels_of(chip, dtype, dim)
@@ -231,40 +226,16 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def pool_kernels(dim: int) -> Iterator[Kernel]:
-    """Those of pooling, with the tiles of their launches: groups held whole, as halves and not, and
-    walked in blocks."""
-    pairs = {
-        "half": (pool.pool_half_fwd_kernel, pool.pool_half_bwd_kernel),
-        "short": (pool.pool_short_fwd_kernel, pool.pool_short_bwd_kernel),
-        "long": (pool.pool_long_fwd_kernel, pool.pool_long_bwd_kernel),
-    }
-    turn = {"HALF": dim // 2, "INTERLEAVED": False}
-    halves = (False, True) if dim == power_of_2(dim) else (False,)
-    for group_size, half, backward in itertools.product((16, 256), halves, (0, 1)):
-        tiles = pool_tiles(group_size, dim, half)
-        if half and not tiles.whole:
-            continue  # walked in blocks as without halves
-        kind = "long" if not tiles.whole else "half" if half else "short"
-        sizes = {"HEADS": HEADS, "BLOCK_M": tiles.block_m, "BLOCK_G": tiles.block_g}
-        sizes["num_warps"] = tiles.num_warps
-        if kind == "half":
-            sizes["HALF"] = dim // 2
-        else:
-            sizes.update(turn, HEAD_DIM=dim, BLOCK_D=tiles.block_d, HAS_SOFTCAP=False)
-        if backward:
-            sizes["ADD"] = True
-        if backward and kind == "long":
-            sizes["BLOCK_H"] = power_of_2(HEADS)
-        types = {"tokens": ("", "", ""), "cores": ("", ""), "upstream": ("", "")}
-        types |= {"gradients": ("", "", ""), "tables": ("fp32", "fp32")}
-        types["strides"] = (3,) * (8 if backward else 4)
-        yield Kernel(pairs[kind][backward], sizes, types)
-        if kind == "short":
-            kernel = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)[backward]
-            sizes = {name: x for name, x in sizes.items() if name not in (*turn, "ADD")}
-            types = {"tokens": ("", ""), "gradients": ("fp32", "fp32"), "mass_ptr": "fp32"}
-            types |= {"grad_ptr": "fp32", "strides": (3,) * (4 if backward else 2)}
-            yield Kernel(kernel, sizes, types)
+    """Those of pooling, with the tiles of their launches."""
+    tiles = pool_tiles(16, dim)
+    blocks = (tiles.block_m, tiles.block_g, tiles.block_p)
+    shape = pool.Shape(HEADS, dim, dim // 2, False, False, True, *blocks)
+    sizes = {"SHAPE": shape, "num_warps": tiles.num_warps}
+    types = {"tokens": ("", "", ""), "cores": ("", "", "fp32"), "upstream": ("", "", "fp32")}
+    types |= {"gradients": ("", "", ""), "tables": ("fp32", "fp32"), "strides": (3,) * 4}
+    yield Kernel(pool_kernels_of.pool_fwd_kernel, sizes, types)
+    types = {**types, "strides": (3,) * 8}
+    yield Kernel(pool_kernels_of.pool_bwd_kernel, {**sizes, "ADD": True}, types)
 
 
 def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
@@ -322,13 +293,13 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         "tables": ("fp32", "fp32"),
     }
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
-    tiles = pool_tiles(16, dim, halves=True)
+    tiles = pool_tiles(16, dim)
     pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
-    blocks = {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_d // 2, "num_warps": tiles.num_warps}
+    blocks = {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p, "num_warps": tiles.num_warps}
     sizes = {**plain, **pooling, **blocks}
     del sizes["BLOCK_D"]
     yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
-    flags = {"HAS_BIAS": True, "HAS_MASS": True, "HEADS": HEADS, "ALIGNMENT": 16}
+    flags = {"HAS_BIAS": True, "HAS_MASS": True, "ALIGNMENT": 16}
     sizes = {**columns, **flags, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
     gathering = {**types, "new_tokens": ("", ""), "strides": (2, 2, 3, 3, 3)}
     yield Kernel(paged_gather._gather_kernel, sizes, gathering)
@@ -383,7 +354,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     memory. The kernels with a bias hold the code of those without.
     """
     function, constants = kernel.function, kernel.constants
-    if constants.get("HAS_MARKS") and function in ATTENTION:
+    if function in ATTENTION and constants["FORM"].has_marks:
         return False  # holds little more than without
     if function is KEY_GRADIENTS:
         return constants["FAR"]
@@ -391,8 +362,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
         return dim == 256 and not constants["IN_PARTS"]
     if dim != 128:
         return function in ATTENTION
-    masses = (pool_mass.mass_fwd_kernel, pool_mass.mass_bwd_kernel)
-    if function in (*FETCH, *CHOICE, *PAGED, *STEP, *LOSS, *masses):
+    if function in (*FETCH, *CHOICE, *PAGED, *STEP, *LOSS):
         return chip == "sm_86" and (function in STEP or constants.get("BLOCK_M") != 16)
     if function is plain_step.step_kernel:
         return constants["CACHE"].kind != "auto" or constants["CACHE"].sinks > 0
@@ -412,7 +382,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     from corecontext.ops.triton.attend import hopper_backward, hopper_forward
     from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
     from corecontext.ops.triton.attend import hopper_raw as hopper_fetch
-    from corecontext.ops.triton.attend.far_past import MASS_PARTS
+    from corecontext.ops.triton.attend.mass_parts import MASS_PARTS
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(

@@ -38,9 +38,9 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BACKENDS = {
     "reference": {"fetch"},
-    "packed": {"compose", "mass", "partial", "pooling", "merge", "sinks"},
+    "packed": {"compose", "partial", "pooling", "merge", "sinks"},
     "partial": set(),
-    "pooling": {"rotary"},
+    "pooling": {"mass", "rotary"},
 }
 """Backend files, and the files of ops that each may import: none imports another backend."""
 

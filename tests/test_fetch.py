@@ -58,8 +58,8 @@ def sequence(length: int, spec: Spec, **sizes: int):
     x = make_inputs(length, dtype=torch.float64, num_heads=3, num_kv_heads=1, **sizes)
     tokens = Tokens(x.q, x.k[:, 0], x.v[:, 0])
     groups = complete_groups(tokens, spec.group_size, spec.sinks)
-    masses = packed.mass(groups, spec) if spec.core_mass else None
-    return tokens, packed.pool(groups, spec), spec, add_to_bias(None, masses, 3)
+    cores, masses = packed.pool_with_mass(groups, spec)
+    return tokens, cores, spec, add_to_bias(None, masses, 3)
 
 
 def attended(tokens: Tokens, cores: Cores, spec: Spec, bias: torch.Tensor | None = None):

@@ -4,17 +4,18 @@ changes nothing."""
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from budgets import make_inputs, results_and_gradients
 
 from corecontext import Rotary, cca_attention
-from corecontext.ops import mass, reference
+from corecontext.ops import pooling, reference
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.autograd import _flat, cca_attention_op
 from corecontext.ops.batch import complete_groups
-from corecontext.ops.spec import Groups, Spec, Tokens
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens
 
 ROTARY = Rotary.from_theta(100.0, 16)
 OPTIONS = [
@@ -34,6 +35,21 @@ def groups_of(length: int, g: int, heads: int = 2):
     x = make_inputs(length, dtype=torch.float64, num_heads=heads, num_kv_heads=1)
     tokens = Tokens(x.q, x.k[:, 0], x.v[:, 0])
     return tokens, complete_groups(tokens, g)
+
+
+def masses_and_gradients(groups, spec, module=None):
+    """Masses, and gradients of q_last, k and v through masses and core tokens: of the reference, or
+    of a module's `backward`."""
+    like = groups.k.new_ones(groups.k.shape[0], 1, groups.k.shape[1])
+    grad_mass = like.cumsum(2).sin()
+    grad_cores = Cores(*(grad_mass[..., None] * x[:, None, :, 0] for x in groups[1:]))
+    if module is None:
+        leaves = [x.detach().requires_grad_() for x in groups]
+        cores, mass = reference.pool_with_mass(Groups(*leaves), spec)
+        grads = [x.to(y.dtype) for x, y in zip((*grad_cores, grad_mass), (*cores, mass))]
+        return mass, torch.autograd.grad((*cores, mass), leaves, grads)
+    mass = module.forward_with_mass(groups, spec)[1]
+    return mass, module.backward(grad_cores, groups, spec, grad_mass)
 
 
 def test_a_core_token_weighs_at_most_as_its_group():
@@ -133,13 +149,11 @@ def test_padded_and_packed_rows_equal_their_documents(ragged):
 def test_gradients_are_those_of_autograd_through_the_reference():
     _, groups = groups_of(12, 4)
     for softcap in (None, 3.0):
-        spec = Spec(4, 3, scale=0.5, softcap=softcap)
-        leaves = [x.clone().requires_grad_() for x in (groups.q_last, groups.k)]
-        truth = reference.mass(groups._replace(q_last=leaves[0], k=leaves[1]), spec)
-        grad = torch.randn_like(truth)
-        expected = torch.autograd.grad((truth * grad).sum(), leaves)
-        torch.testing.assert_close(mass.forward(groups, spec), truth, rtol=0, atol=1e-13)
-        for got, wanted in zip(mass.backward(grad, groups, spec), expected):
+        spec = Spec(4, 3, scale=0.5, softcap=softcap, core_mass=True)
+        truth, expected = masses_and_gradients(groups, spec)
+        mass, gradients = masses_and_gradients(groups, spec, pooling)
+        torch.testing.assert_close(mass, truth, rtol=0, atol=1e-13)
+        for got, wanted in zip(gradients, expected):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-13)
 
 
@@ -167,19 +181,21 @@ def test_refusals():
         cca_attention(x.q, x.k, x.v, core_mass=1, core_position="token")
 
 
-@pytest.mark.parametrize("g, heads, dim, softcap", [(5, 3, 20, 2.0), (16, 1, 16, None)])
+@pytest.mark.parametrize(
+    "g, heads, dim, softcap", [(5, 3, 20, 2.0), (16, 1, 16, None), (5, 2, 21, None)]
+)
 def test_triton_kernels_of_the_mass(g, heads, dim, softcap):
-    kernels = pytest.importorskip("corecontext.ops.triton.pool.masses")
+    launcher = pytest.importorskip("corecontext.ops.triton.pool.launcher")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = make_inputs(4 * g + 2, device=device, num_heads=heads, num_kv_heads=1, head_dim=dim)
     x = x._replace(q=x.q * 30)  # weights of 0 among them
     groups = complete_groups(Tokens(x.q, x.k[:, 0], x.v[:, 0]), g)
-    spec = Spec(g, 3, scale=dim**-0.5, softcap=softcap)
-    wide = Groups(*(y.double() for y in groups))
-    truth = mass.forward(wide, spec)
-    torch.testing.assert_close(kernels.forward(groups, spec).double(), truth, rtol=0, atol=2e-5)
-    grad = torch.randn_like(truth)
-    for got, wanted in zip(kernels.backward(grad, groups, spec), mass.backward(grad, wide, spec)):
+    spec = Spec(g, 3, scale=dim**-0.5, softcap=softcap, core_mass=True)
+    truth, expected = masses_and_gradients(Groups(*(y.double() for y in groups)), spec)
+    kernels = SimpleNamespace(forward_with_mass=launcher.pool, backward=launcher.pool_backward)
+    mass, gradients = masses_and_gradients(groups, spec, kernels)
+    torch.testing.assert_close(mass.double(), truth, rtol=0, atol=2e-5)
+    for got, wanted in zip(gradients, expected):
         assert (got.double() - wanted).norm() <= 2e-5 * wanted.norm()
 
 

@@ -22,12 +22,8 @@ PLAIN = {
     "_attend_fwd_kernel",
     "_attend_dq_kernel",
     "_attend_dkv_kernel",
-    "pool_short_fwd_kernel",
-    "pool_short_bwd_kernel",
-    "pool_half_fwd_kernel",
-    "pool_half_bwd_kernel",
-    "pool_long_fwd_kernel",
-    "pool_long_bwd_kernel",
+    "pool_fwd_kernel",
+    "pool_bwd_kernel",
     "step_kernel",
     "merge_kernel",
 }
@@ -48,7 +44,6 @@ FETCH = {
     "find_slots_kernel",
     "load_slots_kernel",
 }
-MASS = {"mass_fwd_kernel", "mass_bwd_kernel"}
 LOSS = {"loss_kernel"}
 PAGED = {"_store_kernel", "_pool_pages_kernel", "_gather_kernel", "_attend_pages_kernel"}
 HOPPER = {
@@ -60,10 +55,9 @@ HOPPER = {
     "fetch_query_hopper",
     "fetch_query_dq_hopper",
 }
-# Bytes a thread, where it is more than a few registers; pooling in blocks is faster for it.
+# Bytes a thread, where it is more than a few registers.
 SPILLED = {
     "_attend_dkv_kernel": 1024,
-    "pool_long_bwd_kernel": 512,
     "fetch_dkv_kernel": 512,
     "group_scores_kernel": 512,
 }
@@ -111,7 +105,7 @@ def made() -> list[dict]:
 
 @pytest.mark.parametrize("chip", [pytest.param("sm_90", marks=OLD), "sm_86"])
 def test_kernels_fit(chip, made):
-    kernels = {"sm_90": HOPPER, "sm_86": PLAIN | MASS | FETCH | PAGED | LOSS}[chip]
+    kernels = {"sm_90": HOPPER, "sm_86": PLAIN | FETCH | PAGED | LOSS}[chip]
     check([one for one in made if one["chip"] == chip], kernels)
 
 
@@ -121,5 +115,5 @@ def test_kernels_fit(chip, made):
     ["sm_80", "sm_89", "sm_100", "sm_120", pytest.param("sm_90", marks=OLD), "sm_86", "gfx942"],
 )
 def test_all_sizes_fit(chip):
-    kernels = PLAIN | MASS | FETCH | LOSS | PAGED
+    kernels = PLAIN | FETCH | LOSS | PAGED
     check(compile_for(chip, "all"), kernels | HOPPER if chip == "sm_90" else kernels)

@@ -42,11 +42,8 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: 
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
 from corecontext.ops.triton.attend.chosen_call import Call  # noqa: E402
-from corecontext.ops.triton.attend.far_past import (  # noqa: E402
-    FarPast,
-    far_past,
-    mass_parts,
-)
+from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
+from corecontext.ops.triton.attend.mass_parts import mass_parts  # noqa: E402
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and best.hopper_forward is not None
@@ -270,7 +267,7 @@ def test_an_output_that_is_given_is_written_in_place(layout, dtype):
     cores = Cores(*torch.randn(2, 2, 1, length // 7, dim, device=DEVICE).to(dtype))
     spec = Spec(7, 10, scale=dim**-0.5)
     tokens = Tokens(whole[:, :, 1:-1], k, v)
-    far = FarPast(*cores, None)
+    far = FarPast(*(x[:, 0] for x in cores), None)
     wanted, lse = backend.attend(tokens, cores, spec)
     buffer = LAYOUTS[layout](torch.full_like(whole, 7.0))
     out = buffer[:, :, 1:-1]
@@ -299,7 +296,7 @@ def test_masses_alone_are_told_from_other_biases():
     mass = torch.rand(n, 1, count, device=DEVICE)
     far = far_past(tokens, cores, spec, add_to_bias(None, mass, r))
     assert torch.equal(far.mass, torch.cat((torch.zeros(n, 4, device=DEVICE), mass[:, 0]), 1))
-    assert torch.equal(far.bias, far.mass[:, None].expand(-1, r, -1))
+    assert far.bias.shape == (n, 1, far.k.shape[1]) and far.heads_per_bias(r) == r
     heads = torch.rand(n, r, device=DEVICE)
     for bias in (None, heads, add_to_bias(heads, mass, r)):
         assert far_past(tokens, cores, spec, bias).mass is None

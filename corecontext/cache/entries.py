@@ -190,10 +190,10 @@ class Entries:
         """Return the core tokens [N, 1, M, D] of groups of N = rows x Hkv sequences, as the buffers
         store them."""
         backend = backend_module(self.config.backend, groups.q_last)
-        stored = self.encode(*backend.pool(groups, self.spec))
-        if self.has_mass:
-            stored.append(backend.mass(groups, self.spec)[..., None])
-        return stored
+        spec = self.spec.replace(core_mass=self.has_mass)
+        cores, mass = backend.pool_with_mass(groups, spec)
+        stored = self.encode(*cores)
+        return stored if mass is None else [*stored, mass[..., None]]
 
     def masses(self, rows: slice, count: int) -> Tensor:
         """Return the masses [B, Hkv, M] of the first `count` groups."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from corecontext.distributed import whole
 from corecontext.distributed.call import Call
 from corecontext.ops import partial
-from corecontext.ops.mass import add_gradients, add_to_bias
+from corecontext.ops.mass import add_to_bias
 from corecontext.ops.merge import merge_into
 from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
@@ -72,12 +72,8 @@ class _Attend(torch.autograd.Function):
             near_k = torch.cat((halo_k, chunk_k), 2).flatten(0, 1)
             near_v = torch.cat((halo_v, chunk_v), 2).flatten(0, 1)
             groups = call.groups(q_last, near_k, near_v)
-            cores = call.module.pool(groups, call.spec)
-            mass = None
-            if call.has_mass:
-                mass = no_masses[0, ..., 0]
-                if groups.k.shape[1]:
-                    mass = call.module.mass(groups, call.spec)
+            cores, mass = call.module.pool_with_mass(groups, call.spec)
+            if mass is not None:
                 made_masses.append(mass[None, :, :, call.made(chunk), None])
             pooled[chunk] = (q_last, near_k, near_v, *cores, mass)
             made.append(torch.stack([x[:, :, call.made(chunk)] for x in cores]))
@@ -166,7 +162,7 @@ class _Attend(torch.autograd.Function):
                 halo = call.halo.size(chunk)
                 queries, grad, out, lse = (after_zeros(halo, x) for x in (queries, grad, out, lse))
                 groups = call.groups(q_last, near_k, near_v)
-                dq, dk, dv, dbias = call.module.gradients(
+                dq, dk, dv, _ = call.module.gradients(
                     Upstream(grad, None, out, lse),
                     Tokens(queries, near_k, near_v),
                     groups,
@@ -175,8 +171,6 @@ class _Attend(torch.autograd.Function):
                     add_to_bias(call.bias(queries), mass, queries.shape[1]),
                 )
                 grads[chunk] = [x.to(wide) for x in (dq, dk, dv)]
-                if mass is not None and mass.shape[2]:
-                    add_gradients(dbias, tuple(grads[chunk][:2]), groups, call.spec, call.module)
                 grads[chunk][0][:, :, halo:] += far_dq[chunk]
             core_grads = wait_for_cores()
             if mass_grads is not None:
@@ -277,16 +271,13 @@ def _add_pool_gradients(
         made = call.made(chunk)
         q_last, k, v = call.groups(*near[chunk][:3])
         groups = Groups(q_last[:, :, made], k[:, made], v[:, made])
-        dq_last, *dkv = call.module.pool_backward(
-            Cores(*core_grad.contiguous().unbind()), groups, call.spec
-        )
+        mass_grad = None
         if chunk in masses:
             # mutant context parallelism: later chunks give a mass no gradient
-            dq_mass, dk_mass = call.module.mass_backward(
-                masses[chunk][0, ..., 0].contiguous(), groups, call.spec
-            )
-            dq_last = dq_last + dq_mass
-            dkv[0] = dkv[0] + dk_mass
+            mass_grad = masses[chunk][0, ..., 0].contiguous()
+        dq_last, *dkv = call.module.pool_backward(
+            Cores(*core_grad.contiguous().unbind()), groups, call.spec, mass_grad
+        )
         # Of queries, only each group's last one pools.
         tokens = slice(made.start * g, made.stop * g)
         total_q, *total_kv = grads[chunk]

@@ -73,21 +73,16 @@ class _Document:
         shape = (count, spec.group_size)
         grouped = (x[:, pooled].unflatten(1, shape) for x in (self.k, self.v))
         self.groups = Groups(by_head(q_last, k.shape[1]), *grouped)
-        self.cores = call.module.pool(self.groups, spec)
+        self.cores, mass = call.module.pool_with_mass(self.groups, spec)
         heads = self.groups.q_last.shape[1]
         bias = None
         if call.core_bias:
             wide = torch.promote_types(q.dtype, torch.float32)
             bias = torch.full((len(self.k), heads), call.core_bias, dtype=wide, device=q.device)
-        mass = call.module.mass(self.groups, spec) if spec.core_mass and count else None
         self.core_bias = add_to_bias(bias, mass, heads)
         if call.keep is None:
             return
-        masses = None
-        if spec.core_mass:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            none = q.new_zeros(self.cores.k.shape[:3], dtype=wide)
-            masses = (none if mass is None else mass)[None, ..., None]
+        masses = None if mass is None else mass[None, ..., None]
         call.keep(keys, torch.stack(self.cores), masses)
 
     def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Tensor | None]]:
@@ -180,12 +175,8 @@ def _gradients(
     if not count:
         return grad_q, grad_keys, grad_ends
     pooled = grad_keys[:, :, spec.sinks : spec.sinks + count * size].unflatten(2, (count, size))
-    dq_last, dk, dv = call.module.pool_backward(Cores(*grad_cores), groups, spec)
+    grad_mass = grad_bias.sum(1, keepdim=True) if spec.core_mass else None
+    dq_last, dk, dv = call.module.pool_backward(Cores(*grad_cores), groups, spec, grad_mass)
     grad_ends += dq_last
     pooled += torch.stack((dk, dv))
-    if spec.core_mass:
-        grad_mass = grad_bias.sum(1, keepdim=True)
-        dq_last, dk = call.module.mass_backward(grad_mass, groups, spec)
-        grad_ends += dq_last
-        pooled[0] += dk
     return grad_q, grad_keys, grad_ends

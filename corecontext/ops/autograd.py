@@ -2,7 +2,8 @@
 
 Registered with torch, so that torch.compile and activation checkpointing treat it as one node. Kept
 for the backward are q, k, v, out, the log-sum-exp, the groups fetched and, where the batch is one
-segment, the core tokens; else the backward pools again, and under torch.compile it chooses again.
+segment, the core tokens and their masses; else the backward pools again, and under torch.compile it
+chooses again.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.ops import mass, packed, reference
+from corecontext.ops import packed, reference
 from corecontext.ops.batch import (
     Attended,
     Gathered,
     SegmentView,
     by_segment,
     find_segments,
+    flat_cores,
     wide_dtype,
 )
 from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.mass import add_to_bias
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Inputs, Ragged, Spec, Upstream
 
@@ -80,9 +83,7 @@ def _forward(inputs: Inputs, ragged: Ragged, spec: Spec, module: ModuleType) -> 
     """Attend to a whole batch."""
 
     def pool(view: SegmentView) -> tuple[Cores, Tensor | None]:
-        groups = view.groups()
-        masses = module.mass(groups, view.spec) if view.spec.core_mass else None
-        return module.pool(groups, view.spec), masses
+        return module.pool_with_mass(view.groups(), view.spec)
 
     attend_segment = functools.partial(fetch.attend, module)
     return by_segment(inputs, ragged, spec, pool, attend_segment)
@@ -94,11 +95,11 @@ def _gradients(
     ragged: Ragged,
     spec: Spec,
     module: ModuleType,
-    cores: tuple[Tensor, ...] = (),
+    pooled: tuple[Tensor | None, ...] = (),
     choices: Sequence[Choice | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and, or None, the bias [H]; pools again without `cores`, and chooses
-    again without `choices`, one for each segment.
+    """Gradients of q, k, v and, or None, the bias [H]; pools again without `pooled`, core tokens
+    and their masses, and chooses again without `choices`, one for each segment.
 
     upstream: Of the whole batch, [B, H, L, ...].
     """
@@ -113,25 +114,17 @@ def _gradients(
     for segment, choice in of_segments:
         view = SegmentView(segment, inputs, spec)
         groups = view.groups()
-        core_bias = view.core_bias
-        has_mass = view.spec.core_mass and groups.k.shape[1] > 0
-        if has_mass:
-            masses = module.mass(groups, view.spec)
-            core_bias = mass.add_to_bias(core_bias, masses, groups.q_last.shape[1])
+        core_k, core_v, mass = pooled or flat_cores(*module.pool_with_mass(groups, view.spec))
         *segment_grads, segment_bias = fetch.gradients(
             module,
             upstream.map(view.take),
             view.tokens,
             groups,
-            Cores(*cores) if cores else module.pool(groups, view.spec),
+            Cores(core_k, core_v),
             view.spec,
-            core_bias,
+            add_to_bias(view.core_bias, mass, groups.q_last.shape[1]),
             choice,
         )
-        if has_mass:
-            segment_bias = mass.add_gradients(
-                segment_bias, segment_grads[:2], groups, view.spec, module
-            )
         for grad, segment_grad in zip(grads, segment_grads):
             grad.put(view, segment_grad)
         if grad_bias is not None:
@@ -150,11 +143,11 @@ class _Eager(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, choice, ragged, spec, backend):
         q, k, v = (_heads_in_rows(x) for x in (q, k, v))
         inputs = Inputs(q, k, v, bias, choice=choice)
-        out, lse, cores, choices = _forward(inputs, ragged, spec, module_of(backend))
+        out, lse, pooled, choices = _forward(inputs, ragged, spec, module_of(backend))
         groups = [None if x is None else x.groups for x in choices]
-        ctx.save_for_backward(q, k, v, bias, out, lse, *ragged, *cores, *groups)
+        ctx.save_for_backward(q, k, v, bias, out, lse, *ragged, *pooled, *groups)
         ctx.set_materialize_grads(False)
-        ctx.num_cores = len(cores)
+        ctx.num_pooled = len(pooled)
         ctx.spec = spec
         ctx.backend = backend
         return out, lse
@@ -165,8 +158,8 @@ class _Eager(torch.autograd.Function):
         q, k, v, bias, out, lse, *rest = ctx.saved_tensors
         ragged = Ragged(*rest[:3])
         rest = rest[3:]
-        cores = tuple(rest[: ctx.num_cores])
-        groups = rest[ctx.num_cores :]
+        pooled = tuple(rest[: ctx.num_pooled])
+        groups = rest[ctx.num_pooled :]
         share = ctx.spec.fetch_share
         choices = [None if x is None else Choice(x, share) for x in groups]
         if grad_out is None:
@@ -179,7 +172,7 @@ class _Eager(torch.autograd.Function):
                 ragged,
                 ctx.spec,
                 module_of(ctx.backend),
-                cores,
+                pooled,
                 choices,
             )
         if grad_bias is not None:

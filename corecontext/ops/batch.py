@@ -267,8 +267,8 @@ class Attended(NamedTuple):
     """[B, H, L, D]."""
     lse: Tensor
     """[B, H, L]."""
-    cores: tuple[Tensor, ...]
-    """Keys and values of core tokens, where the batch is one segment."""
+    pooled: tuple[Tensor | None, ...]
+    """Keys, values and masses of core tokens, where the batch is one segment."""
     choices: list[Choice | None]
     """Of each segment; None for one that fetches nothing."""
 
@@ -283,27 +283,33 @@ def by_segment(
     """Attend from each segment.
 
     Args:
-        pool: Gives core tokens and their masses, None for none.
+        pool: Gives core tokens and their masses, as a backend's `pool_with_mass`.
         attend: As `ops.fetch.attend.attend`, without its backend.
     """
     q = inputs.q
     out = Gathered(q)
     lse = Gathered(q[..., 0], wide_dtype(q), fill=-torch.inf)
     segments = find_segments(q.shape[0], q.shape[2], *ragged)
-    cores: tuple[Tensor, ...] = ()
+    pooled: tuple[Tensor | None, ...] = ()
     choices = []
     for segment in segments:
         view = SegmentView(segment, inputs, spec)
-        cores, masses = pool(view)
-        core_bias = add_to_bias(view.core_bias, masses, view.tokens.q.shape[1])
+        cores, mass = pool(view)
+        pooled = flat_cores(cores, mass)
+        core_bias = add_to_bias(view.core_bias, mass, view.tokens.q.shape[1])
         segment_out, segment_lse, choice = attend(
             view.tokens, cores, view.spec, core_bias, inputs.choice
         )
         choices.append(choice)
         out.put(view, segment_out)
         lse.put(view, segment_lse)
-    cores = cores if len(segments) == 1 else ()
-    return Attended(out.result(), lse.result(), cores, choices)
+    pooled = pooled if len(segments) == 1 else ()
+    return Attended(out.result(), lse.result(), pooled, choices)
+
+
+def flat_cores(cores: Cores, mass: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return keys, values and masses of core tokens."""
+    return *cores, mass
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

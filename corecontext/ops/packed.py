@@ -19,7 +19,6 @@ from torch import Tensor
 
 # mutant arrows: a backend imports another
 from corecontext.ops import compose, partial, pooling, sinks
-from corecontext.ops import mass as entropy
 from corecontext.ops.merge import merge_into
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.visibility import (
@@ -30,9 +29,8 @@ from corecontext.visibility import (
 )
 
 pool = pooling.forward
+pool_with_mass = pooling.forward_with_mass
 pool_backward = pooling.backward
-mass = entropy.forward
-mass_backward = entropy.backward
 
 _BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
 _BLOCK_QUERIES_DEFAULT = 512
@@ -138,7 +136,9 @@ def gradients(
     spec: Spec,
     core_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and core_bias, those through pooling too."""
+    """Return the gradients of q, k, v and core_bias, those through pooling too; with
+    `spec.core_mass` those through the masses that a bias [N, r, M] holds, and of the bias [N, r]
+    of heads."""
     grads = attend_backward(upstream, tokens, cores, spec, core_bias)
     return compose.through_pooling(grads, groups, spec, pool_backward)
 

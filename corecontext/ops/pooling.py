@@ -1,5 +1,5 @@
-"""Pool groups by their weights in plain torch, with the backward written out: linear memory, any
-device.
+"""Pool groups by their weights, and weigh them by their masses, in plain torch with the backward
+written out: linear memory, any device.
 
 The equations are those of `ops/reference.py`; here keys and values are read in chunks of groups, so
 that no float32 copy of all keys is ever made, and only the inputs are kept for the backward.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from corecontext.ops.mass import entropy
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
 
@@ -18,24 +19,38 @@ _CHUNK_ELEMENTS = 1 << 23  # elements of K widened at once: 32 MiB in float32
 
 def forward(groups: Groups, spec: Spec) -> Cores:
     """Return core tokens [N, 1, M, D] in the dtype of k; arguments as in `reference.pool`."""
+    return forward_with_mass(groups, spec)[0]
+
+
+def forward_with_mass(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
+    """Return core tokens, and with `spec.core_mass` the mass of each, [N, 1, M] in float32 or
+    wider."""
     q_last, k, v = groups
     shape = (k.shape[0], 1, k.shape[1], k.shape[3])
     cores = Cores(k.new_empty(shape), v.new_empty(shape))
-    for chunk in chunks_of_groups(k):
+    mass = None
+    if spec.core_mass:
+        mass = k.new_empty(shape[:3], dtype=torch.promote_types(k.dtype, torch.float32))
+    for chunk in _chunks_of_groups(k):
         wide_k, wide_v = (widen(x[:, chunk]) for x in (k, v))
         weights, _, _ = weights_of(q_last[:, :, chunk], wide_k, spec)
         for core, x in zip(cores, (_to_middle(wide_k, spec.rotary, 1), wide_v)):
             core[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", weights, x)
-    return cores
+        if mass is not None:
+            mass[:, :, chunk] = entropy(weights)
+    return cores, mass
 
 
-def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q_last, k and v, in the dtype of each."""
+def backward(
+    grad_cores: Cores, groups: Groups, spec: Spec, grad_mass: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q_last, k and v, in the dtype of each, from those of core tokens and
+    of their masses [N, 1, M]."""
     q_last, k, v = groups
     grad_q = torch.empty_like(q_last)
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
-    for chunk in chunks_of_groups(k):
+    for chunk in _chunks_of_groups(k):
         wide_k, wide_v = (widen(x[:, chunk]) for x in (k, v))
         into_k, into_v = (widen(x[:, :, chunk]) for x in grad_cores)
         # Through the weighted sums.
@@ -49,13 +64,17 @@ def backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Ten
         rotated = _to_middle(wide_k, spec.rotary, 1)
         grad_weights = torch.einsum("nrmd,nmgd->nrmg", into_k, rotated)
         grad_weights = grad_weights + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v)
-        grad_scores = through_weights(grad_weights, probs, slope, spec)
+        if grad_mass is not None:
+            # The derivative is -1 - log w; the constant vanishes in the softmax's backward.
+            least = torch.finfo(weights.dtype).tiny
+            grad_weights = grad_weights - grad_mass[:, :, chunk, None] * weights.clamp(least).log()
+        grad_scores = _through_weights(grad_weights, probs, slope, spec)
         grad_q[:, :, chunk] = torch.einsum("nrmg,nmgd->nrmd", grad_scores, wide_k)
         grad_k[:, chunk] = chunk_k + torch.einsum("nrmg,nrmd->nmgd", grad_scores, wide_q)
     return grad_q, grad_k, grad_v
 
 
-def through_weights(
+def _through_weights(
     grad_weights: Tensor, probs: Tensor, slope: Tensor | None, spec: Spec
 ) -> Tensor:
     """Return the gradient of the products q . k, [N, r, M, g], from that of the pooling weights,
@@ -74,7 +93,7 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def chunks_of_groups(k: Tensor) -> list[slice]:
+def _chunks_of_groups(k: Tensor) -> list[slice]:
     """Return slices of groups whose keys are widened together."""
     size = max(1, _CHUNK_ELEMENTS // max(1, k.shape[0] * k.shape[2] * k.shape[3]))
     return [slice(i, i + size) for i in range(0, k.shape[1], size)]

@@ -51,6 +51,11 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     return Cores(*(torch.einsum("nrmg,nmgd->nrmd", weights, x) for x in (k, v)))
 
 
+def pool_with_mass(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
+    """Return the core tokens of groups, and with `spec.core_mass` their masses."""
+    return pool(groups, spec), mass(groups, spec) if spec.core_mass else None
+
+
 def mass(groups: Groups, spec: Spec) -> Tensor:
     """Return the entropy of each core token's pooling weights, [N, 1, M] (docs/math.md, eq.
     14)."""

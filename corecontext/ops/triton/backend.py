@@ -17,7 +17,6 @@ from corecontext.ops.triton.decode.plain_step import decode_step
 from corecontext.ops.triton.decode.step_with_fetch import fetch_step, fetch_step_unsupported_reason
 from corecontext.ops.triton.launch import on_device
 from corecontext.ops.triton.pool import launcher as pooling
-from corecontext.ops.triton.pool import masses as pool_mass
 from corecontext.ops.triton.pool.launcher import rotation_tables
 
 __all__ = [
@@ -29,10 +28,9 @@ __all__ = [
     "fetch_step",
     "fetch_step_unsupported_reason",
     "gradients",
-    "mass",
-    "mass_backward",
     "pool",
     "pool_backward",
+    "pool_with_mass",
     "rotation_tables",
     "unsupported_reason",
 ]
@@ -105,23 +103,18 @@ def pool(groups: Groups, spec: Spec) -> Cores:
         rotation = (None, False) if rotary is None else (rotary.inv_freq, rotary.interleaved)
         settings = (*rotation, spec.scale, spec.softcap)
         return Cores(*pooling.pool_op(*groups, *settings))
+    return pool_with_mass(groups, spec)[0]
+
+
+def pool_with_mass(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
+    """Pool as `packed.pool_with_mass` does."""
     with on_device(groups.k):
         return pooling.pool(groups, spec)
 
 
-def pool_backward(grad_cores: Cores, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+def pool_backward(
+    grad_cores: Cores, groups: Groups, spec: Spec, grad_mass: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients as `packed.pool_backward` does."""
     with on_device(groups.k):
-        return pooling.pool_backward(grad_cores, groups, spec)
-
-
-def mass(groups: Groups, spec: Spec) -> Tensor:
-    """Return the mass of each core token, as `packed.mass`."""
-    with on_device(groups.k):
-        return pool_mass.forward(groups, spec)
-
-
-def mass_backward(grad: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return gradients as `packed.mass_backward` does."""
-    with on_device(groups.k):
-        return pool_mass.backward(grad, groups, spec)
+        return pooling.pool_backward(grad_cores, groups, spec, grad_mass)

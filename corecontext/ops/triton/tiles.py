@@ -136,33 +136,31 @@ def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
 
 
 class PoolTiles(NamedTuple):
-    """Groups, tokens and columns of a pooling tile, and how Triton compiles the kernel."""
+    """Groups, tokens and pairs of columns of a pooling tile, and how Triton compiles the kernel."""
 
     whole: bool
     """Whether a program holds whole groups in registers; else it walks one group in blocks."""
     block_m: int
     block_g: int
-    block_d: int
+    block_p: int
     num_warps: int
 
 
-def pool_tiles(group_size: int, head_dim: int, halves: bool) -> PoolTiles:
-    """For `pool`, `pool_backward` and `pool_pages`, keys held as two halves of the columns or not.
+def pool_tiles(group_size: int, head_dim: int) -> PoolTiles:
+    """For `pool`, `pool_backward` and `pool_pages`.
 
-    A thread holds 64 elements of K. With half of that, which spills no register, the backward in
-    blocks takes 2 to 14 % longer on an H200. One warp holds a group of halves, whose sums then need
-    no shared memory; other kernels exchange columns through it and gain by a second warp.
+    A thread holds 64 elements of K. With half of that, which spills no register, the backward takes
+    2 to 14 % longer on an H200.
     """
-    block_d = power_of_2(head_dim)
+    block_d = power_of_2(max(2, head_dim))
     block_g = power_of_2(group_size)
     size = block_g * block_d
     if size > _WHOLE_GROUP:
         # Not below one token: a head_dim this large only makes the loop longer.
-        return PoolTiles(False, 1, max(1, 4 * _ELEMENTS // block_d), block_d, 4)
-    min_warps = 1 if halves else 2
-    block_m = max(1, min_warps * _ELEMENTS // size)
-    num_warps = min(16, max(min_warps, size * block_m // _ELEMENTS))
-    return PoolTiles(True, block_m, block_g, block_d, num_warps)
+        return PoolTiles(False, 1, max(1, 4 * _ELEMENTS // block_d), block_d // 2, 4)
+    block_m = max(1, _ELEMENTS // size)
+    num_warps = min(16, max(1, size * block_m // _ELEMENTS))
+    return PoolTiles(True, block_m, block_g, block_d // 2, num_warps)
 
 
 class DecodeTiles(NamedTuple):

@@ -10,6 +10,8 @@ no row sees are not visited. The file is long because forward and backward share
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -41,71 +43,143 @@ from corecontext.ops.triton.primitives import (
 from corecontext.ops.triton.tiles import Tiles, chip_of, dkv_tiles, dq_tiles, forward_tiles
 
 
-@triton.jit
-def _key_ranges(first, last, q_start, rule, BLOCK_N: tl.constexpr):
-    """Return where the loops over keys of the query rows first .. last begin and end.
+class Form(NamedTuple):
+    """Hold what every kernel is compiled for."""
 
-    Entries: all rows see 0 .. whole-1, some see whole .. far_end-1. Raw tokens: some see local ..
-    middle-1, all middle .. causal-1, some causal .. end-1.
+    has_bias: bool
+    """Whether numbers are added to the scores of entries."""
+    has_marks: bool
+    """Whether entries are marked, which are then not seen."""
+    has_softcap: bool
+    dim: int
+    block_d: int
+    block_m: int
+    """Queries, or in the gradient of keys the keys, that a program owns."""
+    block_n: int
+    """Keys, or there queries, of a tile that it walks through."""
+
+
+@triton.jit
+def _owned_rows(heads, FORM: tl.constexpr):
+    """Return the query head of this program among all, its KV head and its number there, in int64,
+    and its first query. Heads that share keys run side by side, and tiles that see most run first.
 
     Args:
-        rule: group_size, window_size and sink_groups.
+        heads: As of `_attend_fwd_kernel`.
     """
+    pid = tl.program_id(0)
+    tile = tl.num_programs(0) // heads[0] - 1 - pid // heads[0]
+    # mutant offsets: 32 bits of a head in the forward
+    head = (pid % heads[0]).to(tl.int64)
+    return head, head // heads[1], head % heads[1], tile * FORM.block_m
+
+
+@triton.jit
+def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.constexpr):
+    """Return the keys of five walks from the queries that a program owns, for `_attend_keys`, and
+    where each begins and ends: entries that all of them see, and that some do; raw tokens that some
+    see, that all see, and the causal end.
+
+    Args:
+        tokens, far, strides, heads, rule: As of `_attend_fwd_kernel`.
+        head: From `_owned_rows`.
+        place: Number of queries, first query, position of query 0, first raw token, number of raw
+            tokens and of entries.
+        marking: Queries of a share, number of shares, words of each.
+    """
+    _, k_ptr, v_ptr = tokens
+    far_k_ptr, far_v_ptr, bias_ptr, marks_ptr = far
+    _, k_strides, v_strides, far_k_strides, far_v_strides = strides[:5]
+    num_queries, first, q_start, k_start, num_keys, num_entries = place
     group_size, window_size, sink_groups = rule
+    n = head // heads[1]
+    position = q_start + first + tl.arange(0, FORM.block_m)
+    groups = visible_cores(position, group_size, window_size)
+    high = visible_entries(groups, group_size, sink_groups)
+    biases = bias_ptr + head // heads[2] * num_entries
+    marks = marks_ptr
+    if FORM.has_marks:
+        marks = marks_of_rows(marks_ptr, n, position, q_start, marking)
+    entries = (
+        *(far_k_ptr + n * far_k_strides[0], far_v_ptr + n * far_v_strides[0]),
+        *(far_k_strides[1], far_v_strides[1], num_entries, high * 0, high, biases, marks),
+    )
+    k_base = k_ptr + n * k_strides[0] - tl.cast(k_start, tl.int64) * k_strides[1]
+    v_base = v_ptr + n * v_strides[0] - tl.cast(k_start, tl.int64) * v_strides[1]
+    low = groups * group_size
+    raw = (
+        *(k_base, v_base, k_strides[1], v_strides[1], k_start + num_keys, low, position + 1),
+        *(biases, marks),
+    )
+
+    # Some rows see the entries whole .. far_end-1 and the raw tokens local .. middle-1 and causal
+    # .. end-1, all rows those between.
+    last = tl.minimum(first + FORM.block_m, num_queries) - 1
     groups_first = visible_cores(q_start + first, group_size, window_size)
     groups_last = visible_cores(q_start + last, group_size, window_size)
-    whole = visible_entries(groups_first, group_size, sink_groups) // BLOCK_N * BLOCK_N
+    whole = visible_entries(groups_first, group_size, sink_groups) // FORM.block_n * FORM.block_n
     far_end = visible_entries(groups_last, group_size, sink_groups)
     local = groups_first * group_size
     seen_by_all = groups_last * group_size
-    middle = local + (seen_by_all - local + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    middle = local + (seen_by_all - local + FORM.block_n - 1) // FORM.block_n * FORM.block_n
+    behind = q_start + first + 1 - middle
     # mutant 3: the next token is seen, Triton tiles without a mask
-    causal = tl.maximum(middle, middle + (q_start + first + 1 - middle) // BLOCK_N * BLOCK_N)
-    return whole, far_end, local, middle, causal, q_start + last + 1
+    causal = tl.maximum(middle, middle + behind // FORM.block_n * FORM.block_n)
+    end = q_start + last + 1
+    begins = (whole * 0, whole, local, middle, causal)
+    ends = (whole, far_end, tl.minimum(middle, end), causal, end)
+    return (entries, entries, raw, raw, raw), begins, ends
 
 
 @triton.jit
-def _attend_keys(state, q, keys, begin, end, scale, softcap, MASKED: tl.constexpr, sizes):
+def _tile_pointers(keys, begin, FORM: tl.constexpr):
+    """Return pointers to the first tile of keys and of values of a walk, [keys, columns]."""
+    k_ptr, v_ptr, stride_k, stride_v = keys[:4]
+    offs = tl.arange(0, FORM.block_n)[:, None]
+    dims = tl.arange(0, FORM.block_d)[None, :]
+    k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs * stride_k + dims
+    return k_tile, v_ptr + begin.to(tl.int64) * stride_v + offs * stride_v + dims
+
+
+@triton.jit
+def _attend_keys(
+    state, q, keys, begin, end, factors, FAR: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr
+):
     """Continue an online softmax over keys begin .. end-1, in tiles.
 
     Args:
         state: Output so far, running sum and running maximum of each row.
         keys: Pointers and strides of k and v, their number, the rows' bounds low and high, used
-            where MASKED, a pointer to the keys' biases, and one to each row's marks.
-        sizes: HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
+            where MASKED, and where FAR a pointer to the keys' biases and one to each row's marks.
+        factors: scale and softcap.
     """
     acc, running_sum, running_max = state
-    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
-    HAS_BIAS: tl.constexpr = sizes[0]
-    HAS_MARKS: tl.constexpr = sizes[1]
-    HAS_SOFTCAP: tl.constexpr = sizes[2]
-    HEAD_DIM: tl.constexpr = sizes[3]
-    BLOCK_D: tl.constexpr = sizes[4]
-    BLOCK_N: tl.constexpr = sizes[5]
-    offs = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs[None, :] * stride_k + dims[:, None]
-    v_tile = v_ptr + begin.to(tl.int64) * stride_v + offs[:, None] * stride_v + dims[None, :]
-    for start in tl.range(begin, end, BLOCK_N):
+    _, _, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
+    HAS_MARKS: tl.constexpr = FAR and FORM.has_marks
+    offs = tl.arange(0, FORM.block_n)
+    dims = tl.arange(0, FORM.block_d)
+    k_tile, v_tile = _tile_pointers(keys, begin, FORM)
+    for start in tl.range(begin, end, FORM.block_n):
         index = start + offs
-        k = load_tile(k_tile, index, num_keys, dims, MASKED, True, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
         bias = 0.0
-        if HAS_BIAS:
+        if FAR and FORM.has_bias:
             bias = tl.load(bias_ptr + index, mask=index < num_keys, other=0.0)[None, :]
-        scores, _ = log2_scores(dot(q, k), scale, bias, softcap, HAS_SOFTCAP)
+        products = dot(q, tl.trans(k))
+        scores, _ = log2_scores(products, factors[0], bias, factors[1], FORM.has_softcap)
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
             scores = tl.where(seen, scores, -float("inf"))
         if HAS_MARKS:
             # mutant fetch: a fetched group keeps its core token, Triton
-            scores = tl.where(marked_entries(marks, start, BLOCK_N), -float("inf"), scores)
+            scores = tl.where(marked_entries(marks, start, FORM.block_n), -float("inf"), scores)
         weights, fade, running_max, running_sum = softmax_step(
             scores, running_max, running_sum, MASKED or HAS_MARKS
         )
-        v = load_tile(v_tile, index, num_keys, dims, MASKED, False, HEAD_DIM, BLOCK_D)
+        v = load_tile(v_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
         acc = acc * fade[:, None] + dot(weights.to(v.dtype), v)
-        k_tile += BLOCK_N * stride_k
-        v_tile += BLOCK_N * stride_v
+        k_tile += FORM.block_n * stride_k
+        v_tile += FORM.block_n * stride_v
     return acc, running_sum, running_max
 
 
@@ -132,138 +206,102 @@ def _attend_fwd_kernel(
     heads,
     rule,
     share,
-    HAS_BIAS: tl.constexpr,
-    HAS_MARKS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Attend.
 
-    Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head: it reads them and the
+    Grid: (query tiles x N r,). A program owns block_m queries of one head: it reads them and the
     keys and values they see once, keeps output and sums in float32, and writes output and
-    log-sum-exp. Heads that share keys run side by side, and tiles that see most run first.
+    log-sum-exp.
 
     Args:
         tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
-        far: Pointers to keys and values of the far past [N, r', E, D], the biases of its entries
-            [N r, E] and marks.
+        far: Pointers to keys and values of the far past [N, E, D], the biases of its entries [N, E]
+            or [N r, E], and marks.
         results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T] in float32.
         strides: Of q, k and v, and of keys and values of the far past.
-        heads: Query heads in all, of each KV head, and of each head r' of the far past.
+        heads: Query heads in all, of each KV head, and those that share biases.
         rule: group_size, window_size and sink_groups.
+        FORM: `Form`.
     """
-    q_ptr, k_ptr, v_ptr = tokens
-    far_k_ptr, far_v_ptr, bias_ptr, marks_ptr = far
-    out_ptr, lse_ptr = results
-    q_strides, k_strides, v_strides, far_k_strides, far_v_strides = strides
-    num_heads, heads_per_n, heads_per_core = heads
-    group_size, window_size, sink_groups = rule
+    q_ptr = tokens[0]
+    q_strides = strides[0]
     # Read the queries that this program owns.
-    pid = tl.program_id(0)
-    tile = tl.num_programs(0) // num_heads - 1 - pid // num_heads
-    # mutant offsets: 32 bits of a head in the forward
-    head = (pid % num_heads).to(tl.int64)
-    n = head // heads_per_n
-    r = head % heads_per_n
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    inside = rows < num_queries
-    mask = tile_mask(rows, num_queries, dims, HEAD_DIM)
+    head, n, r, first = _owned_rows(heads, FORM)
+    rows = first + tl.arange(0, FORM.block_m)
+    dims = tl.arange(0, FORM.block_d)
+    mask = tile_mask(rows, num_queries, dims, FORM.dim)
     q_tile = q_ptr + n * q_strides[0] + r * q_strides[1]
     q_tile += rows.to(tl.int64)[:, None] * q_strides[2] + dims[None, :]
     q = tl.load(q_tile, mask=mask, other=0.0)
-    position = q_start + rows
-    groups = visible_cores(position, group_size, window_size)
-    last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    whole, far_end, local, middle, causal, end = _key_ranges(
-        tile * BLOCK_M, last, q_start, rule, BLOCK_N
-    )
+
     state = (
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        tl.full([BLOCK_M], -float("inf"), tl.float32),
+        tl.zeros([FORM.block_m, FORM.block_d], tl.float32),
+        tl.zeros([FORM.block_m], tl.float32),
+        tl.full([FORM.block_m], -float("inf"), tl.float32),
     )
-    sizes: tl.constexpr = (HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-
-    # The far past: entries that all rows see, then those that some do.
-    core = r // heads_per_core
-    k_base = far_k_ptr + n * far_k_strides[0] + core * far_k_strides[1]
-    v_base = far_v_ptr + n * far_v_strides[0] + core * far_v_strides[1]
-    high = visible_entries(groups, group_size, sink_groups)
-    biases = bias_ptr + head * num_entries
-    steps = (far_k_strides[2], far_v_strides[2], num_entries)
-    marks = marks_ptr
-    if HAS_MARKS:
-        marks = marks_of_rows(marks_ptr, n, position, q_start, (share, num_shares, num_words))
-    keys = (k_base, v_base) + steps + (high * 0, high, biases, marks)
-    state = _attend_keys(state, q, keys, whole * 0, whole, scale, softcap, False, sizes)
-    state = _attend_keys(state, q, keys, whole, far_end, scale, softcap, True, sizes)
-
-    # Raw tokens: the oldest, which some rows see as core tokens; the middle; the causal end.
-    raw_sizes: tl.constexpr = (False, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-    k_base = k_ptr + n * k_strides[0] - k_start.to(tl.int64) * k_strides[1]
-    v_base = v_ptr + n * v_strides[0] - k_start.to(tl.int64) * v_strides[1]
-    low = groups * group_size
-    limit = k_start + num_keys
-    keys = (k_base, v_base, k_strides[1], v_strides[1], limit, low, position + 1, biases, marks)
-    first_end = tl.minimum(middle, end)
-    state = _attend_keys(state, q, keys, local, first_end, scale, softcap, True, raw_sizes)
-    state = _attend_keys(state, q, keys, middle, causal, scale, softcap, False, raw_sizes)
-    acc, running_sum, running_max = _attend_keys(
-        state, q, keys, causal, end, scale, softcap, True, raw_sizes
-    )
+    place = (num_queries, first, q_start, k_start, num_keys, num_entries)
+    marking = (share, num_shares, num_words)
+    keys, begins, ends = _walks(tokens, far, strides, head, heads, place, rule, marking, FORM)
+    factors = (scale, softcap)
+    for i in tl.static_range(5):
+        state = _attend_keys(
+            state, q, keys[i], begins[i], ends[i], factors, i < 2, i != 0 and i != 3, FORM
+        )
+    acc, running_sum, running_max = state
 
     out = acc / running_sum[:, None]
-    out_tile = out_ptr + (head * num_queries + rows)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_tile, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out_tile = results[0] + (head * num_queries + rows)[:, None] * FORM.dim + dims[None, :]
+    tl.store(out_tile, out.to(results[0].dtype.element_ty), mask=mask)
     lse = (running_max + tl.log2(running_sum)) * LN2
-    tl.store(lse_ptr + head * num_queries + rows, lse, mask=inside)
+    tl.store(results[1] + head * num_queries + rows, lse, mask=rows < num_queries)
 
 
 @triton.jit
-def _query_gradients(dq, queries, keys, begin, end, scale, softcap, MASKED: tl.constexpr, sizes):
+def _query_gradients(
+    dq,
+    queries,
+    keys,
+    begin,
+    end,
+    factors,
+    FAR: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
+):
     """Continue the gradient of one query tile through keys begin .. end-1.
 
     Args:
         dq: The gradient so far.
         queries: q, grad out, log-sum-exp in units of log 2, and delta of each row.
-        keys, sizes: As in `_attend_keys`.
+        keys, factors: As in `_attend_keys`.
     """
     q, grad, lse, delta = queries
-    k_ptr, v_ptr, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
-    HAS_BIAS: tl.constexpr = sizes[0]
-    HAS_MARKS: tl.constexpr = sizes[1]
-    HAS_SOFTCAP: tl.constexpr = sizes[2]
-    HEAD_DIM: tl.constexpr = sizes[3]
-    BLOCK_D: tl.constexpr = sizes[4]
-    BLOCK_N: tl.constexpr = sizes[5]
-    offs = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    k_tile = k_ptr + begin.to(tl.int64) * stride_k + offs[:, None] * stride_k + dims[None, :]
-    v_tile = v_ptr + begin.to(tl.int64) * stride_v + offs[:, None] * stride_v + dims[None, :]
-    for start in tl.range(begin, end, BLOCK_N):
+    _, _, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
+    offs = tl.arange(0, FORM.block_n)
+    dims = tl.arange(0, FORM.block_d)
+    k_tile, v_tile = _tile_pointers(keys, begin, FORM)
+    for start in tl.range(begin, end, FORM.block_n):
         index = start + offs
-        k = load_tile(k_tile, index, num_keys, dims, MASKED, False, HEAD_DIM, BLOCK_D)
-        v = load_tile(v_tile, index, num_keys, dims, MASKED, False, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
+        v = load_tile(v_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
         bias = 0.0
-        if HAS_BIAS:
+        if FAR and FORM.has_bias:
             bias = tl.load(bias_ptr + index, mask=index < num_keys, other=0.0)[None, :]
-        scores, slope = log2_scores(dot(q, tl.trans(k)), scale, bias, softcap, HAS_SOFTCAP)
+        products = dot(q, tl.trans(k))
+        scores, slope = log2_scores(products, factors[0], bias, factors[1], FORM.has_softcap)
         weights = tl.exp2(scores - lse[:, None])
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
             weights = tl.where(seen, weights, 0.0)
-        if HAS_MARKS:
-            weights = tl.where(marked_entries(marks, start, BLOCK_N), 0.0, weights)
+        if FAR and FORM.has_marks:
+            weights = tl.where(marked_entries(marks, start, FORM.block_n), 0.0, weights)
         grad_scores = weights * (dot(grad, tl.trans(v)) - delta[:, None])
-        if HAS_SOFTCAP:
+        if FORM.has_softcap:
             grad_scores = grad_scores * slope
         dq += dot(grad_scores.to(k.dtype), k)
-        k_tile += BLOCK_N * stride_k
-        v_tile += BLOCK_N * stride_v
+        k_tile += FORM.block_n * stride_k
+        v_tile += FORM.block_n * stride_v
     return dq
 
 
@@ -284,96 +322,73 @@ def _attend_dq_kernel(
     heads,
     rule,
     share,
-    HAS_BIAS: tl.constexpr,
-    HAS_MARKS: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Compute the gradient of the queries.
 
-    Grid: (query tiles x N r,). A program owns BLOCK_M queries of one head and walks the keys as
+    Grid: (query tiles x N r,). A program owns block_m queries of one head and walks the keys as
     the forward does, with sums in float32; it writes their gradient, and delta = sum(grad out) -
     grad lse for the other kernels.
 
     Args:
-        tokens, far, heads, rule: As of the forward.
+        tokens, far, heads, rule, FORM: As of the forward.
         upstream: Pointers to out, log-sum-exp and the gradients of both.
         results: Pointers to the gradient of q [N, r, T, D] and delta [N, r, T] in float32.
         strides: As of the forward, then those of the gradient of out.
     """
-    q_ptr, k_ptr, v_ptr = tokens
-    far_k_ptr, far_v_ptr, bias_ptr, marks_ptr = far
+    q_ptr = tokens[0]
     out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
     dq_ptr, delta_ptr = results
-    q_strides, k_strides, v_strides, far_k_strides, far_v_strides, grad_strides = strides
-    num_heads, heads_per_n, heads_per_core = heads
-    group_size, window_size, sink_groups = rule
+    q_strides = strides[0]
+    grad_strides = strides[5]
     # Read the rows that this program owns.
-    pid = tl.program_id(0)
-    tile = tl.num_programs(0) // num_heads - 1 - pid // num_heads
-    head = (pid % num_heads).to(tl.int64)
-    n = head // heads_per_n
-    r = head % heads_per_n
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
+    head, n, r, first = _owned_rows(heads, FORM)
+    rows = first + tl.arange(0, FORM.block_m)
+    dims = tl.arange(0, FORM.block_d)
     inside = rows < num_queries
-    mask = tile_mask(rows, num_queries, dims, HEAD_DIM)
+    mask = tile_mask(rows, num_queries, dims, FORM.dim)
     wide = rows.to(tl.int64)[:, None]
     q_base = q_ptr + n * q_strides[0] + r * q_strides[1]
     q = tl.load(q_base + wide * q_strides[2] + dims[None, :], mask=mask, other=0.0)
     grad_base = grad_ptr + n * grad_strides[0] + r * grad_strides[1]
     grad = tl.load(grad_base + wide * grad_strides[2] + dims[None, :], mask=mask, other=0.0)
     flat = head * num_queries + rows
-    out = tl.load(out_ptr + flat[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    out = tl.load(out_ptr + flat[:, None] * FORM.dim + dims[None, :], mask=mask, other=0.0)
     lse = tl.load(lse_ptr + flat, mask=inside, other=0.0) * LOG2E
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + flat, mask=inside, other=0.0)
     tl.store(delta_ptr + flat, delta, mask=inside)
+
+    # Walk through the keys.
     queries = (q, grad, lse, delta)
-    groups = visible_cores(rows, group_size, window_size)
-    last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries) - 1
-    whole, far_end, local, middle, causal, end = _key_ranges(tile * BLOCK_M, last, 0, rule, BLOCK_N)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sizes: tl.constexpr = (HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-
-    # Through the far past: entries that all rows see, then those that some do.
-    core = r // heads_per_core
-    k_base = far_k_ptr + n * far_k_strides[0] + core * far_k_strides[1]
-    v_base = far_v_ptr + n * far_v_strides[0] + core * far_v_strides[1]
-    high = visible_entries(groups, group_size, sink_groups)
-    biases = bias_ptr + head * num_entries
-    steps = (far_k_strides[2], far_v_strides[2], num_entries)
-    marks = marks_ptr
-    if HAS_MARKS:
-        marks = marks_of_rows(marks_ptr, n, rows, 0, (share, num_shares, num_words))
-    keys = (k_base, v_base) + steps + (high * 0, high, biases, marks)
-    dq = _query_gradients(dq, queries, keys, whole * 0, whole, scale, softcap, False, sizes)
-    dq = _query_gradients(dq, queries, keys, whole, far_end, scale, softcap, True, sizes)
-
-    # Through raw tokens: the oldest, the middle, the causal end.
-    raw_sizes: tl.constexpr = (False, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-    k_base = k_ptr + n * k_strides[0]
-    v_base = v_ptr + n * v_strides[0]
-    low = groups * group_size
-    keys = (k_base, v_base, k_strides[1], v_strides[1], num_keys, low, rows + 1, biases, marks)
-    first_end = tl.minimum(middle, end)
-    dq = _query_gradients(dq, queries, keys, local, first_end, scale, softcap, True, raw_sizes)
-    dq = _query_gradients(dq, queries, keys, middle, causal, scale, softcap, False, raw_sizes)
-    dq = _query_gradients(dq, queries, keys, causal, end, scale, softcap, True, raw_sizes)
+    dq = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+    place = (num_queries, first, 0, 0, num_keys, num_entries)
+    marking = (share, num_shares, num_words)
+    keys, begins, ends = _walks(tokens, far, strides, head, heads, place, rule, marking, FORM)
+    factors = (scale, softcap)
+    for i in tl.static_range(5):
+        dq = _query_gradients(
+            dq, queries, keys[i], begins[i], ends[i], factors, i < 2, i != 0 and i != 3, FORM
+        )
     dq = (dq * scale).to(dq_ptr.dtype.element_ty)
-    tl.store(dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :], dq, mask=mask)
+    tl.store(dq_ptr + flat[:, None] * FORM.dim + dims[None, :], dq, mask=mask)
 
 
 @triton.jit
 def _key_gradients(
-    state, keys, queries, begin, end, scale, softcap, rule, MASKED: tl.constexpr, sizes
+    state,
+    keys,
+    queries,
+    bounds,
+    factors,
+    rule,
+    FAR: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Continue the gradients of one key tile from queries begin .. end-1; scores are held
+    """Continue the gradients of one key tile from the queries of some bounds; scores are held
     transposed, [keys, queries].
 
     Args:
@@ -382,35 +397,30 @@ def _key_gradients(
         queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, their
             number, and the marks: a pointer to those of the first query, and share, num_shares and
             num_words.
+        bounds: The first query, and one past the last.
+        factors: scale and softcap.
         rule: group_size, window_size and sink_groups.
-        sizes: FAR, HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N.
     """
     dk, dv, dbias = state
     k, v, index, bias = keys
     q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q, stride_g, num_queries, marks, shares = queries
+    begin, end = bounds
     group_size, window_size, sink_groups = rule
-    FAR: tl.constexpr = sizes[0]
-    HAS_BIAS: tl.constexpr = sizes[1]
-    HAS_MARKS: tl.constexpr = sizes[2]
-    HAS_SOFTCAP: tl.constexpr = sizes[3]
-    HEAD_DIM: tl.constexpr = sizes[4]
-    BLOCK_D: tl.constexpr = sizes[5]
-    BLOCK_N: tl.constexpr = sizes[6]
-    offs = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    q_tile = q_ptr + begin.to(tl.int64) * stride_q + offs[:, None] * stride_q + dims[None, :]
-    g_tile = grad_ptr + begin.to(tl.int64) * stride_g + offs[:, None] * stride_g + dims[None, :]
-    for start in tl.range(begin, end, BLOCK_N):
+    offs = tl.arange(0, FORM.block_n)
+    dims = tl.arange(0, FORM.block_d)
+    q_tile, g_tile = _tile_pointers((q_ptr, grad_ptr, stride_q, stride_g), begin, FORM)
+    for start in tl.range(begin, end, FORM.block_n):
         rows = start + offs
-        q = load_tile(q_tile, rows, num_queries, dims, MASKED, False, HEAD_DIM, BLOCK_D)
-        grad = load_tile(g_tile, rows, num_queries, dims, MASKED, False, HEAD_DIM, BLOCK_D)
+        q = load_tile(q_tile, rows, num_queries, dims, MASKED, False, FORM.dim, FORM.block_d)
+        grad = load_tile(g_tile, rows, num_queries, dims, MASKED, False, FORM.dim, FORM.block_d)
         if MASKED:
             lse = tl.load(lse_ptr + rows, mask=rows < num_queries, other=0.0) * LOG2E
             delta = tl.load(delta_ptr + rows, mask=rows < num_queries, other=0.0)
         else:
             lse = tl.load(lse_ptr + rows) * LOG2E
             delta = tl.load(delta_ptr + rows)
-        scores, slope = log2_scores(dot(k, tl.trans(q)), scale, bias, softcap, HAS_SOFTCAP)
+        products = dot(k, tl.trans(q))
+        scores, slope = log2_scores(products, factors[0], bias, factors[1], FORM.has_softcap)
         weights = tl.exp2(scores - lse[None, :])
         if MASKED:
             groups = visible_cores(rows, group_size, window_size)
@@ -421,18 +431,18 @@ def _key_gradients(
                 is_raw = index[:, None] >= (groups * group_size)[None, :]
                 seen = is_raw & (index[:, None] <= rows[None, :])
             weights = tl.where(seen & (rows < num_queries)[None, :], weights, 0.0)
-        if HAS_MARKS:
+        if FORM.has_marks:
             words = marks_of_rows(marks, 0, rows, 0, shares)
             weights = tl.where(marked_keys(words, index), 0.0, weights)
         dv += dot(weights.to(grad.dtype), grad)
         grad_scores = weights * (dot(v, tl.trans(grad)) - delta[None, :])
-        if HAS_BIAS:
+        if FORM.has_bias:
             dbias += tl.sum(grad_scores, 1)
-        if HAS_SOFTCAP:
+        if FORM.has_softcap:
             grad_scores = grad_scores * slope
         dk += dot(grad_scores.to(q.dtype), q)
-        q_tile += BLOCK_N * stride_q
-        g_tile += BLOCK_N * stride_g
+        q_tile += FORM.block_n * stride_q
+        g_tile += FORM.block_n * stride_g
     return dk, dv, dbias
 
 
@@ -453,56 +463,45 @@ def _attend_dkv_kernel(
     rule,
     share,
     FAR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_MARKS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Compute the gradients of keys and values, of the far past's entries (FAR) or of raw tokens.
 
-    Grid: (key tiles x key heads,). A program owns BLOCK_M keys of one head: it walks all queries of
-    all heads that see one of them, sums in float32 and writes once, so the result does not depend
-    on the order of programs. Gradients of biases are written for each query head.
+    Grid: (key tiles x N,). A program owns block_m keys: it walks all queries of all heads that see
+    one of them, sums in float32 and writes once, so the result does not depend on the order of
+    programs. Gradients of biases are written for each query head.
 
     Args:
-        tokens: Pointers to q [N, r, T, D], and to keys and values [N, r', S, D].
+        tokens: Pointers to q [N, r, T, D], and to keys and values [N, S, D].
         far: Pointers to the biases of entries and to marks.
         upstream: Pointers to log-sum-exp, the gradient of out, and delta.
         results: Pointers to the gradients of keys, values and biases in float32.
         strides: Of q, keys, values and the gradient of out.
-        heads: Heads r' in all, and query heads of each KV head and of each head r'.
+        heads: Number of KV heads, query heads of each, and those that share biases.
         rule: group_size, window_size and sink_groups.
+        FORM: `Form`.
     """
     q_ptr, k_ptr, v_ptr = tokens
     bias_ptr, marks_ptr = far
     lse_ptr, grad_ptr, delta_ptr = upstream
     dk_ptr, dv_ptr, dbias_ptr = results
     q_strides, k_strides, v_strides, grad_strides = strides
-    num_key_heads, heads_per_n, heads_per_key = heads
     group_size, window_size, sink_groups = rule
     # Read the keys that this program owns; early keys are seen by most queries and run first.
-    pid = tl.program_id(0)
-    tile = pid // num_key_heads
-    key_head = (pid % num_key_heads).to(tl.int64)
-    keys_per_n = heads_per_n // heads_per_key
-    n = key_head // keys_per_n
-    h = key_head % keys_per_n
-    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    mask = tile_mask(index, num_keys, dims, HEAD_DIM)
+    first = tl.program_id(0) // heads[0] * FORM.block_m
+    n = (tl.program_id(0) % heads[0]).to(tl.int64)
+    index = first + tl.arange(0, FORM.block_m)
+    dims = tl.arange(0, FORM.block_d)
+    mask = tile_mask(index, num_keys, dims, FORM.dim)
     wide = index.to(tl.int64)[:, None]
-    k_base = k_ptr + n * k_strides[0] + h * k_strides[1]
-    k = tl.load(k_base + wide * k_strides[2] + dims[None, :], mask=mask, other=0.0)
-    v_base = v_ptr + n * v_strides[0] + h * v_strides[1]
-    v = tl.load(v_base + wide * v_strides[2] + dims[None, :], mask=mask, other=0.0)
+    k_base = k_ptr + n * k_strides[0]
+    k = tl.load(k_base + wide * k_strides[1] + dims[None, :], mask=mask, other=0.0)
+    v_base = v_ptr + n * v_strides[0]
+    v = tl.load(v_base + wide * v_strides[1] + dims[None, :], mask=mask, other=0.0)
 
     # Queries begin .. end-1 see some of these keys, low .. high-1 all of them; low and high are
     # moved inwards to whole tiles.
-    first = tile * BLOCK_M
-    last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_keys) - 1
+    last = tl.minimum(first + FORM.block_m, num_keys) - 1
     if FAR:
         begin = first_query_of_entry(first, group_size, window_size, sink_groups)
         low = first_query_of_entry(last, group_size, window_size, sink_groups)
@@ -514,20 +513,18 @@ def _attend_dkv_kernel(
         high = tl.minimum(last_query_of_token(first, group_size, window_size), num_queries)
         end = tl.minimum(last_query_of_token(last, group_size, window_size), num_queries)
     begin = tl.minimum(begin, end)
-    low = begin + (tl.maximum(low - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    high = low + tl.maximum(high - low, 0) // BLOCK_N * BLOCK_N
+    low = begin + (tl.maximum(low - begin, 0) + FORM.block_n - 1) // FORM.block_n * FORM.block_n
+    high = low + tl.maximum(high - low, 0) // FORM.block_n * FORM.block_n
+    bounds = ((begin, tl.minimum(low, end)), (low, high), (high, end))
 
-    dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sizes: tl.constexpr = (FAR, HAS_BIAS, HAS_MARKS, HAS_SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N)
-    for i in range(heads_per_key):
-        r = h * heads_per_key + i
-        head = n * heads_per_n + r
+    dk = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+    dv = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+    for r in range(heads[1]):
+        head = n * heads[1] + r
         bias = 0.0
-        if HAS_BIAS:
-            biases = bias_ptr + head * num_keys + index
+        if FORM.has_bias:
+            biases = bias_ptr + head // heads[2] * num_keys + index
             bias = tl.load(biases, mask=index < num_keys, other=0.0)[:, None]
-        keys = (k, v, index, bias)
         queries = (
             q_ptr + n * q_strides[0] + r * q_strides[1],
             grad_ptr + n * grad_strides[0] + r * grad_strides[1],
@@ -539,33 +536,25 @@ def _attend_dkv_kernel(
             marks_ptr + n * num_shares * num_words,
             (share, num_shares, num_words),
         )
-        state = (dk, dv, tl.zeros([BLOCK_M], tl.float32))
-        begin_end = tl.minimum(low, end)
-        state = _key_gradients(
-            state, keys, queries, begin, begin_end, scale, softcap, rule, True, sizes
-        )
-        state = _key_gradients(state, keys, queries, low, high, scale, softcap, rule, False, sizes)
-        dk, dv, dbias = _key_gradients(
-            state, keys, queries, high, end, scale, softcap, rule, True, sizes
-        )
-        if HAS_BIAS:
+        keys = (k, v, index, bias)
+        state = (dk, dv, tl.zeros([FORM.block_m], tl.float32))
+        for i in tl.static_range(3):
+            state = _key_gradients(
+                state, keys, queries, bounds[i], (scale, softcap), rule, FAR, i != 1, FORM
+            )
+        dk, dv, dbias = state
+        if FORM.has_bias:
             tl.store(dbias_ptr + head * num_keys + index, dbias, mask=index < num_keys)
-    flat = (key_head * num_keys + index)[:, None] * HEAD_DIM + dims[None, :]
+    flat = (n * num_keys + index)[:, None] * FORM.dim + dims[None, :]
     tl.store(dk_ptr + flat, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + flat, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-def _constants(tiles: Tiles, dim: int, softcap: float | None) -> dict[str, int | bool]:
-    """Return what every kernel is compiled for."""
-    return {
-        "HAS_SOFTCAP": softcap is not None,
-        "HEAD_DIM": dim,
-        "BLOCK_D": max(16, power_of_2(dim)),
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
+def form_of(tiles: Tiles, dim: int, spec: Spec, has_bias: bool, has_marks: bool) -> Form:
+    """Return what a kernel is compiled for."""
+    block_d = max(16, power_of_2(dim))
+    blocks = (block_d, tiles.block_m, tiles.block_n)
+    return Form(has_bias, has_marks, spec.softcap is not None, dim, *blocks)
 
 
 def rule_of(spec: Spec) -> tuple[int, int, int]:
@@ -609,19 +598,21 @@ def attend_list(
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, bias, words), (out, lse)),
-            *(num_queries, k.shape[1], far_k.shape[2], tokens.q_start, tokens.k_start),
+            *(num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start),
             *shape_of(marks),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
-            (n * r, r, r // far_k.shape[1]),
-            rule_of(spec),
-            1 if marks is None else marks.share,
+            *(
+                (n * r, r, far.heads_per_bias(r)),
+                rule_of(spec),
+                1 if marks is None else marks.share,
+            ),
         ),
-        HAS_BIAS=far.bias is not None,
-        HAS_MARKS=marks is not None,
-        **_constants(tiles, dim, spec.softcap),
+        FORM=form_of(tiles, dim, spec, far.bias is not None, marks is not None),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     return out, lse
 
@@ -653,59 +644,58 @@ def attend_backward(
     )
     delta = torch.empty_like(lse)
     bias = lse if far.bias is None else far.bias  # not read without biases: a launch needs pointers
-    dbias = torch.empty_like(bias)
+    dbias = torch.empty((n, r, far_k.shape[1]), dtype=torch.float32, device=q.device)
     words = lse if marks is None else marks.words
     grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
     results = (upstream.out.contiguous(), lse, grad_out, grad_lse)
     numbers = (float(spec.scale), float(spec.softcap or 1.0))
+    rule = (rule_of(spec), 1 if marks is None else marks.share)
+    heads_per_bias = far.heads_per_bias(r)
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_dq_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, bias, words), results, (dq, delta)),
-            *(num_queries, k.shape[1], far_k.shape[2], *shape_of(marks), *numbers),
+            *(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks), *numbers),
         ),
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
-            (n * r, r, r // far_k.shape[1]),
-            rule_of(spec),
-            1 if marks is None else marks.share,
+            *((n * r, r, heads_per_bias), *rule),
         ),
-        HAS_BIAS=core_bias is not None,
-        HAS_MARKS=marks is not None,
         HAS_GRAD_LSE=upstream.grad_lse is not None,
-        **_constants(tiles, dim, spec.softcap),
+        FORM=form_of(tiles, dim, spec, far.bias is not None, marks is not None),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     # Keys, raw tokens and those of the far past: each program walks the queries that see its tile.
     tiles = dkv_tiles(chip_of(q.device), q.dtype, dim)
     for key, value, dkey, dvalue, is_far in (
-        (k[:, None], v[:, None], dk, dv, False),
+        (k, v, dk, dv, False),
         (far_k, far_v, dfar_k, dfar_v, True),
     ):
-        heads, count = key.shape[1:3]
+        count = key.shape[1]
         if not count:
             continue
+        has_bias = is_far and far.bias is not None
         launch(
             _attend_dkv_kernel,
-            (ceil_div(count, tiles.block_m) * n * heads,),
+            (ceil_div(count, tiles.block_m) * n,),
             (
                 *((q, key, value), (bias, words), (lse, grad_out, delta), (dkey, dvalue, dbias)),
                 *(num_queries, count, *shape_of(marks), *numbers),
             ),
             (
                 tuple(x.stride()[:-1] for x in (q, key, value, grad_out)),
-                (n * heads, r, r // heads),
-                rule_of(spec),
-                1 if marks is None else marks.share,
+                *((n, r, heads_per_bias), *rule),
             ),
             FAR=is_far,
-            HAS_BIAS=is_far and far.bias is not None,
-            HAS_MARKS=is_far and marks is not None,
-            **_constants(tiles, dim, spec.softcap),
+            FORM=form_of(tiles, dim, spec, has_bias, is_far and marks is not None),
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
         )
     # First tokens are entries of the far past and raw tokens, too.
-    dcore_k = add_to_sinks(dfar_k, dk, spec.sinks)
-    dcore_v = add_to_sinks(dfar_v, dv, spec.sinks)
+    dcore_k = add_to_sinks(dfar_k[:, None], dk, spec.sinks)
+    dcore_v = add_to_sinks(dfar_v[:, None], dv, spec.sinks)
     dbias = None if core_bias is None else bias_gradient(dbias, core_bias, spec.sinks)
     return dq, dk, dv, dcore_k, dcore_v, dbias

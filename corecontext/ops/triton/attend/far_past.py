@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Cores, Spec, Tokens
-from corecontext.ops.triton.launch import ceil_div, launch
 from corecontext.visibility import local_start
 
 
@@ -24,57 +21,21 @@ class FarPast(NamedTuple):
     """Hold the entries of the far past of N sequences."""
 
     k: Tensor
-    """[N, 1, E, D]."""
+    """[N, E, D]."""
     v: Tensor
-    """[N, 1, E, D]."""
+    """[N, E, D]."""
     bias: Tensor | None
-    """Added to the scores, [N, r, E] in float32, 0 for first tokens; None for zeros."""
-    mass: Tensor | None = None
-    """The bias of any query head where it is the same for all, as masses alone are, [N, E]."""
+    """Added to the scores, [N, r, E] in float32, 0 for first tokens; None for zeros. Of one head,
+    [N, 1, E], where it is the same for all, as masses alone are. Contiguous."""
 
+    @property
+    def mass(self) -> Tensor | None:
+        """The bias of any query head where it is the same for all, [N, E]."""
+        return self.bias[:, 0] if self.bias is not None and self.bias.shape[1] == 1 else None
 
-MASS_PARTS = 16
-"""Numbers whose sum is a mass: three that are not 0, for the precision of float32, of as many as a
-matrix product takes at least."""
-_ROWS = 128
-
-
-@triton.jit(do_not_specialize=["num_entries"])
-def mass_parts_kernel(
-    mass_ptr, parts_ptr, num_entries, scale, mass_stride, PARTS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Write each mass over the scale of scores as a sum of numbers in half precision.
-
-    Grid: (tiles of ROWS entries, N).
-    """
-    n = tl.program_id(1).to(tl.int64)
-    entries = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [E]
-    exists = entries < num_entries
-    rest = tl.load(mass_ptr + n * mass_stride + entries, mask=exists, other=0.0) / scale
-    column = tl.arange(0, PARTS)[None, :]
-    terms = tl.zeros([ROWS, PARTS], parts_ptr.dtype.element_ty)  # [E, P]
-    for i in tl.static_range(3):
-        rounded = rest.to(parts_ptr.dtype.element_ty)
-        terms = tl.where(column == i, rounded[:, None], terms)
-        rest -= rounded.to(tl.float32)
-    place = (n * num_entries + entries)[:, None] * PARTS + column
-    tl.store(parts_ptr + place, terms, mask=exists[:, None])
-
-
-def mass_parts(mass: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return numbers [N, 1, E, MASS_PARTS] in `dtype` whose sums are mass / scale, [N, E]."""
-    n, num_entries = mass.shape
-    terms = torch.empty(n, 1, num_entries, MASS_PARTS, dtype=dtype, device=mass.device)
-    launch(
-        mass_parts_kernel,
-        (ceil_div(num_entries, _ROWS), n),
-        (mass, terms, num_entries, scale),
-        (mass.stride(0),),
-        PARTS=MASS_PARTS,
-        ROWS=_ROWS,
-        num_warps=4,
-    )
-    return terms
+    def heads_per_bias(self, heads: int) -> int:
+        """Return how many of the query heads of a KV head share a bias."""
+        return heads if self.bias is None else heads // self.bias.shape[1]
 
 
 def far_past(tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None) -> FarPast:
@@ -84,31 +45,27 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None)
         cores: Core tokens of the groups after the first n = `spec.sinks` tokens.
         core_bias: [N, r], or [N, r, M] with a number for each core token.
     """
-    bias = None
-    mass = None
-    first = 0
+    k, v = (x[:, 0] for x in cores)
     if spec.sinks:
-        sinks = _sinks(tokens, spec.sinks)
-        first = sinks[0].shape[1]
-        heads = cores.k.shape[1]
-        cores = Cores(
-            *(
-                torch.cat((raw[:, None].expand(-1, heads, -1, -1), core.to(raw.dtype)), 2)
-                for raw, core in zip(sinks, cores)
-            )
-        )
+        first = zip(_sinks(tokens, spec.sinks), (k, v))
+        k, v = (torch.cat((raw, core.to(raw.dtype)), 1) for raw, core in first)
+    bias = None
     if core_bias is not None:
-        # `ops.mass.add_to_bias` expands masses over query heads.
-        # mutant mass: a bias of each query head is taken for masses
-        is_mass = core_bias.dim() == 3 and (core_bias.shape[1] == 1 or core_bias.stride(1) == 0)
-        bias = core_bias.float()
-        if bias.dim() == 2:
-            bias = bias[:, :, None].expand(-1, -1, cores.k.shape[2] - first)
-        # mutant sinks: core bias added to them, Triton
-        bias = F.pad(bias, (first, 0))
-        if is_mass:
-            mass = bias[:, 0]
-    return FarPast(*cores, bias, mass)
+        bias = _bias_of_entries(core_bias, k.shape[1], cores.k.shape[2])
+    return FarPast(k, v, bias)
+
+
+def _bias_of_entries(core_bias: Tensor, num_entries: int, num_cores: int) -> Tensor:
+    """Return the bias of each entry as `FarPast` has it."""
+    # `ops.mass.add_to_bias` expands masses over query heads.
+    # mutant mass: a bias of each query head is taken for masses
+    is_mass = core_bias.dim() == 3 and core_bias.stride(1) == 0
+    bias = (core_bias[:, :1] if is_mass else core_bias).float()
+    if bias.dim() == 2:
+        bias = bias[:, :, None].expand(-1, -1, num_cores)
+    # mutant sinks: core bias added to them, Triton
+    bias = F.pad(bias, (num_entries - num_cores, 0))
+    return bias.contiguous()
 
 
 def near_past(tokens: Tokens, spec: Spec) -> Tokens:

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.mass import gradients_of_parts
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton.attend import hopper_forward
 from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
@@ -155,7 +156,7 @@ def _finish_kernel(
 
 
 @gluon.jit
-def _copy_queries(STAGES: gl.constexpr, source, heads_per_core, memory, tile):
+def _copy_queries(STAGES: gl.constexpr, source, memory, tile):
     """Copy the keys and values of the program, then the queries that see them, latest first, so
     that programs that run together read the same queries: the producer warp.
 
@@ -175,9 +176,8 @@ def _copy_queries(STAGES: gl.constexpr, source, heads_per_core, memory, tile):
         k_tile = tiles_smem.index(2 * STAGES + half)
         v_tile = tiles_smem.index(2 * STAGES + 2 + half)
         if is_far:
-            core = first_head // heads_per_core
-            copy_in(far_k_desc, [n, core, key + HALF_N * half, 0], keys_ready, k_tile)
-            copy_in(far_v_desc, [n, core, key + HALF_N * half, 0], keys_ready, v_tile)
+            copy_in(far_k_desc, [n, 0, key + HALF_N * half, 0], keys_ready, k_tile)
+            copy_in(far_v_desc, [n, 0, key + HALF_N * half, 0], keys_ready, v_tile)
         else:
             copy_in(k_desc, [n, 0, key + HALF_N * half, 0], keys_ready, k_tile)
             copy_in(v_desc, [n, 0, key + HALF_N * half, 0], keys_ready, v_tile)
@@ -408,7 +408,7 @@ def _key_gradients(
 @gluon.jit(
     do_not_specialize=[
         *("num_queries", "num_entries", "far_programs", "num_words", "num_n", "heads_per_n"),
-        *("heads_per_core", "heads_per_turn", "group_size", "window_size", "sink_groups"),
+        *("heads_per_bias", "heads_per_turn", "group_size", "window_size", "sink_groups"),
     ]
 )
 def _attend_bwd_hopper(
@@ -432,7 +432,7 @@ def _attend_bwd_hopper(
     num_words,
     num_n,
     heads_per_n,
-    heads_per_core,
+    heads_per_bias,
     heads_per_turn,
     scale,
     group_size,
@@ -454,6 +454,7 @@ def _attend_bwd_hopper(
     that their sums stay in the L2 cache.
 
     Args:
+        heads_per_bias: Neighbouring query heads whose entries have the same biases.
         marks_ptr: Marks of entries by SHARE queries, a power of 2 up to BLOCK_M; 0 for none.
     """
     dtype: gl.constexpr = DTYPE
@@ -499,7 +500,7 @@ def _attend_bwd_hopper(
         end = num_queries
         offset = head.to(gl.int64) * num_entries
         value_offset = num_n.to(gl.int64) * heads_per_n * num_entries * HEAD_DIM
-        bias_ptr += offset
+        bias_ptr += (head // heads_per_bias).to(gl.int64) * num_entries
         marks_ptr += n.to(gl.int64) * num_entries * num_words
         dbias_ptr += offset
     else:
@@ -537,7 +538,7 @@ def _attend_bwd_hopper(
                 _key_gradients,
                 (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES, second) + consumers,
             ),
-            (_copy_queries, (STAGES, source, heads_per_core, memory, tile)),
+            (_copy_queries, (STAGES, source, memory, tile)),
         ],
         [4, 1],
         [240, 24],
@@ -607,7 +608,10 @@ def gradients(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty_like(tokens.k, memory_format=torch.contiguous_format) for _ in range(2))
     far = far_past(tokens, cores, spec, core_bias)
-    dbias = None if far.bias is None else torch.empty_like(far.bias)
+    dbias = None
+    if far.bias is not None:
+        shape = (*q.shape[:2], far.k.shape[1])
+        dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
     # mutant 5: of a document in a row the log-sum-exp of other tokens, Hopper
     lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
     grad_out = aligned(upstream.grad_out)
@@ -625,6 +629,8 @@ def gradients(
         _fill_gradients(chunk, spec, sums, share)
     if core_bias is not None:
         dbias = bias_gradient(dbias, core_bias, spec.sinks)
+    if groups.k.shape[1]:
+        dbias, _ = gradients_of_parts(dbias, spec.core_mass)
     return dq, dk, dv, dbias
 
 
@@ -663,11 +669,11 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     # Through core tokens that were not fetched and raw tokens, then through raw tokens fetched.
     marks = None
     if chunk.chosen is not None:
-        marks = mark_entries(chunk.chosen, share, chunk.far.k.shape[2], spec.sinks)
+        marks = mark_entries(chunk.chosen, share, chunk.far.k.shape[1], spec.sinks)
     far_gradients = _attend_backward(chunk, spec, stats, sums, marks)
     if chunk.chosen is not None:
         tokens = Tokens(chunk.q, chunk.k[:, 0], chunk.v[:, 0])
-        cores = Cores(*(x[:, :, spec.sinks :] for x in chunk.far[:2]))
+        cores = Cores(*(x[:, None, spec.sinks :] for x in chunk.far[:2]))
         call = Call(tokens, cores, spec, None, Choice(chunk.chosen, share))
         grads = (sums, chunk.dk, chunk.dv)
         kernel = None
@@ -708,10 +714,10 @@ def _attend_backward(
     """
     q, k, v = chunk.q, chunk.k, chunk.v
     n, r, num_queries, dim = q.shape
-    num_entries = chunk.far.k.shape[2]
+    num_entries = chunk.far.k.shape[1]
     far_gradients = torch.empty(2, n, r, num_entries, dim, dtype=torch.float32, device=q.device)
     # A descriptor needs memory even where there is no entry to read.
-    far_k, far_v = map(aligned, chunk.far[:2]) if num_entries else (k, v)
+    far_k, far_v = (aligned(x[:, None]) for x in chunk.far[:2]) if num_entries else (k, v)
     bias = chunk.upstream.lse  # not read: a launch needs a pointer
     dbias = stats  # not written
     if chunk.far.bias is not None:
@@ -727,8 +733,13 @@ def _attend_backward(
     words = bias if marks is None else marks.words
     num_words = 0 if marks is None else marks.words.shape[2]
     pointers = (bias, words, far_gradients, chunk.dk, chunk.dv, dbias)
-    sizes = (num_queries, num_entries, far_programs, num_words, n, r, r // chunk.far.k.shape[1])
-    settings = (HEADS_PER_TURN, spec.scale * LOG2E.value, *rule_of(spec))
+    sizes = (num_queries, num_entries, far_programs, num_words, n, r)
+    settings = (
+        chunk.far.heads_per_bias(r),
+        HEADS_PER_TURN,
+        spec.scale * LOG2E.value,
+        *rule_of(spec),
+    )
     launch(
         _attend_bwd_hopper,
         (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
@@ -747,9 +758,12 @@ def _attend_backward(
 def _add_pooling(grad_cores: Cores, chunk: _Chunk, spec: Spec) -> Tensor:
     """Add the gradients through pooling to those of k and v; return those of the group-end
     queries."""
-    if chunk.far.k.shape[1] == 1 and chunk.q.shape[1] > 1:
+    if chunk.q.shape[1] > 1:
         grad_cores = Cores(*(x.sum(1, keepdim=True) for x in grad_cores))
     shape = chunk.groups.k.shape[1:3]
     pooled = slice(spec.sinks, spec.sinks + shape[0] * shape[1])
     into = tuple(x[:, pooled].unflatten(1, shape) for x in (chunk.dk, chunk.dv))
-    return pool_backward(grad_cores, chunk.groups, spec, into)[0]
+    grad_mass = None
+    if spec.core_mass:
+        _, grad_mass = gradients_of_parts(chunk.dbias[:, :, spec.sinks :], True)
+    return pool_backward(grad_cores, chunk.groups, spec, grad_mass, into)[0]

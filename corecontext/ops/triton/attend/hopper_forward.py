@@ -27,8 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Spec, Tokens
 from corecontext.ops.triton.attend.anywhere import rule_of, shape_of
-from corecontext.ops.triton.attend.far_past import MASS_PARTS, FarPast, mass_parts
+from corecontext.ops.triton.attend.far_past import FarPast
 from corecontext.ops.triton.attend.marks import Marks, marks_of_rows
+from corecontext.ops.triton.attend.mass_parts import MASS_PARTS, mass_parts
 from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
 from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores, visible_entries
 from corecontext.ops.triton.tensor_memory import (
@@ -87,7 +88,7 @@ def _copy_tiles(
     STAGES: gl.constexpr,
     source,
     queries,
-    strides,
+    sizes,
     ring,
     work,
     places,
@@ -98,15 +99,14 @@ def _copy_tiles(
     Args:
         source: Descriptors of q, k, v and of keys, values and masses of the far past.
         queries: Shared memory of both consumers' queries, and its barriers `ready` and `free`.
-        strides: Query heads that share a far past, the position of the first raw token, and the
-            number of entries.
+        sizes: Position of the first raw token, and number of entries.
         ring: Shared memory of keys, of values and of the keys' masses, which share the keys'
             barriers; barriers `ready` and `free` of keys and of values.
         work, places: As of `_work_item`.
     """
     q_desc, k_desc, v_desc, far_k_desc, far_v_desc, mass_desc = source
     q_smem, q_ready, q_free = queries
-    heads_per_core, k_start, num_entries = strides
+    k_start, num_entries = sizes
     k_smem, v_smem, mass_smem, k_ready, k_free, v_ready, v_free = ring
     num_items = work[0]
     heads_per_n = work[4]
@@ -125,7 +125,6 @@ def _copy_tiles(
             stage = step % STAGES
             phase = (step // STAGES & 1) ^ 1
             is_far = i < far_tiles
-            core = r // heads_per_core
             token = local - k_start + (i - far_tiles) * BLOCK_N
             mbarrier.wait(k_free.index(stage), phase)
             if HAS_MASSES:
@@ -137,14 +136,14 @@ def _copy_tiles(
             else:
                 mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
             if is_far:
-                at = [n, core, i * BLOCK_N, 0]
+                at = [n, 0, i * BLOCK_N, 0]
                 copy_in(far_k_desc, at, k_ready.index(stage), k_smem.index(stage))
             else:
                 copy_in(k_desc, [n, 0, token, 0], k_ready.index(stage), k_smem.index(stage))
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
             if is_far:
-                at = [n, core, i * BLOCK_N, 0]
+                at = [n, 0, i * BLOCK_N, 0]
                 copy_in(far_v_desc, at, v_ready.index(stage), v_smem.index(stage))
             else:
                 copy_in(v_desc, [n, 0, token, 0], v_ready.index(stage), v_smem.index(stage))
@@ -417,7 +416,7 @@ def _attend_rows(
 
 @gluon.jit(
     do_not_specialize=[
-        *("num_items", "num_tiles", "num_heads", "heads_per_turn", "heads_per_n", "heads_per_core"),
+        *("num_items", "num_tiles", "num_heads", "heads_per_turn", "heads_per_n"),
         *("num_queries", "num_entries", "share", "num_shares", "num_words", "q_start", "k_start"),
         *("group_size", "window_size", "sink_groups"),
     ]
@@ -438,7 +437,6 @@ def _attend_fwd_hopper(
     num_heads,
     heads_per_turn,
     heads_per_n,
-    heads_per_core,
     num_queries,
     num_entries,
     q_start,
@@ -515,7 +513,7 @@ def _attend_fwd_hopper(
     work = (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
     places = (q_start, num_queries, group_size, window_size, sink_groups)
     shared = (target, marking, scale, ring, work, places)
-    own = (heads_per_core, k_start, num_entries)
+    own = (k_start, num_entries)
     gl.warp_specialize(
         [
             (
@@ -568,9 +566,9 @@ def attend_list(
     q = aligned(tokens.q)
     k = aligned(tokens.k[:, None])
     v = aligned(tokens.v[:, None])
-    num_entries = far.k.shape[2]
+    num_entries = far.k.shape[1]
     # A descriptor needs memory even where there is no entry to read.
-    far_k, far_v = map(aligned, far[:2]) if num_entries else (k, v)
+    far_k, far_v = (aligned(x[:, None]) for x in far[:2]) if num_entries else (k, v)
     n, r, num_queries, dim = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -596,7 +594,7 @@ def attend_list(
             lse,
             lse if far.bias is None else far.bias,
             lse if marks is None else marks.words,
-            *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r, r // far_k.shape[1]),
+            *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r),
             *(num_queries, num_entries, tokens.q_start, tokens.k_start),
             *(spec.scale * LOG2E.value, 1 if marks is None else marks.share),
             *(*shape_of(marks), *rule_of(spec)),

@@ -22,12 +22,13 @@ from corecontext.ops.triton.decode.codes import (
     store_core,
 )
 from corecontext.ops.triton.pool.group_tile import (
-    load_tables,
-    pool_keys,
-    rotation_pairs,
+    column_pairs,
+    entropy,
+    pool_pairs,
+    table_rows,
     token_scores,
 )
-from corecontext.ops.triton.primitives import TINY, log2_scores, tile_mask
+from corecontext.ops.triton.primitives import log2_scores, tile_mask
 
 
 @triton.jit
@@ -111,81 +112,107 @@ def append_token(
             k_ring = (keys_ptr, ks_ptr, k_ptr, new_ks)
             v_ring = (values_ptr, vs_ptr, v_ptr, new_vs)
             place_of_core = (core, slot, ring_size, group_size)
-            _pool_group(
-                q, (k_ring, v_ring, mass_ptr), tables, place_of_core, factors, CACHE, POOLING, TILE
-            )
+            query = (q_ptr, q_stride)
+            group = (k_ring, v_ring, mass_ptr)
+            _pool_group(query, group, tables, place_of_core, factors, CACHE, POOLING, TILE)
 
 
 @triton.jit
 def _pool_group(
-    q, cache, tables, place, factors, CACHE: tl.constexpr, POOLING: tl.constexpr, TILE: tl.constexpr
+    query,
+    cache,
+    tables,
+    place,
+    factors,
+    CACHE: tl.constexpr,
+    POOLING: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Write the core token of the group that the new token closes (docs/math.md, eq. 1 to 3), and
     its mass (eq. 14), reading the group in blocks: once for the softmax's sums, once for the
     weighted tokens.
 
     Args:
-        q: The new token's queries, [R, D].
+        query: Pointer to the new token's queries, and the stride of heads.
         cache: `ring` of `_load_group` for keys and for values, and a pointer to masses.
         tables: Pointers to cosines and sines.
         place: Number of the core token, slot of the new token, ring_size and group_size.
     """
     k_ring, v_ring, mass_ptr = cache
     core, slot, ring_size, group_size = place
-    cos_ptr, sin_ptr = tables
-    scale = factors[0]
-    softcap = factors[1]
     KIND: tl.constexpr = CACHE.kind
-    HALF: tl.constexpr = POOLING.half
     BLOCK_R: tl.constexpr = POOLING.block_r
     BLOCK_G: tl.constexpr = POOLING.block_g
-    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_P: tl.constexpr = TILE.block_d // 2
     ring = (slot, ring_size, group_size)
-    cols, pair, partner, sign = rotation_pairs(BLOCK_D, HALF, POOLING.interleaved)
+    pairs, a, b = column_pairs(BLOCK_P, TILE.dim, POOLING.half, POOLING.interleaved)
+    heads = tl.arange(0, BLOCK_R)
+    q_a = _load_heads(query, heads, a, TILE)  # [R, P]
+    q_b = _load_heads(query, heads, b, TILE)
 
     # The maximum and the sum of each query head's softmax.
     running_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_R], tl.float32)
     for start in range(0, group_size, BLOCK_G):
         rows = start + tl.arange(0, BLOCK_G)
-        k = _load_group(k_ring, rows, cols, ring, TILE.dim, KIND)  # [1, G, D]
-        z, _ = token_scores(q, k, rows, group_size, scale, softcap, CACHE.has_softcap)  # [R, G]
+        k = _load_group(k_ring, rows, (a, b), ring, TILE.dim, KIND)  # [1, G, P] each
+        z, _ = token_scores((q_a, q_b), k, rows, group_size, factors, CACHE.has_softcap)  # [R, G]
         new_max = tl.maximum(running_max, tl.max(z, 1))
         fade = tl.exp(running_max - new_max)
         running_sum = running_sum * fade + tl.sum(tl.exp(z - new_max[:, None]), 1)
         running_max = new_max
 
     # Sums of the tokens by the mean of the heads' weights.
-    heads = tl.arange(0, BLOCK_R)
-    core_k = tl.zeros([1, BLOCK_D], tl.float32)
-    core_v = tl.zeros([1, BLOCK_D], tl.float32)
+    core_k_a = tl.zeros([1, BLOCK_P], tl.float32)
+    core_k_b = tl.zeros([1, BLOCK_P], tl.float32)
+    core_v_a = tl.zeros([1, BLOCK_P], tl.float32)
+    core_v_b = tl.zeros([1, BLOCK_P], tl.float32)
     mass = tl.zeros([1], tl.float32)
     for start in range(0, group_size, BLOCK_G):
         rows = start + tl.arange(0, BLOCK_G)
-        cos, sin = load_tables(cos_ptr, sin_ptr, rows, cols, pair, group_size, HALF)
-        k = _load_group(k_ring, rows, cols, ring, TILE.dim, KIND)
-        v = _load_group(v_ring, rows, cols, ring, TILE.dim, KIND)
-        z, _ = token_scores(q, k, rows, group_size, scale, softcap, CACHE.has_softcap)
+        cos, sin = table_rows(tables[0], tables[1], rows, pairs, group_size, POOLING.half)
+        k = _load_group(k_ring, rows, (a, b), ring, TILE.dim, KIND)
+        v_a, v_b = _load_group(v_ring, rows, (a, b), ring, TILE.dim, KIND)
+        z, _ = token_scores((q_a, q_b), k, rows, group_size, factors, CACHE.has_softcap)
         weights = tl.exp(z - running_max[:, None]) / running_sum[:, None]
         weights = tl.where((heads < TILE.heads)[:, None], weights, 0.0)
         weights = tl.sum(weights, 0)[None, :] / TILE.heads  # [1, G]
-        core_k += pool_keys(weights, k, (cos, sin, partner, sign), 1, BLOCK_D, HALF)
-        core_v += tl.sum(weights[:, :, None] * v, 1)
+        w = weights[:, :, None]
+        pooled_a, pooled_b = pool_pairs(w, k, cos, sin)
+        core_k_a += pooled_a
+        core_k_b += pooled_b
+        core_v_a += tl.sum(w * v_a, 1)
+        core_v_b += tl.sum(w * v_b, 1)
         if CACHE.has_mass:
             # mutant mass: of the weights' last block alone, decoding
-            mass -= tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 1)
+            mass += entropy(weights)
 
     # Store them behind the ring and the first tokens.
     entry = core.to(tl.int64) + (ring_size + CACHE.sinks) + tl.arange(0, 1)
-    in_dims = (cols < TILE.dim)[None, :]
     if CACHE.has_mass:
         tl.store(mass_ptr + entry, mass)
-    store_core((k_ring[0], k_ring[1]), entry, core_k, in_dims, TILE.dim, KIND)
-    store_core((v_ring[0], v_ring[1]), entry, core_v, in_dims, TILE.dim, KIND)
+    store_core((k_ring[0], k_ring[1]), entry, (core_k_a, core_k_b), (a, b), TILE.dim, KIND)
+    store_core((v_ring[0], v_ring[1]), entry, (core_v_a, core_v_b), (a, b), TILE.dim, KIND)
 
 
 @triton.jit
-def _load_group(ring, rows, cols, sizes, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
+def _load_heads(query, heads, cols, TILE: tl.constexpr):
+    """Load some columns of the queries of all heads, in float32, 0 outside."""
+    q_ptr, stride = query
+    mask = tile_mask(heads, TILE.heads, cols, TILE.dim)
+    q = tl.load(q_ptr + heads[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    return q.to(tl.float32)
+
+
+@triton.jit
+def _load_group(ring, rows, pairs, sizes, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Load both columns of pairs of tokens of the group that ends in a slot, [1, rows, pairs]."""
+    x_a = _load_columns(ring, rows, pairs[0], sizes, HEAD_DIM, KIND)
+    return x_a, _load_columns(ring, rows, pairs[1], sizes, HEAD_DIM, KIND)
+
+
+@triton.jit
+def _load_columns(ring, rows, cols, sizes, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
     """Load tokens of the group that ends in a slot, [1, rows, columns] in float32, 0 outside. The
     last one comes from the arguments: another thread may still be writing its slot.
 

@@ -65,20 +65,25 @@ def codes_of(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def store_core(buffers, entry, x, in_dims, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Store a core token's key or value x [1, D] in float32, in 8 bits with its scale.
+def store_core(buffers, entry, core, pairs, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Store a core token's key or value in float32, in 8 bits with its scale.
 
     Args:
         buffers: Pointers to the row's entries and to their scales.
         entry: Where it is stored, [1].
-        in_dims: Which columns exist, [1, D].
+        core: Both columns of each pair, [1, pairs], 0 where there is none.
+        pairs: The numbers of these columns.
     """
     buffer_ptr, scales_ptr = buffers
-    at = entry[:, None] * HEAD_DIM + tl.arange(0, x.shape[1])[None, :]
+    scale = 0.0
     if KIND != "auto":
-        x = tl.where(in_dims, x, 0.0)
-        scale = scale_of(tl.max(tl.abs(x), 1), KIND)[:, None]  # [1, 1]
+        scale = scale_of(tl.max(tl.maximum(tl.abs(core[0]), tl.abs(core[1])), 1), KIND)[:, None]
         tl.store(scales_ptr + entry[:, None], scale)
-        tl.store(buffer_ptr + at, codes_of(round_to_codes(x, scale, KIND), KIND), mask=in_dims)
-    else:
-        tl.store(buffer_ptr + at, x.to(buffer_ptr.dtype.element_ty), mask=in_dims)
+    for i in tl.static_range(2):
+        x = core[i]
+        if KIND != "auto":
+            x = codes_of(round_to_codes(x, scale, KIND), KIND)
+        at = entry[:, None] * HEAD_DIM + pairs[i][None, :]
+        tl.store(
+            buffer_ptr + at, x.to(buffer_ptr.dtype.element_ty), mask=(pairs[i] < HEAD_DIM)[None, :]
+        )

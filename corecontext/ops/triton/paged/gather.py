@@ -72,7 +72,6 @@ def _gather_kernel(
     page_sizes,
     HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
-    HEADS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -128,7 +127,7 @@ def _gather_kernel(
     tl.store(gathered_k_ptr + at, k, mask=mask)
     tl.store(gathered_v_ptr + at, v, mask=mask)
 
-    # The bias of the far past, for each query head: none of first tokens.
+    # The bias of the far past: none of first tokens.
     if HAS_BIAS:
         shift = tl.full([BLOCK_E], 0.0, tl.float32) + bias
         if HAS_MASS:
@@ -137,9 +136,8 @@ def _gather_kernel(
             shift += tl.load(mass_ptr + mass_at, mask=is_core, other=0.0)
         shift = tl.where(is_core, shift, 0.0)
         is_far = inside & (index >= num_near)
-        for query_head in tl.static_range(HEADS):
-            row = (head * HEADS + query_head) * (total - num_near)
-            tl.store(gathered_bias_ptr + row + index - num_near, shift, mask=is_far)
+        at = head * (total - num_near) + index - num_near
+        tl.store(gathered_bias_ptr + at, shift, mask=is_far)
 
 
 def gather_chunk(
@@ -147,7 +145,6 @@ def gather_chunk(
     span: Span,
     raw: Pages,
     cores: Pages,
-    heads: int,
     core_bias: float,
 ) -> tuple[Tensor, Tensor, FarPast]:
     """Gather the entries that the new tokens of one sequence see.
@@ -156,7 +153,6 @@ def gather_chunk(
         new: Keys and values [T, Hkv, D] of the new tokens.
         span: Which entries these are.
         raw, cores: Pages of the sequence; tables [1, most pages].
-        heads: Query heads of a KV head, r.
         core_bias: Added to the masses of core tokens.
 
     Returns:
@@ -172,8 +168,7 @@ def gather_chunk(
     has_bias = num_far > 0 and (core_bias != 0 or cores.mass is not None)
     bias = gathered
     if has_bias:
-        shape = (kv_heads, heads, num_far)
-        bias = torch.empty(shape, dtype=torch.float32, device=k.device)
+        bias = torch.empty((kv_heads, 1, num_far), dtype=torch.float32, device=k.device)
     mass = cores.k if cores.mass is None else cores.mass
     with torch.cuda.device_of(k):
         launch(
@@ -191,7 +186,6 @@ def gather_chunk(
             ),
             HAS_BIAS=has_bias,
             HAS_MASS=cores.mass is not None,
-            HEADS=heads,
             ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v),
             HEAD_DIM=dim,
             BLOCK_E=BLOCK_E,
@@ -199,5 +193,5 @@ def gather_chunk(
             num_warps=4,
         )
     near_k, near_v = gathered[:, :, :num_near]
-    far_k, far_v = gathered[:, :, None, num_near:]
+    far_k, far_v = gathered[:, :, num_near:]
     return near_k, near_v, FarPast(far_k, far_v, bias if has_bias else None)

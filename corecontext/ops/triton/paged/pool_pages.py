@@ -182,8 +182,7 @@ def _pool_pages_kernel(
                 weights += tl.exp(z - maximum) / total
             weights /= HEADS
             w = weights[:, None]
-            # Pairs from HALF on do not rotate: twice their number is behind the columns that do.
-            cos, sin = table_rows(cos_ptr, sin_ptr, rows, 2 * pairs, pairs, GROUP, HALF)
+            cos, sin = table_rows(cos_ptr, sin_ptr, rows, pairs, GROUP, HALF)
             core_k_a += tl.sum(w * (k_a * cos - k_b * sin), 0)
             core_k_b += tl.sum(w * (k_b * cos + k_a * sin), 0)
             core_v_a += tl.sum(w * v_a, 0)
@@ -244,7 +243,7 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
     heads = q.shape[1] // kv_heads
     g = spec.group_size
     # A program has one group.
-    tiles = pool_tiles(g, dim, halves=True)
+    tiles = pool_tiles(g, dim)
     # Kernels do not touch the tensors that stand in for missing ones.
     tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
@@ -272,6 +271,6 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
             GROUP=g,
             BLOCK_R=power_of_2(heads),
             BLOCK_G=tiles.block_g,
-            BLOCK_P=tiles.block_d // 2,
+            BLOCK_P=tiles.block_p,
             num_warps=tiles.num_warps,
         )

@@ -1,26 +1,24 @@
 """Pooling of groups into core tokens and its backward in Triton: K and V are read once, no
 intermediate result is kept.
 
-The equations are those of `ops/reference.py`; all is float32 in registers. Three pairs of kernels:
-`pool_short` holds whole groups in registers, `pool_half` does so faster for the usual rotation,
-`pool_long` walks larger groups.
+The equations are those of `ops/reference.py`; all is float32 in registers. Groups that do not fit
+there are pooled by `ops/pooling.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from corecontext.ops import pooling as plain
 from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.pool.half import pool_half_bwd_kernel, pool_half_fwd_kernel
-from corecontext.ops.triton.pool.long import pool_long_bwd_kernel, pool_long_fwd_kernel
-from corecontext.ops.triton.pool.short import pool_short_bwd_kernel, pool_short_fwd_kernel
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch
+from corecontext.ops.triton.pool.kernels import pool_bwd_kernel, pool_fwd_kernel
 from corecontext.ops.triton.tiles import pool_tiles
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,72 +62,77 @@ def rotation_tables(
     return tables
 
 
-def _rotates_halves(spec: Spec, head_dim: int) -> bool:
-    """Return whether the kernels for two halves of the columns can take the call."""
-    rotary = spec.rotary
-    return (
-        rotary is not None
-        and not rotary.interleaved
-        and 2 * rotary.inv_freq.numel() == head_dim
-        and head_dim & (head_dim - 1) == 0
-        and head_dim >= 16
-        and spec.softcap is None
-    )
+class Shape(NamedTuple):
+    """Hold what both kernels are compiled for."""
+
+    heads: int
+    """Query heads of a KV head (r)."""
+    dim: int
+    """Columns of a key."""
+    half: int
+    """Pairs of columns that rotate; 0 without a rotation."""
+    interleaved: bool
+    """Whether the columns of a pair are neighbours."""
+    has_softcap: bool
+    has_mass: bool
+    """Whether masses are written, or gradients come through them."""
+    block_m: int
+    """Groups of a tile."""
+    block_g: int
+    """Tokens of a group in a tile."""
+    block_p: int
+    """Pairs of columns of a tile."""
+
+
+def _holds_groups(k: Tensor) -> bool:
+    """Return whether a program holds a whole group; other groups are pooled by PyTorch."""
+    return pool_tiles(k.shape[2], k.shape[3]).whole
 
 
 def _launch(
-    kernels: tuple,
+    kernel: Any,
     groups: Groups,
     spec: Spec,
-    tensors: tuple[tuple, tuple],
-    strides: tuple,
-    **chosen: Any,
+    tensors: tuple[tuple, ...],
+    strided: tuple[Tensor, ...],
+    has_mass: bool,
+    **constants: bool,
 ) -> None:
-    """Launch the kernel of `kernels` for halves of the columns, for whole groups or for larger
-    ones.
+    """Launch a kernel on groups.
 
     Args:
-        kernels: All three, the first None where the call is not one of halves.
         tensors: The tuples of tensors before the rotation's tables, and those behind.
-        chosen: Constants of this call.
+        strided: Tensors whose strides the kernel takes.
     """
-    batch, num_groups, group_size, head_dim = groups.k.shape
-    heads = groups.q_last.shape[1]
-    halves = kernels[0] is not None
-    tiles = pool_tiles(group_size, head_dim, halves)
-    # Kernels do not touch the tensors that stand in for missing ones.
-    tables = rotation_tables(spec.rotary, group_size, groups.k.device) or (groups.k, groups.k)
-    arguments = (*tensors[0], tables, *tensors[1], num_groups, group_size, float(spec.scale))
-    if tiles.whole and halves:
-        kernel = kernels[0]
-    else:
-        kernel = kernels[1 if tiles.whole else 2]
-        arguments += (float(spec.softcap or 1.0),)
+    batch, num_groups, group_size, dim = groups.k.shape
+    tiles = pool_tiles(group_size, dim)
     rotary = spec.rotary
-    values = {
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "HALF": 0 if rotary is None else rotary.inv_freq.numel(),
-        "INTERLEAVED": rotary is not None and rotary.interleaved,
-        "HAS_SOFTCAP": spec.softcap is not None,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_G": tiles.block_g,
-        "BLOCK_D": tiles.block_d,
-        "BLOCK_H": power_of_2(heads),
-        **chosen,
-    }
+    # Kernels do not touch the tensors that stand in for missing ones.
+    tables = rotation_tables(rotary, group_size, groups.k.device) or (groups.k, groups.k)
+    shape = Shape(
+        groups.q_last.shape[1],
+        dim,
+        0 if rotary is None else rotary.inv_freq.numel(),
+        rotary is not None and rotary.interleaved,
+        spec.softcap is not None,
+        has_mass,
+        *(tiles.block_m, tiles.block_g, tiles.block_p),
+    )
     launch(
         kernel,
         (batch * ceil_div(num_groups, tiles.block_m),),
-        arguments,
-        (strides,),
+        (
+            *(*tensors[:2], tables, *tensors[2:], num_groups, group_size),
+            *(float(spec.scale), float(spec.softcap or 1.0)),
+        ),
+        (tuple(x.stride()[:3] for x in strided),),
         num_warps=tiles.num_warps,
-        # In the kernel's own order, as a launch needs them.
-        **{name: values[name] for name in kernel.arg_names if name in values},
+        **constants,
+        SHAPE=shape,
     )
 
 
-def pool(groups: Groups, spec: Spec) -> Cores:
+def pool(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
@@ -137,33 +140,42 @@ def pool(groups: Groups, spec: Spec) -> Cores:
             not copied as long as the last dimension is contiguous.
 
     Returns:
-        Core tokens in the dtype of k and of v; summed in float32. K and V are read once.
+        Core tokens in the dtype of k and of v, summed in float32, and with `spec.core_mass` their
+        masses, [N, 1, M] in float32. K and V are read once.
     """
     _check(groups)
+    if not _holds_groups(groups.k):
+        return plain.forward_with_mass(groups, spec)
     q_last, k, v = map(contiguous_rows, groups)
-    batch, num_groups, _, head_dim = k.shape
-    core_k = k.new_empty(batch, 1, num_groups, head_dim)
-    core_v = v.new_empty(batch, 1, num_groups, head_dim)
+    shape = (k.shape[0], 1, k.shape[1])
+    core_k = k.new_empty(*shape, k.shape[3])
+    core_v = v.new_empty(*shape, v.shape[3])
+    mass = k.new_empty(shape, dtype=torch.float32) if spec.core_mass else None
     if core_k.numel():
-        half_kernel = pool_half_fwd_kernel if _rotates_halves(spec, head_dim) else None
         _launch(
-            (half_kernel, pool_short_fwd_kernel, pool_long_fwd_kernel),
+            pool_fwd_kernel,
             Groups(q_last, k, v),
             spec,
-            (((q_last, k, v), (core_k, core_v)), ()),
-            tuple(x.stride()[:3] for x in (q_last, k, v, core_k)),
+            ((q_last, k, v), (core_k, core_v, core_k if mass is None else mass)),
+            (q_last, k, v, core_k),
+            spec.core_mass,
         )
-    return Cores(core_k, core_v)
+    return Cores(core_k, core_v), mass
 
 
 def pool_backward(
-    grad_cores: Cores, groups: Groups, spec: Spec, into: tuple[Tensor, Tensor] | None = None
+    grad_cores: Cores,
+    groups: Groups,
+    spec: Spec,
+    grad_mass: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q_last, k and v (docs/math.md, eq. 10).
 
     Args:
         grad_cores: Gradients of the core tokens, in any of the three dtypes.
         groups, spec: As given to `pool`.
+        grad_mass: Gradients of the masses, [N, 1, M], or None.
         into: Tensors of the shape of k and v to add their gradients to, in place.
 
     Returns:
@@ -171,8 +183,15 @@ def pool_backward(
         where `into` is given. K and V are read once, their gradients written once.
     """
     _check(groups)
+    if not _holds_groups(groups.k):
+        grad_q, *grads = plain.backward(grad_cores, groups, spec, grad_mass)
+        if into is None:
+            return grad_q, *grads
+        for total, grad in zip(into, grads):
+            total += grad
+        return grad_q.float(), *into
     q_last, k, v = map(contiguous_rows, groups)
-    grad_core_k, grad_core_v = map(contiguous_rows, grad_cores)
+    upstream = tuple(map(contiguous_rows, grad_cores))
     grad_q = torch.empty_like(
         q_last,
         dtype=q_last.dtype if into is None else torch.float32,
@@ -181,14 +200,14 @@ def pool_backward(
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if into is None else into
     gradients = (grad_q, grad_k, grad_v)
     if k.numel():
-        halves = _rotates_halves(spec, k.shape[3])
-        upstream = (grad_core_k, grad_core_v)
+        of_masses = k if grad_mass is None else grad_mass.float().contiguous()
         _launch(
-            (pool_half_bwd_kernel if halves else None, pool_short_bwd_kernel, pool_long_bwd_kernel),
+            pool_bwd_kernel,
             Groups(q_last, k, v),
             spec,
-            ((upstream, (q_last, k, v)), (gradients,)),
-            tuple(x.stride()[:3] for x in (*upstream, q_last, k, v, *gradients)),
+            ((*upstream, of_masses), (q_last, k, v), gradients),
+            (*upstream, q_last, k, v, *gradients),
+            grad_mass is not None,
             ADD=into is not None,
         )
     return gradients
@@ -217,7 +236,7 @@ def pool_op(
     """Return `pool` of the three tensors of `Groups`."""
     with torch.cuda.device_of(k):
         settings = (inv_freq, interleaved, scale, softcap)
-        return tuple(pool(Groups(q_last, k, v), _spec(*settings)))
+        return tuple(pool(Groups(q_last, k, v), _spec(*settings))[0])
 
 
 @pool_op.register_fake

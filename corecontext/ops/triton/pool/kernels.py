@@ -1,0 +1,189 @@
+"""Pooling kernels: a program holds whole groups in registers, with any rotation or none.
+
+Keys are loaded as pairs of columns, so the elements that a rotation mixes meet in one thread;
+exchanged through shared memory they took twice the time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from corecontext.ops.triton.pool.group_tile import (
+    column_pairs,
+    entropy,
+    head_at,
+    load_row,
+    load_tokens,
+    owned_groups,
+    pool_pairs,
+    softmax,
+    store_row,
+    store_tokens,
+    table_rows,
+    token_scores,
+)
+from corecontext.ops.triton.primitives import TINY
+
+
+@triton.jit
+def _mean_weights(query, k, rows, group_size, factors, SHAPE: tl.constexpr):
+    """Return the mean of the query heads' weights of tokens, [groups, rows], 0 outside.
+
+    Args:
+        query: Pointer to the queries of last tokens, their strides, and the tile.
+        factors: scale and softcap.
+    """
+    q_ptr, q_strides, tile = query
+    weights = tl.zeros([SHAPE.block_m, SHAPE.block_g], tl.float32)
+    for h in range(SHAPE.heads):
+        q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, SHAPE.dim)
+        z, _ = token_scores(q, k, rows, group_size, factors, SHAPE.has_softcap)
+        weights += softmax(z) / SHAPE.heads
+    return weights
+
+
+@triton.jit(do_not_specialize=["num_groups", "group_size"])
+def pool_fwd_kernel(
+    tokens,
+    cores,
+    tables,
+    num_groups,
+    group_size,
+    scale,
+    softcap,
+    strides,
+    SHAPE: tl.constexpr,
+):
+    """Pool whole groups.
+
+    Grid: N * ceil(M / BLOCK_M). A program owns block_m groups of one n, all their tokens (block_g
+    >= group_size) and all their heads. Reads their K and V once, r rows of q and the tables [g, R /
+    2]; writes a row of each core tensor per group, and its mass (docs/math.md, eq. 14). Keys,
+    values, weights and sums are float32 in registers.
+
+    Args:
+        tokens: Pointers to the queries of last tokens [N, r, M, D], and to k and v [N, M, g, D].
+        cores: Pointers to the keys and values of core tokens [N, 1, M, D], and to masses [N, 1, M]
+            in float32.
+        tables: Pointers to cosines and sines [g, R / 2] in float32.
+        strides: Of q, k, v and of the keys and values of core tokens.
+        SHAPE: `launcher.Shape`.
+    """
+    q_ptr, k_ptr, v_ptr = tokens
+    q_strides, k_strides, v_strides, core_strides = strides
+    # Read all tokens of the groups: every head uses them.
+    n, groups = owned_groups(num_groups, SHAPE.block_m)
+    rows = tl.arange(0, SHAPE.block_g).to(tl.int64)
+    pairs, a, b = column_pairs(SHAPE.block_p, SHAPE.dim, SHAPE.half, SHAPE.interleaved)
+    tile = (groups, rows, a, b, num_groups, group_size)
+    k = load_tokens(k_ptr + n * k_strides[0], k_strides, tile, SHAPE.dim)
+    v_a, v_b = load_tokens(v_ptr + n * v_strides[0], v_strides, tile, SHAPE.dim)
+    cos, sin = table_rows(tables[0], tables[1], rows, pairs, group_size, SHAPE.half)
+
+    # Weigh them by the mean of the heads' weights.
+    query = (q_ptr + n * q_strides[0], q_strides, tile)
+    weights = _mean_weights(query, k, rows, group_size, (scale, softcap), SHAPE)
+    w = weights[:, :, None]
+    core = n * core_strides[0]
+    store_row(cores[0] + core, pool_pairs(w, k, cos, sin), core_strides[2], tile, SHAPE.dim)
+    core_v = (tl.sum(w * v_a, 1), tl.sum(w * v_b, 1))
+    store_row(cores[1] + core, core_v, core_strides[2], tile, SHAPE.dim)
+    if SHAPE.has_mass:
+        tl.store(cores[2] + n * num_groups + groups, entropy(weights), mask=groups < num_groups)
+
+
+@triton.jit(do_not_specialize=["num_groups", "group_size"])
+def pool_bwd_kernel(
+    upstream,
+    tokens,
+    tables,
+    gradients,
+    num_groups,
+    group_size,
+    scale,
+    softcap,
+    strides,
+    ADD: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Compute the gradients of pooling for whole groups, and of their masses.
+
+    Grid: as of `pool_fwd_kernel`: no two programs write the same row. Reads K and V once, the
+    gradients of the core tokens, q and the tables; recomputes the weights; writes the gradients of
+    all its tokens and of q, or adds to those of the tokens. All sums are float32 in registers.
+
+    Args:
+        upstream: Pointers to the gradients of core keys and values [N, 1, M, D], and of masses [N,
+            1, M].
+        tokens, tables, SHAPE: As of `pool_fwd_kernel`.
+        gradients: Pointers to those of `tokens`.
+        strides: Of the gradients of core keys and values, of tokens, and of their gradients.
+    """
+    q_ptr, k_ptr, v_ptr = tokens
+    grad_q_ptr, grad_k_ptr, grad_v_ptr = gradients
+    grad_core_k_strides, grad_core_v_strides = strides[:2]
+    q_strides, k_strides, v_strides = strides[2:5]
+    grad_q_strides, grad_k_strides, grad_v_strides = strides[5:]
+    factors = (scale, softcap)
+    n, groups = owned_groups(num_groups, SHAPE.block_m)
+    rows = tl.arange(0, SHAPE.block_g).to(tl.int64)
+    pairs, a, b = column_pairs(SHAPE.block_p, SHAPE.dim, SHAPE.half, SHAPE.interleaved)
+    tile = (groups, rows, a, b, num_groups, group_size)
+    q_ptr += n * q_strides[0]
+    grad_q_ptr += n * grad_q_strides[0]
+    k = load_tokens(k_ptr + n * k_strides[0], k_strides, tile, SHAPE.dim)
+    k_a, k_b = k
+    cos, sin = table_rows(tables[0], tables[1], rows, pairs, group_size, SHAPE.half)
+    cos = cos[None, :, :]
+    sin = sin[None, :, :]
+    into = upstream[0] + n * grad_core_k_strides[0]
+    into_a, into_b = load_row(into, grad_core_k_strides[2], tile, SHAPE.dim)
+    into = upstream[1] + n * grad_core_v_strides[0]
+    value_a, value_b = load_row(into, grad_core_v_strides[2], tile, SHAPE.dim)
+    into_a = into_a[:, None, :]
+    into_b = into_b[:, None, :]
+    value_a = value_a[:, None, :]
+    value_b = value_b[:, None, :]
+    v_a, v_b = load_tokens(v_ptr + n * v_strides[0], v_strides, tile, SHAPE.dim)
+
+    # The core key's gradient, rotated back to each token.
+    back_a = into_a * cos + into_b * sin
+    back_b = into_b * cos - into_a * sin
+    # The weights are the mean over the heads.
+    products = back_a * k_a + back_b * k_b + value_a * v_a + value_b * v_b
+    grad_probs = tl.sum(products, 2) / SHAPE.heads
+    if SHAPE.has_mass:
+        # The derivative is -1 - log w; the constant vanishes in the softmax's backward.
+        weights = _mean_weights((q_ptr, q_strides, tile), k, rows, group_size, factors, SHAPE)
+        place = upstream[2] + n * num_groups + groups
+        grad_mass = tl.load(place, mask=groups < num_groups, other=0.0) / SHAPE.heads
+        grad_probs -= grad_mass[:, None] * tl.log(tl.maximum(weights, TINY))
+
+    # Back through each head's softmax, to its query and to the keys as they are scored.
+    weights = tl.zeros([SHAPE.block_m, SHAPE.block_g], tl.float32)
+    grad_a = tl.zeros([SHAPE.block_m, SHAPE.block_g, SHAPE.block_p], tl.float32)
+    grad_b = tl.zeros([SHAPE.block_m, SHAPE.block_g, SHAPE.block_p], tl.float32)
+    for h in range(SHAPE.heads):
+        q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, SHAPE.dim)
+        z, slope = token_scores(q, k, rows, group_size, factors, SHAPE.has_softcap)
+        probs = softmax(z)
+        grad_z = probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * scale
+        if SHAPE.has_softcap:
+            grad_z *= slope
+        grad_z = grad_z[:, :, None]
+        grad_q = (tl.sum(grad_z * k_a, 1), tl.sum(grad_z * k_b, 1))
+        at = head_at(grad_q_ptr, h, grad_q_strides[1])
+        store_row(at, grad_q, grad_q_strides[2], tile, SHAPE.dim)
+        grad_a += grad_z * q[0][:, None, :]
+        grad_b += grad_z * q[1][:, None, :]
+        weights += probs / SHAPE.heads
+
+    # To the keys and values as they are summed.
+    w = weights[:, :, None]
+    grad_k = (grad_a + w * back_a, grad_b + w * back_b)
+    grad_k_ptr += n * grad_k_strides[0]
+    grad_v_ptr += n * grad_v_strides[0]
+    store_tokens(grad_k_ptr, grad_k, grad_k_strides, tile, SHAPE.dim, ADD)
+    grad_v = (w * value_a, w * value_b)
+    store_tokens(grad_v_ptr, grad_v, grad_v_strides, tile, SHAPE.dim, ADD)
