@@ -3,9 +3,9 @@
 Full causal attention: "full" (PyTorch's choice), "sdpa_flash" and "sdpa_cudnn" (PyTorch's two fast
 kernels by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (the backend that this
 package chooses), "packed" (queries packed into PyTorch's kernels), "flex" (PyTorch's FlexAttention,
-pooling included) and "cca_sinks" (the first SINKS tokens raw). Fetch, raw tokens of 64 groups that
-the default index chooses: "fetch" (each query by itself) and "fetch_shared" (16 neighbours
-together); "fetch_mean" and "fetch_mean_shared" choose by mean keys.
+pooling included), "cca_sinks" (the first SINKS tokens raw) and "cca_default" (these, and masses).
+Fetch, raw tokens of 64 groups that the default index chooses: "fetch" (each query by itself) and
+"fetch_shared" (16 neighbours together); "fetch_mean" and "fetch_mean_shared" choose by mean keys.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ MEAN: dict[str, Any] = {"fetch_groups": 64, "fetch_index": "mean"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "packed": {"backend": "packed"},
     "cca_sinks": {"sink_size": SINKS},
+    "cca_default": {"sink_size": SINKS, "core_mass": True},
     "fetch": {**FETCH, "fetch_share": 1},
     "fetch_shared": {**FETCH, "fetch_share": 16},
     "fetch_mean": {**MEAN, "fetch_share": 1},

@@ -17,6 +17,7 @@ OTHERS = {
     "flex": "FlexAttention",
     "packed": "packed",
     "cca_sinks": "CCA, 16 first tokens raw",
+    "cca_default": "CCA with sinks and masses",
     "fetch": "fetch, 64 groups a query",
     "fetch_shared": "fetch, 64 groups of 16 queries",
     "fetch_mean": "fetch by mean keys, 64 groups a query",

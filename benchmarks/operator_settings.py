@@ -57,9 +57,9 @@ class OperatorBench:
     """Timed calls; on a GPU, timed queues of calls."""
     methods: tuple[str, ...] = option((), name="method")
     """full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels),
-    cca_sinks (its first 16 tokens raw), fetch (raw tokens of the 64 best groups of each query),
-    fetch_shared (of 16 queries together), fetch_mean and fetch_mean_shared (the same by mean keys)
-    or cca.
+    cca_sinks (its first 16 tokens raw), cca_default (these, and masses of core tokens), fetch (raw
+    tokens of the 64 best groups of each query), fetch_shared (of 16 queries together), fetch_mean
+    and fetch_mean_shared (the same by mean keys) or cca.
     Default: full and cca; on a GPU the fast kernels of full attention, flex and cca."""
     baseline_limit_s: float = 30.0
     """Leave full attention out where a call is estimated to take longer than this."""
@@ -149,7 +149,7 @@ class OperatorBench:
 
     def backend(self, method: str) -> str:
         """Name the kernel of a method: for CCA, the choice of `backend="auto"` here."""
-        if method == "cca" or "fetch" in method:
+        if method in ("cca", "cca_default") or "fetch" in method:
             return backend_of_cca(self.head_dim, self.dtype, self.device)
         names = {"full": "sdpa", "sdpa_flash": "flash", "sdpa_cudnn": "cudnn"}
         return names.get(method, method)

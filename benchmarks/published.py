@@ -69,6 +69,11 @@ PUBLISHED = (
     Published("vllm", "vllm --prompt-length 1024 --new-tokens 256 --requests 192"),
     Published("vllm", "vllm --weights fp8 --length 1024 --length 32768 --requests 192 --compiled"),
     Published("operator", "operator"),
+    Published(
+        "operator",
+        "operator --kv-heads 8 --length 8192 --length 32768 --length 131072 --memory-length 131072 "
+        "--method sdpa_cudnn --method cca_default --pass forward --pass forward_backward",
+    ),
     Published("operator", "operator --kv-heads 8 --length 131072 --length 1048576 --forward-only"),
     Published("model", "model --shape llama2-7b"),
     Published(

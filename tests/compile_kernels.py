@@ -47,7 +47,7 @@ from corecontext.ops.triton.launch import power_of_2
 from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import pool_pages as paged_pool
-from corecontext.ops.triton.pool import kernels as pool_kernels_of
+from corecontext.ops.triton.pool import kernels as pool_kernels
 from corecontext.ops.triton.pool import launcher as pool
 from corecontext.ops.triton.tiles import (
     Chip,
@@ -174,6 +174,31 @@ SLOT_TYPES = {
     "raw": ("", ""),
     "fetched": ("", ""),
 }
+NUMBERS = {
+    FORWARD: 7,
+    QUERY_GRADIENTS: 5,
+    KEY_GRADIENTS: 4,
+    fetch_kernels.fetch_fwd_kernel: 5,
+    fetch_kernels.fetch_dq_kernel: 3,
+    fetch_kernels.fetch_dkv_kernel: 4,
+    fetch_score_kernels.index_lse_kernel: 5,
+    fetch_score_kernels.group_scores_kernel: 8,
+    fetch_choose._select_kernel: 7,
+    marks._mark_kernel: 4,
+    attend_chosen.attend_chosen_kernel: 9,
+    attend_compact.attend_compact_kernel: 10,
+    find_slots.find_slots_kernel: 4,
+    find_slots.load_slots_kernel: 5,
+    merge_parts.merge_kernel: 2,
+    plain_step.step_kernel: 6,
+    score_index.score_kernel: 5,
+    select_groups.select_kernel: 6,
+    paged_attend._attend_pages_kernel: 2,
+    paged_gather._gather_kernel: 6,
+    pool_kernels.pool_fwd_kernel: 2,
+    pool_kernels.pool_bwd_kernel: 2,
+}
+"""Whole numbers of `launch.numbers`."""
 LOSS = (loss_kernel.loss_kernel,)
 HEADS = 4  # query heads that share a KV head
 
@@ -209,7 +234,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         sums = dict.fromkeys(("count_ptr", "loss_ptr", "entropy_ptr"), "fp32")
         types = {"labels_ptr": "i64", **sums}
         yield Kernel(loss_kernel.loss_kernel, {**sizes, "num_warps": 8}, types)
-    yield from pool_kernels(dim)
+    yield from kernels_of_pooling(dim)
     plan = decode_plan.step_plan(chip, dtype, 8, HEADS, dim, 4096)
     pooling = decode_plan.Pooling(True, dim // 2, False, HEADS, 8)
     types = {**STEP_TYPES, "cache": ("", "", "fp32", "fp32", "fp32")}
@@ -225,7 +250,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         yield Kernel(merge_parts.merge_kernel, {**flags, **blocks}, STEP_TYPES)
 
 
-def pool_kernels(dim: int) -> Iterator[Kernel]:
+def kernels_of_pooling(dim: int) -> Iterator[Kernel]:
     """Those of pooling, with the tiles of their launches."""
     tiles = pool_tiles(16, dim)
     blocks = (tiles.block_m, tiles.block_g, tiles.block_p)
@@ -233,9 +258,9 @@ def pool_kernels(dim: int) -> Iterator[Kernel]:
     sizes = {"SHAPE": shape, "num_warps": tiles.num_warps}
     types = {"tokens": ("", "", ""), "cores": ("", "", "fp32"), "upstream": ("", "", "fp32")}
     types |= {"gradients": ("", "", ""), "tables": ("fp32", "fp32"), "strides": (3,) * 4}
-    yield Kernel(pool_kernels_of.pool_fwd_kernel, sizes, types)
+    yield Kernel(pool_kernels.pool_fwd_kernel, sizes, types)
     types = {**types, "strides": (3,) * 8}
-    yield Kernel(pool_kernels_of.pool_bwd_kernel, {**sizes, "ADD": True}, types)
+    yield Kernel(pool_kernels.pool_bwd_kernel, {**sizes, "ADD": True}, types)
 
 
 def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
@@ -392,7 +417,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
     keys, kind = 128 if dim <= 128 else 64, {"DTYPE": tensor_memory.DTYPES[dtype]}
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
-    types = {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **queries}
+    types = {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", "numbers": 15, **queries}
     kinds = ("k_desc", "v_desc", "far_k_desc", "far_v_desc")
     for added, marked in itertools.product(("nothing", "bias", "masses"), (False, True)):
         has = {"HAS_MASSES": added == "masses", "HAS_BIAS": added == "bias", "HAS_MARKS": marked}
@@ -420,17 +445,24 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 **dict.fromkeys(("q_desc", "k_desc", "v_desc"), tile(16, 64)),
                 "lse_ptr": "fp32",
                 "chosen_ptr": "i32",
+                "numbers": 11,
             },
         )
     sizes = {"GROUP_SIZE": 16, "HEADS": HEADS, "COLUMNS": 8, "HEAD_DIM": dim, "BLOCK_D": dim}
     sizes.update(PAIRS=hopper_fetch_query.PAIRS, num_warps=1, **kind)
     pointers = {"lse_ptr": "fp32", "chosen_ptr": "i32", **GRADIENTS}
     pointers.update(dict.fromkeys(("k_desc", "v_desc"), tile(16, dim)))
-    yield Kernel(hopper_fetch_query.fetch_query_hopper, sizes, pointers)
+    yield Kernel(hopper_fetch_query.fetch_query_hopper, sizes, {**pointers, "numbers": 7})
     sizes = {"HAS_GRAD_LSE": True, **sizes}
-    yield Kernel(hopper_fetch_query.fetch_query_dq_hopper, sizes, pointers)
+    yield Kernel(hopper_fetch_query.fetch_query_dq_hopper, sizes, {**pointers, "numbers": 6})
     one = torch.float32
-    sums = {"sum_ptr": "fp32", "stats_ptr": "fp32", "lse_ptr": "fp32", "grad_lse_ptr": "fp32"}
+    sums = {
+        "numbers": 2,
+        "sum_ptr": "fp32",
+        "stats_ptr": "fp32",
+        "lse_ptr": "fp32",
+        "grad_lse_ptr": "fp32",
+    }
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
     for bias, share in itertools.product((False, True), (0, 1, 16)):
         yield Kernel(
@@ -443,6 +475,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 "sum_desc": tile(64, dim // 2, one),
                 "far_grad_ptr": "fp32",
                 "dbias_ptr": "fp32",
+                "numbers": 11,
             },
         )
     sizes["BLOCK"] = hopper_backward.BLOCK_M.value
@@ -462,6 +495,8 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     for name in names:
         if name in constants:
             signature[name] = "constexpr"
+        elif name == "numbers":
+            signature[name] = ("i32",) * (kernel.types.get(name) or NUMBERS[kernel.function])
         elif isinstance(kernel.types.get(name), (tuple, int)):
             signature[name] = types_of(kernel.types[name], dtype)
         elif name.endswith("_desc"):

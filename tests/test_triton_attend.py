@@ -25,26 +25,26 @@ WORST = {
     torch.bfloat16: 5e-2,
 }  # of the largest element, in any row
 
-#        N  r  T    D   g    s   Hc
+#        N  r  T    D   g    s
 SHAPES = [
-    (1, 2, 70, 16, 4, 9, 1),
-    (2, 2, 70, 20, 7, 13, 2),
-    (1, 1, 101, 32, 16, 33, 1),
-    (1, 3, 60, 16, 5, 1, 3),
-    (1, 1, 130, 16, 100, 20, 1),
-    (1, 1, 33, 64, 1, 5, 1),
-    (1, 2, 20, 16, 4, 9, 1),
-    (1, 1, 1, 16, 4, 9, 1),
+    (1, 2, 70, 16, 4, 9),
+    (2, 2, 70, 20, 7, 13),
+    (1, 1, 101, 32, 16, 33),
+    (1, 3, 60, 16, 5, 1),
+    (1, 1, 130, 16, 100, 20),
+    (1, 1, 33, 64, 1, 5),
+    (1, 2, 20, 16, 4, 9),
+    (1, 1, 1, 16, 4, 9),
 ]
 if GPU:
     SHAPES += [
-        (2, 4, 1500, 128, 16, 64, 1),
-        (1, 2, 700, 256, 16, 100, 1),
-        (1, 2, 999, 80, 5, 33, 2),
+        (2, 4, 1500, 128, 16, 64),
+        (1, 2, 700, 256, 16, 100),
+        (1, 2, 999, 80, 5, 33),
     ]
 
 
-def tensors(n, r, t, d, g, s, hc, dtype, q_start=0, sink_groups=0):
+def tensors(n, r, t, d, g, s, dtype, q_start=0, sink_groups=0):
     """q, k, v, core_k, core_v as a cache would pass them: raw keys from the first one that any
     query sees."""
     generator = torch.Generator(DEVICE).manual_seed(t + d)
@@ -53,7 +53,7 @@ def tensors(n, r, t, d, g, s, hc, dtype, q_start=0, sink_groups=0):
         (n, r, t, d),
         (n, total - k_start, d),
         (n, total - k_start, d),
-        *((n, hc, max(0, total // g - sink_groups), d),) * 2,
+        *((n, 1, max(0, total // g - sink_groups), d),) * 2,
     )
     return [
         torch.randn(shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes

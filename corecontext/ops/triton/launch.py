@@ -33,8 +33,8 @@ def launch(
     Args:
         kernel: Its constants come last, in the order given here.
         grid: Programs along one or two dimensions.
-        arguments: Tensors, tuples of tensors, descriptors, floats, and integers that the kernel has
-            in `do_not_specialize`, which holds for no integer in a tuple. Descriptors of other
+        arguments: Tensors, tuples of tensors, descriptors, floats, `numbers`, and integers that the
+            kernel has in `do_not_specialize`. Descriptors of other
             tiles need another constant that tells them apart. Tensors that begin anywhere belong in
             `do_not_specialize_on_alignment`: others are launched by Triton where they are not
             aligned.
@@ -89,6 +89,13 @@ def _launch_outside_graph(kernel: Any, grid: tuple, arguments: tuple, constants:
     """Run a kernel where torch.compile traces: its graphs cannot hold launches whose arguments are
     tuples."""
     kernel[grid](*arguments, **constants)
+
+
+def numbers(*values: int) -> tuple[int, ...]:
+    """Return whole numbers from 0 to 2^30 for one argument of a kernel, which `primitives.integers`
+    reads: doubled, plus 3. In a tuple Triton would compile a kernel of its own for 1 and for
+    multiples of 16."""
+    return tuple(2 * x + 3 for x in values)
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

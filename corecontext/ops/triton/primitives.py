@@ -20,6 +20,15 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def integers(numbers):
+    """Return the values of `launch.numbers`."""
+    values = ()
+    for i in tl.static_range(len(numbers)):
+        values = values + ((numbers[i] - 3) >> 1,)
+    return values
+
+
+@triton.jit
 def visible_cores(position, group_size, window_size):
     """Return how many groups are far past of the query at `position`, j(t); any shape."""
     return tl.maximum(position + 1 - window_size, 0) // group_size

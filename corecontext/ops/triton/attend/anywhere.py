@@ -26,12 +26,13 @@ from corecontext.ops.triton.attend.far_past import (
     near_past,
 )
 from corecontext.ops.triton.attend.marks import Marks, marked_entries, marked_keys, marks_of_rows
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, numbers, power_of_2
 from corecontext.ops.triton.primitives import (
     LN2,
     LOG2E,
     dot,
     first_query_of_entry,
+    integers,
     last_query_of_token,
     load_tile,
     log2_scores,
@@ -100,17 +101,14 @@ def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.con
     marks = marks_ptr
     if FORM.has_marks:
         marks = marks_of_rows(marks_ptr, n, position, q_start, marking)
-    entries = (
-        *(far_k_ptr + n * far_k_strides[0], far_v_ptr + n * far_v_strides[0]),
-        *(far_k_strides[1], far_v_strides[1], num_entries, high * 0, high, biases, marks),
-    )
-    k_base = k_ptr + n * k_strides[0] - tl.cast(k_start, tl.int64) * k_strides[1]
-    v_base = v_ptr + n * v_strides[0] - tl.cast(k_start, tl.int64) * v_strides[1]
-    low = groups * group_size
-    raw = (
-        *(k_base, v_base, k_strides[1], v_strides[1], k_start + num_keys, low, position + 1),
-        *(biases, marks),
-    )
+    far_k = far_k_ptr + n * far_k_strides[0]
+    far_v = far_v_ptr + n * far_v_strides[0]
+    entries = (far_k, far_v, far_k_strides[1], far_v_strides[1], num_entries)
+    entries = entries + (high * 0, high, biases, marks)
+    k = k_ptr + n * k_strides[0] - tl.cast(k_start, tl.int64) * k_strides[1]
+    v = v_ptr + n * v_strides[0] - tl.cast(k_start, tl.int64) * v_strides[1]
+    raw = (k, v, k_strides[1], v_strides[1], k_start + num_keys)
+    raw = raw + (groups * group_size, position + 1, biases, marks)
 
     # Some rows see the entries whole .. far_end-1 and the raw tokens local .. middle-1 and causal
     # .. end-1, all rows those between.
@@ -183,23 +181,12 @@ def _attend_keys(
     return acc, running_sum, running_max
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("num_queries", "num_keys", "num_entries", "q_start", "k_start"),
-        *("num_shares", "num_words"),
-    ]
-)
+@triton.jit
 def _attend_fwd_kernel(
     tokens,
     far,
     results,
-    num_queries,
-    num_keys,
-    num_entries,
-    q_start,
-    k_start,
-    num_shares,
-    num_words,
+    numbers,
     scale,
     softcap,
     strides,
@@ -224,6 +211,7 @@ def _attend_fwd_kernel(
         rule: group_size, window_size and sink_groups.
         FORM: `Form`.
     """
+    num_queries, num_keys, num_entries, q_start, k_start, num_shares, num_words = integers(numbers)
     q_ptr = tokens[0]
     q_strides = strides[0]
     # Read the queries that this program owns.
@@ -305,17 +293,13 @@ def _query_gradients(
     return dq
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_entries", "num_shares", "num_words"])
+@triton.jit
 def _attend_dq_kernel(
     tokens,
     far,
     upstream,
     results,
-    num_queries,
-    num_keys,
-    num_entries,
-    num_shares,
-    num_words,
+    numbers,
     scale,
     softcap,
     strides,
@@ -337,6 +321,7 @@ def _attend_dq_kernel(
         results: Pointers to the gradient of q [N, r, T, D] and delta [N, r, T] in float32.
         strides: As of the forward, then those of the gradient of out.
     """
+    num_queries, num_keys, num_entries, num_shares, num_words = integers(numbers)
     q_ptr = tokens[0]
     out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
     dq_ptr, delta_ptr = results
@@ -446,16 +431,13 @@ def _key_gradients(
     return dk, dv, dbias
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_shares", "num_words"])
+@triton.jit
 def _attend_dkv_kernel(
     tokens,
     far,
     upstream,
     results,
-    num_queries,
-    num_keys,
-    num_shares,
-    num_words,
+    numbers,
     scale,
     softcap,
     strides,
@@ -481,6 +463,7 @@ def _attend_dkv_kernel(
         rule: group_size, window_size and sink_groups.
         FORM: `Form`.
     """
+    num_queries, num_keys, num_shares, num_words = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     bias_ptr, marks_ptr = far
     lse_ptr, grad_ptr, delta_ptr = upstream
@@ -519,7 +502,8 @@ def _attend_dkv_kernel(
 
     dk = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
     dv = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
-    for r in range(heads[1]):
+    for i in range(heads[1]):
+        r = tl.cast(i, tl.int64)
         head = n * heads[1] + r
         bias = 0.0
         if FORM.has_bias:
@@ -538,9 +522,9 @@ def _attend_dkv_kernel(
         )
         keys = (k, v, index, bias)
         state = (dk, dv, tl.zeros([FORM.block_m], tl.float32))
-        for i in tl.static_range(3):
+        for j in tl.static_range(3):
             state = _key_gradients(
-                state, keys, queries, bounds[i], (scale, softcap), rule, FAR, i != 1, FORM
+                state, keys, queries, bounds[j], (scale, softcap), rule, FAR, j != 1, FORM
             )
         dk, dv, dbias = state
         if FORM.has_bias:
@@ -598,8 +582,10 @@ def attend_list(
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, bias, words), (out, lse)),
-            *(num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start),
-            *shape_of(marks),
+            numbers(
+                *(num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start),
+                *shape_of(marks),
+            ),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
@@ -648,7 +634,7 @@ def attend_backward(
     words = lse if marks is None else marks.words
     grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
     results = (upstream.out.contiguous(), lse, grad_out, grad_lse)
-    numbers = (float(spec.scale), float(spec.softcap or 1.0))
+    factors = (float(spec.scale), float(spec.softcap or 1.0))
     rule = (rule_of(spec), 1 if marks is None else marks.share)
     heads_per_bias = far.heads_per_bias(r)
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
@@ -657,7 +643,7 @@ def attend_backward(
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, bias, words), results, (dq, delta)),
-            *(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks), *numbers),
+            *(numbers(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), *factors),
         ),
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
@@ -683,7 +669,7 @@ def attend_backward(
             (ceil_div(count, tiles.block_m) * n,),
             (
                 *((q, key, value), (bias, words), (lse, grad_out, delta), (dkey, dvalue, dbias)),
-                *(num_queries, count, *shape_of(marks), *numbers),
+                *(numbers(num_queries, count, *shape_of(marks)), *factors),
             ),
             (
                 tuple(x.stride()[:-1] for x in (q, key, value, grad_out)),

@@ -15,7 +15,7 @@ from corecontext.ops.triton.attend.raw import (
     fetch_dq_kernel,
     fetch_fwd_kernel,
 )
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, numbers
 from corecontext.ops.triton.tiles import fetch_dkv_tiles, fetch_dq_tiles, fetch_tiles
 
 
@@ -31,8 +31,11 @@ def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
         (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
         (
             *((q, k, v), choice.groups.contiguous(), (out, lse)),
-            *(q.shape[2], cores.k.shape[2], count),
-            *(tokens.q_start // choice.share, tokens.q_start, *call.numbers()),
+            numbers(
+                *(q.shape[2], cores.k.shape[2], count),
+                *(tokens.q_start // choice.share, tokens.q_start),
+            ),
+            *call.factors(),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
         **constants,
@@ -70,7 +73,7 @@ def add_raw_gradients(
         (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * q.shape[0],),
         (
             *((q, k, v), (lse, grad_out, delta), (order, begin), (dk, dv)),
-            *(q.shape[2], k.shape[1], num_groups, order.shape[1], *call.numbers()),
+            *(numbers(q.shape[2], k.shape[1], num_groups, order.shape[1]), *call.factors()),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         **constants,
@@ -93,7 +96,7 @@ def _add_query_gradient(
         (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
         (
             *((q, k, v), chosen, (upstream.out.contiguous(), lse, grad_out, grad_lse), (dq, delta)),
-            *(q.shape[2], call.cores.k.shape[2], count, *call.numbers(), query_scale),
+            *(numbers(q.shape[2], call.cores.k.shape[2], count), *call.factors(), query_scale),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         HAS_GRAD_LSE=upstream.grad_lse is not None,

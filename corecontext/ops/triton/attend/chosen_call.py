@@ -32,7 +32,7 @@ class Call(NamedTuple):
         sizes = (self.choice.groups.shape[2], share, power_of_2(share))
         return sizes, rule_of(self.spec)
 
-    def numbers(self) -> tuple[float, float]:
+    def factors(self) -> tuple[float, float]:
         """Return scale and softcap."""
         return float(self.spec.scale), float(self.spec.softcap or 1.0)
 

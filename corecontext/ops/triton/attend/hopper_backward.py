@@ -39,11 +39,12 @@ from corecontext.ops.triton.attend.chosen_call import Call
 from corecontext.ops.triton.attend.far_past import FarPast, add_to_sinks, bias_gradient, far_past
 from corecontext.ops.triton.attend.hopper_forward import fill_marked
 from corecontext.ops.triton.attend.marks import EntryMarks, mark_entries
-from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.launch import ceil_div, launch, numbers, power_of_2
 from corecontext.ops.triton.pool.launcher import pool_backward
 from corecontext.ops.triton.primitives import (
     LOG2E,
     first_query_of_entry,
+    integers,
     last_query_of_token,
     tile_mask,
 )
@@ -67,7 +68,7 @@ SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4
 MIN_BYTES = 288 << 20
 
 
-@triton.jit(do_not_specialize=["num_queries", "heads_per_n"])
+@triton.jit
 def _prepare_kernel(
     out_ptr,
     grad_ptr,
@@ -75,8 +76,7 @@ def _prepare_kernel(
     grad_lse_ptr,
     stats_ptr,
     sum_ptr,
-    num_queries,
-    heads_per_n,
+    numbers,
     out_strides,
     grad_strides,
     HAS_GRAD_LSE: tl.constexpr,
@@ -90,6 +90,7 @@ def _prepare_kernel(
     units of log 2 and grad lse - sum(out grad), 2 x BLOCK float32 side by side, -infinity and 0
     where no query is; and zeros where its queries' gradients will be added up.
     """
+    num_queries, heads_per_n = integers(numbers)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     n = head // heads_per_n
@@ -115,13 +116,12 @@ def _prepare_kernel(
     tl.store(sum_ptr + flat[:, None] * HEAD_DIM + dims[None, :], zeros, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_groups"])
+@triton.jit
 def _finish_kernel(
     sum_ptr,
     last_ptr,
     grad_ptr,
-    num_queries,
-    num_groups,
+    numbers,
     scale,
     group_size,
     sink_groups,
@@ -135,6 +135,7 @@ def _finish_kernel(
     Grid: (query tiles, N r). A program reads a tile's float32 sum, scales it and, at the end of
     each group, adds the gradient from its pooling.
     """
+    num_queries, num_groups = integers(numbers)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     rows = tile * BLOCK + tl.arange(0, BLOCK)
@@ -405,12 +406,7 @@ def _key_gradients(
     wait_out(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("num_queries", "num_entries", "far_programs", "num_words", "num_n", "heads_per_n"),
-        *("heads_per_bias", "heads_per_turn", "group_size", "window_size", "sink_groups"),
-    ]
-)
+@gluon.jit
 def _attend_bwd_hopper(
     q_desc,
     grad_desc,
@@ -426,18 +422,8 @@ def _attend_bwd_hopper(
     grad_k_ptr,
     grad_v_ptr,
     dbias_ptr,
-    num_queries,
-    num_entries,
-    far_programs,
-    num_words,
-    num_n,
-    heads_per_n,
-    heads_per_bias,
-    heads_per_turn,
+    numbers,
     scale,
-    group_size,
-    window_size,
-    sink_groups,
     HAS_BIAS: gl.constexpr,
     SHARE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -457,6 +443,9 @@ def _attend_bwd_hopper(
         heads_per_bias: Neighbouring query heads whose entries have the same biases.
         marks_ptr: Marks of entries by SHARE queries, a power of 2 up to BLOCK_M; 0 for none.
     """
+    values = integers(numbers)
+    num_queries, num_entries, far_programs, num_words, num_n, heads_per_n = values[:6]
+    heads_per_bias, heads_per_turn, group_size, window_size, sink_groups = values[6:]
     dtype: gl.constexpr = DTYPE
     tiles_smem = gl.allocate_shared_memory(
         dtype, [2 * STAGES + 4, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout
@@ -658,7 +647,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     launch(
         _prepare_kernel,
         (tiles, n * r),
-        (out, grad_out, lse, lse_gradient, stats, sums, num_queries, r),
+        (out, grad_out, lse, lse_gradient, stats, sums, numbers(num_queries, r)),
         (out.stride()[:3], grad_out.stride()[:3]),
         HAS_GRAD_LSE=grad_lse is not None,
         HEAD_DIM=dim,
@@ -693,7 +682,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     launch(
         _finish_kernel,
         (tiles, n * r),
-        (sums, last_gradient, chunk.dq, num_queries, num_groups, float(spec.scale)),
+        (sums, last_gradient, chunk.dq, numbers(num_queries, num_groups), float(spec.scale)),
         (spec.group_size, spec.sinks // spec.group_size),
         HAS_LAST=grad_last is not None,
         HEAD_DIM=dim,
@@ -734,16 +723,11 @@ def _attend_backward(
     num_words = 0 if marks is None else marks.words.shape[2]
     pointers = (bias, words, far_gradients, chunk.dk, chunk.dv, dbias)
     sizes = (num_queries, num_entries, far_programs, num_words, n, r)
-    settings = (
-        chunk.far.heads_per_bias(r),
-        HEADS_PER_TURN,
-        spec.scale * LOG2E.value,
-        *rule_of(spec),
-    )
+    sizes += (chunk.far.heads_per_bias(r), HEADS_PER_TURN, *rule_of(spec))
     launch(
         _attend_bwd_hopper,
         (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
-        (*descriptors, *pointers, *sizes, *settings),
+        (*descriptors, *pointers, numbers(*sizes), spec.scale * LOG2E.value),
         HAS_BIAS=chunk.far.bias is not None,
         SHARE=0 if marks is None else marks.share,
         HEAD_DIM=dim,

@@ -21,8 +21,8 @@ from corecontext.ops.spec import Upstream
 from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen_call import Call
 from corecontext.ops.triton.attend.shares import groups_seen
-from corecontext.ops.triton.launch import launch, power_of_2
-from corecontext.ops.triton.primitives import LN2, LOG2E
+from corecontext.ops.triton.launch import launch, numbers, power_of_2
+from corecontext.ops.triton.primitives import LN2, LOG2E, integers
 from corecontext.ops.triton.tensor_memory import DTYPES, aligned, copy_in, descriptor
 
 PAIRS = 2  # pairs of groups in shared memory
@@ -73,12 +73,7 @@ def _start_copies(
     return memory
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("num_tokens", "q_start", "num_queries", "num_groups", "num_chosen"),
-        *("window_size", "sink_groups"),
-    ]
-)
+@gluon.jit
 def fetch_query_hopper(
     k_desc,
     v_desc,
@@ -86,13 +81,7 @@ def fetch_query_hopper(
     out_ptr,
     lse_ptr,
     chosen_ptr,
-    num_tokens,
-    q_start,
-    num_queries,
-    num_groups,
-    num_chosen,
-    window_size,
-    sink_groups,
+    numbers,
     scale,
     GROUP_SIZE: gl.constexpr,
     HEADS: gl.constexpr,
@@ -110,6 +99,9 @@ def fetch_query_hopper(
     Args:
         q_ptr: [N, r, T, D], contiguous.
     """
+    values = integers(numbers)
+    num_tokens, q_start, num_queries, num_groups = values[:4]
+    num_chosen, window_size, sink_groups = values[4:]
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
@@ -175,11 +167,7 @@ def fetch_query_hopper(
         gl.store(place, (top + gl.log2(total)) * LN2, mask=head < HEADS)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("num_tokens", "num_queries", "num_groups", "num_chosen", "window_size", "sink_groups"),
-    ]
-)
+@gluon.jit
 def fetch_query_dq_hopper(
     k_desc,
     v_desc,
@@ -191,12 +179,7 @@ def fetch_query_dq_hopper(
     dq_ptr,
     delta_ptr,
     chosen_ptr,
-    num_tokens,
-    num_queries,
-    num_groups,
-    num_chosen,
-    window_size,
-    sink_groups,
+    numbers,
     scale,
     query_scale,
     HAS_GRAD_LSE: gl.constexpr,
@@ -213,6 +196,7 @@ def fetch_query_dq_hopper(
 
     Grid: as that of the forward, which begins at position 0. All tensors are contiguous.
     """
+    num_tokens, num_queries, num_groups, num_chosen, window_size, sink_groups = integers(numbers)
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
@@ -290,8 +274,11 @@ def attend(call: Call, out: Tensor, lse: Tensor) -> None:
         (
             *(descriptor(x, group_size) for x in (k, v)),
             *(q, out, lse, choice.groups.contiguous()),
-            *(k.shape[2], tokens.q_start, num_queries, cores.k.shape[2]),
-            *(choice.groups.shape[2], window_size, sink_groups, spec.scale * LOG2E.value),
+            numbers(
+                *(k.shape[2], tokens.q_start, num_queries, cores.k.shape[2]),
+                *(choice.groups.shape[2], window_size, sink_groups),
+            ),
+            spec.scale * LOG2E.value,
         ),
         **_constants(call),
     )
@@ -314,8 +301,11 @@ def add_query_gradient(
         (
             *(descriptor(x, group_size) for x in (k, v)),
             *(q, upstream.out.contiguous(), lse, upstream.grad_out.contiguous(), grad_lse),
-            *(dq, delta, choice.groups.contiguous(), k.shape[2], q.shape[2], cores.k.shape[2]),
-            *(choice.groups.shape[2], window_size, sink_groups),
+            *(dq, delta, choice.groups.contiguous()),
+            numbers(
+                *(k.shape[2], q.shape[2], cores.k.shape[2]),
+                *(choice.groups.shape[2], window_size, sink_groups),
+            ),
             *(spec.scale * LOG2E.value, query_scale),
         ),
         HAS_GRAD_LSE=upstream.grad_lse is not None,

@@ -31,8 +31,8 @@ from corecontext.ops.triton.attend.hopper_copies import (
 )
 from corecontext.ops.triton.attend.hopper_forward import num_programs
 from corecontext.ops.triton.attend.shares import groups_seen
-from corecontext.ops.triton.launch import ceil_div, launch
-from corecontext.ops.triton.primitives import LN2, LOG2E
+from corecontext.ops.triton.launch import ceil_div, launch, numbers
+from corecontext.ops.triton.primitives import LN2, LOG2E, integers
 from corecontext.ops.triton.tensor_memory import (
     DTYPES,
     aligned,
@@ -191,12 +191,7 @@ def _scores(q, k, HALF: gl.constexpr, slot, zero):
     )
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("num_tokens", "num_items", "num_shares", "row_blocks", "first_share", "q_start"),
-        *("num_queries", "num_groups", "num_chosen", "window_size", "sink_groups"),
-    ]
-)
+@gluon.jit
 def fetch_fwd_hopper(
     q_desc,
     k_desc,
@@ -204,17 +199,7 @@ def fetch_fwd_hopper(
     out_ptr,
     lse_ptr,
     chosen_ptr,
-    num_tokens,
-    num_items,
-    num_shares,
-    row_blocks,
-    first_share,
-    q_start,
-    num_queries,
-    num_groups,
-    num_chosen,
-    window_size,
-    sink_groups,
+    numbers,
     scale,
     SHARE: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -228,7 +213,11 @@ def fetch_fwd_hopper(
     Grid: as many programs as the chip has multiprocessors; pairs of items, ROWS queries of a share
     each, are dealt out to them. KV heads come one after the other, so that the keys and values in
     use are few.
+
+    Args:
+        numbers: num_tokens, then `work`, `places` and `rule` of `share_of_item`.
     """
+    values = integers(numbers)
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     q_smem = gl.allocate_shared_memory(
         DTYPE, [4 * (ROWS // SHARE), 1, 1, SHARE, COLUMNS], q_desc.layout
@@ -254,12 +243,10 @@ def fetch_fwd_hopper(
 
     # Arguments of a group of warps: constants (first, since a sum of tuples unwraps those on its
     # right), its own, those of all.
-    producer = (q_desc, k_desc, v_desc, num_tokens)
+    producer = (q_desc, k_desc, v_desc, values[0])
     consumers = (out_ptr, lse_ptr, scale)
     shared = ((q_ready, q_free, q_smem, k_smem, v_smem, ready, free), chosen_ptr)
-    shared += ((num_items, num_shares, row_blocks),)
-    shared += ((first_share, q_start, num_queries, num_groups, num_chosen),)
-    shared += ((window_size, sink_groups),)
+    shared += (values[1:4], values[4:9], values[9:])
     gl.warp_specialize(
         [
             (
@@ -309,9 +296,12 @@ def attend(call: Call, out: Tensor, lse: Tensor) -> None:
             descriptor(q, share, COLUMNS.value),
             *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
             *(out, lse, choice.groups.contiguous()),
-            *(k.shape[2], num_items, num_shares, row_blocks, tokens.q_start // share),
-            *(tokens.q_start, num_queries, cores.k.shape[2], num_chosen),
-            *(window_size, sink_groups, spec.scale * LOG2E.value),
+            numbers(
+                *(k.shape[2], num_items, num_shares, row_blocks, tokens.q_start // share),
+                *(tokens.q_start, num_queries, cores.k.shape[2], num_chosen),
+                *(window_size, sink_groups),
+            ),
+            spec.scale * LOG2E.value,
         ),
         SHARE=share,
         GROUP_SIZE=group_size,

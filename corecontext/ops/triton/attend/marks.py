@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.launch import ceil_div, launch, numbers, power_of_2
+from corecontext.ops.triton.primitives import integers
 
 
 class Marks(NamedTuple):
@@ -73,19 +74,17 @@ def marked_keys(marks, entries):
     return (words >> (entries % 32)[:, None]) & 1 != 0
 
 
-@triton.jit(do_not_specialize=["num_words", "first_entry", "num_entries", "num_shares"])
+@triton.jit
 def _mark_kernel(
     chosen_ptr,
     words_ptr,
-    num_words,
-    first_entry,
-    num_entries,
-    num_shares,
+    numbers,
     num_chosen,
     BY_ENTRY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Set the bits of one share's groups; grid: (N C,)."""
+    num_words, first_entry, num_entries, num_shares = integers(numbers)
     row = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, BLOCK)
     group = tl.load(chosen_ptr + row * num_chosen + slots, mask=slots < num_chosen, other=-1)
@@ -128,7 +127,7 @@ def _words(
     launch(
         _mark_kernel,
         (n * count,),
-        (chosen, words, shape[2], first_entry, num_entries, count),
+        (chosen, words, numbers(shape[2], first_entry, num_entries, count)),
         (k,),
         BY_ENTRY=by_entry,
         BLOCK=power_of_2(k),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.attend.shares import groups_seen
-from corecontext.ops.triton.primitives import LN2, LOG2E, dot, log2_scores, softmax_step
+from corecontext.ops.triton.primitives import LN2, LOG2E, dot, integers, log2_scores, softmax_step
 
 
 @triton.jit
@@ -43,16 +43,12 @@ def _raw_tokens(chosen_ptr, index, end, rule):
     return group, token.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_groups", "num_shares", "first_share", "q_start"])
+@triton.jit
 def fetch_fwd_kernel(
     tokens,
     chosen_ptr,
     results,
-    num_queries,
-    num_groups,
-    num_shares,
-    first_share,
-    q_start,
+    numbers,
     scale,
     softcap,
     strides,
@@ -79,6 +75,7 @@ def fetch_fwd_kernel(
         sizes: k, queries of a share, and that number rounded up to a power of 2.
         rule: group_size, window_size and sink_groups.
     """
+    num_queries, num_groups, num_shares, first_share, q_start = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     out_ptr, lse_ptr = results
     q_strides, k_strides, v_strides, out_strides = strides
@@ -140,15 +137,13 @@ def fetch_fwd_kernel(
         tl.store(lse_place, (top + tl.log2(total)) * LN2, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_groups", "num_shares"])
+@triton.jit
 def fetch_dq_kernel(
     tokens,
     chosen_ptr,
     upstream,
     results,
-    num_queries,
-    num_groups,
-    num_shares,
+    numbers,
     scale,
     softcap,
     query_scale,
@@ -174,6 +169,7 @@ def fetch_dq_kernel(
         results: Pointers to dq [N, r, T, D] and delta [N, r, T] in float32.
         strides: Of q, k, v and the gradient of out.
     """
+    num_queries, num_groups, num_shares = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
     dq_ptr, delta_ptr = results
@@ -230,16 +226,13 @@ def fetch_dq_kernel(
         tl.store(place, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_groups", "num_choices"])
+@triton.jit
 def fetch_dkv_kernel(
     tokens,
     upstream,
     choices,
     results,
-    num_queries,
-    num_keys,
-    num_groups,
-    num_choices,
+    numbers,
     scale,
     softcap,
     strides,
@@ -265,6 +258,7 @@ def fetch_dkv_kernel(
             to where each group's places begin, [N, M + 1].
         results: Pointers to dk and dv [N, S, D].
     """
+    num_queries, num_keys, num_groups, num_choices = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     lse_ptr, grad_ptr, delta_ptr = upstream
     order_ptr, begin_ptr = choices

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.attend.shares import groups_of_share
-from corecontext.ops.triton.primitives import dot, load_tile, log2_scores, softmax_step
+from corecontext.ops.triton.primitives import dot, integers, load_tile, log2_scores, softmax_step
 
 
 @triton.jit
@@ -70,16 +70,12 @@ def _continue_lse(state, queries, index, bounds, visible, factors, MASKED: tl.co
     return state
 
 
-@triton.jit(do_not_specialize=["num_shares", "num_groups", "first_share", "q_end", "first_head"])
+@triton.jit
 def index_lse_kernel(
     q_ptr,
     index_ptr,
     lse_ptr,
-    num_shares,
-    num_groups,
-    first_share,
-    q_end,
-    first_head,
+    numbers,
     scale,
     softcap,
     strides,
@@ -107,6 +103,7 @@ def index_lse_kernel(
         sequences: N and r.
         rule: group_size, window_size and sink_groups.
     """
+    num_shares, num_groups, first_share, q_end, first_head = integers(numbers)
     q_strides, index_strides = strides
     num_sequences, heads_per_n = sequences
     pid = tl.program_id(0)
@@ -213,26 +210,14 @@ def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK
         tl.store(best_ptr + (row * num_runs)[:, None] + run[None, :], best, mask=kept)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("num_shares", "num_groups", "first_share", "q_end", "first_head"),
-        *("first_row", "num_rows", "stride_row"),
-    ]
-)
+@triton.jit
 def group_scores_kernel(
     q_ptr,
     index_ptr,
     lse_ptr,
     scores_ptr,
     best_ptr,
-    num_shares,
-    num_groups,
-    first_share,
-    q_end,
-    first_head,
-    first_row,
-    num_rows,
-    stride_row,
+    numbers,
     scale,
     softcap,
     strides,
@@ -260,6 +245,9 @@ def group_scores_kernel(
     Args:
         q_ptr, index_ptr, lse_ptr, strides, sequences, rule: As of `index_lse_kernel`.
     """
+    values = integers(numbers)
+    num_shares, num_groups, first_share, q_end = values[:4]
+    first_head, first_row, num_rows, stride_row = values[4:]
     q_strides, index_strides = strides
     num_sequences, heads_per_n = sequences
     tile = tl.program_id(0) // num_sequences

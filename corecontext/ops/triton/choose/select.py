@@ -20,7 +20,14 @@ from corecontext.ops.triton.choose.group_scores import (
     log_sums,
     score_groups,
 )
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import (
+    ceil_div,
+    contiguous_rows,
+    launch,
+    numbers,
+    power_of_2,
+)
+from corecontext.ops.triton.primitives import integers
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
 _SELECTED = 2048  # scores that a warp holds in registers
@@ -28,23 +35,12 @@ _MOST_SELECTED = 8192  # scores that one program holds
 _INFINITY_BITS = tl.constexpr(0x7F800001)  # the bits of NaN are cut to these
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("num_groups", "first_share", "q_end", "first_row", "num_rows"),
-        *("stride_row", "stride_n"),
-    ]
-)
+@triton.jit
 def _select_kernel(
     scores_ptr,
     runs_ptr,
     chosen_ptr,
-    num_groups,
-    first_share,
-    q_end,
-    first_row,
-    num_rows,
-    stride_row,
-    stride_n,
+    numbers,
     num_chosen,
     share,
     group_size,
@@ -68,6 +64,7 @@ def _select_kernel(
         stride_row, stride_n: Elements between the scores of two shares, and between the choices of
             two sequences.
     """
+    num_groups, first_share, q_end, first_row, num_rows, stride_row, stride_n = integers(numbers)
     n = (tl.program_id(0) // num_rows).to(tl.int64)
     row = tl.program_id(0) % num_rows
     offs = tl.arange(0, BLOCK)
@@ -205,7 +202,7 @@ def _launch_select(
         (n * rows,),
         (
             *(scores, chosen if runs is None else runs, chosen),
-            *(*call.positions(), first_row, rows, width, chosen.stride(0)),
+            numbers(*call.positions(), first_row, rows, width, chosen.stride(0)),
         ),
         (k, settings.share, *settings.rule),
         RUN=1 if of_groups else RUN,

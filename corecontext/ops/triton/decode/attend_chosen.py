@@ -13,6 +13,7 @@ from corecontext.ops.triton.decode.attend_entries import (
     store_part,
 )
 from corecontext.ops.triton.primitives import (
+    integers,
     log2_scores,
     softmax_step,
     tile_products,
@@ -20,12 +21,7 @@ from corecontext.ops.triton.primitives import (
 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("seen", "kv_heads", "group_size", "window_size", "capacity", "ring_size"),
-        *("fetched_room", "num_parts", "groups_each"),
-    ]
-)
+@triton.jit
 def attend_chosen_kernel(
     q_ptr,
     cache,
@@ -33,15 +29,7 @@ def attend_chosen_kernel(
     chosen,
     length,
     partial,
-    seen,
-    kv_heads,
-    group_size,
-    window_size,
-    capacity,
-    ring_size,
-    fetched_room,
-    num_parts,
-    groups_each,
+    numbers,
     scale,
     num_chosen,
     q_strides,
@@ -65,6 +53,9 @@ def attend_chosen_kernel(
         length, partial: As of `attend_compact_kernel`; this launch's parts are behind that of the
             new token, that of the core tokens last.
     """
+    values = integers(numbers)
+    seen, kv_heads, group_size, window_size, capacity = values[:5]
+    ring_size, fetched_room, num_parts, groups_each = values[5:]
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     program = tl.program_id(1)
     SINKS: tl.constexpr = CACHE.sinks

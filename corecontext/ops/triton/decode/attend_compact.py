@@ -15,14 +15,10 @@ from corecontext.ops.triton.decode.attend_entries import (
     store_part,
 )
 from corecontext.ops.triton.decode.write_index import close_group
+from corecontext.ops.triton.primitives import integers
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("seen", "kv_heads", "num_groups", "group_size", "window_size", "capacity", "ring_size"),
-        *("room", "num_centred", "num_fetching"),
-    ]
-)
+@triton.jit
 def attend_compact_kernel(
     tokens,
     cache,
@@ -31,16 +27,7 @@ def attend_compact_kernel(
     tables,
     length,
     partial,
-    seen,
-    kv_heads,
-    num_groups,
-    group_size,
-    window_size,
-    capacity,
-    ring_size,
-    room,
-    num_centred,
-    num_fetching,
+    numbers,
     scale,
     q_strides,
     k_strides,
@@ -69,6 +56,9 @@ def attend_compact_kernel(
         partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
             in float32: the new token is part 0, this launch's parts are behind num_fetching more.
     """
+    values = integers(numbers)
+    seen, kv_heads, num_groups, group_size, window_size = values[:5]
+    capacity, ring_size, room, num_centred, num_fetching = values[5:]
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     program = tl.program_id(1)
     programs = tl.num_programs(1)

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import RawSlots
-from corecontext.ops.triton.launch import launch, power_of_2
+from corecontext.ops.triton.launch import launch, numbers, power_of_2
+from corecontext.ops.triton.primitives import integers
 
 MOST_SLOTS = 2048
 """Slots of a KV head that one program orders by age."""
@@ -29,15 +30,12 @@ def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
     return tl.where(exists & (is_read == 0), age, NEVER)
 
 
-@triton.jit(do_not_specialize=["num_chosen", "num_groups", "table_size", "num_slots"])
+@triton.jit
 def find_slots_kernel(
     choice,
     slots,
     results,
-    num_chosen,
-    num_groups,
-    table_size,
-    num_slots,
+    numbers,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -54,6 +52,7 @@ def find_slots_kernel(
         results: Pointers to the slots of groups [B Hkv, num_chosen]; to the groups to load [B Hkv,
             num_chosen], their slots, and their number [B Hkv].
     """
+    num_chosen, num_groups, table_size, num_slots = integers(numbers)
     chosen_ptr, marks_ptr = choice
     table_ptr, owner_ptr, last_used_ptr, counts_ptr = slots
     slot_ptr, missing_ptr, order_ptr, num_missing_ptr = results
@@ -106,16 +105,12 @@ def find_slots_kernel(
     tl.store(counts_ptr + 3 * n + 2, lookups + num_read)
 
 
-@triton.jit(do_not_specialize=["rows", "num_chosen", "room", "num_slots", "first"])
+@triton.jit
 def load_slots_kernel(
     missing,
     raw,
     fetched,
-    rows,
-    num_chosen,
-    room,
-    num_slots,
-    first,
+    numbers,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -133,6 +128,7 @@ def load_slots_kernel(
         first: Tokens before the first group.
         GROUP: Numbers of a group's keys.
     """
+    rows, num_chosen, room, num_slots, first = integers(numbers)
     missing_ptr, slot_ptr, num_missing_ptr = missing
     for n in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         for i in range(tl.program_id(1), tl.load(num_missing_ptr + n), tl.num_programs(1)):
@@ -168,8 +164,8 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
         find_slots_kernel,
         (rows,),
         (
-            *((chosen, marks), fetched[2:], (slot, *missing), num_chosen, marks.shape[1]),
-            *(fetched.table.shape[2], num_slots),
+            *((chosen, marks), fetched[2:], (slot, *missing)),
+            numbers(num_chosen, marks.shape[1], fetched.table.shape[2], num_slots),
         ),
         BLOCK_N=max(32, power_of_2(num_slots)),
         BLOCK_K=power_of_2(num_chosen),
@@ -181,7 +177,7 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
         (sharing_rows, min(num_chosen, _LOADING // sharing_rows)),
         (
             *(missing, (raw.keys, raw.values), (fetched.keys, fetched.values)),
-            *(rows, num_chosen, raw.keys.shape[2], num_slots, sinks),
+            numbers(rows, num_chosen, raw.keys.shape[2], num_slots, sinks),
         ),
         GROUP=group_size * dim,
         HEAD_DIM=dim,

@@ -6,19 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.launch import launch, power_of_2
+from corecontext.ops.triton.launch import launch, numbers, power_of_2
+from corecontext.ops.triton.primitives import integers
 
 _SLICES = 4  # of a head's columns, where a part is taken out
 _WARPS = 4  # that merge a slice
 
 
-@triton.jit(do_not_specialize=["num_parts", "removed"])
+@triton.jit
 def merge_kernel(
     partial,
     out_ptr,
     seen_ptr,
-    num_parts,
-    removed,
+    numbers,
     ON_DEVICE: tl.constexpr,
     REMOVES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -40,6 +40,7 @@ def merge_kernel(
         seen_ptr: The length, where it is ON_DEVICE.
         removed: With REMOVES, the part to be taken out of those behind it, which count it.
     """
+    num_parts, removed = integers(numbers)
     head = tl.program_id(0).to(tl.int64)
     first = head // HEADS * num_parts * HEADS + head % HEADS
     acc_ptr = partial[0] + first * HEAD_DIM
@@ -94,7 +95,7 @@ def merge(
     launch(
         merge_kernel,
         (rows * heads, slices),
-        (partial, out, partial[1] if seen is None else seen, num_parts, removed or 0),
+        (partial, out, partial[1] if seen is None else seen, numbers(num_parts, removed or 0)),
         ON_DEVICE=seen is not None,
         REMOVES=removed is not None,
         HEADS=heads,

@@ -28,25 +28,19 @@ from corecontext.ops.triton.decode.attend_entries import (
 )
 from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plan import cache_form, pooling_of, step_plan
-from corecontext.ops.triton.launch import contiguous_rows, launch
+from corecontext.ops.triton.launch import contiguous_rows, launch, numbers
+from corecontext.ops.triton.primitives import integers
 from corecontext.ops.triton.tiles import chip_of
 
 
-@triton.jit(
-    do_not_specialize=["seen", "kv_heads", "capacity", "ring_size", "group_size", "window_size"]
-)
+@triton.jit
 def step_kernel(
     tokens,
     cache,
     tables,
     length,
     partial,
-    seen,
-    kv_heads,
-    capacity,
-    ring_size,
-    group_size,
-    window_size,
+    numbers,
     scale,
     softcap,
     bias,
@@ -73,6 +67,7 @@ def step_kernel(
         partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
             in float32.
     """
+    seen, kv_heads, capacity, ring_size, group_size, window_size = integers(numbers)
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     program = tl.program_id(1)
     programs = tl.num_programs(1)
@@ -133,8 +128,10 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
             (
                 *((q, k, v), (keys, values, key_scales, value_scales, masses)),
                 *(slots.rotation or (keys, keys), (length, slots.pad), (acc, lse)),
-                *(0 if on_device else slots.seen, kv_heads, capacity, slots.ring_size),
-                *(spec.group_size, spec.window_size),
+                numbers(
+                    *(0 if on_device else slots.seen, kv_heads, capacity, slots.ring_size),
+                    *(spec.group_size, spec.window_size),
+                ),
                 *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
             ),
             (q.stride()[:2], k.stride()[:2], v.stride()[:2]),

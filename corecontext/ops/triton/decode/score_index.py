@@ -19,6 +19,7 @@ from corecontext.ops.triton.decode.attend_entries import row_of
 from corecontext.ops.triton.primitives import (
     LOG2E,
     TINY,
+    integers,
     level_of,
     tile_mask,
     tile_products,
@@ -104,7 +105,7 @@ def rotate_kernel(
     tl.store(rotated[1] + n * ROWS + heads, unit, mask=heads < ROWS)
 
 
-@triton.jit(do_not_specialize=["seen", "kv_heads", "num_groups", "group_size", "window_size"])
+@triton.jit
 def score_kernel(
     q_ptr,
     rotation_ptr,
@@ -112,11 +113,7 @@ def score_kernel(
     index,
     results,
     length,
-    seen,
-    kv_heads,
-    num_groups,
-    group_size,
-    window_size,
+    numbers,
     scale,
     q_strides,
     ON_DEVICE: tl.constexpr,
@@ -140,6 +137,7 @@ def score_kernel(
         results: Pointers to the scores and the log-sum-exp.
         length: Pointers to the length on the device, and to each row's padding.
     """
+    seen, kv_heads, num_groups, group_size, window_size = integers(numbers)
     HEADS: tl.constexpr = TILE.heads
     KEYS: tl.constexpr = INDEX.keys
     EACH: tl.constexpr = 8 // INDEX.bits

@@ -6,22 +6,15 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.decode.attend_entries import row_of
-from corecontext.ops.triton.primitives import TINY, visible_cores
+from corecontext.ops.triton.primitives import TINY, integers, visible_cores
 
 
-@triton.jit(
-    do_not_specialize=["seen", "kv_heads", "num_groups", "group_size", "window_size", "num_parts"]
-)
+@triton.jit
 def select_kernel(
     scores,
     choice,
     length,
-    seen,
-    kv_heads,
-    num_groups,
-    group_size,
-    window_size,
-    num_parts,
+    numbers,
     num_chosen,
     ON_DEVICE: tl.constexpr,
     SINKS: tl.constexpr,
@@ -45,6 +38,7 @@ def select_kernel(
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
     """
+    seen, kv_heads, num_groups, group_size, window_size, num_parts = integers(numbers)
     n, _, _, position = row_of(length, seen, kv_heads, ON_DEVICE)
     scores_ptr = scores[0] + n * HEADS * BLOCK
     lse_ptr = scores[1] + n * num_parts * HEADS

@@ -52,7 +52,7 @@ from corecontext.ops.triton.decode.plan import (
 )
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
-from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import contiguous_rows, launch, numbers, power_of_2
 from corecontext.ops.triton.tiles import chip_of
 
 _MOST_GROUPS = 32768  # whose scores one program holds
@@ -234,8 +234,12 @@ def _score(step: _Step) -> None:
         (step.grid, step.plan.num_scoring),
         (
             *(q, raw.rotations[0], step.work.rotated, (raw.codes, raw.scales), step.work.scores),
-            *(step.length, step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
-            *(spec.group_size, spec.window_size, float(spec.scale)),
+            step.length,
+            numbers(
+                *(step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
+                *(spec.group_size, spec.window_size),
+            ),
+            float(spec.scale),
         ),
         (q.stride()[:2],),
         ON_DEVICE=step.on_device,
@@ -256,9 +260,11 @@ def _select(step: _Step) -> None:
         select_kernel,
         (step.grid,),
         (
-            *(step.work.scores, step.work.choice, step.length, step.seen),
-            *(step.slots.keys.shape[1], step.raw.codes.shape[2]),
-            *(spec.group_size, spec.window_size, plan.num_scoring),
+            *(step.work.scores, step.work.choice, step.length),
+            numbers(
+                *(step.seen, step.slots.keys.shape[1], step.raw.codes.shape[2]),
+                *(spec.group_size, spec.window_size, plan.num_scoring),
+            ),
         ),
         (num_chosen,),
         ON_DEVICE=step.on_device,
@@ -282,9 +288,9 @@ def _attend_chosen(step: _Step) -> None:
     fetched = (raw.keys, raw.values)
     fetched_room = raw.keys.shape[2]
     fetched_sinks = spec.sinks
-    numbers = chosen
+    places = chosen
     if raw.slots is not None:
-        numbers = find_and_load(raw, chosen, marks, spec.sinks)
+        places = find_and_load(raw, chosen, marks, spec.sinks)
         fetched = (raw.slots.keys, raw.slots.values)
         fetched_room = raw.slots.keys.shape[2] * spec.group_size
         fetched_sinks = 0
@@ -293,9 +299,11 @@ def _attend_chosen(step: _Step) -> None:
         attend_chosen_kernel,
         (step.grid, plan.num_fetching),
         (
-            *(q, step.cache, fetched, (chosen, numbers), step.length, step.work.partial),
-            *(step.seen, kv_heads, spec.group_size, spec.window_size, capacity),
-            *(step.slots.ring_size, fetched_room, plan.num_parts, plan.groups_each),
+            *(q, step.cache, fetched, (chosen, places), step.length, step.work.partial),
+            numbers(
+                *(step.seen, kv_heads, spec.group_size, spec.window_size, capacity),
+                *(step.slots.ring_size, fetched_room, plan.num_parts, plan.groups_each),
+            ),
             float(spec.scale),
         ),
         (chosen.shape[1], q.stride()[:2]),
@@ -321,9 +329,12 @@ def _attend_compact(step: _Step) -> None:
         (
             *(step.tokens, step.cache, (raw.keys, raw.values), index),
             *(slots.rotation or step.cache[:2], step.length, step.work.partial),
-            *(step.seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size),
-            *(capacity, slots.ring_size, raw.keys.shape[2], spec.num_centred),
-            *(step.plan.num_fetching, float(spec.scale)),
+            numbers(
+                *(step.seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size),
+                *(capacity, slots.ring_size, raw.keys.shape[2], spec.num_centred),
+                step.plan.num_fetching,
+            ),
+            float(spec.scale),
         ),
         (q.stride()[:2], k.stride()[:2], v.stride()[:2]),
         ON_DEVICE=step.on_device,

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.merge_parts import merge
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import (
+    ceil_div,
+    contiguous_rows,
+    launch,
+    numbers,
+    power_of_2,
+)
 from corecontext.ops.triton.paged.pages import (
     Batch,
     Pages,
@@ -25,7 +31,13 @@ from corecontext.ops.triton.paged.pages import (
     page_offsets,
     strides_of,
 )
-from corecontext.ops.triton.primitives import dot, log2_scores, softmax_step, visible_cores
+from corecontext.ops.triton.primitives import (
+    dot,
+    integers,
+    log2_scores,
+    softmax_step,
+    visible_cores,
+)
 from corecontext.ops.triton.tiles import (
     MOST_SPLITS,
     Tiles,
@@ -109,9 +121,8 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
 
 
 @triton.jit(
-    do_not_specialize=["num_sequences", "window_size"],
     # Sequences from any row on: their rows are not aligned.
-    do_not_specialize_on_alignment=["table_ptr", "core_table_ptr", "starts_ptr", "lengths_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "core_table_ptr", "starts_ptr", "lengths_ptr"]
 )
 def _attend_pages_kernel(
     q_ptr,
@@ -122,8 +133,7 @@ def _attend_pages_kernel(
     starts_ptr,
     lengths_ptr,
     results,
-    num_sequences,
-    window_size,
+    numbers,
     scale,
     softcap,
     bias,
@@ -157,6 +167,7 @@ def _attend_pages_kernel(
         strides: Of q, of pages of raw tokens, of core tokens and of masses, and of both tables.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
+    num_sequences, window_size = integers(numbers)
     keys_ptr, values_ptr = raw
     core_keys_ptr, core_values_ptr, mass_ptr = cores
     out_ptr, acc_ptr, lse_ptr = results
@@ -352,7 +363,7 @@ def _launch(
             (
                 *(q, (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
                 *(batch.starts, batch.lengths, (out, acc, lse)),
-                *(batch.lengths.shape[0], spec.window_size),
+                numbers(batch.lengths.shape[0], spec.window_size),
                 *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
             ),
             (

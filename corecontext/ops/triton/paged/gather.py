@@ -12,8 +12,15 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.attend.far_past import FarPast
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import (
+    ceil_div,
+    contiguous_rows,
+    launch,
+    numbers,
+    power_of_2,
+)
 from corecontext.ops.triton.paged.pages import Pages, alignment_of, page_offsets, strides_of
+from corecontext.ops.triton.primitives import integers
 from corecontext.visibility import local_start, num_visible_cores
 
 BLOCK_E = 32
@@ -50,9 +57,8 @@ class Span(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=["total", "num_past", "num_near", "num_sinks", "low", "first_group"],
     # Sequences from any row on: their rows are not aligned.
-    do_not_specialize_on_alignment=["table_ptr", "core_table_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "core_table_ptr"]
 )
 def _gather_kernel(
     new_tokens,
@@ -61,12 +67,7 @@ def _gather_kernel(
     table_ptr,
     core_table_ptr,
     gathered,
-    total,
-    num_past,
-    num_near,
-    num_sinks,
-    low,
-    first_group,
+    numbers,
     bias,
     strides,
     page_sizes,
@@ -90,6 +91,7 @@ def _gather_kernel(
         strides: Of new keys and values, of pages of raw tokens, of core tokens and of masses.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
+    total, num_past, num_near, num_sinks, low, first_group = integers(numbers)
     k_ptr, v_ptr = new_tokens
     keys_ptr, values_ptr = raw
     core_keys_ptr, core_values_ptr, mass_ptr = cores
@@ -177,7 +179,9 @@ def gather_chunk(
             (
                 *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
                 (gathered[0], gathered[1], bias),
-                *(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group),
+                numbers(
+                    *(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group)
+                ),
                 float(core_bias),
             ),
             (

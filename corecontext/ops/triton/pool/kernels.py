@@ -23,7 +23,7 @@ from corecontext.ops.triton.pool.group_tile import (
     table_rows,
     token_scores,
 )
-from corecontext.ops.triton.primitives import TINY
+from corecontext.ops.triton.primitives import TINY, integers
 
 
 @triton.jit
@@ -43,13 +43,12 @@ def _mean_weights(query, k, rows, group_size, factors, SHAPE: tl.constexpr):
     return weights
 
 
-@triton.jit(do_not_specialize=["num_groups", "group_size"])
+@triton.jit
 def pool_fwd_kernel(
     tokens,
     cores,
     tables,
-    num_groups,
-    group_size,
+    numbers,
     scale,
     softcap,
     strides,
@@ -70,6 +69,7 @@ def pool_fwd_kernel(
         strides: Of q, k, v and of the keys and values of core tokens.
         SHAPE: `launcher.Shape`.
     """
+    num_groups, group_size = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     q_strides, k_strides, v_strides, core_strides = strides
     # Read all tokens of the groups: every head uses them.
@@ -93,14 +93,13 @@ def pool_fwd_kernel(
         tl.store(cores[2] + n * num_groups + groups, entropy(weights), mask=groups < num_groups)
 
 
-@triton.jit(do_not_specialize=["num_groups", "group_size"])
+@triton.jit
 def pool_bwd_kernel(
     upstream,
     tokens,
     tables,
     gradients,
-    num_groups,
-    group_size,
+    numbers,
     scale,
     softcap,
     strides,
@@ -120,6 +119,7 @@ def pool_bwd_kernel(
         gradients: Pointers to those of `tokens`.
         strides: Of the gradients of core keys and values, of tokens, and of their gradients.
     """
+    num_groups, group_size = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     grad_q_ptr, grad_k_ptr, grad_v_ptr = gradients
     grad_core_k_strides, grad_core_v_strides = strides[:2]
