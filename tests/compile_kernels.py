@@ -198,7 +198,7 @@ NUMBERS = {
     pool_kernels.pool_fwd_kernel: 2,
     pool_kernels.pool_bwd_kernel: 2,
 }
-"""Whole numbers of `launch.numbers`."""
+"""Whole numbers of `launch.ints`."""
 LOSS = (loss_kernel.loss_kernel,)
 HEADS = 4  # query heads that share a KV head
 
@@ -298,10 +298,11 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
             (fetch_kernels.fetch_dq_kernel, fetch_dq_tiles(chip, dtype, dim, rows)),
             (fetch_kernels.fetch_dkv_kernel, fetch_dkv_tiles(chip, dtype, dim, rows)),
         ):
-            sizes = {**plain, "BLOCK_M": min(rows, tiles.block_m), "BLOCK_N": tiles.block_n}
-            sizes.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+            blocks = (power_of_2(dim), min(rows, tiles.block_m), tiles.block_n)
+            form = fetch_kernels.RawForm(HEADS, False, dim, *blocks)
+            sizes = {"FORM": form, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
             more = {"HAS_GRAD_LSE": True} if "_dq_" in function.__name__ else {}
-            yield Kernel(function, {**sizes, **more}, RAW_TYPES[function])
+            yield Kernel(function, {**more, **sizes}, RAW_TYPES[function])
 
 
 def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
@@ -388,7 +389,8 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     if dim != 128:
         return function in ATTENTION
     if function in (*FETCH, *CHOICE, *PAGED, *STEP, *LOSS):
-        return chip == "sm_86" and (function in STEP or constants.get("BLOCK_M") != 16)
+        rows = constants["FORM"].block_m if function in FETCH else constants.get("BLOCK_M")
+        return chip == "sm_86" and (function in STEP or rows != 16)
     if function is plain_step.step_kernel:
         return constants["CACHE"].kind != "auto" or constants["CACHE"].sinks > 0
     if function is merge_parts.merge_kernel:
@@ -417,7 +419,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
     keys, kind = 128 if dim <= 128 else 64, {"DTYPE": tensor_memory.DTYPES[dtype]}
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
-    types = {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", "numbers": 15, **queries}
+    types = {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **queries}
     kinds = ("k_desc", "v_desc", "far_k_desc", "far_v_desc")
     for added, marked in itertools.product(("nothing", "bias", "masses"), (False, True)):
         has = {"HAS_MASSES": added == "masses", "HAS_BIAS": added == "bias", "HAS_MARKS": marked}
@@ -445,7 +447,6 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 **dict.fromkeys(("q_desc", "k_desc", "v_desc"), tile(16, 64)),
                 "lse_ptr": "fp32",
                 "chosen_ptr": "i32",
-                "numbers": 11,
             },
         )
     sizes = {"GROUP_SIZE": 16, "HEADS": HEADS, "COLUMNS": 8, "HEAD_DIM": dim, "BLOCK_D": dim}
@@ -475,7 +476,6 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 "sum_desc": tile(64, dim // 2, one),
                 "far_grad_ptr": "fp32",
                 "dbias_ptr": "fp32",
-                "numbers": 11,
             },
         )
     sizes["BLOCK"] = hopper_backward.BLOCK_M.value

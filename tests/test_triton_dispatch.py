@@ -41,7 +41,7 @@ from corecontext.ops.mass import add_to_bias  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
-from corecontext.ops.triton.attend.chosen_call import Call  # noqa: E402
+from corecontext.ops.triton.attend.chosen import Call  # noqa: E402
 from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
 from corecontext.ops.triton.attend.mass_parts import mass_parts  # noqa: E402
 

@@ -20,7 +20,7 @@ from corecontext.ops.fetch.scoring import Queries, centre_of, group_keys, scores
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import fetch_kernels as fetch
 from corecontext.ops.triton.attend import best as best_kernels
-from corecontext.ops.triton.attend import chosen_call, marks
+from corecontext.ops.triton.attend import chosen, marks
 from corecontext.ops.triton.attend.shares import Choosing
 from corecontext.ops.triton.choose import group_scores as fetch_scores
 from corecontext.ops.triton.choose import select as fetch_choose
@@ -302,7 +302,7 @@ def test_marks_of_some_heads_at_a_time(extra, monkeypatch):
     tensors, choice, spec, bias = case_of(CASES[0], extra=extra)
     arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, choice)
     whole = fetch.attend(*arguments)
-    monkeypatch.setattr(chosen_call, "_MARK_BYTES", 1)
+    monkeypatch.setattr(chosen, "_MARK_BYTES", 1)
     for got, expected in zip(fetch.attend(*arguments), whole):
         assert torch.equal(got, expected)
 

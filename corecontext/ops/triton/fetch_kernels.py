@@ -13,8 +13,7 @@ from corecontext.ops.fetch.scoring import centre_of, group_keys
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton.attend import anywhere, best
 from corecontext.ops.triton.attend.anywhere import rule_of
-from corecontext.ops.triton.attend.chosen import add_raw_gradients
-from corecontext.ops.triton.attend.chosen_call import Call, split, together
+from corecontext.ops.triton.attend.chosen import Call, add_raw_gradients, split, together
 from corecontext.ops.triton.attend.shares import Choosing
 from corecontext.ops.triton.choose import index_keys, select
 from corecontext.ops.triton.launch import on_device

@@ -33,7 +33,7 @@ def launch(
     Args:
         kernel: Its constants come last, in the order given here.
         grid: Programs along one or two dimensions.
-        arguments: Tensors, tuples of tensors, descriptors, floats, `numbers`, and integers that the
+        arguments: Tensors, tuples of tensors, descriptors, floats, `ints`, and integers that the
             kernel has in `do_not_specialize`. Descriptors of other
             tiles need another constant that tells them apart. Tensors that begin anywhere belong in
             `do_not_specialize_on_alignment`: others are launched by Triton where they are not
@@ -91,7 +91,7 @@ def _launch_outside_graph(kernel: Any, grid: tuple, arguments: tuple, constants:
     kernel[grid](*arguments, **constants)
 
 
-def numbers(*values: int) -> tuple[int, ...]:
+def ints(*values: int) -> tuple[int, ...]:
     """Return whole numbers from 0 to 2^30 for one argument of a kernel, which `primitives.integers`
     reads: doubled, plus 3. In a tuple Triton would compile a kernel of its own for 1 and for
     multiples of 16."""

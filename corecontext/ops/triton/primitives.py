@@ -21,7 +21,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def integers(numbers):
-    """Return the values of `launch.numbers`."""
+    """Return the values of `launch.ints`."""
     values = ()
     for i in tl.static_range(len(numbers)):
         values = values + ((numbers[i] - 3) >> 1,)

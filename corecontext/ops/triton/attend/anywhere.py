@@ -26,7 +26,7 @@ from corecontext.ops.triton.attend.far_past import (
     near_past,
 )
 from corecontext.ops.triton.attend.marks import Marks, marked_entries, marked_keys, marks_of_rows
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, numbers, power_of_2
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.primitives import (
     LN2,
     LOG2E,
@@ -152,7 +152,7 @@ def _attend_keys(
         factors: scale and softcap.
     """
     acc, running_sum, running_max = state
-    _, _, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
+    stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys[2:]
     HAS_MARKS: tl.constexpr = FAR and FORM.has_marks
     offs = tl.arange(0, FORM.block_n)
     dims = tl.arange(0, FORM.block_d)
@@ -265,7 +265,7 @@ def _query_gradients(
         keys, factors: As in `_attend_keys`.
     """
     q, grad, lse, delta = queries
-    _, _, stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys
+    stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys[2:]
     offs = tl.arange(0, FORM.block_n)
     dims = tl.arange(0, FORM.block_d)
     k_tile, v_tile = _tile_pointers(keys, begin, FORM)
@@ -582,7 +582,7 @@ def attend_list(
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, bias, words), (out, lse)),
-            numbers(
+            ints(
                 *(num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start),
                 *shape_of(marks),
             ),
@@ -643,7 +643,7 @@ def attend_backward(
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, bias, words), results, (dq, delta)),
-            *(numbers(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), *factors),
+            *(ints(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), *factors),
         ),
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
@@ -669,7 +669,7 @@ def attend_backward(
             (ceil_div(count, tiles.block_m) * n,),
             (
                 *((q, key, value), (bias, words), (lse, grad_out, delta), (dkey, dvalue, dbias)),
-                *(numbers(num_queries, count, *shape_of(marks)), *factors),
+                *(ints(num_queries, count, *shape_of(marks)), *factors),
             ),
             (
                 tuple(x.stride()[:-1] for x in (q, key, value, grad_out)),

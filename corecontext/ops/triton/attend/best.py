@@ -11,7 +11,7 @@ from torch import Tensor
 from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton.attend import anywhere, chosen
-from corecontext.ops.triton.attend.chosen_call import Call
+from corecontext.ops.triton.attend.chosen import Call
 from corecontext.ops.triton.attend.far_past import FarPast, far_past, near_past
 from corecontext.ops.triton.attend.marks import Marks
 

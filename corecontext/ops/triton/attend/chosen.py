@@ -4,19 +4,106 @@ sees: results and gradients of that part are taken in here."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from corecontext.ops.spec import Upstream
-from corecontext.ops.triton.attend.chosen_call import Call
+from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
+from corecontext.ops.triton.attend.anywhere import rule_of
+from corecontext.ops.triton.attend.marks import Marks, mark
 from corecontext.ops.triton.attend.raw import (
+    RawForm,
     fetch_dkv_kernel,
     fetch_dq_kernel,
     fetch_fwd_kernel,
 )
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, numbers
-from corecontext.ops.triton.tiles import fetch_dkv_tiles, fetch_dq_tiles, fetch_tiles
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.tiles import (
+    Chip,
+    Tiles,
+    chip_of,
+    fetch_dkv_tiles,
+    fetch_dq_tiles,
+    fetch_tiles,
+)
+
+_MARK_BYTES = 256 << 20  # marks in memory at a time, of some KV heads
+
+
+class Call(NamedTuple):
+    """Hold a call to the kernels of chosen groups for some sequences of KV heads."""
+
+    tokens: Tokens
+    cores: Cores
+    spec: Spec
+    core_bias: Tensor | None
+    choice: Choice
+
+    def specialized(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Return the last arguments of every kernel, `sizes` and `rule`."""
+        share = self.choice.share
+        sizes = (self.choice.groups.shape[2], share, power_of_2(share))
+        return sizes, rule_of(self.spec)
+
+    def factors(self) -> tuple[float, float]:
+        """Return scale and softcap."""
+        return float(self.spec.scale), float(self.spec.softcap or 1.0)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a share: queries, rounded up to a power of 2, of all heads of a KV head."""
+        return self.tokens.q.shape[1] * power_of_2(self.choice.share)
+
+    def constants(self, tiles: Tiles, rows: int) -> dict[str, Any]:
+        """Return what a kernel is compiled for whose tiles have at most `rows` rows."""
+        r, _, dim = self.tokens.q.shape[1:]
+        blocks = (max(16, power_of_2(dim)), max(16, min(tiles.block_m, power_of_2(rows))))
+        form = RawForm(r, self.spec.softcap is not None, dim, *blocks, tiles.block_n)
+        return {"FORM": form, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+    def chip(self) -> tuple[Chip, torch.dtype, int]:
+        """Return the first arguments of the tables of tiles."""
+        q = self.tokens.q
+        return chip_of(q.device), q.dtype, q.shape[3]
+
+    def marks(self) -> Marks:
+        """Mark the core tokens that no query of a share sees."""
+        tokens = self.tokens
+        cores = self.cores
+        spec = self.spec
+        first = min(spec.sinks, tokens.k.shape[1])
+        entries = first + cores.k.shape[2]
+        return mark(self.choice.groups, self.choice.share, entries, first)
+
+
+def split(call: Call) -> list[tuple[slice, Call]]:
+    """Return the call for some sequences at a time, whose marks fit into their memory."""
+    tokens, cores, spec, core_bias, choice = call
+    n, count = choice.groups.shape[:2]
+    size = max(1, _MARK_BYTES // max(1, count * (spec.sinks + cores.k.shape[2]) // 8))
+    if size >= n:
+        return [(slice(n), call)]
+    calls = []
+    for low in range(0, n, size):
+        heads = slice(low, low + size)
+        smaller = Call(
+            Tokens(*(x[heads] for x in tokens[:3]), tokens.q_start),
+            Cores(*(x[heads] for x in cores)),
+            spec,
+            None if core_bias is None else core_bias[heads],
+            choice.part(heads),
+        )
+        calls.append((heads, smaller))
+    return calls
+
+
+def together(results: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Concatenate the results of parts."""
+    if len(results) == 1:
+        return results[0]
+    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*results))
 
 
 def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
@@ -28,10 +115,10 @@ def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
     constants = call.constants(fetch_tiles(*call.chip(), call.rows), call.rows)
     launch(
         fetch_fwd_kernel,
-        (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
+        (n * count * ceil_div(call.rows, constants["FORM"].block_m),),
         (
             *((q, k, v), choice.groups.contiguous(), (out, lse)),
-            numbers(
+            ints(
                 *(q.shape[2], cores.k.shape[2], count),
                 *(tokens.q_start // choice.share, tokens.q_start),
             ),
@@ -70,10 +157,10 @@ def add_raw_gradients(
     constants = call.constants(tiles, spec.group_size)
     launch(
         fetch_dkv_kernel,
-        (ceil_div(spec.group_size, constants["BLOCK_M"]) * num_groups * q.shape[0],),
+        (ceil_div(spec.group_size, constants["FORM"].block_m) * num_groups * q.shape[0],),
         (
             *((q, k, v), (lse, grad_out, delta), (order, begin), (dk, dv)),
-            *(numbers(q.shape[2], k.shape[1], num_groups, order.shape[1]), *call.factors()),
+            *(ints(q.shape[2], k.shape[1], num_groups, order.shape[1]), *call.factors()),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         **constants,
@@ -93,10 +180,10 @@ def _add_query_gradient(
     constants = call.constants(fetch_dq_tiles(*call.chip(), call.rows), call.rows)
     launch(
         fetch_dq_kernel,
-        (n * count * ceil_div(call.rows, constants["BLOCK_M"]),),
+        (n * count * ceil_div(call.rows, constants["FORM"].block_m),),
         (
             *((q, k, v), chosen, (upstream.out.contiguous(), lse, grad_out, grad_lse), (dq, delta)),
-            *(numbers(q.shape[2], call.cores.k.shape[2], count), *call.factors(), query_scale),
+            *(ints(q.shape[2], call.cores.k.shape[2], count), *call.factors(), query_scale),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         HAS_GRAD_LSE=upstream.grad_lse is not None,

@@ -34,12 +34,11 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton.attend import hopper_forward
 from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
 from corecontext.ops.triton.attend.anywhere import rule_of
-from corecontext.ops.triton.attend.chosen import add_raw_gradients
-from corecontext.ops.triton.attend.chosen_call import Call
+from corecontext.ops.triton.attend.chosen import Call, add_raw_gradients
 from corecontext.ops.triton.attend.far_past import FarPast, add_to_sinks, bias_gradient, far_past
 from corecontext.ops.triton.attend.hopper_forward import fill_marked
 from corecontext.ops.triton.attend.marks import EntryMarks, mark_entries
-from corecontext.ops.triton.launch import ceil_div, launch, numbers, power_of_2
+from corecontext.ops.triton.launch import ceil_div, ints, launch, power_of_2
 from corecontext.ops.triton.pool.launcher import pool_backward
 from corecontext.ops.triton.primitives import (
     LOG2E,
@@ -61,7 +60,9 @@ BLOCK_M = gl.constexpr(64)  # queries of a tile
 HALF_N = gl.constexpr(64)  # keys of a consumer
 BLOCK_N = gl.constexpr(128)  # keys of a program
 STAGES = 2  # query tiles in shared memory
-HEADS_PER_TURN = 4  # query heads whose far tiles run together: their sums fit the L2 cache
+HEADS_PER_TURN = gl.constexpr(
+    4
+)  # query heads whose far tiles run together: their sums fit the L2 cache
 SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4 % more memory
 # At least so many bytes of sums: a launch takes as long as its first far tile, which all queries
 # see, so a launch needs enough heads to fill the device meanwhile (docs/tuning-notes.md).
@@ -406,7 +407,12 @@ def _key_gradients(
     wait_out(0)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        *("num_queries", "num_entries", "far_programs", "num_words", "num_n", "heads_per_n"),
+        *("heads_per_bias", "group_size", "window_size", "sink_groups"),
+    ]
+)
 def _attend_bwd_hopper(
     q_desc,
     grad_desc,
@@ -422,7 +428,16 @@ def _attend_bwd_hopper(
     grad_k_ptr,
     grad_v_ptr,
     dbias_ptr,
-    numbers,
+    num_queries,
+    num_entries,
+    far_programs,
+    num_words,
+    num_n,
+    heads_per_n,
+    heads_per_bias,
+    group_size,
+    window_size,
+    sink_groups,
     scale,
     HAS_BIAS: gl.constexpr,
     SHARE: gl.constexpr,
@@ -436,16 +451,13 @@ def _attend_bwd_hopper(
     Grid: (tiles of BLOCK_N entries x N r + tiles of BLOCK_N tokens x N,). A program owns a tile of
     keys: it reads them and the queries that see them once, keeps their gradients in float32 and
     writes them once; it adds to the queries' sums in float32. The far past comes first,
-    heads_per_turn heads at a time and of those the tiles that most queries see first: so few heads
+    HEADS_PER_TURN heads at a time and of those the tiles that most queries see first: so few heads
     that their sums stay in the L2 cache.
 
     Args:
         heads_per_bias: Neighbouring query heads whose entries have the same biases.
         marks_ptr: Marks of entries by SHARE queries, a power of 2 up to BLOCK_M; 0 for none.
     """
-    values = integers(numbers)
-    num_queries, num_entries, far_programs, num_words, num_n, heads_per_n = values[:6]
-    heads_per_bias, heads_per_turn, group_size, window_size, sink_groups = values[6:]
     dtype: gl.constexpr = DTYPE
     tiles_smem = gl.allocate_shared_memory(
         dtype, [2 * STAGES + 4, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout
@@ -475,11 +487,11 @@ def _attend_bwd_hopper(
     pid = gl.program_id(0)
     is_far = pid < far_programs
     if is_far:
-        # A turn is the far tiles of heads_per_turn heads; the last turn may have fewer heads.
-        turn_programs = (num_entries + BLOCK_N - 1) // BLOCK_N * heads_per_turn
+        # A turn is the far tiles of HEADS_PER_TURN heads; the last turn may have fewer heads.
+        turn_programs = (num_entries + BLOCK_N - 1) // BLOCK_N * HEADS_PER_TURN
         turn = pid // turn_programs
-        heads = gl.minimum(heads_per_turn, num_n * heads_per_n - turn * heads_per_turn)
-        head = turn * heads_per_turn + (pid - turn * turn_programs) % heads
+        heads = gl.minimum(HEADS_PER_TURN, num_n * heads_per_n - turn * HEADS_PER_TURN)
+        head = turn * HEADS_PER_TURN + (pid - turn * turn_programs) % heads
         n = head // heads_per_n
         first_head = head % heads_per_n
         num_heads = gl.to_tensor(1)
@@ -647,7 +659,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     launch(
         _prepare_kernel,
         (tiles, n * r),
-        (out, grad_out, lse, lse_gradient, stats, sums, numbers(num_queries, r)),
+        (out, grad_out, lse, lse_gradient, stats, sums, ints(num_queries, r)),
         (out.stride()[:3], grad_out.stride()[:3]),
         HAS_GRAD_LSE=grad_lse is not None,
         HEAD_DIM=dim,
@@ -682,7 +694,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     launch(
         _finish_kernel,
         (tiles, n * r),
-        (sums, last_gradient, chunk.dq, numbers(num_queries, num_groups), float(spec.scale)),
+        (sums, last_gradient, chunk.dq, ints(num_queries, num_groups), float(spec.scale)),
         (spec.group_size, spec.sinks // spec.group_size),
         HAS_LAST=grad_last is not None,
         HEAD_DIM=dim,
@@ -723,11 +735,11 @@ def _attend_backward(
     num_words = 0 if marks is None else marks.words.shape[2]
     pointers = (bias, words, far_gradients, chunk.dk, chunk.dv, dbias)
     sizes = (num_queries, num_entries, far_programs, num_words, n, r)
-    sizes += (chunk.far.heads_per_bias(r), HEADS_PER_TURN, *rule_of(spec))
+    sizes += (chunk.far.heads_per_bias(r), *rule_of(spec))
     launch(
         _attend_bwd_hopper,
         (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
-        (*descriptors, *pointers, numbers(*sizes), spec.scale * LOG2E.value),
+        (*descriptors, *pointers, *sizes, spec.scale * LOG2E.value),
         HAS_BIAS=chunk.far.bias is not None,
         SHARE=0 if marks is None else marks.share,
         HEAD_DIM=dim,

@@ -30,8 +30,8 @@ from corecontext.ops.triton.attend.anywhere import rule_of, shape_of
 from corecontext.ops.triton.attend.far_past import FarPast
 from corecontext.ops.triton.attend.marks import Marks, marks_of_rows
 from corecontext.ops.triton.attend.mass_parts import MASS_PARTS, mass_parts
-from corecontext.ops.triton.launch import ceil_div, launch, numbers, power_of_2
-from corecontext.ops.triton.primitives import LN2, LOG2E, integers, visible_cores, visible_entries
+from corecontext.ops.triton.launch import ceil_div, launch, power_of_2
+from corecontext.ops.triton.primitives import LN2, LOG2E, visible_cores, visible_entries
 from corecontext.ops.triton.tensor_memory import (
     DTYPES,
     aligned,
@@ -414,7 +414,13 @@ def _attend_rows(
     wait_out(0)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        *("num_items", "num_tiles", "num_heads", "heads_per_turn", "heads_per_n"),
+        *("num_queries", "num_entries", "share", "num_shares", "num_words", "q_start", "k_start"),
+        *("group_size", "window_size", "sink_groups"),
+    ]
+)
 def _attend_fwd_hopper(
     q_desc,
     k_desc,
@@ -426,8 +432,22 @@ def _attend_fwd_hopper(
     lse_ptr,
     bias_ptr,
     marks_ptr,
-    numbers,
+    num_items,
+    num_tiles,
+    num_heads,
+    heads_per_turn,
+    heads_per_n,
+    num_queries,
+    num_entries,
+    q_start,
+    k_start,
     scale,
+    share,
+    num_shares,
+    num_words,
+    group_size,
+    window_size,
+    sink_groups,
     HAS_MASSES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_MARKS: gl.constexpr,
@@ -441,16 +461,7 @@ def _attend_fwd_hopper(
     Grid: as many programs as the chip has multiprocessors; items of ITEM_ROWS queries of one head
     are dealt out to them. A program reads an item's queries and the keys and values they see once,
     keeps output and sums in float32, and writes output and log-sum-exp.
-
-    Args:
-        numbers: `work` of `_work_item`, `sizes` of `_copy_tiles`, `marking` of `_attend_rows` but
-            its pointer, `places` of `_work_item`.
     """
-    values = integers(numbers)
-    work = values[:5]
-    sizes = values[5:7]
-    marking = (marks_ptr,) + values[7:10]
-    places = values[10:]
     # Shared memory: queries, their output, rings of keys and values.
     dtype: gl.constexpr = DTYPE
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -494,10 +505,14 @@ def _attend_fwd_hopper(
     first += (turns.index(0), turns.index(1), ones)
     second = (q_smem.index(1), out_smem.index(1), q_ready.index(1), q_free.index(1))
     second += (turns.index(1), turns.index(0), ones)
-    target = (out_desc, lse_ptr, bias_ptr, sizes[1])
+    target = (out_desc, lse_ptr, bias_ptr, num_entries)
+    marking = (marks_ptr, share, num_shares, num_words)
     source = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, mass_desc)
     queries = (q_smem, q_ready, q_free)
     ring = (k_smem, v_smem, mass_smem, k_ready, k_free, v_ready, v_free)
+    work = (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
+    places = (q_start, num_queries, group_size, window_size, sink_groups)
+    sizes = (k_start, num_entries)
     shared = (target, marking, scale, ring, work, places)
     gl.warp_specialize(
         [
@@ -582,13 +597,10 @@ def attend_list(
             lse,
             lse if far.bias is None else far.bias,
             lse if marks is None else marks.words,
-            numbers(
-                *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r),
-                *(tokens.k_start, num_entries),
-                *(1 if marks is None else marks.share, *shape_of(marks)),
-                *(tokens.q_start, num_queries, *rule_of(spec)),
-            ),
-            spec.scale * LOG2E.value,
+            *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r),
+            *(num_queries, num_entries, tokens.q_start, tokens.k_start),
+            *(spec.scale * LOG2E.value, 1 if marks is None else marks.share),
+            *(*shape_of(marks), *rule_of(spec)),
         ),
         HAS_MASSES=masses is not None,
         HAS_BIAS=far.bias is not None and masses is None,

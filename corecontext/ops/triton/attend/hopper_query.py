@@ -1,7 +1,7 @@
 """Attend from one query to the raw tokens of its chosen groups, for Hopper, written in Triton's
 Gluon.
 
-The same mathematics as `fetch_kernels.fetch_fwd_kernel`, which runs everywhere. A program is one
+The same mathematics as `raw.fetch_fwd_kernel`, which runs everywhere. A program is one
 warp. It asks the tensor memory accelerator for the tokens of groups a few groups ahead, so that no
 instructions are spent on addresses, and holds scores transposed, [tokens, heads]: then the few
 heads fill the short side of a matrix product.
@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from corecontext.ops.spec import Upstream
 from corecontext.ops.triton.attend.anywhere import rule_of
-from corecontext.ops.triton.attend.chosen_call import Call
+from corecontext.ops.triton.attend.chosen import Call
 from corecontext.ops.triton.attend.shares import groups_seen
-from corecontext.ops.triton.launch import launch, numbers, power_of_2
+from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.primitives import LN2, LOG2E, integers
 from corecontext.ops.triton.tensor_memory import DTYPES, aligned, copy_in, descriptor
 
@@ -274,7 +274,7 @@ def attend(call: Call, out: Tensor, lse: Tensor) -> None:
         (
             *(descriptor(x, group_size) for x in (k, v)),
             *(q, out, lse, choice.groups.contiguous()),
-            numbers(
+            ints(
                 *(k.shape[2], tokens.q_start, num_queries, cores.k.shape[2]),
                 *(choice.groups.shape[2], window_size, sink_groups),
             ),
@@ -302,7 +302,7 @@ def add_query_gradient(
             *(descriptor(x, group_size) for x in (k, v)),
             *(q, upstream.out.contiguous(), lse, upstream.grad_out.contiguous(), grad_lse),
             *(dq, delta, choice.groups.contiguous()),
-            numbers(
+            ints(
                 *(k.shape[2], q.shape[2], cores.k.shape[2]),
                 *(choice.groups.shape[2], window_size, sink_groups),
             ),

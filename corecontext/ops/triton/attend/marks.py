@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.launch import ceil_div, launch, numbers, power_of_2
+from corecontext.ops.triton.launch import ceil_div, ints, launch, power_of_2
 from corecontext.ops.triton.primitives import integers
 
 
@@ -127,7 +127,7 @@ def _words(
     launch(
         _mark_kernel,
         (n * count,),
-        (chosen, words, numbers(shape[2], first_entry, num_entries, count)),
+        (chosen, words, ints(shape[2], first_entry, num_entries, count)),
         (k,),
         BY_ENTRY=by_entry,
         BLOCK=power_of_2(k),

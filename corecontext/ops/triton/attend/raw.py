@@ -9,11 +9,27 @@ do not change from run to run.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from corecontext.ops.triton.attend.shares import groups_seen
 from corecontext.ops.triton.primitives import LN2, LOG2E, dot, integers, log2_scores, softmax_step
+
+
+class RawForm(NamedTuple):
+    """Hold what every kernel here is compiled for."""
+
+    heads: int
+    """Query heads of a KV head."""
+    has_softcap: bool
+    dim: int
+    block_d: int
+    block_m: int
+    """Rows, or in the gradient of tokens the tokens, that a program owns."""
+    block_n: int
+    """Tokens, or there rows, of a tile that it walks through."""
 
 
 @triton.jit
@@ -31,6 +47,15 @@ def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
     row = (first_share + number) * share + within - q_start
     exists = (head < HEADS) & (within < share) & (row >= 0) & (row < num_queries)
     return head.to(tl.int64), row, exists
+
+
+@triton.jit
+def _owned_lanes(num_shares, padded_share, FORM: tl.constexpr):
+    """Return the KV head of this program, in int64, its share, and which rows of that it owns."""
+    blocks = (FORM.heads * padded_share + FORM.block_m - 1) // FORM.block_m
+    n = tl.program_id(0) // (blocks * num_shares)
+    lanes = tl.program_id(0) % blocks * FORM.block_m + tl.arange(0, FORM.block_m)
+    return n.to(tl.int64), tl.program_id(0) // blocks % num_shares, lanes
 
 
 @triton.jit
@@ -54,17 +79,12 @@ def fetch_fwd_kernel(
     strides,
     sizes,
     rule,
-    HEADS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Attend to the raw tokens of chosen groups and merge with out and lse, in place.
 
     Grid: (row blocks x C x N,). The queries of a share and of all heads of a KV head are rows that
-    see the same tokens; a program owns BLOCK_M of them. KV heads come one after the other, so that
+    see the same tokens; a program owns block_m of them. KV heads come one after the other, so that
     the keys and values in use are few.
 
     Args:
@@ -74,6 +94,7 @@ def fetch_fwd_kernel(
         strides: Of q, k, v and out.
         sizes: k, queries of a share, and that number rounded up to a power of 2.
         rule: group_size, window_size and sink_groups.
+        FORM: `RawForm`.
     """
     num_queries, num_groups, num_shares, first_share, q_start = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
@@ -81,48 +102,44 @@ def fetch_fwd_kernel(
     q_strides, k_strides, v_strides, out_strides = strides
     num_chosen, share, padded_share = sizes
     group_size = rule[0]
-    blocks = (HEADS * padded_share + BLOCK_M - 1) // BLOCK_M
-    pid = tl.program_id(0)
-    n = (pid // (blocks * num_shares)).to(tl.int64)
-    number = pid // blocks % num_shares
-    lanes = pid % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, number, lanes = _owned_lanes(num_shares, padded_share, FORM)
     shares = (first_share, share, padded_share, q_start)
-    head, row, exists = _share_rows(lanes, number, shares, num_queries, HEADS)
-    dims = tl.arange(0, BLOCK_D)
+    head, row, exists = _share_rows(lanes, number, shares, num_queries, FORM.heads)
+    dims = tl.arange(0, FORM.block_d)
     visible = groups_seen(tl.maximum(q_start + row, 0), rule, num_groups)
     visible = tl.where(exists, visible, 0)
     # Without a group in the far past the first part is the whole.
     count = tl.minimum(tl.max(visible, 0), num_chosen)
     if count > 0:
-        mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+        mask = exists[:, None] & (dims < FORM.dim)[None, :]
         wide = row.to(tl.int64)[:, None]
         q_tile = q_ptr + n * q_strides[0] + head[:, None] * q_strides[1] + wide * q_strides[2]
         q = tl.load(q_tile + dims[None, :], mask=mask, other=0.0)
         chosen = chosen_ptr + (n * num_shares + number) * num_chosen
         k_base = k_ptr + n * k_strides[0] + dims[:, None]
         v_base = v_ptr + n * v_strides[0] + dims[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        running_sum = tl.zeros([BLOCK_M], tl.float32)
-        running_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        acc = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+        running_sum = tl.zeros([FORM.block_m], tl.float32)
+        running_max = tl.full([FORM.block_m], -float("inf"), tl.float32)
         end = count * group_size
-        for start in tl.range(0, end, BLOCK_N):
-            index = start + tl.arange(0, BLOCK_N)
+        for start in tl.range(0, end, FORM.block_n):
+            index = start + tl.arange(0, FORM.block_n)
             group, token = _raw_tokens(chosen, index, end, rule)
-            k_mask = (group >= 0)[None, :] & (dims < HEAD_DIM)[:, None]
+            k_mask = (group >= 0)[None, :] & (dims < FORM.dim)[:, None]
             k = tl.load(k_base + token[None, :] * k_strides[1], mask=k_mask, other=0.0)
-            scores, _ = log2_scores(dot(q, k), scale, 0.0, softcap, HAS_SOFTCAP)
+            scores, _ = log2_scores(dot(q, k), scale, 0.0, softcap, FORM.has_softcap)
             # mutant fetch: a group of the window comes twice, Triton
             seen = (group >= 0)[None, :] & (group[None, :] < visible[:, None])
             scores = tl.where(seen, scores, -float("inf"))
             weights, fade, running_max, running_sum = softmax_step(
                 scores, running_max, running_sum, True
             )
-            v_mask = (group >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+            v_mask = (group >= 0)[:, None] & (dims < FORM.dim)[None, :]
             v = tl.load(v_base + token[:, None] * v_strides[1], mask=v_mask, other=0.0)
             acc = acc * fade[:, None] + dot(weights.to(v.dtype), v)
 
         # Two parts of one softmax (docs/math.md, eq. 8); the first always has a key.
-        lse_place = lse_ptr + (n * HEADS + head) * num_queries + row
+        lse_place = lse_ptr + (n * FORM.heads + head) * num_queries + row
         first_lse = tl.load(lse_place, mask=exists, other=0.0) * LOG2E
         top = tl.maximum(first_lse, running_max)
         fade = tl.exp2(running_max - top)
@@ -150,13 +167,8 @@ def fetch_dq_kernel(
     strides,
     sizes,
     rule,
-    HEADS: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
     dq, in place; write delta = sum(grad out) - grad lse.
@@ -176,21 +188,17 @@ def fetch_dq_kernel(
     q_strides, k_strides, v_strides, grad_strides = strides
     num_chosen, share, padded_share = sizes
     group_size = rule[0]
-    blocks = (HEADS * padded_share + BLOCK_M - 1) // BLOCK_M
-    pid = tl.program_id(0)
-    n = (pid // (blocks * num_shares)).to(tl.int64)
-    number = pid // blocks % num_shares
-    lanes = pid % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, number, lanes = _owned_lanes(num_shares, padded_share, FORM)
     shares = (0, share, padded_share, 0)
-    head, row, exists = _share_rows(lanes, number, shares, num_queries, HEADS)
-    dims = tl.arange(0, BLOCK_D)
-    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    flat = (n * HEADS + head) * num_queries + row
+    head, row, exists = _share_rows(lanes, number, shares, num_queries, FORM.heads)
+    dims = tl.arange(0, FORM.block_d)
+    mask = exists[:, None] & (dims < FORM.dim)[None, :]
+    flat = (n * FORM.heads + head) * num_queries + row
     wide = row.to(tl.int64)[:, None]
     grad_tile = grad_ptr + n * grad_strides[0] + head[:, None] * grad_strides[1]
     grad = tl.load(grad_tile + wide * grad_strides[2] + dims[None, :], mask=mask, other=0.0)
     # Delta, which the kernel of the tokens reads, too.
-    out = tl.load(out_ptr + flat[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    out = tl.load(out_ptr + flat[:, None] * FORM.dim + dims[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + flat, mask=exists, other=0.0)
@@ -205,22 +213,22 @@ def fetch_dq_kernel(
         chosen = chosen_ptr + (n * num_shares + number) * num_chosen
         k_base = k_ptr + n * k_strides[0] + dims[None, :]
         v_base = v_ptr + n * v_strides[0] + dims[None, :]
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dq = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
         end = count * group_size
-        for start in tl.range(0, end, BLOCK_N):
-            index = start + tl.arange(0, BLOCK_N)
+        for start in tl.range(0, end, FORM.block_n):
+            index = start + tl.arange(0, FORM.block_n)
             group, token = _raw_tokens(chosen, index, end, rule)
-            key_mask = (group >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+            key_mask = (group >= 0)[:, None] & (dims < FORM.dim)[None, :]
             k = tl.load(k_base + token[:, None] * k_strides[1], mask=key_mask, other=0.0)
             v = tl.load(v_base + token[:, None] * v_strides[1], mask=key_mask, other=0.0)
-            scores, slope = log2_scores(dot(q, tl.trans(k)), scale, 0.0, softcap, HAS_SOFTCAP)
+            scores, slope = log2_scores(dot(q, tl.trans(k)), scale, 0.0, softcap, FORM.has_softcap)
             seen = (group >= 0)[None, :] & (group[None, :] < visible[:, None])
             weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
             grad_scores = weights * (dot(grad, tl.trans(v)) - delta[:, None])
-            if HAS_SOFTCAP:
+            if FORM.has_softcap:
                 grad_scores = grad_scores * slope
             dq += dot(grad_scores.to(k.dtype), k)
-        place = dq_ptr + flat[:, None] * HEAD_DIM + dims[None, :]
+        place = dq_ptr + flat[:, None] * FORM.dim + dims[None, :]
         # mutant fetch: the gradient of queries through core tokens is lost, Triton
         total = tl.load(place, mask=mask, other=0.0) + dq * query_scale
         tl.store(place, total, mask=mask)
@@ -238,18 +246,13 @@ def fetch_dkv_kernel(
     strides,
     sizes,
     rule,
-    HEADS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Add the gradients of raw tokens from the queries that chose their group to dk and dv, in
     place.
 
-    Grid: (token blocks of a group x M x N,). A program owns BLOCK_M tokens of one group and walks
-    the queries of all shares that chose it, BLOCK_N rows at a time; scores are held transposed.
+    Grid: (token blocks of a group x M x N,). A program owns block_m tokens of one group and walks
+    the queries of all shares that chose it, block_n rows at a time; scores are held transposed.
 
     Args:
         tokens, strides, sizes, rule: As of `fetch_dq_kernel`.
@@ -266,7 +269,7 @@ def fetch_dkv_kernel(
     q_strides, k_strides, v_strides, grad_strides = strides
     num_chosen, share, padded_share = sizes
     group_size, _, sink_groups = rule
-    blocks = (group_size + BLOCK_M - 1) // BLOCK_M
+    blocks = (group_size + FORM.block_m - 1) // FORM.block_m
     pid = tl.program_id(0)
     n = (pid // (blocks * num_groups)).to(tl.int64)
     group = pid // blocks % num_groups
@@ -274,10 +277,10 @@ def fetch_dkv_kernel(
     end = tl.load(begin_ptr + n * (num_groups + 1) + group + 1)
     if begin < end:
         # The tokens stay in registers.
-        within = pid % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+        within = pid % blocks * FORM.block_m + tl.arange(0, FORM.block_m)
         token = ((sink_groups + group) * group_size + within).to(tl.int64)
-        dims = tl.arange(0, BLOCK_D)
-        key_mask = (within < group_size)[:, None] & (dims < HEAD_DIM)[None, :]
+        dims = tl.arange(0, FORM.block_d)
+        key_mask = (within < group_size)[:, None] & (dims < FORM.dim)[None, :]
         k_tile = k_ptr + n * k_strides[0] + token[:, None] * k_strides[1] + dims[None, :]
         v_tile = v_ptr + n * v_strides[0] + token[:, None] * v_strides[1] + dims[None, :]
         k = tl.load(k_tile, mask=key_mask, other=0.0)
@@ -286,37 +289,37 @@ def fetch_dkv_kernel(
         q_base = q_ptr + n * q_strides[0] + dims[None, :]
         grad_base = grad_ptr + n * grad_strides[0] + dims[None, :]
         order = order_ptr + n * num_choices + begin
-        dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        rows_of_share = HEADS * padded_share
+        dk = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+        dv = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+        rows_of_share = FORM.heads * padded_share
         total = (end - begin) * rows_of_share
         # Every query of a share that chose the group, if it sees the group.
-        for start in tl.range(0, total, BLOCK_N):
-            lanes = start + tl.arange(0, BLOCK_N)
+        for start in tl.range(0, total, FORM.block_n):
+            lanes = start + tl.arange(0, FORM.block_n)
             inside = lanes < total
             number = tl.load(order + lanes // rows_of_share, mask=inside, other=0) // num_chosen
             head, row, exists = _share_rows(
-                lanes % rows_of_share, number, shares, num_queries, HEADS
+                lanes % rows_of_share, number, shares, num_queries, FORM.heads
             )
             exists = exists & inside
             seen = exists & (groups_seen(tl.maximum(row, 0), rule, num_groups) > group)
-            mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
+            mask = seen[:, None] & (dims < FORM.dim)[None, :]
             wide = row.to(tl.int64)[:, None]
             q_tile = q_base + head[:, None] * q_strides[1] + wide * q_strides[2]
             q = tl.load(q_tile, mask=mask, other=0.0)
             grad_tile = grad_base + head[:, None] * grad_strides[1] + wide * grad_strides[2]
             grad = tl.load(grad_tile, mask=mask, other=0.0)
-            flat = (n * HEADS + head) * num_queries + row
+            flat = (n * FORM.heads + head) * num_queries + row
             lse = tl.load(lse_ptr + flat, mask=seen, other=float("inf")) * LOG2E
             delta = tl.load(delta_ptr + flat, mask=seen, other=0.0)
-            scores, slope = log2_scores(dot(k, tl.trans(q)), scale, 0.0, softcap, HAS_SOFTCAP)
+            scores, slope = log2_scores(dot(k, tl.trans(q)), scale, 0.0, softcap, FORM.has_softcap)
             weights = tl.exp2(scores - lse[None, :])
             dv += dot(weights.to(grad.dtype), grad)
             grad_scores = weights * (dot(v, tl.trans(grad)) - delta[None, :])
-            if HAS_SOFTCAP:
+            if FORM.has_softcap:
                 grad_scores = grad_scores * slope
             dk += dot(grad_scores.to(q.dtype), q)
-        place = (n * num_keys + token)[:, None] * HEAD_DIM + dims[None, :]
+        place = (n * num_keys + token)[:, None] * FORM.dim + dims[None, :]
         # mutant fetch: the gradient of keys in the window is lost, Triton
         dk = tl.load(dk_ptr + place, mask=key_mask, other=0.0) + dk * scale
         tl.store(dk_ptr + place, dk, mask=key_mask)

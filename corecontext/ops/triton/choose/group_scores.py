@@ -13,7 +13,7 @@ from torch import Tensor
 
 from corecontext.ops.triton.attend.shares import Choosing
 from corecontext.ops.triton.choose.score_kernels import group_scores_kernel, index_lse_kernel
-from corecontext.ops.triton.launch import ceil_div, launch, numbers, power_of_2
+from corecontext.ops.triton.launch import ceil_div, ints, launch, power_of_2
 from corecontext.ops.triton.tiles import chip_of, choose_tiles
 
 _HEADS = 4  # query heads whose queries one program holds
@@ -72,7 +72,7 @@ def log_sums(call: Queries) -> Tensor:
         launch(
             index_lse_kernel,
             (ceil_div(q.shape[2], constants["BLOCK_M"]) * q.shape[0],),
-            (q, index, lse, numbers(q.shape[2], *call.positions(), first_head), *call.factors()),
+            (q, index, lse, ints(q.shape[2], *call.positions(), first_head), *call.factors()),
             call.specialized(),
             HAS_SOFTCAP=settings.softcap is not None,
             **constants,
@@ -99,7 +99,7 @@ def score_groups(
             (
                 *(q, index, lse),
                 *(scores, scores if best is None else best),
-                numbers(q.shape[2], *call.positions(), first_head, first_row, rows, width),
+                ints(q.shape[2], *call.positions(), first_head, first_row, rows, width),
                 *call.factors(),
             ),
             call.specialized(),

@@ -20,13 +20,7 @@ from corecontext.ops.triton.choose.group_scores import (
     log_sums,
     score_groups,
 )
-from corecontext.ops.triton.launch import (
-    ceil_div,
-    contiguous_rows,
-    launch,
-    numbers,
-    power_of_2,
-)
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.primitives import integers
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
@@ -202,7 +196,7 @@ def _launch_select(
         (n * rows,),
         (
             *(scores, chosen if runs is None else runs, chosen),
-            numbers(*call.positions(), first_row, rows, width, chosen.stride(0)),
+            ints(*call.positions(), first_row, rows, width, chosen.stride(0)),
         ),
         (k, settings.share, *settings.rule),
         RUN=1 if of_groups else RUN,

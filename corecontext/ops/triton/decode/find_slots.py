@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import RawSlots
-from corecontext.ops.triton.launch import launch, numbers, power_of_2
+from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.primitives import integers
 
 MOST_SLOTS = 2048
@@ -165,7 +165,7 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
         (rows,),
         (
             *((chosen, marks), fetched[2:], (slot, *missing)),
-            numbers(num_chosen, marks.shape[1], fetched.table.shape[2], num_slots),
+            ints(num_chosen, marks.shape[1], fetched.table.shape[2], num_slots),
         ),
         BLOCK_N=max(32, power_of_2(num_slots)),
         BLOCK_K=power_of_2(num_chosen),
@@ -177,7 +177,7 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
         (sharing_rows, min(num_chosen, _LOADING // sharing_rows)),
         (
             *(missing, (raw.keys, raw.values), (fetched.keys, fetched.values)),
-            numbers(rows, num_chosen, raw.keys.shape[2], num_slots, sinks),
+            ints(rows, num_chosen, raw.keys.shape[2], num_slots, sinks),
         ),
         GROUP=group_size * dim,
         HEAD_DIM=dim,

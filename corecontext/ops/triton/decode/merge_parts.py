@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.launch import launch, numbers, power_of_2
+from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.primitives import integers
 
 _SLICES = 4  # of a head's columns, where a part is taken out
@@ -95,7 +95,7 @@ def merge(
     launch(
         merge_kernel,
         (rows * heads, slices),
-        (partial, out, partial[1] if seen is None else seen, numbers(num_parts, removed or 0)),
+        (partial, out, partial[1] if seen is None else seen, ints(num_parts, removed or 0)),
         ON_DEVICE=seen is not None,
         REMOVES=removed is not None,
         HEADS=heads,

@@ -28,7 +28,7 @@ from corecontext.ops.triton.decode.attend_entries import (
 )
 from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plan import cache_form, pooling_of, step_plan
-from corecontext.ops.triton.launch import contiguous_rows, launch, numbers
+from corecontext.ops.triton.launch import contiguous_rows, ints, launch
 from corecontext.ops.triton.primitives import integers
 from corecontext.ops.triton.tiles import chip_of
 
@@ -128,7 +128,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
             (
                 *((q, k, v), (keys, values, key_scales, value_scales, masses)),
                 *(slots.rotation or (keys, keys), (length, slots.pad), (acc, lse)),
-                numbers(
+                ints(
                     *(0 if on_device else slots.seen, kv_heads, capacity, slots.ring_size),
                     *(spec.group_size, spec.window_size),
                 ),

@@ -246,11 +246,10 @@ def _byte_products(queries, kind: tl.constexpr, packed, INDEX: tl.constexpr, VEC
 @triton.jit
 def _read_queries(scratch_ptr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, ASM: tl.constexpr):
     """Return the numbers of `rotate_kernel` for `_whole_products`, [columns, 2 rows]."""
-    x0 = _query_tile(scratch_ptr, 0, ROWS, BLOCK_C, ASM)
-    x1 = _query_tile(scratch_ptr, 1, ROWS, BLOCK_C, ASM)
-    x2 = _query_tile(scratch_ptr, 2, ROWS, BLOCK_C, ASM)
-    x3 = _query_tile(scratch_ptr, 3, ROWS, BLOCK_C, ASM)
-    return (x0, x1, x2, x3)
+    tiles = ()
+    for i in tl.static_range(4):
+        tiles = tiles + (_query_tile(scratch_ptr, i, ROWS, BLOCK_C, ASM),)
+    return tiles
 
 
 @triton.jit
@@ -312,17 +311,7 @@ def _rotated_columns(x, rotation_ptr, first, INDEX: tl.constexpr, TILE: tl.const
 @triton.jit
 def _rotated_all(q, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
     """Return `_rotated_columns` of each first column."""
-    x0 = _rotated_columns(q, rotation_ptr, 0, INDEX, TILE)
-    x1 = _rotated_columns(q, rotation_ptr, 1, INDEX, TILE)
-    rotated = (x0, x1)
-    if INDEX.bits < 4:
-        x2 = _rotated_columns(q, rotation_ptr, 2, INDEX, TILE)
-        x3 = _rotated_columns(q, rotation_ptr, 3, INDEX, TILE)
-        rotated = (x0, x1, x2, x3)
-    if INDEX.bits < 2:
-        x4 = _rotated_columns(q, rotation_ptr, 4, INDEX, TILE)
-        x5 = _rotated_columns(q, rotation_ptr, 5, INDEX, TILE)
-        x6 = _rotated_columns(q, rotation_ptr, 6, INDEX, TILE)
-        x7 = _rotated_columns(q, rotation_ptr, 7, INDEX, TILE)
-        rotated = (x0, x1, x2, x3, x4, x5, x6, x7)
+    rotated = ()
+    for first in tl.static_range(8 // INDEX.bits):
+        rotated = rotated + (_rotated_columns(q, rotation_ptr, first, INDEX, TILE),)
     return rotated

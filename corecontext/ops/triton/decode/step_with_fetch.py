@@ -52,7 +52,7 @@ from corecontext.ops.triton.decode.plan import (
 )
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
-from corecontext.ops.triton.launch import contiguous_rows, launch, numbers, power_of_2
+from corecontext.ops.triton.launch import contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.tiles import chip_of
 
 _MOST_GROUPS = 32768  # whose scores one program holds
@@ -235,7 +235,7 @@ def _score(step: _Step) -> None:
         (
             *(q, raw.rotations[0], step.work.rotated, (raw.codes, raw.scales), step.work.scores),
             step.length,
-            numbers(
+            ints(
                 *(step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
                 *(spec.group_size, spec.window_size),
             ),
@@ -261,7 +261,7 @@ def _select(step: _Step) -> None:
         (step.grid,),
         (
             *(step.work.scores, step.work.choice, step.length),
-            numbers(
+            ints(
                 *(step.seen, step.slots.keys.shape[1], step.raw.codes.shape[2]),
                 *(spec.group_size, spec.window_size, plan.num_scoring),
             ),
@@ -300,7 +300,7 @@ def _attend_chosen(step: _Step) -> None:
         (step.grid, plan.num_fetching),
         (
             *(q, step.cache, fetched, (chosen, places), step.length, step.work.partial),
-            numbers(
+            ints(
                 *(step.seen, kv_heads, spec.group_size, spec.window_size, capacity),
                 *(step.slots.ring_size, fetched_room, plan.num_parts, plan.groups_each),
             ),
@@ -329,7 +329,7 @@ def _attend_compact(step: _Step) -> None:
         (
             *(step.tokens, step.cache, (raw.keys, raw.values), index),
             *(slots.rotation or step.cache[:2], step.length, step.work.partial),
-            numbers(
+            ints(
                 *(step.seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size),
                 *(capacity, slots.ring_size, raw.keys.shape[2], spec.num_centred),
                 step.plan.num_fetching,
@@ -352,10 +352,14 @@ def _merge(step: _Step) -> None:
     merge(step.work.partial, step.work.out, seen, removed=step.plan.num_fetching)
 
 
-@torch.library.custom_op("corecontext::fetch_step", mutates_args=("buffers", "seen"))
+@torch.library.custom_op(
+    "corecontext::fetch_step", mutates_args=("buffers", "raw", "fetched", "seen")
+)
 def _fetch_op(
     tokens: list[Tensor],
     buffers: list[Tensor],
+    raw: list[Tensor],
+    fetched: list[Tensor],
     seen: Optional[Tensor],  # noqa: UP045 (torch 2.9 reads schemas in this form)
     pad: Tensor,
     tables: list[Tensor],
@@ -366,20 +370,19 @@ def _fetch_op(
     """Run `_decode` as one operator of a graph, as `decode._decode_op`.
 
     Args:
-        buffers, tables, sizes: Those of `slots_of`, then `RawSlots` and its `FetchSlots`, its
-            rotations, the groups that a step fetches and whether there are `FetchSlots`.
+        buffers, tables, sizes: Those of `slots_of`; then the rotations of `RawSlots`, and the
+            groups that a step fetches.
+        raw: The tensors of `RawSlots`.
+        fetched: Those of `FetchSlots`, or empty.
         index: `Spec.fetch_index`.
     """
-    *sizes, num_groups, has_slots = sizes
-    fetched = None
-    if has_slots:
-        fetched = FetchSlots(*buffers[-6:])
-        buffers = buffers[:-6]
-    arguments = (buffers[:-5], seen, pad, tables[:-2], sizes, factors, "auto")
-    slots, spec, _ = slots_of(*arguments)
+    *sizes, num_groups = sizes
+    *tables, rotation, wide_rotation = tables
+    slots, spec, _ = slots_of(buffers, seen, pad, tables, sizes, factors, "auto")
     spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
-    slots = slots._replace(raw=RawSlots(*buffers[-5:], tuple(tables[-2:]), fetched))
-    return _decode(tokens, slots, spec)
+    of_slots = FetchSlots(*fetched) if fetched else None
+    stored = RawSlots(*raw, (rotation, wide_rotation), of_slots)
+    return _decode(tokens, slots._replace(raw=stored), spec)
 
 
 @_fetch_op.register_fake
@@ -406,8 +409,7 @@ def fetch_step(
         return _decode([q, k, v], slots, spec)
     assert slots.raw is not None, "fetch reads raw tokens"
     buffers, seen, pad, tables, sizes, factors, _ = arguments_of(slots, spec, core_bias)
-    *stored, rotations, fetched = slots.raw
-    buffers = [*buffers, *stored, *(fetched or ())]
-    tables = [*tables, *rotations]
-    sizes = [*sizes, spec.fetch_groups, int(fetched is not None)]
-    return _fetch_op([q, k, v], buffers, seen, pad, tables, sizes, factors, spec.fetch_index)
+    *raw, rotations, fetched = slots.raw
+    tensors = (buffers, raw, [*(fetched or ())], seen, pad, [*tables, *rotations])
+    numbers_of_step = ([*sizes, spec.fetch_groups], factors)
+    return _fetch_op([q, k, v], *tensors, *numbers_of_step, spec.fetch_index)

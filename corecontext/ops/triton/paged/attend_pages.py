@@ -15,13 +15,7 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.merge_parts import merge
-from corecontext.ops.triton.launch import (
-    ceil_div,
-    contiguous_rows,
-    launch,
-    numbers,
-    power_of_2,
-)
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.paged.pages import (
     Batch,
     Pages,
@@ -363,7 +357,7 @@ def _launch(
             (
                 *(q, (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
                 *(batch.starts, batch.lengths, (out, acc, lse)),
-                numbers(batch.lengths.shape[0], spec.window_size),
+                ints(batch.lengths.shape[0], spec.window_size),
                 *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
             ),
             (

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.attend.far_past import FarPast
-from corecontext.ops.triton.launch import (
-    ceil_div,
-    contiguous_rows,
-    launch,
-    numbers,
-    power_of_2,
-)
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.paged.pages import Pages, alignment_of, page_offsets, strides_of
 from corecontext.ops.triton.primitives import integers
 from corecontext.visibility import local_start, num_visible_cores
@@ -179,7 +173,7 @@ def gather_chunk(
             (
                 *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
                 (gathered[0], gathered[1], bias),
-                numbers(
+                ints(
                     *(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group)
                 ),
                 float(core_bias),

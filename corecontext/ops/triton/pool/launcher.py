@@ -17,7 +17,7 @@ from corecontext.ops import pooling as plain
 from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, numbers
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch
 from corecontext.ops.triton.pool.kernels import pool_bwd_kernel, pool_fwd_kernel
 from corecontext.ops.triton.tiles import pool_tiles
 
@@ -122,7 +122,7 @@ def _launch(
         kernel,
         (batch * ceil_div(num_groups, tiles.block_m),),
         (
-            *(*tensors[:2], tables, *tensors[2:], numbers(num_groups, group_size)),
+            *(*tensors[:2], tables, *tensors[2:], ints(num_groups, group_size)),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (tuple(x.stride()[:3] for x in strided),),
