@@ -141,7 +141,7 @@ def test_forward_and_gradients(shape, dtype, options):
 @pytest.mark.parametrize("q_start", [0, 5, 23, 60])
 @pytest.mark.parametrize("length", [1, 17, 50])
 def test_queries_may_start_anywhere(q_start, length):
-    shape = (1, 2, length, 16, 4, 9, 1)
+    shape = (1, 2, length, 16, 4, 9)
     (q, k, v, core_k, core_v), k_start = tensors(*shape, torch.float32, q_start=q_start)
     spec = Spec(group_size=4, window_size=9, scale=0.25)
     truth, _ = reference.attend(
@@ -159,7 +159,7 @@ def test_first_tokens_may_come_apart_from_the_others(q_start, length):
     query sees raw tokens."""
     g, s, n = 4, 9, 8
     k_start = max(n, (q_start + 1 - s) // g * g)
-    shape = (1, 2, q_start + length, 16, g, s, 1)
+    shape = (1, 2, q_start + length, 16, g, s)
     (q, k, v, core_k, core_v), _ = tensors(*shape, torch.float32, sink_groups=2)
     q = q[:, :, q_start:]
     spec = Spec(group_size=g, window_size=s, scale=0.25, sink_size=n)
@@ -177,7 +177,7 @@ def test_first_tokens_may_come_apart_from_the_others(q_start, length):
 
 
 def test_the_future_changes_nothing():
-    (q, k, v, core_k, core_v), _ = tensors(1, 2, 120, 16, 4, 9, 1, torch.float32)
+    (q, k, v, core_k, core_v), _ = tensors(1, 2, 120, 16, 4, 9, torch.float32)
     spec = Spec(group_size=4, window_size=9, scale=0.25)
     before, _ = kernels.attend(Tokens(q, k, v), Cores(core_k, core_v), spec)
     for t in (0, 12, 13, 60, 118):
@@ -192,7 +192,7 @@ def test_the_future_changes_nothing():
 @pytest.mark.parametrize("g, s", [(2, 62), (34, 29)])
 def test_tiles_without_a_mask_hold_no_token_of_the_future(g, s):
     """Of these sizes a row's next token is the first of a tile, so that one more is a leak."""
-    (q, k, v, core_k, core_v), _ = tensors(1, 1, 128, 16, g, s, 1, torch.float32)
+    (q, k, v, core_k, core_v), _ = tensors(1, 1, 128, 16, g, s, torch.float32)
     spec = Spec(group_size=g, window_size=s, scale=0.25)
     wide = [x.double() for x in (q, k, v, core_k, core_v)]
     truth, _ = reference.attend(Tokens(*wide[:3]), Cores(*wide[3:]), spec)

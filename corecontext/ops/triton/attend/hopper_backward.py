@@ -60,9 +60,7 @@ BLOCK_M = gl.constexpr(64)  # queries of a tile
 HALF_N = gl.constexpr(64)  # keys of a consumer
 BLOCK_N = gl.constexpr(128)  # keys of a program
 STAGES = 2  # query tiles in shared memory
-HEADS_PER_TURN = gl.constexpr(
-    4
-)  # query heads whose far tiles run together: their sums fit the L2 cache
+HEADS_PER_TURN = 4  # query heads whose far tiles run together: their sums fit the L2 cache
 SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4 % more memory
 # At least so many bytes of sums: a launch takes as long as its first far tile, which all queries
 # see, so a launch needs enough heads to fill the device meanwhile (docs/tuning-notes.md).
@@ -410,7 +408,7 @@ def _key_gradients(
 @gluon.jit(
     do_not_specialize=[
         *("num_queries", "num_entries", "far_programs", "num_words", "num_n", "heads_per_n"),
-        *("heads_per_bias", "group_size", "window_size", "sink_groups"),
+        *("heads_per_bias", "heads_per_turn", "group_size", "window_size", "sink_groups"),
     ]
 )
 def _attend_bwd_hopper(
@@ -435,6 +433,7 @@ def _attend_bwd_hopper(
     num_n,
     heads_per_n,
     heads_per_bias,
+    heads_per_turn,
     group_size,
     window_size,
     sink_groups,
@@ -451,7 +450,7 @@ def _attend_bwd_hopper(
     Grid: (tiles of BLOCK_N entries x N r + tiles of BLOCK_N tokens x N,). A program owns a tile of
     keys: it reads them and the queries that see them once, keeps their gradients in float32 and
     writes them once; it adds to the queries' sums in float32. The far past comes first,
-    HEADS_PER_TURN heads at a time and of those the tiles that most queries see first: so few heads
+    heads_per_turn heads at a time and of those the tiles that most queries see first: so few heads
     that their sums stay in the L2 cache.
 
     Args:
@@ -487,11 +486,11 @@ def _attend_bwd_hopper(
     pid = gl.program_id(0)
     is_far = pid < far_programs
     if is_far:
-        # A turn is the far tiles of HEADS_PER_TURN heads; the last turn may have fewer heads.
-        turn_programs = (num_entries + BLOCK_N - 1) // BLOCK_N * HEADS_PER_TURN
+        # A turn is the far tiles of heads_per_turn heads; the last turn may have fewer heads.
+        turn_programs = (num_entries + BLOCK_N - 1) // BLOCK_N * heads_per_turn
         turn = pid // turn_programs
-        heads = gl.minimum(HEADS_PER_TURN, num_n * heads_per_n - turn * HEADS_PER_TURN)
-        head = turn * HEADS_PER_TURN + (pid - turn * turn_programs) % heads
+        heads = gl.minimum(heads_per_turn, num_n * heads_per_n - turn * heads_per_turn)
+        head = turn * heads_per_turn + (pid - turn * turn_programs) % heads
         n = head // heads_per_n
         first_head = head % heads_per_n
         num_heads = gl.to_tensor(1)
@@ -735,7 +734,7 @@ def _attend_backward(
     num_words = 0 if marks is None else marks.words.shape[2]
     pointers = (bias, words, far_gradients, chunk.dk, chunk.dv, dbias)
     sizes = (num_queries, num_entries, far_programs, num_words, n, r)
-    sizes += (chunk.far.heads_per_bias(r), *rule_of(spec))
+    sizes += (chunk.far.heads_per_bias(r), HEADS_PER_TURN, *rule_of(spec))
     launch(
         _attend_bwd_hopper,
         (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),

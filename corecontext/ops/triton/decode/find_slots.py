@@ -75,9 +75,9 @@ def find_slots_kernel(
     num_missing = tl.sum(is_missing.to(tl.int32), 0)
 
     # The oldest slots, one by one: few groups are missing.
-    numbers = tl.arange(0, BLOCK_N)
-    ages = _ages(last_used_ptr, owner_ptr, marks_ptr, numbers, num_slots)
-    ages = tl.where(ages < NEVER, ages * BLOCK_N + numbers, NEVER)
+    order = tl.arange(0, BLOCK_N)
+    ages = _ages(last_used_ptr, owner_ptr, marks_ptr, order, num_slots)
+    ages = tl.where(ages < NEVER, ages * BLOCK_N + order, NEVER)
     for i in range(num_missing):
         oldest = tl.min(ages, 0)
         tl.store(order_ptr + i, (oldest % BLOCK_N).to(tl.int32))

@@ -352,16 +352,12 @@ def _merge(step: _Step) -> None:
     merge(step.work.partial, step.work.out, seen, removed=step.plan.num_fetching)
 
 
-@torch.library.custom_op(
-    "corecontext::fetch_step", mutates_args=("buffers", "raw", "fetched", "seen")
-)
+@torch.library.custom_op("corecontext::fetch_step", mutates_args=("buffers", "raw", "seen"))
 def _fetch_op(
     tokens: list[Tensor],
     buffers: list[Tensor],
     raw: list[Tensor],
-    fetched: list[Tensor],
     seen: Optional[Tensor],  # noqa: UP045 (torch 2.9 reads schemas in this form)
-    pad: Tensor,
     tables: list[Tensor],
     sizes: list[int],
     factors: list[float],
@@ -370,18 +366,20 @@ def _fetch_op(
     """Run `_decode` as one operator of a graph, as `decode._decode_op`.
 
     Args:
+        tokens: q, k, v and `Slots.pad`.
         buffers, tables, sizes: Those of `slots_of`; then the rotations of `RawSlots`, and the
             groups that a step fetches.
-        raw: The tensors of `RawSlots`.
-        fetched: Those of `FetchSlots`, or empty.
+        raw: The tensors of `RawSlots`, then those of its `FetchSlots`, if any.
         index: `Spec.fetch_index`.
     """
+    *tokens, pad = tokens
     *sizes, num_groups = sizes
     *tables, rotation, wide_rotation = tables
     slots, spec, _ = slots_of(buffers, seen, pad, tables, sizes, factors, "auto")
     spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
+    keys, values, codes, scales, centre, *fetched = raw
     of_slots = FetchSlots(*fetched) if fetched else None
-    stored = RawSlots(*raw, (rotation, wide_rotation), of_slots)
+    stored = RawSlots(keys, values, codes, scales, centre, (rotation, wide_rotation), of_slots)
     return _decode(tokens, slots._replace(raw=stored), spec)
 
 
@@ -410,6 +408,6 @@ def fetch_step(
     assert slots.raw is not None, "fetch reads raw tokens"
     buffers, seen, pad, tables, sizes, factors, _ = arguments_of(slots, spec, core_bias)
     *raw, rotations, fetched = slots.raw
-    tensors = (buffers, raw, [*(fetched or ())], seen, pad, [*tables, *rotations])
-    numbers_of_step = ([*sizes, spec.fetch_groups], factors)
-    return _fetch_op([q, k, v], *tensors, *numbers_of_step, spec.fetch_index)
+    tensors = (buffers, [*raw, *(fetched or ())], seen, [*tables, *rotations])
+    numbers = ([*sizes, spec.fetch_groups], factors)
+    return _fetch_op([q, k, v, pad], *tensors, *numbers, spec.fetch_index)
