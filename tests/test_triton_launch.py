@@ -124,3 +124,8 @@ def test_as_many_are_kept_as_fit(kernel, monkeypatch):
 def test_integers(n):
     assert launching.power_of_2(n) == max(1, triton.next_power_of_2(n))
     assert launching.ceil_div(n, 16) == triton.cdiv(n, 16)
+
+
+def test_triton_compiles_nothing_for_whole_numbers_in_a_tuple():
+    """It does for 1 and for multiples of 16."""
+    assert all(x != 1 and x % 16 for x in launching.ints(*range(100)))

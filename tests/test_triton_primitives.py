@@ -14,6 +14,7 @@ import triton.language as tl  # noqa: E402
 
 from corecontext import visibility  # noqa: E402
 from corecontext.ops.triton import primitives  # noqa: E402
+from corecontext.ops.triton.launch import ints  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 64
@@ -50,6 +51,20 @@ def test_the_rule_and_its_inverses_are_those_of_visibility(group_size):
         for i in range(LENGTH):
             assert first[i] == next(t for t, count in enumerate(counts) if count > i)
             assert last[i] == next(t for t, start in enumerate(starts) if start > i)
+
+
+@triton.jit
+def _integers_kernel(out_ptr, numbers):
+    first, second, third = primitives.integers(numbers)
+    tl.store(out_ptr, first)
+    tl.store(out_ptr + 1, second)
+    tl.store(out_ptr + 2, third)
+
+
+def test_whole_numbers_of_a_tuple_arrive():
+    out = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    _integers_kernel[(1,)](out, ints(0, 1, 2**29))
+    assert out.tolist() == [0, 1, 2**29]
 
 
 @triton.jit

@@ -211,6 +211,8 @@ def _attend_fwd_kernel(
         rule: group_size, window_size and sink_groups.
         FORM: `Form`.
     """
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_keys, num_entries, q_start, k_start, num_shares, num_words = integers(numbers)
     q_ptr = tokens[0]
     q_strides = strides[0]
@@ -224,9 +226,9 @@ def _attend_fwd_kernel(
     q = tl.load(q_tile, mask=mask, other=0.0)
 
     state = (
-        tl.zeros([FORM.block_m, FORM.block_d], tl.float32),
-        tl.zeros([FORM.block_m], tl.float32),
-        tl.full([FORM.block_m], -float("inf"), tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.full([BLOCK_M], -float("inf"), tl.float32),
     )
     place = (num_queries, first, q_start, k_start, num_keys, num_entries)
     marking = (share, num_shares, num_words)
@@ -321,6 +323,8 @@ def _attend_dq_kernel(
         results: Pointers to the gradient of q [N, r, T, D] and delta [N, r, T] in float32.
         strides: As of the forward, then those of the gradient of out.
     """
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_keys, num_entries, num_shares, num_words = integers(numbers)
     q_ptr = tokens[0]
     out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
@@ -348,7 +352,7 @@ def _attend_dq_kernel(
 
     # Walk through the keys.
     queries = (q, grad, lse, delta)
-    dq = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     place = (num_queries, first, 0, 0, num_keys, num_entries)
     marking = (share, num_shares, num_words)
     keys, begins, ends = _walks(tokens, far, strides, head, heads, place, rule, marking, FORM)
@@ -463,6 +467,8 @@ def _attend_dkv_kernel(
         rule: group_size, window_size and sink_groups.
         FORM: `Form`.
     """
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_keys, num_shares, num_words = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     bias_ptr, marks_ptr = far
@@ -500,8 +506,8 @@ def _attend_dkv_kernel(
     high = low + tl.maximum(high - low, 0) // FORM.block_n * FORM.block_n
     bounds = ((begin, tl.minimum(low, end)), (low, high), (high, end))
 
-    dk = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
-    dv = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+    dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in range(heads[1]):
         r = tl.cast(i, tl.int64)
         head = n * heads[1] + r
@@ -521,7 +527,7 @@ def _attend_dkv_kernel(
             (share, num_shares, num_words),
         )
         keys = (k, v, index, bias)
-        state = (dk, dv, tl.zeros([FORM.block_m], tl.float32))
+        state = (dk, dv, tl.zeros([BLOCK_M], tl.float32))
         for j in tl.static_range(3):
             state = _key_gradients(
                 state, keys, queries, bounds[j], (scale, softcap), rule, FAR, j != 1, FORM

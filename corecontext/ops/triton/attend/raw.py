@@ -96,6 +96,8 @@ def fetch_fwd_kernel(
         rule: group_size, window_size and sink_groups.
         FORM: `RawForm`.
     """
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_groups, num_shares, first_share, q_start = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     out_ptr, lse_ptr = results
@@ -118,9 +120,9 @@ def fetch_fwd_kernel(
         chosen = chosen_ptr + (n * num_shares + number) * num_chosen
         k_base = k_ptr + n * k_strides[0] + dims[:, None]
         v_base = v_ptr + n * v_strides[0] + dims[None, :]
-        acc = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
-        running_sum = tl.zeros([FORM.block_m], tl.float32)
-        running_max = tl.full([FORM.block_m], -float("inf"), tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        running_sum = tl.zeros([BLOCK_M], tl.float32)
+        running_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         end = count * group_size
         for start in tl.range(0, end, FORM.block_n):
             index = start + tl.arange(0, FORM.block_n)
@@ -181,6 +183,8 @@ def fetch_dq_kernel(
         results: Pointers to dq [N, r, T, D] and delta [N, r, T] in float32.
         strides: Of q, k, v and the gradient of out.
     """
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_groups, num_shares = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
@@ -213,7 +217,7 @@ def fetch_dq_kernel(
         chosen = chosen_ptr + (n * num_shares + number) * num_chosen
         k_base = k_ptr + n * k_strides[0] + dims[None, :]
         v_base = v_ptr + n * v_strides[0] + dims[None, :]
-        dq = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         end = count * group_size
         for start in tl.range(0, end, FORM.block_n):
             index = start + tl.arange(0, FORM.block_n)
@@ -261,6 +265,8 @@ def fetch_dkv_kernel(
             to where each group's places begin, [N, M + 1].
         results: Pointers to dk and dv [N, S, D].
     """
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_keys, num_groups, num_choices = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     lse_ptr, grad_ptr, delta_ptr = upstream
@@ -289,8 +295,8 @@ def fetch_dkv_kernel(
         q_base = q_ptr + n * q_strides[0] + dims[None, :]
         grad_base = grad_ptr + n * grad_strides[0] + dims[None, :]
         order = order_ptr + n * num_choices + begin
-        dk = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
-        dv = tl.zeros([FORM.block_m, FORM.block_d], tl.float32)
+        dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         rows_of_share = FORM.heads * padded_share
         total = (end - begin) * rows_of_share
         # Every query of a share that chose the group, if it sees the group.

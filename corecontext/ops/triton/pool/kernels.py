@@ -34,8 +34,10 @@ def _mean_weights(query, k, rows, group_size, factors, SHAPE: tl.constexpr):
         query: Pointer to the queries of last tokens, their strides, and the tile.
         factors: scale and softcap.
     """
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_G: tl.constexpr = SHAPE.block_g
     q_ptr, q_strides, tile = query
-    weights = tl.zeros([SHAPE.block_m, SHAPE.block_g], tl.float32)
+    weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
     for h in range(SHAPE.heads):
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, SHAPE.dim)
         z, _ = token_scores(q, k, rows, group_size, factors, SHAPE.has_softcap)
@@ -119,6 +121,9 @@ def pool_bwd_kernel(
         gradients: Pointers to those of `tokens`.
         strides: Of the gradients of core keys and values, of tokens, and of their gradients.
     """
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_G: tl.constexpr = SHAPE.block_g
+    BLOCK_P: tl.constexpr = SHAPE.block_p
     num_groups, group_size = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
     grad_q_ptr, grad_k_ptr, grad_v_ptr = gradients
@@ -161,9 +166,9 @@ def pool_bwd_kernel(
         grad_probs -= grad_mass[:, None] * tl.log(tl.maximum(weights, TINY))
 
     # Back through each head's softmax, to its query and to the keys as they are scored.
-    weights = tl.zeros([SHAPE.block_m, SHAPE.block_g], tl.float32)
-    grad_a = tl.zeros([SHAPE.block_m, SHAPE.block_g, SHAPE.block_p], tl.float32)
-    grad_b = tl.zeros([SHAPE.block_m, SHAPE.block_g, SHAPE.block_p], tl.float32)
+    weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
+    grad_a = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_P], tl.float32)
+    grad_b = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_P], tl.float32)
     for h in range(SHAPE.heads):
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, SHAPE.dim)
         z, slope = token_scores(q, k, rows, group_size, factors, SHAPE.has_softcap)
