@@ -517,7 +517,7 @@ is_chosen = (bits >= high) | (
     ),
     Fault(
         "fetch: a fetched group keeps its core token, Triton",
-        "scores = tl.where(marked_entries(marks, start, BLOCK_N), scores, scores)",
+        "scores = tl.where(marked_entries(marks, start, FORM.block_n), scores, scores)",
         f"{FETCH}::test_attention",
     ),
     Fault(
@@ -837,12 +837,12 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "3: the next token is seen, Triton tiles without a mask",
-        "causal = tl.maximum(middle, middle + (q_start + first + 2 - middle) // BLOCK_N * BLOCK_N)",
+        "causal = tl.maximum(middle, middle + (behind + 1) // FORM.block_n * FORM.block_n)",
         "tests/test_triton_attend.py::test_tiles_without_a_mask_hold_no_token_of_the_future",
     ),
     Fault(
         "offsets: 32 bits of a head in the forward",
-        "head = pid % num_heads",
+        "head = pid % heads[0]",
         "tests/test_triton_far.py::test_attention",
     ),
     Fault(
