@@ -51,6 +51,7 @@ from corecontext.ops.triton.tensor_memory import (
     DTYPES,
     add_out,
     aligned,
+    barriers,
     copy_in,
     descriptor,
     wait_out,
@@ -469,17 +470,10 @@ def _attend_bwd_hopper(
     sum_smem = gl.allocate_shared_memory(
         gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D // 2], sum_desc.layout
     )
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    scores_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    scores_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), 1)
-        mbarrier.init(free.index(i), 2)
-    mbarrier.init(ready.index(STAGES), 1)  # the keys and values
-    for i in gl.static_range(2):
-        mbarrier.init(scores_ready.index(i), 2)
-        mbarrier.init(scores_free.index(i), 2)
+    ready = barriers(STAGES + 1, 1)  # the last one for the keys and values
+    free = barriers(STAGES, 2)
+    scores_ready = barriers(2, 2)
+    scores_free = barriers(2, 2)
     fence_async_shared()
 
     # The keys that this program owns, and the queries begin .. end-1 that see one of them.

@@ -23,7 +23,7 @@ from corecontext.ops.triton.attend.chosen import Call
 from corecontext.ops.triton.attend.shares import groups_seen
 from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.primitives import LN2, LOG2E, integers
-from corecontext.ops.triton.tensor_memory import DTYPES, aligned, copy_in, descriptor
+from corecontext.ops.triton.tensor_memory import DTYPES, aligned, barriers, copy_in, descriptor
 
 PAIRS = 2  # pairs of groups in shared memory
 
@@ -62,9 +62,7 @@ def _start_copies(
     _, k_desc, v_desc, _, _ = source
     k_smem = gl.allocate_shared_memory(DTYPE, [2 * PAIRS] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [2 * PAIRS] + v_desc.block_type.shape, v_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PAIRS):
-        mbarrier.init(ready.index(i), 1)
+    ready = barriers(PAIRS, 1)
     fence_async_shared()
     memory = (k_smem, v_smem, ready)
     for i in gl.static_range(PAIRS):

@@ -30,6 +30,7 @@ from corecontext.ops.triton.primitives import LN2, LOG2E
 from corecontext.ops.triton.tensor_memory import (
     DTYPES,
     aligned,
+    barriers,
     copy_in,
     descriptor,
     reinterpreted,
@@ -359,16 +360,10 @@ def fetch_fwd_hopper(
         DTYPE, [4 * STAGES * GROUPS, 1, 1, GROUP_SIZE, COLUMNS], v_desc.layout
     )
     # Barriers: the producer arrives at `ready`, a consumer at `free`.
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(q_ready.index(i), 1)
-        mbarrier.init(q_free.index(i), 1)
-    for i in gl.static_range(2 * STAGES):
-        mbarrier.init(ready.index(i), 1)
-        mbarrier.init(free.index(i), 1)
+    q_ready = barriers(2, 1)
+    q_free = barriers(2, 1)
+    ready = barriers(2 * STAGES, 1)
+    free = barriers(2 * STAGES, 1)
     fence_async_shared()
 
     # Arguments of a group of warps: constants (first, since a sum of tuples unwraps those on its
