@@ -124,3 +124,20 @@ class Asgi:
         return self.ask(
             ("POST", "/v1/completions", {"json": {"model": "tiny", "prompt": "abc", **body}})
         )[0]
+
+
+class Letters:
+    """A tokenizer whose tokens are characters; token 3 is special."""
+
+    chat_template = None
+    eos_token_id = None
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def convert_ids_to_tokens(self, token):
+        return chr(token)
+
+    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=True):
+        text = "".join(chr(i) for i in ids if not (skip_special_tokens and i == 3))
+        return text.replace(" .", ".") if clean_up_tokenization_spaces else text

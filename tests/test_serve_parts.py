@@ -20,6 +20,7 @@ httpx, uvicorn = pytest.importorskip("httpx"), pytest.importorskip("uvicorn")
 
 from fastapi.responses import PlainTextResponse  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
+from served import Letters  # noqa: E402
 
 from corecontext.config import CCAConfig  # noqa: E402
 from corecontext.cost import CacheBytes  # noqa: E402
@@ -41,23 +42,6 @@ from corecontext.serve.worker import Answer, Worker, _failure, error_of  # noqa:
 
 CONFIG = CCAConfig.paper(4, 8)
 END = "\x03"
-
-
-class Letters:
-    """A tokenizer whose tokens are characters; token 3 is special."""
-
-    chat_template = None
-    eos_token_id = None
-
-    def __call__(self, text, **options):
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def convert_ids_to_tokens(self, token):
-        return chr(token)
-
-    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=True):
-        text = "".join(chr(i) for i in ids if not (skip_special_tokens and i == 3))
-        return text.replace(" .", ".") if clean_up_tokenization_spaces else text
 
 
 class Scripted:

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("fastapi")
 httpx, uvicorn = pytest.importorskip("httpx"), pytest.importorskip("uvicorn")
 
+from served import Letters  # noqa: E402
 from starlette.responses import PlainTextResponse  # noqa: E402
 
 from corecontext.cli import main  # noqa: E402
@@ -38,19 +39,6 @@ from corecontext.serve.text import TextStream  # noqa: E402
 from corecontext.serve.worker import Answer, error_of  # noqa: E402
 
 KEY = "the-right-key"
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def __call__(self, text, **options):
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def convert_ids_to_tokens(self, token):
-        return chr(token)
-
-    def decode(self, ids, **options) -> str:
-        return "".join(map(chr, ids))
 
 
 def guarded(app, key: str | None = KEY, **options) -> Guard:

@@ -29,16 +29,16 @@ class Settings(NamedTuple):
     """Replaces the task's own limits."""
 
 
-def check_subtasks(given: Sequence[str], known: Collection[str]) -> None:
+def check_subtasks(given: Sequence[str], subtasks: Collection[str]) -> None:
     """Raise a UserError for a subtask that is not one of a task's own."""
     for name in given:
-        if not known:
+        if not subtasks:
             raise UserError(
                 f"subtask must be left out for a task without any, got {name!r}. Use TASK:{name} "
                 "for another task."
             )
-        if name not in known:
-            raise UserError(f"subtask must be one of {', '.join(known)}, got {name!r}.")
+        if name not in subtasks:
+            raise UserError(f"subtask must be one of {', '.join(subtasks)}, got {name!r}.")
 
 
 class Question(NamedTuple):
