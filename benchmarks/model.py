@@ -41,7 +41,8 @@ from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
 from corecontext.files import is_out_of_memory, one_line
 from corecontext.heads.budget import Shape
-from corecontext.inference.limits import check_length, free_bytes
+from corecontext.inference.chunk_size import free_bytes
+from corecontext.inference.limits import check_length
 from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
 from corecontext.measure import PeakMemory, synchronize
 from corecontext.record import Record, device_name, make_record

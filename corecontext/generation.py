@@ -192,7 +192,8 @@ def _with_transformers(
     """Generate by `model.generate`; return the number of new tokens."""
     import torch
 
-    from corecontext.inference.limits import free_bytes, whole_does_not_fit
+    from corecontext.inference.chunk_size import free_bytes
+    from corecontext.inference.limits import whole_does_not_fit
     from corecontext.inference.sampling import InvalidLogits
 
     def check(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from corecontext.config import CCAConfig
 from corecontext.files import UserError, one_line
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
-from corecontext.integrations.hf.enabling import handle_of
+from corecontext.integrations.hf.enabling import scored
 from corecontext.integrations.hf.logits_head import head_logits
 from corecontext.integrations.hf.rotation import rotation_of
 from corecontext.loading import WHOLE, Loaded, encode
@@ -179,7 +179,8 @@ def document_nll(
     """Compute the negative log-likelihood of every token but the first.
 
     The cache carries the past from chunk to chunk, so each token sees all before it (under CCA: as
-    core tokens and the window), exactly as in one pass over the document.
+    core tokens and the window, with fetch by its own choice), exactly as in one pass over the
+    document.
 
     Args:
         model: A Hugging Face causal language model, CCA enabled or not.
@@ -191,16 +192,16 @@ def document_nll(
         [L - 1], nats, float32, on the CPU.
 
     Raises:
-        UserError: losses are no numbers, or `CCAConfig.prefill` has an attention of its own.
+        UserError: losses are no numbers.
     """
-    _check_prefill(model)
     cache = None
     losses = []
     length = input_ids.shape[1]
+    options = scored(model)
     with torch.inference_mode(), rotation_of(model, length):
         for start in range(0, length, chunk_size):
             chunk = input_ids[:, start : start + chunk_size]
-            out = model(chunk, **with_cache(cache), use_cache=True)
+            out = model(chunk, **with_cache(cache), use_cache=True, **options)
             cache = returned_cache(out)
             targets = input_ids[0, start + 1 : start + 1 + chunk.shape[1]]
             logits = out.logits[0, : len(targets)].float()
@@ -215,19 +216,6 @@ def document_nll(
             "or take another --dtype."
         )
     return nll
-
-
-def _check_prefill(model: Any) -> None:
-    """Raise where a whole text would be read as a prompt, by an attention of its own."""
-    if not isinstance(model, torch.nn.Module):
-        return
-    handle = handle_of(model)
-    # mutant prefill: the perplexity of full attention
-    if handle is not None and handle.config.prefill in ("cca", "full"):
-        raise UserError(
-            f"prefill must be auto where texts are scored, got {handle.config.prefill!r}: it would "
-            "read every token. Use --prefill auto."
-        )
 
 
 def hidden_nll(model: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int = 1024) -> Tensor:

@@ -45,6 +45,7 @@ from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.sharded_prefill import context_parallel_prefill
 from corecontext.integrations.hf.cache_name import with_cache
+from corecontext.ops.fetch import reading
 from corecontext.ops.spec import Inputs, Spec
 
 D = 8
@@ -307,7 +308,10 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
     """A prompt read by two processes leaves each the cache that one process makes, and the same
     next tokens."""
     config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
-    fetching = config.replace(sink_size=4, core_mass=True, fetch_groups=3)
+    fetching = config.replace(sink_size=4, core_mass=True, fetch_groups=3, fetch_share=4)
+    # Full attention reads the beginning only, and no step.
+    reading.PROMPT_LENGTHS.update(cpu=40)
+    reading.STEP_LENGTHS.update(cpu=0)
     prompts = [
         (config, 157, {}),
         (config.replace(sink_size=5, core_mass=True), 160, {"max_length": 200}),
@@ -328,6 +332,8 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
         (fetching.replace(store="host", fetch_index="bits:2", core_bias=0.4), 110, {"process": 1}),
         (fetching.replace(head_group_sizes=(4, 8)), 95, {"max_length": 200}),
         (fetching.replace(sink_size=16), 12, {}),
+        (fetching.replace(fetch_share=1), 90, {}),
+        (fetching.replace(prefill="full"), 75, {}),
     ]
     # What a process sends does not depend on the dtype: three prompts show float32.
     calls = [(prompt, torch.float64) for prompt in prompts]

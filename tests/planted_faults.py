@@ -451,6 +451,11 @@ positions = (positions - 0 * torch.tensor(pads, device=input_ids.device)[:, None
         "tests/test_context_parallel.py::test_two_and_four_processes_equal_one",
     ),
     Fault(
+        "context parallelism: a share of queries on two processes",
+        "edges = [seq_len * i // num_chunks for i in range(num_chunks)]",
+        "tests/test_context_parallel.py::test_balanced_chunks_begin_at_multiples_of_a_share",
+    ),
+    Fault(
         "context parallelism: with fetch, queries that pool get no gradient for it",
         "pass",
         "tests/test_context_parallel.py::test_two_and_four_processes_equal_one",
@@ -937,7 +942,7 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "prefill: a prompt is read by CCA",
-        'if prefill == "full":',
+        "if entries.store is None or entries.config.keeps_raw_prompts:",
         f"{PREFILL}::test_a_prompt_and_what_follows_are_those_of_the_definition",
     ),
     Fault(
@@ -974,13 +979,28 @@ return NewTokens(q, *raw, stored, raw)
         f"{PREFILL_MODELS}::test_a_server_reads_alike_shares_no_beginnings_and_counts_raw_tokens",
     ),
     Fault(
+        "plug-in: a loss is that of a prompt",
+        "pass",
+        f"{PREFILL_MODELS}::test_texts_are_not_scored_as_prompts",
+    ),
+    Fault(
+        "fetch: a prompt's neighbours choose each by itself",
+        "spec = spec.replace(fetch_share=1)",
+        f"{PREFILL}::test_a_prompt_is_read_in_full_then_by_shared_choices",
+    ),
+    Fault(
         "prefill: a prompt goes on from a beginning without raw tokens",
         "return slot.config is not None",
         f"{PREFILL_MODELS}::test_a_server_reads_alike_shares_no_beginnings_and_counts_raw_tokens",
     ),
     Fault(
+        "fetch: a ring that lags is read",
+        "pass",
+        f"{PREFILL}::test_steps_read_all_raw_tokens_while_that_takes_less_time",
+    ),
+    Fault(
         "prefill: the perplexity of full attention",
-        "if handle is None:",
+        "return {}",
         f"{PREFILL_MODELS}::test_texts_are_not_scored_as_prompts",
     ),
     Fault(

@@ -33,8 +33,8 @@ def main(folder: str, output: str) -> None:
     for name, config in (
         ("equal", CCAConfig.paper(4, 10)),
         ("by head", CCAConfig.paper(8, 10, layer_group_sizes=(4, (8, 1)))),
-        ("fetch", CCAConfig.pooling(4, 10, sink_size=4, fetch_groups=3)),
-        ("fetch from host", CCAConfig.paper(4, 10, fetch_groups=3, store="host")),
+        ("fetch", CCAConfig.pooling(4, 10, sink_size=4, prefill="fetch", fetch_groups=3)),
+        ("fetch from host", CCAConfig.paper(4, 10, prefill="fetch", fetch_groups=3, store="host")),
     ):
         with corecontext.enabled(model, config):
             with torch.no_grad():

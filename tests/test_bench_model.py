@@ -28,7 +28,7 @@ from corecontext.cache import host_store
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
 from corecontext.heads.budget import Shape
-from corecontext.inference import limits
+from corecontext.inference import chunk_size
 from corecontext.record import Record, append_records, read_records
 from corecontext.visibility import num_visible_cores
 
@@ -330,7 +330,7 @@ def test_the_largest_batch_follows_from_the_memory(monkeypatch):
         assert model.batches(run, method, 64) == [2, 4, 8, 16, 20]
     monkeypatch.setattr(model, "free_bytes", lambda device: 0)
     assert model.batches(run, "cca", 64) == [1]
-    assert limits.free_bytes(torch.device("cpu")) is None
+    assert chunk_size.free_bytes(torch.device("cpu")) is None
 
 
 def test_rows_decode_the_tokens_of_the_static_cache():

@@ -1048,7 +1048,8 @@ def test_heads_of_several_group_sizes_are_one_layer():
 @pytest.mark.parametrize("index", ["pairs:2", "mean"])
 @pytest.mark.parametrize("emptied", ["crop", "padding"])
 def test_a_cache_without_a_token_can_be_saved(index, emptied):
-    config = CCAConfig(4, 9, fetch_groups=3, fetch_index=index, store="device")
+    sizes = {"fetch_groups": 3, "fetch_index": index, "store": "device", "prefill": "fetch"}
+    config = CCAConfig(4, 9, **sizes)
     layers = [CompactLayer(config, ROTARY) for _ in range(2)]
     tensors = qkv(2, 4, 2, 40)
     mask = torch.ones(2, 40)

@@ -87,13 +87,15 @@ def in_store(store, fetch_groups):
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_way_of_appending_equals_one_pass(kind, fixed, store):
-    settings = {"fetch_groups": 3, "fetch_index": "oracle", **KINDS[kind]}
+    settings = {"fetch_groups": 3, "fetch_index": "oracle", "prefill": "fetch", **KINDS[kind]}
     settings |= in_store(store, settings["fetch_groups"])
     check_ways(CCAConfig.paper(4, 9, **settings), fixed)
 
 
 def test_a_prompt_reads_only_earlier_tokens_from_host_memory():
-    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="mean", store="host")
+    config = CCAConfig.paper(
+        4, 9, prefill="fetch", fetch_groups=3, fetch_index="mean", store="host"
+    )
     layer = CompactLayer(config, ROTARY)
     q, k, v = inputs()
     fed(layer, (q, k, v), 0, [20])
@@ -114,7 +116,7 @@ def test_a_prompt_reads_only_earlier_tokens_from_host_memory():
 @pytest.mark.parametrize("index", INDICES)
 def test_any_index_is_kept_as_it_is_built(index, store):
     settings = {"fetch_index": index, "sink_size": 5, **in_store(store, 2)}
-    check_ways(CCAConfig.paper(4, 9, fetch_groups=2, **settings), False)
+    check_ways(CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=2, **settings), False)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_any_index_is_kept_as_it_is_built(index, store):
 )
 def test_padded_rows_equal_one_pass(fixed, store):
     settings = {"fetch_index": "mean", "sink_size": 3, "core_mass": True, **in_store(store, 3)}
-    config = CCAConfig.paper(4, 9, fetch_groups=3, **settings)
+    config = CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=3, **settings)
     tensors = inputs()
     mask = torch.arange(LENGTH) >= torch.tensor([[0], [7]])
     expected = one_pass(config, tensors, attention_mask=mask)
@@ -138,7 +140,9 @@ def test_padded_rows_equal_one_pass(fixed, store):
 
 
 def test_float32_steps_equal_one_pass():
-    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="oracle", core_mass=True)
+    config = CCAConfig.paper(
+        4, 9, prefill="fetch", fetch_groups=3, fetch_index="oracle", core_mass=True
+    )
     tensors = inputs(torch.float32)
     layer = CompactLayer(config, ROTARY, max_length=LENGTH)
     out = fed(layer, tensors, 0, [20, *[1] * (LENGTH - 20)])
@@ -147,7 +151,7 @@ def test_float32_steps_equal_one_pass():
 
 @pytest.mark.parametrize("index", INDICES)
 def test_bytes_are_those_of_tokens_and_index(index):
-    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index=index, sink_size=3)
+    config = CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=3, fetch_index=index, sink_size=3)
     tensors = inputs(torch.float32)
     layer, plain = (CompactLayer(x, ROTARY) for x in (config, config.replace(fetch_groups=0)))
     for x in (layer, plain):
@@ -162,7 +166,9 @@ def test_bytes_are_those_of_tokens_and_index(index):
 
 
 def test_a_full_cache_of_fixed_length_allocates_what_is_in_use():
-    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="pairs:2", sink_size=3)
+    config = CCAConfig.paper(
+        4, 9, prefill="fetch", fetch_groups=3, fetch_index="pairs:2", sink_size=3
+    )
     layer = CompactLayer(config, ROTARY, max_length=32)
     fed(layer, inputs(torch.float32), 0, [32])
     centre = layer.store.centre
@@ -170,7 +176,7 @@ def test_a_full_cache_of_fixed_length_allocates_what_is_in_use():
 
 
 def test_a_copy_of_new_entries_keeps_no_others_in_memory():
-    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="bits:2")
+    config = CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=3, fetch_index="bits:2")
     layer = CompactLayer(config, ROTARY)
     fed(layer, inputs(), 0, [40])
     raw, cores = layer.copy_since(20)
@@ -181,13 +187,17 @@ def test_a_copy_of_new_entries_keeps_no_others_in_memory():
 @pytest.mark.parametrize("sizes", [[12, 48], [12, 1, 20, 27], [*[1] * 12, 40, 8]], ids=str)
 def test_an_append_may_end_with_the_last_key_that_centres_the_index(sizes):
     """After 4 first tokens and 8 that centre it."""
-    config = CCAConfig.paper(4, 9, fetch_groups=2, fetch_index="bits:1", sink_size=4)
+    config = CCAConfig.paper(
+        4, 9, prefill="fetch", fetch_groups=2, fetch_index="bits:1", sink_size=4
+    )
     tensors = inputs()
     near(fed(CompactLayer(config, ROTARY), tensors, 0, sizes), one_pass(config, tensors))
 
 
 def test_a_second_prompt_may_have_groups_of_another_size():
-    config = CCAConfig.paper(window_size=9, num_groups=5, fetch_groups=2, fetch_index="mean")
+    config = CCAConfig.paper(
+        window_size=9, num_groups=5, prefill="fetch", fetch_groups=2, fetch_index="mean"
+    )
     used, fresh = (CompactLayer(config, ROTARY, max_length=LENGTH) for _ in range(2))
     tensors = inputs()
     fed(used, tensors, 0, [30, 1, 1])
@@ -199,7 +209,9 @@ def test_a_second_prompt_may_have_groups_of_another_size():
 @pytest.mark.parametrize("store", ["device", "host", "slots"])
 def test_a_loaded_cache_reads_nothing_of_before(store):
     """Numbers that no query sees must still be numbers: 0 x NaN is none."""
-    config = CCAConfig.paper(4, 2, fetch_groups=2, fetch_index="mean", **in_store(store, 2))
+    config = CCAConfig.paper(
+        4, 2, prefill="fetch", fetch_groups=2, fetch_index="mean", **in_store(store, 2)
+    )
     tensors = inputs()
     short = CompactLayer(config, ROTARY, max_length=LENGTH)
     fed(short, tensors, 0, [1])
@@ -210,7 +222,7 @@ def test_a_loaded_cache_reads_nothing_of_before(store):
 
 
 def test_the_first_append_is_differentiable():
-    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="mean")
+    config = CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=3, fetch_index="mean")
     q, k, v = (x.requires_grad_() for x in inputs())
     layer = CompactLayer(config, ROTARY)
     out = layer.attend(q, k, v)
@@ -223,14 +235,14 @@ def test_the_first_append_is_differentiable():
 
 def test_refusals():
     with pytest.raises(NotImplementedError, match="store='none', got 2. Use store='device'"):
-        CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2, store="none"), ROTARY)
+        CompactLayer(CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=2, store="none"), ROTARY)
     with pytest.raises(ValueError, match="store must be one of 'none', 'device', 'host', got 'ho'"):
         CCAConfig.pooling(store="ho")
     with pytest.raises(ValueError, match="fetch_slots must be 0 or at least fetch_groups 8, got 7"):
-        CCAConfig(store="host", fetch_groups=8, fetch_slots=7)
-    layer = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)
+        CCAConfig(store="host", prefill="fetch", fetch_groups=8, fetch_slots=7)
+    layer = CompactLayer(CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=2), ROTARY)
     fed(layer, inputs(), 0, [20])
-    other = CompactLayer(CCAConfig.paper(4, 9, fetch_groups=2), ROTARY)
+    other = CompactLayer(CCAConfig.paper(4, 9, prefill="fetch", fetch_groups=2), ROTARY)
     with pytest.raises(
         NotImplementedError, match="fetch_groups must be 0 where prompts are shared"
     ):
@@ -241,7 +253,7 @@ def test_refusals():
 @pytest.mark.parametrize("window_size", [3, 4, 5])
 def test_a_window_shrunk_below_a_group_centres_no_keys(window_size, store):
     tensors = inputs()
-    config = CCAConfig(4, 9, fetch_groups=3, fetch_index="pairs:2", store=store)
+    config = CCAConfig(4, 9, prefill="fetch", fetch_groups=3, fetch_index="pairs:2", store=store)
     layer = new_layer(config, ROTARY)
     fed(layer, tensors, 0, [48])
     layer.shrink_window(window_size)

@@ -199,6 +199,11 @@ def test_chunks_get_what_they_see_once_and_make_each_group_once():
         assert layout.is_shared == (len(held) == 2)
 
 
+def test_balanced_chunks_begin_at_multiples_of_a_share():
+    layout = Layout.balanced(90, 2, 0, share=16)
+    assert layout.starts == (0, 16, 32, 64, 90)
+
+
 def test_fetch_that_cannot_be_spread_is_refused_with_the_way_out():
     from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 
@@ -206,7 +211,7 @@ def test_fetch_that_cannot_be_spread_is_refused_with_the_way_out():
     x = torch.zeros(1, 2, 20, 8)
     spec = Spec(4, 9, 1.0, fetch_groups=3, fetch_share=16)
     shard = Shard(wire, Layout.balanced(40, 2, 0))
-    message = "fetch_groups must be 0 .* with fetch_share 16, .* Use fetch_share=1"
+    message = r"must begin at multiples of fetch_share 16, .* got \(0, 10, 20, 30\). Use Layout"
     with pytest.raises(NotImplementedError, match=message):
         context_parallel_attention(Inputs(x, x, x), shard, spec)
 
@@ -270,7 +275,7 @@ def test_prefills_on_several_processes_refuse_what_they_cannot_fill():
         context_parallel_prefill(model, ids, wire)
     handle.shard = None
     for settings, message in (
-        ({"prefill": "full"}, "a prompt of prefill 'full' cannot be spread"),
+        ({"prefill": "full"}, "a prompt of prefill 'full' without fetch cannot be spread"),
         (
             {"prefill": "auto", "cache_dtype": "int8"},
             "a cache in int8 cannot be filled by several processes",

@@ -24,7 +24,13 @@ from corecontext.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.preset(
-    "device", group_size=4, window_size=9, sink_size=4, fetch_groups=3, fetch_index="mean"
+    "device",
+    group_size=4,
+    window_size=9,
+    sink_size=4,
+    fetch_groups=3,
+    fetch_index="mean",
+    prefill="fetch",
 )
 
 

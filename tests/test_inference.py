@@ -14,11 +14,10 @@ from corecontext import CCAConfig
 from corecontext.cache import host_store
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
 from corecontext.inference import session as sessions
+from corecontext.inference.chunk_size import bytes_per_token, choose_chunk_size
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import (
-    bytes_per_token,
     cache_bytes_per_token,
-    choose_chunk_size,
     does_not_fit,
     position_limit,
     rounded_up,
@@ -151,7 +150,9 @@ def test_a_prompt_in_chunks_takes_host_memory_once(default_device, monkeypatch, 
 
     monkeypatch.setattr(host_store, "host_zeros", zeros)
     model, ids = tiny_model(), tokens(2, 50)
-    config = CCAConfig(4, 8, sink_size=4, fetch_groups=2, store="host", fetch_slots=0, **settings)
+    config = CCAConfig(
+        4, 8, sink_size=4, prefill="fetch", fetch_groups=2, store="host", fetch_slots=0, **settings
+    )
     with corecontext.enabled(model, config), torch.no_grad():
         read = prefill(model, ids, chunk_size=9)
         # The first room is that of no tokens.
@@ -698,11 +699,11 @@ def test_wrong_settings_are_refused(model):
 
 
 def test_chunk_size_follows_the_model_and_the_memory(model, monkeypatch):
-    from corecontext.inference import limits
+    from corecontext.inference import chunk_size
 
     config, cuda = model.config, torch.device("cuda")
-    assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 1) == 2048
-    assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 4000) == 1
+    assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 1) == 4096
+    assert choose_chunk_size(config, torch.float32, torch.device("cpu"), 5000) == 1
     each = bytes_per_token(config, torch.bfloat16)
     assert 6 * 64 <= each < bytes_per_token(config, torch.float32)
     for free, batch, expected in (
@@ -712,7 +713,7 @@ def test_chunk_size_follows_the_model_and_the_memory(model, monkeypatch):
         (200 * each, 1, 100),
         (each, 4, 1),
     ):
-        monkeypatch.setattr(limits, "free_bytes", lambda device: free)
+        monkeypatch.setattr(chunk_size, "free_bytes", lambda device: free)
         assert choose_chunk_size(config, torch.bfloat16, cuda, batch) == expected
 
 

@@ -19,7 +19,7 @@ import corecontext
 from corecontext import CCAConfig, generation
 from corecontext.files import UserError
 from corecontext.generation import PLAIN, Continuation
-from corecontext.inference import Engine, Load, Sampling, TablePolicy, limits, prefill
+from corecontext.inference import Engine, Load, Sampling, TablePolicy, chunk_size, limits, prefill
 from corecontext.inference import engine as engine_module
 from corecontext.inference import session as sessions
 from corecontext.inference.policy import cut_to, settings_for, table_rows
@@ -177,17 +177,17 @@ FETCH = {"fetch_groups": 2, "fetch_index": "mean"}
 def test_the_bytes_of_a_token():
     attention = (3 * 8 + 4 * 2) * 16
     assert (
-        limits.bytes_per_token(config_of(intermediate_size=100), torch.float16)
+        chunk_size.bytes_per_token(config_of(intermediate_size=100), torch.float16)
         == 2 * (3 * 64 + attention) + 8 * 64
     )
     assert (
-        limits.bytes_per_token(config_of(intermediate_size=1000), torch.float32)
+        chunk_size.bytes_per_token(config_of(intermediate_size=1000), torch.float32)
         == 4 * (3 * 64 + 3 * 1000) + 8 * 64
     )
-    assert limits.bytes_per_token(config_of(), torch.float16) == 2 * (3 * 64 + 3 * 256) + 8 * 64
+    assert chunk_size.bytes_per_token(config_of(), torch.float16) == 2 * (3 * 64 + 3 * 256) + 8 * 64
     experts = {"intermediate_size": 100, "moe_intermediate_size": 300, "num_experts_per_tok": 2}
     assert (
-        limits.bytes_per_token(config_of(**experts), torch.float16)
+        chunk_size.bytes_per_token(config_of(**experts), torch.float16)
         == 2 * (3 * 64 + 3 * 600) + 8 * 64
     )
     for cca, expected in (
@@ -250,27 +250,31 @@ def test_positions_are_the_larger_of_two_readings():
 
 def test_a_chunk_is_as_large_as_saturates_and_fits(monkeypatch):
     config, cuda = config_of(intermediate_size=100), torch.device("cuda")
-    each = limits.bytes_per_token(config, torch.float16)
+    each = chunk_size.bytes_per_token(config, torch.float16)
     fake = mock.Mock()
     fake.memory_reserved.return_value, fake.memory_allocated.return_value = 70, 30
     fake.mem_get_info.return_value = (1000, 5000)
-    monkeypatch.setattr(limits.torch, "cuda", fake)
-    assert limits.free_bytes(cuda) == 1040 and limits.free_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(chunk_size.torch, "cuda", fake)
+    assert (
+        chunk_size.free_bytes(cuda) == 1040 and chunk_size.free_bytes(torch.device("cpu")) is None
+    )
     for fits, batch, size in ((511, 1, 255), (512, 1, 256), (1023, 1, 256), (1024, 1, 512)):
-        monkeypatch.setattr(limits, "free_bytes", lambda device, fits=fits: fits * each)
-        assert limits.choose_chunk_size(config, torch.float16, cuda, batch) == size
+        monkeypatch.setattr(chunk_size, "free_bytes", lambda device, fits=fits: fits * each)
+        assert chunk_size.choose_chunk_size(config, torch.float16, cuda, batch) == size
     for device, batch, size in (
         ("cuda", 1, 16384),
         ("cuda", 3, 5376),
         ("cpu", 1, 2048),
         ("cpu", 9, 227),
     ):
-        monkeypatch.setattr(limits, "free_bytes", lambda device: None)
-        assert limits.choose_chunk_size(config, torch.float16, torch.device(device), batch) == size
+        monkeypatch.setattr(chunk_size, "free_bytes", lambda device: None)
+        assert (
+            chunk_size.choose_chunk_size(config, torch.float16, torch.device(device), batch) == size
+        )
     # Each chunk reads all earlier raw tokens from host memory.
-    for settings, size in (({}, 65536), ({"prefill": "cca"}, 16384), ({"store": "device"}, 16384)):
+    for settings, size in (({}, 65536), ({"store": "device"}, 16384)):
         config.cca = CCAConfig(**{"fetch_groups": 8, "store": "host", **settings}).to_dict()
-        assert limits.choose_chunk_size(config, torch.float16, cuda, 1) == size
+        assert chunk_size.choose_chunk_size(config, torch.float16, cuda, 1) == size
     for length, rounded in ((1, 64), (64, 64), (65, 128), (1024, 1024), (1025, 1152), (8193, 9216)):
         assert limits.rounded_up(length) == rounded
 
@@ -299,7 +303,7 @@ def test_memory_that_ran_out_is_explained():
     one = "About 25 tokens a row fit with 4 rows, or 1 row of 100. "
     assert way_out(4, 100, 50, 0, gib, gib // 2, gib / 50).startswith(one)
     config = config_of(intermediate_size=100)
-    each = limits.bytes_per_token(config, torch.float16) + 2 * 3 * 2 * 32
+    each = chunk_size.bytes_per_token(config, torch.float16) + 2 * 3 * 2 * 32
     for free, fits in ((50, 50), (99, 80)):
         message = limits.whole_does_not_fit(config, torch.float16, 100, free * each)
         assert f"got 100 tokens and ran out with {free * each / gib:.2f} GiB" in message
@@ -376,7 +380,7 @@ def test_the_meter_measures_the_fullest_chunk_and_what_a_token_adds(model, monke
     meter = prefilled._Meter("device")
     fake.reset_peak_memory_stats.assert_called_once_with("device")
     meter.explain(model, 2, 40, 16, 0, None)
-    each = limits.bytes_per_token(model.config, model.dtype)
+    each = chunk_size.bytes_per_token(model.config, model.dtype)
     added = 2 * limits.cache_bytes_per_token(model.config, model.dtype)
     assert explained.call_args.args == (2, 40, 16, 0, 5000, 2 * 16 * each, added)
     meter.chunk_done()

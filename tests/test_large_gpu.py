@@ -113,7 +113,9 @@ def test_a_step_of_rows_beyond_two_to_the_31_elements(index, batch):
     """Raw tokens of a decoding step with fetch, and an index in 4 bits: the last row gets what it
     gets alone."""
     length = LENGTH - 1
-    config = CCAConfig.paper(**SIZES, fetch_groups=64, fetch_index=index, backend="triton")
+    config = CCAConfig.paper(
+        **SIZES, prefill="fetch", fetch_groups=64, fetch_index=index, backend="triton"
+    )
     torch.manual_seed(0)
     with torch.no_grad():
         layer = filled(config, batch, length)

@@ -1,4 +1,4 @@
-"""Prompts read by full attention or without fetch end in the cache of the settings, and decoding
+"""Prompts read by full attention or shared choices end in the cache of the settings, and decoding
 goes on from it."""
 
 import functools
@@ -9,6 +9,7 @@ from budgets import fed, make_inputs
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import new_layer
+from corecontext.ops.fetch import reading
 
 ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 60
@@ -42,12 +43,20 @@ def dense(config, tensors, **options):
 
 
 def expected(config, tensors, prompt=PROMPT, **options):
-    """The definition: the prompt by the attention that reads it, later tokens by the settings."""
-    if config.prefill == "full":
-        read = dense(CCAConfig.paper(1, 1), tensors, **options)
-    else:
-        read = dense(config.replace(fetch_groups=0, prefill="cca"), tensors, **options)
+    """The definition: the prompt by full attention, later tokens by the settings."""
+    read = dense(CCAConfig.paper(1, 1), tensors, **options)
     return torch.cat((read[:, :, :prompt], dense(config, tensors, **options)[:, :, prompt:]), 2)
+
+
+def lengths(monkeypatch, prompt, step):
+    """Let full attention take less time up to these lengths."""
+    monkeypatch.setattr(reading, "PROMPT_LENGTHS", {"cpu": prompt})
+    monkeypatch.setattr(reading, "STEP_LENGTHS", {"cpu": step})
+
+
+@pytest.fixture
+def steps_choose(monkeypatch):
+    lengths(monkeypatch, 0, 0)
 
 
 def buffers(layer):
@@ -56,12 +65,11 @@ def buffers(layer):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-@pytest.mark.parametrize(
-    ("kind", "prefill"), [*((kind, "full") for kind in KINDS), ("fetch", "cca")]
-)
-def test_a_prompt_and_what_follows_are_those_of_the_definition(kind, prefill, fixed):
-    config = CCAConfig.paper(4, 9, **KINDS[kind], prefill=prefill)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_and_what_follows_are_those_of_the_definition(monkeypatch, kind, fixed):
+    config = CCAConfig.paper(4, 9, **KINDS[kind], prefill="full")
     tensors = inputs()
+    lengths(monkeypatch, 0, 0)
     wanted = expected(config, tensors)
     options = {"max_length": LENGTH if fixed else None}
     whole, chunks, plain = (
@@ -132,6 +140,7 @@ def test_raw_tokens_leave_with_the_prompt():
     near32(fed(other, tensors, 0, [30, 11]), expected(config, tensors)[:, :, :PROMPT])
 
 
+@pytest.mark.usefixtures("steps_choose")
 def test_a_store_of_fetch_makes_later_prompts_exact():
     config = CCAConfig.paper(4, 9, fetch_groups=2, fetch_index="mean", prefill="full")
     tensors = inputs()
@@ -142,6 +151,80 @@ def test_a_store_of_fetch_makes_later_prompts_exact():
     near(fed(layer, tensors, 22, [20]), full[:, :, 22:42])
     near(fed(layer, tensors, 42, [5], is_prompt=False), wanted[:, :, 42:47])
     near(fed(layer, tensors, 47, [1]), wanted[:, :, 47:48])
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_prompt_is_read_in_full_then_by_shared_choices(monkeypatch, store):
+    lengths(monkeypatch, 22, 0)
+    sizes = {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 4}
+    config = CCAConfig.paper(4, 9, **sizes, fetch_share=4, store=store)
+    tensors = inputs()
+    full = dense(CCAConfig.paper(1, 1), tensors)
+    # The choice sees the prompt only, whatever comes behind it.
+    shared = dense(config, [x[:, :, :PROMPT] for x in tensors], fetch_share=4)
+    by_itself = dense(config, tensors)
+    wanted = torch.cat((full[:, :, :22], shared[:, :, 22:], by_itself[:, :, PROMPT:]), 2)
+    assert (shared - by_itself[:, :, :PROMPT])[:, :, 22:].abs().max() > 0.01
+    states = []
+    for chunks in ([PROMPT], [8, 4, 12, 16, 1], [24, 16, 1], [20, 20, 1]):
+        layer = new_layer(config, ROTARY)
+        outs = []
+        for chunk in chunks:
+            layer.expect(start := sum(x.shape[2] for x in outs))
+            outs.append(fed(layer, tensors, start, [chunk]))
+        outs.append(fed(layer, tensors, PROMPT, [1] * (LENGTH - PROMPT)))
+        near(torch.cat(outs, 2), wanted)
+        states.append(buffers(layer))
+    for state in states[1:]:
+        for x, y in zip(states[0], state):
+            near(x, y)
+    # A text that is scored, in one call or several, chooses token by token.
+    layer = new_layer(config, ROTARY)
+    near(fed(layer, tensors, 0, [24, 1, LENGTH - 25], is_prompt=False), by_itself)
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_steps_read_all_raw_tokens_while_that_takes_less_time(monkeypatch, fixed, store):
+    sizes = {"fetch_groups": 2, "fetch_index": "bits:2", "sink_size": 4, "core_mass": True}
+    config = CCAConfig.paper(4, 9, **sizes, store=store, prefill="full")
+    tensors = inputs()
+    full = dense(CCAConfig.paper(1, 1), tensors)
+    until = LENGTH if fixed else 50
+    wanted = torch.cat((full[:, :, :until], dense(config, tensors)[:, :, until:]), 2)
+    lengths(monkeypatch, 0, until)
+    layer, other = (new_layer(config, ROTARY, max_length=LENGTH if fixed else None) for _ in "ab")
+    near(fed(layer, tensors, 0, [2, *[1] * 28]), wanted[:, :, :30])
+    # What reads the ring finds all tokens in it.
+    layer.crop(0)
+    layer.load_state_dict(layer.state_dict())
+    rows = torch.tensor([1, 0])
+    layer.select(rows)
+    swapped = [x[rows] for x in tensors]
+    near(fed(layer, swapped, 30, [1, 3, *[1] * 26]), wanted[rows][:, :, 30:])
+    lengths(monkeypatch, 0, 0)
+    fed(other, swapped, 0, [LENGTH - 5, *[1] * 5])
+    kept = ([*buffers(x), *x.store.used(LENGTH)] for x in (layer, other))
+    for x, y in zip(*kept, strict=True):
+        near(x, y)
+    # Padded rows are those that stand alone.
+    lengths(monkeypatch, 0, until)
+    mask = torch.arange(LENGTH) >= torch.tensor([[0], [7]])
+    layer = new_layer(config, ROTARY, max_length=LENGTH if fixed else None)
+    outs = [fed(layer, tensors, 0, [9], attention_mask=mask[:, :9])]
+    outs.append(fed(layer, tensors, 9, [1] * 30))
+    alone = dense(CCAConfig.paper(1, 1), tensors, attention_mask=mask)
+    near(torch.cat(outs, 2), alone[:, :, :39])
+
+
+def test_a_choice_of_all_groups_is_what_a_step_reads(monkeypatch):
+    config = CCAConfig.paper(4, 9, fetch_groups=LENGTH, fetch_index="mean")
+    tensors = inputs()
+    outs = []
+    for step in (0, LENGTH):
+        lengths(monkeypatch, 0, step)
+        outs.append(fed(new_layer(config, ROTARY), tensors, 0, [PROMPT, *[1] * 9]))
+    near(*outs)
 
 
 def test_a_prompt_is_read_before_its_tokens_are_rounded():

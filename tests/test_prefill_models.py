@@ -10,7 +10,6 @@ from families import tiny_model, tokens
 import corecontext
 from corecontext import CCAConfig
 from corecontext.eval.subject import ModelSubject
-from corecontext.files import UserError
 from corecontext.inference import Engine, prefill
 from corecontext.inference.limits import cache_bytes_per_token
 from corecontext.integrations.hf import layer_call as hf_call
@@ -18,6 +17,7 @@ from corecontext.integrations.hf.cache_layers import cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded
 from corecontext.model_sizes import ModelSizes
+from corecontext.ops.fetch import reading
 from corecontext.perplexity import document_nll
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
@@ -26,6 +26,12 @@ from reproduction.suites.choices import choose
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.pooling(4, 9, sink_size=4, core_mass=True, prefill="full")
 NEW = 14
+
+
+@pytest.fixture(autouse=True)
+def steps_choose(monkeypatch):
+    """Let no step read all raw tokens."""
+    monkeypatch.setattr(reading, "STEP_LENGTHS", {})
 
 
 def defined(monkeypatch, model, ids, prompt):
@@ -190,8 +196,20 @@ def test_options_of_several_tokens_are_no_part_of_the_prompt(monkeypatch):
 
 def test_texts_are_not_scored_as_prompts():
     model, ids = tiny_model(), tokens(1, 40)
-    with corecontext.enabled(model, CONFIG) as handle:
-        with pytest.raises(UserError, match="must be auto where texts are scored, got 'full'"):
-            document_nll(model, ids)
-        handle.configure(prefill="auto")
-        document_nll(model, ids)
+    config = CONFIG.replace(fetch_groups=2, fetch_index="mean", fetch_share=4)
+    for prefill in ("auto", "full"):
+        with corecontext.enabled(model, config.replace(prefill=prefill)), torch.no_grad():
+            loss = model(ids, use_cache=False, labels=ids).loss
+            for chunk in (40, 13, 1):
+                nll = document_nll(model, ids, chunk_size=chunk)
+                torch.testing.assert_close(nll.mean(), loss, rtol=0, atol=1e-4)
+            torch.testing.assert_close(model(ids, labels=ids).loss, loss, rtol=0, atol=1e-4)
+            scheduler = Scheduler(model, chunk_size=8)
+            records = []
+            scored = Request(ids[0].tolist(), 1, logprobs=0, prompt_logprobs=True)
+            scheduler.submit(scored, on_logprobs=records.extend)
+            while not scheduler.idle:
+                scheduler.run_turn()
+            served = -torch.tensor([record.logprob for record in records[1:40]]).mean()
+            torch.testing.assert_close(served, loss, rtol=0, atol=1e-4)
+            assert not scheduler.memory.prefixes._nodes

@@ -1005,7 +1005,7 @@ def test_a_server_on_a_gpu_is_warmed_up_with_its_tables_sizes(made, monkeypatch)
 
 def test_the_budget_is_set_or_a_share_of_the_free_memory(monkeypatch):
     free = {"value": 1000}
-    monkeypatch.setattr("corecontext.inference.limits.free_bytes", lambda device: free["value"])
+    monkeypatch.setattr("corecontext.inference.chunk_size.free_bytes", lambda device: free["value"])
     assert build._cache_bytes(Serving(cache_mib=3), "cuda") == 3 * 2**20
     assert build._cache_bytes(Serving(), "cuda") == 800
     free["value"] = None

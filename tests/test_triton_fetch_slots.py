@@ -79,7 +79,7 @@ def test_none_takes_no_slot():
 def test_every_step_reads_its_slots(dtype):
     """In a cache with as many slots as a step fetches."""
     settings = {"core_mass": True, "sink_size": 4, "store": "host", "fetch_slots": 2}
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, **settings)
+    config = CCAConfig.paper(4, 8, backend="triton", prefill="fetch", fetch_groups=2, **settings)
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 4, 2, 40, 16, dtype)
     layer = CompactLayer(config, rotary, max_length=40)

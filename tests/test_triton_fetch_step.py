@@ -92,7 +92,7 @@ if GPU:
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_of_every_row(case):
     g, s, heads, kv_heads, dim, k, prefill, length, settings = CASES[case]
-    config = CCAConfig.paper(g, s, backend="triton", fetch_groups=k, **settings)
+    config = CCAConfig.paper(g, s, backend="triton", prefill="fetch", fetch_groups=k, **settings)
     dtype = HALF if "half" in case else torch.float32
     rotary = Rotary.from_theta(100.0, dim)
     qkv = tensors(2 if case == "kv" else 1, heads, kv_heads, length, dim, dtype)
@@ -149,7 +149,9 @@ def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", used)
     store = {} if slots is None else {"store": "host", "fetch_slots": slots}
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=3, core_mass=True, **store)
+    config = CCAConfig.paper(
+        4, 8, backend="triton", prefill="fetch", fetch_groups=3, core_mass=True, **store
+    )
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 4, 2, 34, 16)
     layer = CompactLayer(config, rotary, max_length=34)
@@ -172,7 +174,7 @@ def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
 def test_programs_share_groups_and_entries(monkeypatch):
     """As on a GPU, where several programs score groups, attend and merge."""
     monkeypatch.setattr(fetch_decode_plan, "scoring_splits", lambda *sizes: 3)
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=5)
+    config = CCAConfig.paper(4, 8, backend="triton", prefill="fetch", fetch_groups=5)
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 2, 1, 34, 16)
     layer = CompactLayer(config, rotary, max_length=34)
@@ -181,7 +183,7 @@ def test_programs_share_groups_and_entries(monkeypatch):
 
 
 def test_more_groups_than_a_program_holds_are_scored_in_plain_pytorch(monkeypatch):
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2)
+    config = CCAConfig.paper(4, 8, backend="triton", prefill="fetch", fetch_groups=2)
     layer = CompactLayer(config, Rotary.from_theta(100.0, 16), max_length=40)
     layer.attend(*tensors(1, 2, 1, 20, 16))
     for most, takes in ((10, True), (9, False)):
@@ -200,7 +202,9 @@ def test_more_slots_than_a_program_orders_are_found_by_asking_the_device(monkeyp
 
 
 def test_scales_that_a_step_writes_are_finite():
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, core_position="token")
+    config = CCAConfig.paper(
+        4, 8, backend="triton", prefill="fetch", fetch_groups=2, core_position="token"
+    )
     layer = CompactLayer(config, None, max_length=12)
     q, k, v = tensors(1, 1, 1, 12, 16)
     k[:, :, 4:8] += torch.tensor([1e6, 1e6, -1e6, -1e6])[:, None]
@@ -210,7 +214,7 @@ def test_scales_that_a_step_writes_are_finite():
 
 
 def test_of_equal_groups_the_lower_are_fetched():
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2)
+    config = CCAConfig.paper(4, 8, backend="triton", prefill="fetch", fetch_groups=2)
     rotary = Rotary.from_theta(100.0, 16)
     q, k, v = tensors(1, 2, 1, 33, 16)
     k = k[:, :, :4].repeat(1, 1, 9, 1)[:, :, :33]
@@ -236,7 +240,9 @@ def test_of_equal_groups_the_lower_are_fetched():
     ids=str,
 )
 def test_other_caches_decode_in_plain_pytorch(settings, softcap):
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2).replace(**settings)
+    config = CCAConfig.paper(4, 8, backend="triton", prefill="fetch", fetch_groups=2).replace(
+        **settings
+    )
     layer = CompactLayer(config, Rotary.from_theta(100.0, 16), max_length=40)
     qkv = tensors(1, 2, 1, 21, 16)
     layer.attend(*(x[:, :, :20] for x in qkv), softcap=softcap)
@@ -246,7 +252,7 @@ def test_other_caches_decode_in_plain_pytorch(settings, softcap):
 
 @pytest.mark.parametrize("changes", [{}, {"store": "host", "fetch_slots": 3}], ids=str)
 def test_compiles_as_one_graph(changes):
-    config = CCAConfig.paper(4, 8, backend="triton", fetch_groups=2, **changes)
+    config = CCAConfig.paper(4, 8, backend="triton", prefill="fetch", fetch_groups=2, **changes)
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 2, 1, 29, 16)
     layer = CompactLayer(config, rotary, max_length=40)
@@ -274,7 +280,7 @@ def test_compiles_as_one_graph(changes):
 def test_a_captured_step_replays(index, store, num_slots):
     prefill, length = 300, 420
     settings = {"store": store, "fetch_slots": num_slots, "fetch_index": index, "core_mass": True}
-    config = CCAConfig.paper(16, 64, fetch_groups=4, **settings)
+    config = CCAConfig.paper(16, 64, prefill="fetch", fetch_groups=4, **settings)
     rotary = Rotary.from_theta(100.0, 128)
     qkv = tensors(2, 8, 2, length, 128, torch.bfloat16)
     layer = CompactLayer(config, rotary, max_length=length)

@@ -12,7 +12,8 @@ from corecontext.cache.full import attend_causally
 from corecontext.cache.raw_store import Newest
 from corecontext.ops.api import backend_module
 from corecontext.ops.fetch import attend as fetch
-from corecontext.ops.spec import Groups, Spec, Tokens
+from corecontext.ops.fetch.reading import EACH_BY_ITSELF, Reading, reading_of
+from corecontext.ops.spec import Groups, Tokens
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
 
@@ -45,33 +46,16 @@ def new_tokens(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> NewTokens:
     return NewTokens(q, *entries.decode(stored, k.dtype), stored, raw)
 
 
-def reading_of(entries: Entries, is_prompt: bool) -> str:
-    """Return the attention of an append, one of `config.PREFILLS`.
-
-    A prompt is read as `CCAConfig.prefill` says, by full attention only while its raw tokens are
-    kept; other tokens attend as in decoding, "auto".
-    """
-    if not is_prompt:
-        return "auto"
-    prefill = entries.config.prefill
+def reading_by(entries: Entries, device: str, is_prompt: bool) -> Reading:
+    """Return how an append is read; all of the past is seen only while its raw tokens are kept."""
     # mutant prefill: a prompt is read by CCA
-    if prefill == "full" and entries.store is None:
-        return "auto"
-    return prefill
-
-
-def spec_of(spec: Spec, reading: str, end: int) -> Spec:
-    """Return the settings by which tokens before `end` attend."""
-    if reading == "full":
-        # A window that no token leaves: no core token is seen.
-        return spec.replace(window_size=end, sink_size=0, fetch_groups=0)
-    if reading == "cca":
-        return spec.replace(fetch_groups=0)
-    return spec
+    if entries.store is None:
+        return EACH_BY_ITSELF
+    return reading_of(entries.config, device, is_prompt)
 
 
 def append_rows(
-    entries: Entries, new: NewTokens, rows: slice, position: int, reading: str | None
+    entries: Entries, new: NewTokens, rows: slice, position: int, reading: Reading | None
 ) -> Tensor | None:
     """Store the tokens of rows that share their padding, pool the groups that they close, and
     attend from them.
@@ -79,7 +63,7 @@ def append_rows(
     Args:
         new: The tokens of these rows.
         position: Of the first of them in its sequence.
-        reading: The attention, one of `config.PREFILLS`; None only stores.
+        reading: How they see the past; None only stores.
 
     Returns:
         [rows, H, T, D], or None where they are only stored.
@@ -128,57 +112,50 @@ def append_rows(
 
     if reading is None:
         return None
-    if reading == "full":
-        return _attend_fully(entries, new, rows, position)
-    spec = spec_of(entries.spec, reading, position + count)
     # Nothing is compressed yet: PyTorch's own attention is the fastest.
+    spec = entries.spec
     # mutant 4: plain attention for a prompt one token too long
     is_plain = position == 0 and num_visible_cores(end - 1, g, spec.window_size) == 0
     if is_plain and spec.softcap is None:
         return attend_causally(*new[:3], spec.scale)
-    if position == 0 and spec.fetch_groups:
-        # All raw tokens are at hand: host memory need not be read.
-        tokens = Tokens(q, new.k.flatten(0, 1), new.v.flatten(0, 1))
+    tokens = Tokens(q, k, v, position, n + low)
+    if entries.store is None:
+        tokens = _with_first_tokens(entries, tokens, rows)
     else:
-        newest = Newest(position, new.raw)
-        tokens = _seen_tokens(entries, Tokens(q, k, v, position, n + low), rows, spec, newest)
-    cores = entries.get_cores(rows, total, new.k.dtype)
-    backend = backend_module(entries.config.backend, q)
-    bias = entries.bias_of_cores(rows, total, q)
-    out = fetch.attend(backend, tokens, cores, spec, bias)[0]
+        keys, values = entries.store.tokens(rows, position + count, Newest(position, new.raw))
+        tokens = Tokens(q, keys, values, position)
+    # The beginning of a prompt sees all of the past.
+    num_full = max(0, min(reading.full_until - position, count))
+    outs = []
+    if num_full:
+        outs.append(_attend_fully(entries, tokens.until(num_full), rows))
+    if num_full < count:
+        # mutant fetch: a prompt's neighbours choose each by itself
+        spec = spec.replace(fetch_share=reading.share)
+        cores = entries.get_cores(rows, total, new.k.dtype)
+        backend = backend_module(entries.config.backend, q)
+        bias = entries.bias_of_cores(rows, total, q)
+        outs.append(fetch.attend(backend, tokens.after(num_full), cores, spec, bias)[0])
+    out = torch.cat(outs, 2) if len(outs) > 1 else outs[0]
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 
-def _attend_fully(entries: Entries, new: NewTokens, rows: slice, position: int) -> Tensor:
-    """Attend from new queries to all raw tokens up to their own, [rows, H, T, D]."""
-    q = new.q
-    end = position + q.shape[2]
-    heads = entries.keys.shape[1]
-    k, v = entries.store.tokens(rows, end, Newest(position, new.raw))
-    if entries.spec.softcap is None:
-        k, v = (x.unflatten(0, (-1, heads)) for x in (k, v))
-        return attend_causally(q, k, v, entries.spec.scale)
-    grouped = q.unflatten(1, (heads, -1)).flatten(0, 1)
-    tokens = Tokens(grouped, k, v, position)
-    cores = entries.get_cores(rows, 0, q.dtype)
-    spec = spec_of(entries.spec, "full", end)
-    out, _ = backend_module(entries.config.backend, q).attend(tokens, cores, spec)
-    return out.unflatten(0, (-1, heads)).flatten(1, 2)
+def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:
+    """Attend from queries [N, r, T, D] to all raw tokens up to their own."""
+    spec = entries.spec
+    if spec.softcap is None:
+        batch = len(tokens.q) // entries.keys.shape[1]
+        q, k, v = (x.unflatten(0, (batch, -1)) for x in tokens[:3])
+        out = attend_causally(q.flatten(1, 2), k, v, spec.scale)
+        return out.reshape(tokens.q.shape)
+    cores = entries.get_cores(rows, 0, tokens.q.dtype)
+    backend = backend_module(entries.config.backend, tokens.q)
+    return backend.attend(tokens, cores, spec.of_full(tokens.k.shape[1]))[0]
 
 
-def _seen_tokens(
-    entries: Entries, tokens: Tokens, rows: slice, spec: Spec, newest: Newest
-) -> Tokens:
-    """Return the tokens of an append with all raw tokens that its queries may see: for fetch those
-    of the whole past, else the first tokens beside them.
-
-    Args:
-        newest: The raw tokens of the append.
-    """
+def _with_first_tokens(entries: Entries, tokens: Tokens, rows: slice) -> Tokens:
+    """Return the tokens of an append with the first tokens beside those of the ring."""
     end = tokens.q_start + tokens.q.shape[2]
-    if spec.fetch_groups:
-        k, v = entries.store.tokens(rows, end, newest)
-        return Tokens(tokens.q, k, v, tokens.q_start)
     n = entries.num_sinks
     if not n:
         return tokens

@@ -79,30 +79,22 @@ def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> Non
 
 def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
     """Pool the group of every row whose newest token is a group's last; other rows keep theirs."""
-    g = entries.group_size
-    n = entries.num_sinks
-    batch, heads, _, dim = entries.keys.shape
-    device = q.device
-
     # Pool the newest token's group in all rows: which of them closes is known to the device only.
-    slots = ((position // g * g)[:, None] + torch.arange(g, device=device)) % entries.ring_size
-    tokens = entries.decode([read(x, slots) for x in entries.buffers], q.dtype)
-    k, v = (x.flatten(0, 1)[:, None] for x in tokens)  # [N, 1, g, D]
-    cores = entries.pool(Groups(q.reshape(batch * heads, -1, 1, dim), k, v))
-    if entries.capacity < 1:
-        return
+    slots = group_of(position, entries.group_size) % entries.ring_size
+    close_groups(entries, q, position, [read(x, slots) for x in entries.buffers])
 
-    # Store the core tokens of rows that close a group, and again the old ones of other rows.
-    # mutant 4: every row closes its group with the first row
-    is_last = ((position + 1) % g == 0)[:, None, None, None]
-    # Groups of first tokens write to core slot 0, which is written again before it is seen.
-    # mutant sinks: a core token in another's slot
-    group = (position - n if n else position) // g
-    group = group.clamp(0, entries.capacity - 1)
-    target = entries.raw_size + group[:, None]
-    for buffer, core in zip(entries.buffers, cores):
-        core = core.reshape(batch, heads, 1, core.shape[-1]).to(buffer.dtype)
-        write(buffer, target, torch.where(is_last, core, read(buffer, target)))
+
+def group_of(position: Tensor, group_size: int) -> Tensor:
+    """Return the positions of the group of each row's token at `position` [B]: [B, g]."""
+    start = position // group_size * group_size
+    return start[:, None] + torch.arange(group_size, device=position.device)
+
+
+def close_groups(entries: Entries, q: Tensor, position: Tensor, stored: list[Tensor]) -> None:
+    """Pool the stored tokens [B, Hkv, g, D] of every row's newest group by the query [B, H, 1, D]
+    of its last token."""
+    k, v = (x.flatten(0, 1)[:, None] for x in entries.decode(stored, q.dtype))  # [N, 1, g, D]
+    entries.put_closed(position, entries.pool(Groups(q.reshape(len(k), -1, 1, q.shape[3]), k, v)))
 
 
 def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:

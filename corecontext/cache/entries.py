@@ -25,7 +25,7 @@ from torch import Tensor
 
 from corecontext.cache.eight_bit import decode_all, encode_pair
 from corecontext.cache.raw_store import RawStore
-from corecontext.cache.slots import grown, ring_views
+from corecontext.cache.slots import grown, read, ring_views, write
 from corecontext.config import CCAConfig
 from corecontext.ops.api import backend_module
 from corecontext.ops.mass import add_to_bias
@@ -59,12 +59,28 @@ class Entries:
         """Extra tokens in the ring."""
         self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
         """The same settings for kernels, with the g, scale and softcap of the last append."""
-        self.buffers: list[Tensor] = []
-        """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses."""
+        self._buffers: list[Tensor] = []
+        self.ring_lags = False
+        """Whether the last tokens are in the store of raw tokens only (exact_step.py)."""
         self.dtype: torch.dtype | None = None
         """Of keys and values before they are rounded."""
         self.store: RawStore | None = None
         """Raw tokens for fetch, from the first append on."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses."""
+        if self.ring_lags:
+            self._fill_ring()
+        return self._buffers
+
+    @buffers.setter
+    def buffers(self, buffers: list[Tensor]) -> None:
+        self._buffers = buffers
+
+    def _fill_ring(self) -> None:
+        """Copy the last tokens into the ring."""
+        raise NotImplementedError
 
     @property
     def keys(self) -> Tensor:
@@ -123,12 +139,12 @@ class Entries:
     @property
     def capacity(self) -> int:
         """Groups that the buffers have slots for."""
-        return self.keys.shape[2] - self.raw_size
+        return self._buffers[0].shape[2] - self.raw_size
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one slot of all rows and heads, keys and values, measured on the buffers."""
-        return sum(x[:, :, :1].numel() * x.element_size() for x in self.buffers)
+        return sum(x[:, :, :1].numel() * x.element_size() for x in self._buffers)
 
     # Storing and loading
     # -------------------
@@ -173,6 +189,24 @@ class Entries:
         heads = self.keys.shape[1]
         self.put(rows, self.raw_size + first, [x[:, 0].unflatten(0, (-1, heads)) for x in stored])
 
+    def put_closed(self, position: Tensor, cores: list[Tensor]) -> None:
+        """Store what `pool` returned of every row's newest group, [N, 1, 1, D], where the row's
+        token at `position` [B] is the last of it; other rows keep theirs."""
+        if self.capacity < 1:
+            return
+        g = self.group_size
+        n = self.num_sinks
+        # mutant 4: every row closes its group with the first row
+        is_last = ((position + 1) % g == 0)[:, None, None, None]
+        # Groups of first tokens write to core slot 0, which is written again before it is seen.
+        # mutant sinks: a core token in another's slot
+        group = (position - n if n else position) // g
+        group = group.clamp(0, self.capacity - 1)
+        target = self.raw_size + group[:, None]
+        for buffer, core in zip(self._buffers, cores):
+            core = core.reshape(*buffer.shape[:2], 1, core.shape[-1]).to(buffer.dtype)
+            write(buffer, target, torch.where(is_last, core, read(buffer, target)))
+
     def get_cores(self, rows: slice, count: int, dtype: torch.dtype) -> Cores:
         """Return core keys and values [N, 1, M, D] of the first `count` groups."""
         cores = self.get(rows, self.raw_size, self.raw_size + count, dtype)
@@ -216,9 +250,9 @@ class Entries:
         """Make room for a row of `length` tokens, and a quarter more than now at least."""
         if self.store is not None:
             self.store.reserve(length)
-        room = self.keys.shape[2] - self.raw_size
-        needed = self.size(length) - self.raw_size
+        room = self.capacity
+        needed = self.num_cores(length)
         if needed > room:
             if room:
                 needed = max(needed, room + max(16, room // 4))
-            self.buffers = [grown(x, self.raw_size + needed) for x in self.buffers]
+            self._buffers = [grown(x, self.raw_size + needed) for x in self._buffers]

@@ -94,22 +94,12 @@ class FullLayer:
         if is_counted and not torch.compiler.is_compiling():
             # mutant 4: a full cache of full attention goes on
             self._check_room(int(self.seen) + 1 - min(self.pads))
-        if choose_backend("auto", q) == "triton":
-            # A window that no token leaves: no group is ever pooled.
-            slots = Slots(*self.buffers, self.seen, self.pad, self.max_length)
-            spec = Spec(1, self.max_length, scale, softcap=softcap)
-            out = backend_module("triton", q).decode_step(q, k, v, slots, spec)
-            if not self.fixed:  # else the kernel has counted on the device
-                self.seen += 1
-            return out
-        slot = (self.seen - self.pad).clamp(0, self.max_length - 1)[:, None]  # [B, 1]
-        for buffer, x in zip(self.buffers, (k, v)):
-            write(buffer, slot, x)
-        longest = self.max_length if self.fixed else self.seen + 1 - min(self.pads)
-        see = torch.arange(longest, device=q.device) <= slot
-        self.seen += 1
-        keys, values = (buffer[:, :, :longest] for buffer in self.buffers)
-        return attend_buffer(q, keys, values, see[:, None], longest, scale=scale, softcap=softcap)
+        lengths = (self.seen, self.pad, self.pads)
+        backend = choose_backend("auto", q)
+        out = step_on_all(self.buffers, (q, k, v), lengths, (scale, softcap), backend)
+        if not (self.fixed and backend == "triton"):  # the kernel has counted on the device
+            self.seen += 1
+        return out
 
     def _check_room(self, length: int) -> None:
         """Raise where the buffer cannot hold rows of this length."""
@@ -118,6 +108,52 @@ class FullLayer:
                 f"the full cache must hold at most max_length {self.max_length} tokens, got "
                 f"{length}. Make it with a larger max_length."
             )
+
+
+def step_on_all(
+    buffers: list[Tensor],
+    tokens: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[int | Tensor, Tensor, list[int]],
+    scaling: tuple[float, float | None],
+    backend: str,
+) -> Tensor:
+    """Store a token of each row behind those that it has, and attend from it to all of them.
+
+    Args:
+        buffers: Keys and values [B, Hkv, S, D], the token at position p in slot p.
+        tokens: q [B, H, 1, D], k and v [B, Hkv, 1, D].
+        lengths: Tokens so far, padding included; each row's padding [B], and the same on the host.
+            A tensor of tokens counts one more where backend "triton" takes the step.
+        scaling: Scale and softcap.
+
+    Returns:
+        [B, H, 1, D].
+    """
+    q, k, v = tokens
+    seen, pad, pads = lengths
+    room = buffers[0].shape[2]
+    scale, softcap = scaling
+    if backend == "triton":
+        # A window that no token leaves: no group is ever pooled.
+        module = backend_module("triton", q)
+        spec = Spec(1, room, scale, softcap=softcap)
+        return module.decode_step(q, k, v, Slots(*buffers, seen, pad, room), spec)
+    end = room
+    if isinstance(seen, int):
+        end = seen + 1 - min(pads)
+        if softcap is None and seen + 1 - max(pads) == end:
+            for buffer, x in zip(buffers, (k, v)):
+                buffer[:, :, end - 1 : end] = x
+            keys, values = (x[:, :, :end] for x in buffers)
+            # The r query heads of a KV head are rows of one product.
+            grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
+            return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).view(q.shape)
+    slot = (seen - pad).clamp(0, room - 1)[:, None]  # [B, 1]
+    for buffer, x in zip(buffers, (k, v)):
+        write(buffer, slot, x)
+    see = torch.arange(end, device=q.device) <= slot
+    keys, values = (x[:, :, :end] for x in buffers)
+    return attend_buffer(q, keys, values, see[:, None], end, scale=scale, softcap=softcap)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -19,6 +19,11 @@ class HostStore(RawStore):
     reads the groups that it has chosen over the bus, also in captured graphs.
     """
 
+    @property
+    def is_near(self) -> bool:
+        """Whether device and host have one memory."""
+        return self.raw[0].device.type == "cpu"
+
     def _room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         return host_zeros(shape, like.dtype, like.device)
 
@@ -102,6 +107,9 @@ class HostStore(RawStore):
         there, so only those before them cross the bus."""
         if newest is None:
             return [x[rows, :, tokens].clone() for x in buffers]
+        if newest.position <= tokens.start:
+            new = slice(tokens.start - newest.position, tokens.stop - newest.position)
+            return [x[:, :, new] for x in newest.stored]
         start, stop = tokens.start, tokens.stop
         position = max(start, min(newest.position, stop))
         new = slice(position - newest.position, stop - newest.position)

@@ -12,13 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading_of, spec_of
+from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading_by
 from corecontext.cache.decode_step import decode_step
+from corecontext.cache.exact_step import exact_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
+from corecontext.ops.fetch.reading import NO_END, Reading, step_reads_all
 from corecontext.ops.spec import Inputs, Ragged, Slots
 from corecontext.visibility import group_size_for
 
@@ -71,7 +73,8 @@ class CompactLayer(SavedState):
             attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once every
                 row has a token (`padding_known`).
             scale, softcap: As in `cca_attention`.
-            is_prompt: False for a draft. One token not announced by `expect` ends a prompt.
+            is_prompt: False for a draft and for a text that is scored. One token not announced by
+                `expect` ends a prompt.
 
         Returns:
             [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is
@@ -94,7 +97,7 @@ class CompactLayer(SavedState):
             # mutant prefill: a last chunk of one token is a step
             is_step = q.shape[2] == 1 and attention_mask is None and self._expected is None
             if is_step and not self.is_empty:
-                return self._decode(q, k, v)
+                return self._decode((q, k, v), is_prompt)
             return self._append(q, k, v, attention_mask, is_prompt)
 
     @torch.compiler.disable
@@ -118,7 +121,7 @@ class CompactLayer(SavedState):
                 self.begin_prompt(k)
             if not is_prompt:
                 self.end_prompt()
-            reading = reading_of(self, is_prompt)
+            reading = reading_by(self, q.device.type, is_prompt)
             self._make_room(end)
             tokens = new_tokens(self, q, k, v)
             self._note_lost(start, tokens.stored)
@@ -129,12 +132,14 @@ class CompactLayer(SavedState):
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out
         inputs = Inputs(q, k, v, self.config.core_bias)
-        spec = spec_of(self.spec, reading, end)
+        spec = self.spec
+        if reading.full_until == NO_END:
+            spec = spec.of_full(end)
         # mutant sinks: lost when the first append is differentiated
         return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
 
     def _append_spans(
-        self, tokens: NewTokens, start: int, stops: list[int], reading: str | None
+        self, tokens: NewTokens, start: int, stops: list[int], reading: Reading | None
     ) -> Tensor | None:
         """Append rows that share their padding and end together, else row by row."""
         step = 1
@@ -160,8 +165,9 @@ class CompactLayer(SavedState):
     # Decoding
     # --------
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _decode(self, tokens: tuple[Tensor, Tensor, Tensor], may_read_all: bool) -> Tensor:
         """Append one token per row; compiled and captured."""
+        q, k, v = tokens
         self._check_rows(q.shape[0])
         self.end_prompt()
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -173,23 +179,34 @@ class CompactLayer(SavedState):
             self._make_room(self.seen + 1)
             self._undo = None
             self._intact_from = max(self._intact_from, self.seen + 1 - self.ring_size)
-        slots = self._slots()
-        if slots is not None:
+        g = self.group_size
+        # mutant 4: decoding never pools
+        closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
+        counts = is_fixed and self._step is not None  # a kernel counts on the device
+        if may_read_all and self._reads_all():
+            out = exact_step(self, tokens, (self.seen, self.pad, self.pads), closes=closes)
+        elif (slots := self._slots()) is not None:
             out = self._step(q, k, v, slots, self.spec, self.config.core_bias)
-            if is_fixed:
-                return out  # the kernel has counted on the device
         else:
             # A fixed cache does not know its length on the host: each step looks at all groups.
             num_cores = self.capacity
             if not is_fixed:
                 num_cores = self.num_cores(self.seen + 1 - min(self.pads))
-            g = self.group_size
-            # mutant 4: decoding never pools
-            closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
             position = self.seen - self.pad
-            out = decode_step(self, (q, k, v), position, num_cores=num_cores, closes=closes)
-        self.seen += 1
+            out = decode_step(self, tokens, position, num_cores=num_cores, closes=closes)
+            counts = False
+        if not counts:
+            self.seen += 1
         return out
+
+    def _reads_all(self) -> bool:
+        """Whether a step attends to all raw tokens."""
+        if self.store is None or not self.store.is_near or self.spec.softcap is not None:
+            return False
+        length = self.max_length
+        if length is None:
+            length = self.seen + 1 - min(self.pads)
+        return step_reads_all(self.config, self.pad.device.type, length)
 
     def _slots(self) -> Slots | None:
         """Return the buffers as the fused step takes them, None where there is no such step."""

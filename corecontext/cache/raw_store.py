@@ -90,6 +90,11 @@ class RawStore:
         wanted = [(x.shape, x.dtype, x.device) for x in like]
         return self.spec.group_size == group_size and mine == wanted
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the device reads raw tokens as fast as its other tensors."""
+        return True
+
     def _room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Return zeros of this shape for raw tokens; `like` gives dtype and device."""
         return like.new_zeros(shape)
@@ -346,7 +351,13 @@ class RawStore:
         slot = position.clamp(min=0)[:, None]
         for buffer, x in zip(self.raw, stored):
             write(buffer, slot, x)
-        if not closes or not self._shapes or not self.index_buffers[0].shape[2]:
+        if closes:
+            self.index_step(position)
+
+    def index_step(self, position: Tensor) -> None:
+        """Write the index of the groups that the tokens at `position` [B], stored already, close,
+        in tensor arithmetic."""
+        if not self._shapes or not self.index_buffers[0].shape[2]:
             return
         if self.centre is not None and self.length >= self._centred_length:
             # Its last token closes a group, and all that it counts are stored now.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from corecontext.cache.entries import Entries
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
+from corecontext.cache.slots import read, write
 from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
@@ -125,7 +126,7 @@ class LayerState(Entries):
         """Bytes of all tensors on the device that this layer keeps alive."""
         lost = self._undo.lost if self._undo else []
         store = self.store.device_tensors if self.store else []
-        return sum(x.untyped_storage().nbytes() for x in (*self.buffers, *store, *lost))
+        return sum(x.untyped_storage().nbytes() for x in (*self._buffers, *store, *lost))
 
     @property
     def allocated_host_bytes(self) -> int:
@@ -164,7 +165,7 @@ class LayerState(Entries):
     def begin_prompt(self, like: Tensor) -> None:
         """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where full
         attention reads the prompt; fetch has one."""
-        if self.config.prefill == "full" and not self.config.fetch_groups:
+        if self.config.keeps_raw_prompts:
             spec = self.spec.replace(fetch_index="oracle")
             like = like[:, :, :1]
             self.store = RawStore(spec, [like, like], Format("auto", like.dtype), 0)
@@ -175,6 +176,19 @@ class LayerState(Entries):
         if self.store is not None and not self.config.fetch_groups:
             # mutant prefill: raw tokens of a prompt stay
             self.store = None
+
+    def _fill_ring(self) -> None:
+        """Copy the last tokens from the store of raw tokens into the ring."""
+        # A captured step leaves no trace on the host: the ring of a fixed cache may always lag.
+        self.ring_lags = self.max_length is not None
+        ring = self.ring_size
+        newest = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
+        positions = newest.clamp(min=0)
+        n = min(self.num_sinks, self.store.length)
+        for buffer, x in zip(self._buffers, self.store.raw):
+            # mutant fetch: a ring that lags is read
+            write(buffer, newest % ring, read(x, positions))
+            buffer[:, :, ring : ring + n] = x[:, :, :n]
 
     def _set_sizes(self, group_size: int, dtype: torch.dtype) -> None:
         """Fix the sizes that the first append fixes otherwise."""
@@ -276,6 +290,7 @@ class LayerState(Entries):
 
     def reset(self) -> None:
         """Forget all tokens; buffers of fixed size stay where they are."""
+        self.ring_lags = False
         if self.max_length is None or not self.buffers:
             self.buffers = []
             self.store = None

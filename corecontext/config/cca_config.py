@@ -28,7 +28,7 @@ from corecontext.config.removed import check_not_removed, refuses_removed, witho
 CORE_POSITIONS = ("middle", "token")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 STORES = ("none", "device", "host")
-PREFILLS = ("auto", "cca", "fetch", "full")
+PREFILLS = ("auto", "fetch", "full")
 BACKENDS = ("auto", "reference", "packed", "triton")
 
 
@@ -83,10 +83,10 @@ class CCAConfig:
     """Scores that choose the groups: of the "mean" key, "parts:P:B" (means of P parts of a group,
     in B = 1, 2 or 4 bits), "pairs:B" (parts of two tokens), "bits:B" (all keys), or "oracle" (all
     keys as they are)."""
-    fetch_share: int = 1
-    """Neighbouring queries that share one choice, aligned to absolute positions. Above 1 the choice
-    looks up to fetch_share - 1 tokens ahead: for prompts only, never where perplexity is measured
-    or a model is trained."""
+    fetch_share: int = 16
+    """Neighbouring queries of a prompt read into a cache that share one choice, aligned to absolute
+    positions. The choice looks up to fetch_share - 1 tokens ahead, inside the prompt only. Tokens
+    that are decoded, scored or trained on choose each by itself."""
     store: str = DEFAULTS["store"]
     """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
     "device", in pinned "host" memory, or "none": then a cache refuses fetch. Without fetch none
@@ -95,19 +95,16 @@ class CCAConfig:
     """Slots of recently fetched groups on the device for each row and KV head with store "host", at
     least fetch_groups; 0 has none: each step reads its groups from host memory."""
     prefill: str = "auto"
-    """Attention by which a prompt is read into a cache: "auto" (these settings), "cca" (without
-    fetch), "fetch", or "full" (full attention, exactly). The cache, and decoding from it, are those
-    of these settings (docs/cache.md). Calls that fill no cache are read by these settings."""
+    """Attention by which a prompt is read into a cache: "auto" (with fetch full attention while it
+    takes less time, then shared choices; without fetch these settings), "fetch" (these settings,
+    each token by its own choice, also where full attention takes less time) or "full" (full
+    attention, exactly). The cache, and decoding from it, are those of these settings
+    (docs/cache.md). Calls that fill no cache are read by these settings."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             check_not_removed(name, getattr(self, name))
             object.__setattr__(self, name, check(name, getattr(self, name)))
-        if self.prefill == "fetch" and not self.fetch_groups:
-            raise ValueError(
-                "prefill must not be 'fetch' with fetch_groups=0. Give fetch_groups, or "
-                "prefill='auto'."
-            )
         names = ("layer_group_sizes", "head_group_sizes")
         varying = [name for name in names if getattr(self, name) is not None]
         if varying and self.num_groups is not None:
@@ -187,6 +184,11 @@ class CCAConfig:
         if changes.get("group_size", self.group_size) != self.group_size:
             changes = {"layer_group_sizes": None, "head_group_sizes": None, **changes}
         return type(self).from_dict({**self.to_dict(), **changes})
+
+    @property
+    def keeps_raw_prompts(self) -> bool:
+        """Whether raw tokens are kept only while full attention reads a prompt; fetch has them."""
+        return self.prefill == "full" and not self.fetch_groups
 
     @property
     def fetches_from_host(self) -> bool:

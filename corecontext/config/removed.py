@@ -35,6 +35,7 @@ REMOVED = (
         "fetch_index", r"segments:\d+:\d+", "an index of segments of a group", "Use 'pairs:2'."
     ),
     Removed("fetch_index", r"parts:\d+", "an index of means as they are", "Use 'parts:P:B'."),
+    Removed("prefill", "cca", "a prompt read without fetch", "Use 'auto'."),
     Removed(
         "pooling",
         "(?!cca$).*",

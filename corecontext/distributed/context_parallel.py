@@ -60,7 +60,7 @@ class Shard:
 
 @torch.compiler.disable  # the exchanges are Python
 def context_parallel_attention(
-    inputs: Inputs, shard: Shard, spec: Spec, backend: str = "auto"
+    inputs: Inputs, shard: Shard, spec: Spec, backend: str = "auto", full_until: int = 0
 ) -> Tensor:
     """Run `cca_attention` on the whole sequence, for the tokens of this process. A collective call.
 
@@ -68,7 +68,9 @@ def context_parallel_attention(
         inputs: Queries, keys and values of this process's tokens, [B, H or Hkv, T, D], rotary
             applied at their positions in their document; T is the layout's share of this process.
             bias is a number.
-        spec, backend: The same on every process.
+        spec, backend: The same on every process. Chunks begin at multiples of spec.fetch_share.
+        full_until: With fetch, tokens before this position see all tokens before them; they get no
+            gradients.
 
     Returns:
         [B, H, T, D] in the dtype of q; differentiable in q, k and v, whose gradients are those of
@@ -76,8 +78,8 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: backend="reference", which has no backward in parts, or fetch with a
-            shared choice.
+        NotImplementedError: backend="reference", which has no backward in parts, or a shared choice
+            of queries on several processes.
     """
     q, k, v, bias = inputs[:4]
     _check(inputs, shard, spec)
@@ -89,10 +91,10 @@ def context_parallel_attention(
     inputs = Inputs(q, k, v, bias)
     with context:
         if not isinstance(spec.group_size, tuple):
-            return _by_document(inputs, shard, spec, backend)
+            return _by_document(inputs, shard, spec, backend, full_until)
         sizes, heads = heads_of_each(spec.group_size)
         outs = [
-            _by_document(share, shard, spec.replace(group_size=g), backend)
+            _by_document(share, shard, spec.replace(group_size=g), backend, full_until)
             for g, share in zip(sizes, split_inputs(inputs, heads))
         ]
         return gather_heads(outs, heads)
@@ -102,10 +104,10 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
     """Raise unless the inputs are a process's share, under settings that can be spread."""
     q, k = inputs[:2]
     layout = shard.layout
-    if spec.fetch_groups and spec.fetch_share > 1:
+    if spec.fetch_groups and any(start % spec.fetch_share for start in layout.starts[:-1]):
         raise NotImplementedError(
-            f"fetch_groups must be 0 in context parallelism with fetch_share {spec.fetch_share}, "
-            "whose queries may be on several processes. Use fetch_share=1."
+            f"chunks must begin at multiples of fetch_share {spec.fetch_share}, whose queries are "
+            f"on one process, got {layout.starts[:-1]}. Use Layout.balanced(..., share=...)."
         )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)
@@ -117,11 +119,11 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
         )
 
 
-def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tensor:
+def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str, full_until: int) -> Tensor:
     """Attend within each document; all processes meet at the documents that several of them
     hold."""
     tokens = inputs[:3]
-    run = functools.partial(_attend_document, inputs, shard, spec, backend)
+    run = functools.partial(_attend_document, inputs, shard, spec, backend, full_until)
     if len(shard.documents) <= 2:
         return run(shard.layout, tokens)
     layout = shard.layout
@@ -151,6 +153,7 @@ def _attend_document(
     shard: Shard,
     spec: Spec,
     backend: str,
+    full_until: int,
     layout: Layout,
     tokens: Sequence[Tensor],
 ) -> Tensor:
@@ -165,7 +168,8 @@ def _attend_document(
         keep = None
         if shard.keeper is not None:
             keep = functools.partial(shard.keeper.keep_document, shard.wire, spec)
-        call = fetch.FetchCall(shard.wire, layout, spec, module, float(inputs.bias or 0.0), keep)
+        bias = float(inputs.bias or 0.0)
+        call = fetch.FetchCall(shard.wire, layout, spec, module, bias, keep, full_until)
         return fetch.attend(q, k, v, call)
     # The first tokens are on every process; those after them are a sequence of their own.
     n = min(spec.sinks, layout.seq_len)

@@ -40,6 +40,9 @@ class FetchCall(NamedTuple):
     """Called with keys and values of the whole document [2, B, Hkv, L, D], its core tokens
     [2, B Hkv, w, M, D] and their masses [1, B Hkv, w, M, 1] or None."""
 
+    full_until: int = 0
+    """Tokens before this position see all tokens before them."""
+
     def group_ends(self, device: torch.device) -> Tensor:
         """Mask this process's tokens that are the last of a group, [T]."""
         behind = self.layout.positions(device)[0] - self.spec.sinks
@@ -113,6 +116,15 @@ class _Attend(torch.autograd.Function):
         lses = [queries.new_zeros(*queries.shape[:2], 0, dtype=torch.float32)]
         groups = []
         for _, tokens, cores, bias in document.calls(queries):
+            num_full = max(0, min(call.full_until - tokens.q_start, tokens.q.shape[2]))
+            if num_full:
+                out, lse = _attend_fully(call, tokens.until(num_full))
+                outs.append(out)
+                lses.append(lse)
+            if num_full == tokens.q.shape[2]:
+                groups.append(None)
+                continue
+            tokens = tokens.after(num_full)
             out, lse, choice = fetch.attend(call.module, tokens, cores, call.spec, bias)
             outs.append(out)
             lses.append(lse)
@@ -144,6 +156,12 @@ class _Attend(torch.autograd.Function):
             grad_q[:, :, call.group_ends(q.device)] += grad_ends
         grad_k, grad_v = grad_keys
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def _attend_fully(call: FetchCall, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Attend from queries to all raw tokens up to their own, without gradients."""
+    none = tokens.k.new_zeros(len(tokens.k), 1, 0, tokens.k.shape[2])
+    return call.module.attend(tokens, Cores(none, none), call.spec.of_full(tokens.k.shape[1]))
 
 
 def _gradients(

@@ -1,5 +1,5 @@
-"""Bounds of a request: a model's positions, the chunk that memory allows, and errors that say what
-would fit."""
+"""Bounds of a request: a model's positions, bytes of its cache, and errors that say what would
+fit."""
 
 from __future__ import annotations
 
@@ -9,20 +9,11 @@ import torch
 
 from corecontext.config import CCAConfig
 from corecontext.cost import entry_bytes, store_bytes
+from corecontext.inference.chunk_size import bytes_per_token, settings_of
 from corecontext.model_sizes import ModelSizes
 
-MAX_CHUNK = {"cuda": 16384, "cpu": 2048}
-"""Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are
-saturated long before."""
-HOST_CHUNK = 65536
-"""The same on a GPU where a prompt fetches raw tokens from host memory: each chunk reads those of
-all chunks before over the bus."""
-SERVED_CHUNK = {"cuda": 2048, "cpu": 256}
-"""Tokens of a prompt that a server reads between two steps of the requests that run: they wait
-meanwhile."""
 CACHE_SHARE = 0.8
 """Share of a GPU's free memory that a server gives to its caches."""
-MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
 
 
 def position_limit(config: Any) -> int | None:
@@ -59,26 +50,6 @@ def check_length(config: Any, prompt: int, new: int = 0) -> None:
         )
 
 
-def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Estimate the bytes of activations that one token of a chunk needs at the fullest moment of a
-    layer.
-
-    The larger of attention (queries, keys, values, output) and MLP (gate, up and their product)
-    next to the residual stream, its normalised copy and a norm's float32 copies.
-    """
-    text = config.get_text_config(decoder=True)
-    hidden = text.hidden_size
-    sizes = ModelSizes.of(config)
-    experts = getattr(text, "num_experts_per_tok", None) or 1
-    inner = max(
-        getattr(text, "intermediate_size", None) or 4 * hidden,
-        experts * (getattr(text, "moe_intermediate_size", None) or 0),
-    )
-    heads = 3 * sizes.query_heads + 4 * sizes.kv_heads  # before and after rotary
-    attention = heads * sizes.head_dim
-    return dtype.itemsize * (3 * hidden + max(attention, 3 * inner)) + 2 * 4 * hidden
-
-
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     """Estimate the bytes on the device that each token of a long prompt adds to the cache over all
     layers: core tokens, the store of fetch, and raw tokens where full attention reads the prompt.
@@ -86,20 +57,14 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     The window and the first tokens are left out: they do not grow.
     """
     sizes = ModelSizes.of(config)
-    cca = _settings(config)
+    cca = settings_of(config)
     token = entry_bytes(cca, sizes.head_dim, dtype.itemsize) / cca.group_size
     # A long text, over which the slots of fetch, whose number is fixed, add next to nothing.
     length = 2**24
     token += store_bytes(cca, length, sizes.head_dim, dtype.itemsize).device / length
-    if cca.prefill == "full" and not cca.fetch_groups:
+    if cca.keeps_raw_prompts:
         token += 2 * sizes.head_dim * dtype.itemsize
     return sizes.layers * sizes.kv_heads * token
-
-
-def _settings(config: Any) -> CCAConfig:
-    """Return the settings of a model's attention, those of full attention where it has none."""
-    settings = getattr(config, "cca", None)
-    return CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)
 
 
 def host_bytes_of(config: Any, dtype: torch.dtype, cca: CCAConfig, length: int) -> int:
@@ -109,29 +74,6 @@ def host_bytes_of(config: Any, dtype: torch.dtype, cca: CCAConfig, length: int) 
     # Every layer and head keeps all raw tokens, whatever its g.
     host = store_bytes(cca, length, sizes.head_dim, dtype.itemsize).host
     return sizes.layers * sizes.kv_heads * host
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that PyTorch could still allocate on a GPU, its own unused reserve included;
-    None elsewhere."""
-    if device.type != "cuda":
-        return None
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + reserve
-
-
-def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, batch: int) -> int:
-    """Choose the tokens a row in one chunk of a prefill, at least 1: as many as saturate the
-    device, or fewer where memory is short."""
-    tokens = MAX_CHUNK["cuda" if device.type == "cuda" else "cpu"]
-    cca = _settings(config)
-    if device.type == "cuda" and cca.store == "host" and cca.fetch_groups and cca.prefill != "cca":
-        tokens = HOST_CHUNK
-    free = free_bytes(device)
-    if free is not None:
-        tokens = min(tokens, int(MEMORY_SHARE * free) // bytes_per_token(config, dtype))
-    size = max(1, tokens // batch)
-    return size if size < 256 else size // 256 * 256  # whole tiles
 
 
 def rounded_up(length: int) -> int:

@@ -109,8 +109,6 @@ def _with_fetch_groups(config: CCAConfig, fetch_groups: int) -> CCAConfig:
             f"fetch_groups must be at most the model's {config.fetch_groups}, got {fetch_groups}. "
             "Ask for fewer, or set the model up with more."
         )
-    if fetch_groups == 0 and config.prefill == "fetch":
-        config = config.replace(prefill="auto")
     return config.replace(fetch_groups=fetch_groups)
 
 

@@ -11,16 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from corecontext.cache import CompactLayer, HeadsLayer
-from corecontext.inference.limits import (
-    bytes_per_token,
-    cache_bytes_per_token,
-    check_length,
-    choose_chunk_size,
-    does_not_fit,
-    free_bytes,
-)
+from corecontext.inference.chunk_size import bytes_per_token, choose_chunk_size, free_bytes
+from corecontext.inference.limits import cache_bytes_per_token, check_length, does_not_fit
 from corecontext.integrations.hf.cache_layers import CCALayer, GrowingCache, cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
+from corecontext.integrations.hf.enabling import scored
 from corecontext.integrations.hf.rotation import rotated_length, rotation_of
 
 ANSWER_TOKENS = 256
@@ -192,7 +187,7 @@ def read_chunk(
         attention_mask: [B, L], or None without padding.
         pads: Left padding of each row, tokens.
         cache: Holds the tokens before `start`; None makes a growing one.
-        all_logits: Whether to make logits of all tokens of the chunk.
+        all_logits: Whether to make logits of all tokens of the chunk, which are scored.
 
     Returns:
         The model's output. Its logits are [B, end - start, vocabulary] with `all_logits`, else
@@ -212,7 +207,7 @@ def read_chunk(
         "attention_mask": None if attention_mask is None else attention_mask[:, :end],
     }
     if all_logits:
-        return model(input_ids[:, start:end], **options)
+        return model(input_ids[:, start:end], **options, **scored(model))
     if end < input_ids.shape[1]:
         return model.get_decoder()(input_ids[:, start:end], **options)
     return model(input_ids[:, start:end], logits_to_keep=1, **options)

@@ -16,7 +16,7 @@ from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
 from corecontext.inference.sampling import Sampler
-from corecontext.integrations.hf.cache_layers import CCALayer, layer_bytes
+from corecontext.integrations.hf.cache_layers import CCALayer, GrowingCache, layer_bytes
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import Handle
 from corecontext.integrations.hf.rotation import rotation_of
@@ -80,10 +80,10 @@ class Session:
     def __post_init__(self) -> None:
         self._all_compact = self.handle is not None and not self.handle.hybrid
         config = self.key.config
-        from_host = config is not None and config.fetches_from_host
-        # Raw tokens in host memory are allocated at once: their end comes before the first token.
-        self.fixed = (self.static or from_host) and self._all_compact
         device = self.model.device
+        from_host = config is not None and config.fetches_from_host and device.type == "cuda"
+        # Pinned memory is allocated at once: its end comes before the first token.
+        self.fixed = (self.static or from_host) and self._all_compact
         # A captured step would rotate as when it was captured.
         is_fixed = self.fixed and self.key.rotated_length is None
         self.capture = self.capture and is_fixed and device.type == "cuda"
@@ -99,7 +99,9 @@ class Session:
         self._captured: dict[str, CapturedStep] = {}  # by kind of sampling
 
     def _new_cache(self) -> Any:
-        return new_cache(self.model, self.key.max_length if self.fixed else None)
+        if self.fixed:
+            return new_cache(self.model, self.key.max_length)
+        return GrowingCache(self.model.config, self.key.max_length)
 
     @property
     def allocated_bytes(self) -> int:

@@ -33,7 +33,7 @@ def context_parallel_prefill(
     of each layer the core tokens and the last s + g - 1 raw tokens, with fetch all raw tokens.
     Decoding then takes one rank and no exchange: for example
     `model.generate(ids, **with_cache(cache))` with the prompt and the token chosen from the logits.
-    A prompt of fewer than two tokens a rank is read whole by each.
+    A prompt of fewer than two tokens, or shares of a choice, a rank is read whole by each.
 
     Args:
         model: A Hugging Face causal language model with CCA enabled, the same weights on every
@@ -52,9 +52,9 @@ def context_parallel_prefill(
         ValueError: CCA is not enabled or already sharded, the prompt is not one row without
             padding, it exceeds max_length or the model's positions, or ranks were given different
             prompts.
-        NotImplementedError: sliding-window layers, a prompt with an attention of its own, fetch
-            with a shared choice or heads that keep every token, backend="reference" or a cache in
-            8 bits, which several ranks cannot have.
+        NotImplementedError: sliding-window layers, prefill="full" without fetch, fetch with heads
+            that keep every token, backend="reference" or a cache in 8 bits, which several ranks
+            cannot have.
     """
     handle = handle_of(model)
     _check(handle, input_ids, wire, max_length, process)
@@ -62,13 +62,14 @@ def context_parallel_prefill(
     check_length(model.config, length)
     if wire.size > 1:
         _check_same(input_ids, wire)
-    if length < 2 * wire.size or wire.size == 1:
+    share = handle.config.fetch_share if handle.config.fetch_groups else 1
+    if length < 2 * wire.size * share or wire.size == 1:
         whole = prefill(model, input_ids, cache=new_cache(model, max_length))
         return whole if process in (None, wire.rank) else None
 
     # Every rank reads its tokens; the keeper collects each layer's entries on the target ranks.
     keeper = Keeper(handle.rollback, process, handle.config.store)
-    layout = Layout.balanced(length, wire.size, wire.rank)
+    layout = Layout.balanced(length, wire.size, wire.rank, share)
     handle.shard = Shard(wire, layout, keeper=keeper)
     try:
         with torch.no_grad():
@@ -141,8 +142,8 @@ def _check_supported(handle: Handle) -> None:
             "a model with sliding-window layers cannot be spread: these layers would see parts of "
             "the prompt only. Use prefill on one process."
         )
-    if config.prefill in ("cca", "full"):
-        raise NotImplementedError(f"a prompt of prefill {config.prefill!r} {way_out}")
+    if config.keeps_raw_prompts:
+        raise NotImplementedError(f"a prompt of prefill 'full' without fetch {way_out}")
     sizes = {
         size for layer in handle.layers for size in layer.head_group_sizes or (layer.group_size,)
     }

@@ -62,6 +62,8 @@ def register() -> type:
                     pretrained, *args, attn_implementation=full_attention(self._config), **kwargs
                 )
                 enable(self._model, CCAConfig.saved_in(self._model.config).replace(**given))
+                # Tasks score texts, which are no prompts; generation asks for a cache by itself.
+                self._model.config.use_cache = False
             except (ValueError, TypeError, NotImplementedError, OSError) as error:
                 raise UserError(f"model '{pretrained}' cannot be used: {error}") from error
 
@@ -70,11 +72,6 @@ def register() -> type:
                 raise UserError(
                     f"batch_size must be 1 with num_groups, got {inps.shape[0]}: the harness fills "
                     "rows up without a mask, and g would follow the longest."
-                )
-            if self._model.config.cca["prefill"] in ("cca", "full"):
-                raise UserError(
-                    "prefill must be 'auto' for tasks that score texts, got "
-                    f"{self._model.config.cca['prefill']!r}: it would read every token."
                 )
             return super()._model_call(inps, attn_mask, labels)
 

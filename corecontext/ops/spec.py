@@ -56,7 +56,7 @@ class Spec:
     def of(
         cls, config: CCAConfig, rotary: Rotary | None, scale: float, softcap: float | None = None
     ) -> Spec:
-        """Make the Spec of a layer's settings.
+        """Make the Spec of a layer's settings; each query chooses by itself.
 
         Raises:
             ValueError, TypeError: core keys take their middle position, and rotary is not given.
@@ -71,13 +71,17 @@ class Spec:
             config.core_mass,
             config.fetch_groups,
             config.fetch_index,
-            config.fetch_share,
-            check_rotary(rotary, config.core_position),
+            rotary=check_rotary(rotary, config.core_position),
         )
 
     def replace(self, **changes: Any) -> Spec:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def of_full(self, end: int) -> Spec:
+        """Return settings under which tokens before `end` see all tokens before them: a window that
+        no token leaves, so that no core token is seen."""
+        return self.replace(window_size=end, sink_size=0, fetch_groups=0)
 
     def for_length(self, seq_len: int) -> Spec:
         """Return a copy whose group size is that of a sequence of this length."""
@@ -188,6 +192,15 @@ class Tokens(NamedTuple):
     """First tokens so far, [N, min(n, q_start + T), D], where k begins behind them; None where k
     begins with them."""
     sink_v: Tensor | None = None
+
+    def until(self, count: int) -> Tokens:
+        """Return the first `count` queries, with the raw tokens up to the last of them."""
+        end = self.q_start + count - self.k_start
+        return self._replace(q=self.q[:, :, :count], k=self.k[:, :end], v=self.v[:, :end])
+
+    def after(self, count: int) -> Tokens:
+        """Return the queries after the first `count`."""
+        return self._replace(q=self.q[:, :, count:], q_start=self.q_start + count)
 
     def check_whole(self) -> None:
         """Raise ValueError unless the queries are those of a whole sequence."""

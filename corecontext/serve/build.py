@@ -63,7 +63,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
     """
     import torch
 
-    from corecontext.inference.limits import SERVED_CHUNK
+    from corecontext.inference.chunk_size import SERVED_CHUNK
     from corecontext.inference.policy import TablePolicy, load_policy, table_rows
     from corecontext.integrations.hf.attention_interface import full_layers
     from corecontext.serve.admission import SLIDING
@@ -125,7 +125,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
 
 def _cache_bytes(serving: Serving, device: Any) -> int:
     """Return the budget: `cache_mib`, else a share of the memory that is free now."""
-    from corecontext.inference.limits import CACHE_SHARE, free_bytes
+    from corecontext.inference.chunk_size import free_bytes
+    from corecontext.inference.limits import CACHE_SHARE
 
     if serving.cache_mib is not None:
         return serving.cache_mib * 2**20

@@ -60,8 +60,9 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
                 # mutant serve: the cache of a prompt grows beyond its row
                 entries.reserve(len(prompt))
 
-    # Keep the state for prompts that begin alike; they are found by whole chunks.
-    if end - start == prefixes.chunk_size and _shares(slot):
+    # Keep the state for prompts that begin alike; they are found by whole chunks. A prompt that is
+    # scored is read otherwise than they are.
+    if end - start == prefixes.chunk_size and not scored and _shares(slot):
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)
     if end < len(prompt):
@@ -71,10 +72,10 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
 
 
 def _shares(slot: Slot) -> bool:
-    """Whether other prompts may continue from this one's beginning. Full attention cannot: a node
-    keeps no raw tokens for it to attend to."""
+    """Whether other prompts may continue from this one's beginning. Full attention cannot where a
+    node keeps no raw tokens for it to attend to."""
     # mutant prefill: a prompt goes on from a beginning without raw tokens
-    return slot.config is not None and slot.config.prefill != "full"
+    return slot.config is not None and not slot.config.keeps_raw_prompts
 
 
 def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:

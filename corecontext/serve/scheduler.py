@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.inference.limits import SERVED_CHUNK, position_limit
+from corecontext.inference.chunk_size import SERVED_CHUNK
+from corecontext.inference.limits import position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
 from corecontext.integrations.hf.rotation import fix_rotation

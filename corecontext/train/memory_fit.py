@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from corecontext.files import is_out_of_memory
-from corecontext.inference.limits import free_bytes
+from corecontext.inference.chunk_size import free_bytes
 from corecontext.measure import PeakMemory
 from corecontext.train.train_config import TrainConfig
 

@@ -31,7 +31,7 @@ from corecontext.integrations.hf.attention_interface import (
     register,
 )
 from corecontext.integrations.hf.cache_layers import compact_layer
-from corecontext.integrations.hf.layer_call import CCACall, note_draft
+from corecontext.integrations.hf.layer_call import ALL, DRAFT, CCACall, note_draft
 from corecontext.integrations.hf.rotation import (
     check_rope_type,
     find_rotary,
@@ -292,6 +292,14 @@ def from_pretrained(
 def handle_of(model: nn.Module) -> Handle | None:
     """Return the handle of an enabled model, or None."""
     return inner_model(model).__dict__.get(Handle.ATTRIBUTE)
+
+
+def scored(model: Any) -> dict[str, Any]:
+    """Return keyword arguments of a call whose tokens are scored: each sees the past by its own
+    choice, not as `CCAConfig.prefill` reads prompts."""
+    is_enabled = isinstance(model, nn.Module) and handle_of(model) is not None
+    # mutant prefill: the perplexity of full attention
+    return {DRAFT: ALL} if is_enabled else {}
 
 
 def _tensor_parallel(model: PreTrainedModel) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from corecontext.config import CCAConfig
 from corecontext.integrations.hf.attention_interface import check_dropout
 from corecontext.ops.api import attend
 from corecontext.ops.batch import has_restarts
+from corecontext.ops.fetch.reading import reading_of, reads_prompts_apart
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Inputs, Ragged, Spec
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard
 
 DRAFT = "cca_draft"
-"""Keyword argument of a call: how many of its last tokens may be taken back."""
+"""Keyword argument of a call: how many of its last tokens are no prompt's. Those of a draft may be
+taken back; ALL are those of a text whose loss is asked for."""
+ALL = 2**31
 
 
 def note_draft(
@@ -30,7 +33,10 @@ def note_draft(
     """Add DRAFT to a model's forward: assisted decoding keeps one logit more than it drafted, and
     sends its first draft together with the prompt."""
     kept = kwargs.get("logits_to_keep", 0)
-    if isinstance(kept, int) and kept > 1:
+    if kwargs.get("labels") is not None:
+        # mutant plug-in: a loss is that of a prompt
+        kwargs = {**kwargs, DRAFT: ALL}
+    elif isinstance(kept, int) and kept > 1:
         kwargs = {**kwargs, DRAFT: kept - 1}
     return args, kwargs
 
@@ -112,7 +118,13 @@ class CCACall:
         # Imported here: not every build of PyTorch has torch.distributed.
         from corecontext.distributed.context_parallel import context_parallel_attention
 
-        return context_parallel_attention(inputs, self.shard, spec, self.config.backend)
+        backend = self.config.backend
+        if self.shard.keeper is None:
+            return context_parallel_attention(inputs, self.shard, spec, backend)
+        # A prompt is read into a cache.
+        full_until, share = reading_of(self.config, inputs.q.device.type, True)
+        spec = spec.replace(fetch_share=share)
+        return context_parallel_attention(inputs, self.shard, spec, backend, full_until)
 
     def _close_cache(self) -> None:
         """Make the cache read-only: it cannot hold several documents in one row."""
@@ -133,13 +145,14 @@ def append(
     scale: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Append to a cache and attend; a draft is appended by itself, to be taken back.
+    """Append to a cache and attend; a draft is appended by itself: it may be taken back, and is not
+    read as a prompt.
 
     Args:
         compact: A compact layer, or an object with its `attend`.
         tensors: q [B, H, n, D], k and v [B, Hkv, n, D].
         attention_mask: As for `CompactLayer.attend`.
-        draft: How many of the last tokens may be taken back.
+        draft: How many of the last tokens are no prompt's, as DRAFT.
         scale, softcap: As in `cca_attention`.
 
     Returns:
@@ -150,9 +163,10 @@ def append(
     new = tensors[0].shape[2]
     # Tokens that are appended before the others; 0 appends all at once.
     length = 0
-    if 0 < draft < new:
-        length = _length_before_draft(compact, new, draft)
-        if compact.config is not None and compact.config.prefill != "auto":
+    if draft:
+        if draft < new:
+            length = _length_before_draft(compact, new, draft)
+        if compact.config is not None and reads_prompts_apart(compact.config):
             # mutant prefill: a draft is read as a prompt
             options_of_draft = {**options, "is_prompt": False}
     if not length:
@@ -171,7 +185,7 @@ def append(
 def _length_before_draft(compact: Any, new: int, draft: int) -> int:
     """Return how many of the new tokens are appended before a draft; 0 appends all at once."""
     config = compact.config
-    if config is not None and config.prefill != "auto":
+    if config is not None and reads_prompts_apart(config):
         # Only the tokens before the draft are read as a prompt; one token more is a step.
         length = new - draft
         return length if length > 1 or compact.is_empty else 0

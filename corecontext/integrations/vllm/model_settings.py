@@ -31,7 +31,7 @@ TAKEN = (
 """Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
 UNUSED = ("fetch_index", "fetch_share", "store", "fetch_slots", "backend")
 """Settings without an effect here, where nothing is fetched, and there is one backend."""
-ALSO = {"prefill": ("cca",)}
+ALSO = {"prefill": ("fetch",)}
 """Values that are the same here."""
 
 

@@ -1,0 +1,43 @@
+"""Append one token per row and attend from it to all raw tokens, where that takes less time than
+choosing among them (ops/fetch/reading.py).
+
+The token goes to the store of raw tokens only: the ring gets it when somebody reads the ring.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from corecontext.cache.decode_step import close_groups, group_of
+from corecontext.cache.entries import Entries
+from corecontext.cache.full import step_on_all
+from corecontext.cache.slots import read
+from corecontext.ops.api import choose_backend
+
+
+def exact_step(
+    entries: Entries,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[int | Tensor, Tensor, list[int]],
+    *,
+    closes: bool,
+) -> Tensor:
+    """Return the attention [B, H, 1, D] of the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D] to all
+    raw tokens.
+
+    Args:
+        lengths: As of `step_on_all`.
+        closes: Whether any row may close a group.
+    """
+    store = entries.store
+    spec = entries.spec
+    seen, pad, _ = lengths
+    position = seen - pad if closes else pad
+    backend = choose_backend(entries.config.backend, tokens[0])
+    out = step_on_all(store.raw, tokens, lengths, (spec.scale, spec.softcap), backend)
+    if closes:
+        slots = group_of(position, entries.group_size).clamp(0, store.length - 1)
+        close_groups(entries, tokens[0], position, [read(x, slots) for x in store.raw])
+        store.index_step(position)
+    entries.ring_lags = True
+    return out

@@ -1,0 +1,70 @@
+"""Choose how many tokens of a prompt go through a model at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from corecontext.config import CCAConfig
+from corecontext.model_sizes import ModelSizes
+
+MAX_CHUNK = {"cuda": 16384, "cpu": 4096}
+"""Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are
+saturated long before."""
+HOST_CHUNK = 65536
+"""The same on a GPU where a prompt fetches raw tokens from host memory: each chunk reads those of
+all chunks before over the bus."""
+SERVED_CHUNK = {"cuda": 2048, "cpu": 256}
+"""Tokens of a prompt that a server reads between two steps of the requests that run: they wait
+meanwhile."""
+MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
+
+
+def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, batch: int) -> int:
+    """Choose the tokens a row in one chunk of a prefill, at least 1: as many as saturate the
+    device, or fewer where memory is short."""
+    tokens = MAX_CHUNK["cuda" if device.type == "cuda" else "cpu"]
+    cca = settings_of(config)
+    if device.type == "cuda" and cca.fetches_from_host:
+        tokens = HOST_CHUNK
+    free = free_bytes(device)
+    if free is not None:
+        tokens = min(tokens, int(MEMORY_SHARE * free) // bytes_per_token(config, dtype))
+    size = max(1, tokens // batch)
+    return size if size < 256 else size // 256 * 256  # whole tiles
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Estimate the bytes of activations that one token of a chunk needs at the fullest moment of a
+    layer.
+
+    The larger of attention (queries, keys, values, output) and MLP (gate, up and their product)
+    next to the residual stream, its normalised copy and a norm's float32 copies.
+    """
+    text = config.get_text_config(decoder=True)
+    hidden = text.hidden_size
+    sizes = ModelSizes.of(config)
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    inner = max(
+        getattr(text, "intermediate_size", None) or 4 * hidden,
+        experts * (getattr(text, "moe_intermediate_size", None) or 0),
+    )
+    heads = 3 * sizes.query_heads + 4 * sizes.kv_heads  # before and after rotary
+    attention = heads * sizes.head_dim
+    return dtype.itemsize * (3 * hidden + max(attention, 3 * inner)) + 2 * 4 * hidden
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that PyTorch could still allocate on a GPU, its own unused reserve included;
+    None elsewhere."""
+    if device.type != "cuda":
+        return None
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
+
+
+def settings_of(config: Any) -> CCAConfig:
+    """Return the settings of a model's attention, those of full attention where it has none."""
+    settings = getattr(config, "cca", None)
+    return CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)

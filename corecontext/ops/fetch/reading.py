@@ -1,0 +1,63 @@
+"""Say how tokens that come into a cache see the past under fetch: all of it, by a choice that
+neighbours share, or each by its own choice."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from corecontext.config import CCAConfig
+
+PROMPT_LENGTHS = {"cpu": 16384, "cuda": 8192}
+"""Tokens of a prompt, by kind of device, that full attention reads in less time than fetch."""
+STEP_LENGTHS = {"cpu": 32768, "cuda": 0}
+"""Tokens that a decoding step reads in less time than it chooses among them, by kind of device,
+where they are on it."""
+NO_END = 2**62
+
+
+class Reading(NamedTuple):
+    """Describe how the tokens of an append see the past."""
+
+    full_until: int
+    """Tokens before this position see all tokens before them."""
+    share: int
+    """Later ones see what the settings say; with fetch so many neighbours share a choice."""
+
+
+EACH_BY_ITSELF = Reading(0, 1)
+
+
+def reading_of(config: CCAConfig, device: str, is_prompt: bool) -> Reading:
+    """Return how tokens are read into a cache: a prompt in the fastest way that loses nothing,
+    other tokens, which are decoded or scored, each by its own choice.
+
+    The way of a token depends on its position only: not on the chunks of the prompt, nor on what
+    follows.
+
+    Args:
+        device: A kind of device, "cpu" or "cuda".
+    """
+    if not is_prompt or config.prefill == "fetch":
+        return EACH_BY_ITSELF
+    if config.prefill == "full":
+        return Reading(NO_END, 1)
+    if not config.fetch_groups:
+        return EACH_BY_ITSELF
+    return Reading(PROMPT_LENGTHS.get(device, 0), config.fetch_share)
+
+
+def reads_prompts_apart(config: CCAConfig) -> bool:
+    """Whether prompts are read in another way than other tokens."""
+    return reading_of(config, "cpu", True) != EACH_BY_ITSELF
+
+
+def step_reads_all(config: CCAConfig, device: str, length: int) -> bool:
+    """Whether a decoding step attends to all raw tokens, which are on its device, instead of
+    choosing among them.
+
+    Args:
+        length: Tokens of the longest row.
+    """
+    if config.prefill == "fetch" or config.cache_dtype != "auto":
+        return False
+    return config.fetch_groups > 0 and length <= STEP_LENGTHS.get(device, 0)
