@@ -185,7 +185,12 @@ def test_a_prompt_is_read_in_full_then_by_shared_choices(monkeypatch, store):
 
 @pytest.mark.parametrize("store", ["device", "host"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-def test_steps_read_all_raw_tokens_while_that_takes_less_time(monkeypatch, fixed, store):
+@pytest.mark.parametrize(
+    "sizes_of_first", [[2, *[1] * 28], [25, *[1] * 5]], ids=["steps", "prompt"]
+)
+def test_steps_read_all_raw_tokens_while_that_takes_less_time(
+    monkeypatch, sizes_of_first, fixed, store
+):
     sizes = {"fetch_groups": 2, "fetch_index": "bits:2", "sink_size": 4, "core_mass": True}
     config = CCAConfig.paper(4, 9, **sizes, store=store, prefill="full")
     tensors = inputs()
@@ -194,7 +199,7 @@ def test_steps_read_all_raw_tokens_while_that_takes_less_time(monkeypatch, fixed
     wanted = torch.cat((full[:, :, :until], dense(config, tensors)[:, :, until:]), 2)
     lengths(monkeypatch, 0, until)
     layer, other = (new_layer(config, ROTARY, max_length=LENGTH if fixed else None) for _ in "ab")
-    near(fed(layer, tensors, 0, [2, *[1] * 28]), wanted[:, :, :30])
+    near(fed(layer, tensors, 0, sizes_of_first), wanted[:, :, :30])
     # What reads the ring finds all tokens in it.
     layer.crop(0)
     layer.load_state_dict(layer.state_dict())

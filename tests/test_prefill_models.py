@@ -197,8 +197,8 @@ def test_options_of_several_tokens_are_no_part_of_the_prompt(monkeypatch):
 def test_texts_are_not_scored_as_prompts():
     model, ids = tiny_model(), tokens(1, 40)
     config = CONFIG.replace(fetch_groups=2, fetch_index="mean", fetch_share=4)
-    for prefill in ("auto", "full"):
-        with corecontext.enabled(model, config.replace(prefill=prefill)), torch.no_grad():
+    for read in ("auto", "full"):
+        with corecontext.enabled(model, config.replace(prefill=read)), torch.no_grad():
             loss = model(ids, use_cache=False, labels=ids).loss
             for chunk in (40, 13, 1):
                 nll = document_nll(model, ids, chunk_size=chunk)

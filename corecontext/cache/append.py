@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.cache.entries import Entries
+from corecontext.cache.entries import ALL, Entries
 from corecontext.cache.full import attend_causally
 from corecontext.cache.raw_store import Newest
 from corecontext.ops.api import backend_module
@@ -138,6 +138,33 @@ def append_rows(
         outs.append(fetch.attend(backend, tokens.after(num_full), cores, spec, bias)[0])
     out = torch.cat(outs, 2) if len(outs) > 1 else outs[0]
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
+
+
+def append_late(entries: Entries, new: NewTokens, position: int, late: list[Tensor]) -> Tensor:
+    """Store tokens of rows that share their padding, and attend from them to all raw tokens; ring
+    and core tokens follow when somebody reads them.
+
+    Args:
+        position: Of the first of them in its sequence.
+        late: Gets the queries of the last tokens of groups.
+
+    Returns:
+        [B, H, T, D].
+    """
+    count = new.q.shape[2]
+    entries.store.put_raw(ALL, position, new.raw)
+    # The first token after the first n ones that is the last of its group.
+    behind = max(0, entries.num_sinks - position)
+    g = entries.group_size
+    last = behind + (entries.num_sinks - 1 - position - behind) % g
+    if last < count:
+        late.append(new.q[:, :, last::g].clone())
+    entries.lags = True
+    heads = new.k.shape[1]
+    keys, values = entries.store.tokens(ALL, position + count, Newest(position, new.raw))
+    q = new.q.unflatten(1, (heads, -1)).flatten(0, 1)
+    out = _attend_fully(entries, Tokens(q, keys, values, position), ALL)
+    return out.unflatten(0, (-1, heads)).flatten(1, 2)
 
 
 def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:

@@ -33,6 +33,7 @@ class CroppedState(LayerState):
         """
         end = self.seq_len
         base, intact_from = self.check_crop(num_tokens)
+        self.catch_up()
         if num_tokens == 0:
             return
         self._expected = None

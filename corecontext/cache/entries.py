@@ -60,7 +60,7 @@ class Entries:
         self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
         """The same settings for kernels, with the g, scale and softcap of the last append."""
         self._buffers: list[Tensor] = []
-        self.ring_lags = False
+        self.lags = False
         """Whether the last tokens are in the store of raw tokens only (exact_step.py)."""
         self.dtype: torch.dtype | None = None
         """Of keys and values before they are rounded."""
@@ -70,16 +70,16 @@ class Entries:
     @property
     def buffers(self) -> list[Tensor]:
         """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses."""
-        if self.ring_lags:
-            self._fill_ring()
+        if self.lags:
+            self.catch_up()
         return self._buffers
 
     @buffers.setter
     def buffers(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
 
-    def _fill_ring(self) -> None:
-        """Copy the last tokens into the ring."""
+    def catch_up(self) -> None:
+        """Bring the entries up to the tokens in the store."""
         raise NotImplementedError
 
     @property
@@ -246,8 +246,9 @@ class Entries:
             return bias
         return add_to_bias(bias, self.masses(rows, count).flatten(0, 1)[:, None], q.shape[1])
 
-    def reserve(self, length: int) -> None:
-        """Make room for a row of `length` tokens, and a quarter more than now at least."""
+    def reserve(self, length: int) -> int:
+        """Make room for a row of `length` tokens, and a quarter more than now at least; return the
+        tokens that there is room for."""
         if self.store is not None:
             self.store.reserve(length)
         room = self.capacity
@@ -256,3 +257,5 @@ class Entries:
             if room:
                 needed = max(needed, room + max(16, room // 4))
             self._buffers = [grown(x, self.raw_size + needed) for x in self._buffers]
+        room = self.num_sinks + (self.capacity + 1) * self.group_size - 1
+        return room if self.store is None else min(room, self.store.length)

@@ -19,25 +19,18 @@ def exact_step(
     entries: Entries,
     tokens: tuple[Tensor, Tensor, Tensor],
     lengths: tuple[int | Tensor, Tensor, list[int]],
-    *,
-    closes: bool,
 ) -> Tensor:
     """Return the attention [B, H, 1, D] of the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D] to all
-    raw tokens.
-
-    Args:
-        lengths: As of `step_on_all`.
-        closes: Whether any row may close a group.
-    """
-    store = entries.store
+    raw tokens; `lengths` as of `step_on_all`."""
     spec = entries.spec
-    seen, pad, _ = lengths
-    position = seen - pad if closes else pad
     backend = choose_backend(entries.config.backend, tokens[0])
-    out = step_on_all(store.raw, tokens, lengths, (spec.scale, spec.softcap), backend)
-    if closes:
-        slots = group_of(position, entries.group_size).clamp(0, store.length - 1)
-        close_groups(entries, tokens[0], position, [read(x, slots) for x in store.raw])
-        store.index_step(position)
-    entries.ring_lags = True
-    return out
+    return step_on_all(entries.store.raw, tokens, lengths, (spec.scale, spec.softcap), backend)
+
+
+def close_in_store(entries: Entries, q: Tensor, position: Tensor) -> None:
+    """Pool and index the group of every row whose token at `position` [B], of query q
+    [B, H, 1, D], is a group's last."""
+    store = entries.store
+    slots = group_of(position, entries.group_size).clamp(0, store.length - 1)
+    close_groups(entries, q, position, [read(x, slots) for x in store.raw])
+    store.index_step(position)

@@ -143,8 +143,8 @@ def step_on_all(
         end = seen + 1 - min(pads)
         if softcap is None and seen + 1 - max(pads) == end:
             for buffer, x in zip(buffers, (k, v)):
-                buffer[:, :, end - 1 : end] = x
-            keys, values = (x[:, :, :end] for x in buffers)
+                buffer.narrow(2, end - 1, 1).copy_(x)
+            keys, values = (x.narrow(2, 0, end) for x in buffers)
             # The r query heads of a KV head are rows of one product.
             grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
             return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).view(q.shape)

@@ -12,9 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading_by
+from corecontext.cache.append import (
+    NewTokens,
+    append_late,
+    append_rows,
+    new_tokens,
+    reading_by,
+)
+from corecontext.cache.cropping import UNDO_LIMIT
 from corecontext.cache.decode_step import decode_step
-from corecontext.cache.exact_step import exact_step
+from corecontext.cache.exact_step import close_in_store, exact_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
@@ -124,8 +131,12 @@ class CompactLayer(SavedState):
             reading = reading_by(self, q.device.type, is_prompt)
             self._make_room(end)
             tokens = new_tokens(self, q, k, v)
-            self._note_lost(start, tokens.stored)
-            out = self._append_spans(tokens, start, stops, None if needs_grad else reading)
+            if not needs_grad and self._defers(reading, start, end):
+                out = append_late(self, tokens, start - self.pads[0], self._late)
+            else:
+                self.catch_up()
+                self._note_lost(start, tokens.stored)
+                out = self._append_spans(tokens, start, stops, None if needs_grad else reading)
             self.set_length(end)
             # mutant 4: a chunk forgets the longest length
             self._intact_from = max(self._intact_from, end - self.ring_size)
@@ -137,6 +148,20 @@ class CompactLayer(SavedState):
             spec = spec.of_full(end)
         # mutant sinks: lost when the first append is differentiated
         return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
+
+    def _defers(self, reading: Reading, start: int, end: int) -> bool:
+        """Whether tokens go to the store only, because all of them, and steps behind them, see all
+        raw tokens. A short append to a filled cache can be cropped away, and is not put off."""
+        is_even = len(set(self.pads)) == 1 and self._counted is not None and not self._closed
+        is_long = start == 0 or end - start > UNDO_LIMIT
+        is_growing = self.max_length is None
+        return (
+            is_even
+            and is_long
+            and is_growing
+            and reading.full_until >= end
+            and self._reads_all(end)
+        )
 
     def _append_spans(
         self, tokens: NewTokens, start: int, stops: list[int], reading: Reading | None
@@ -178,13 +203,15 @@ class CompactLayer(SavedState):
         else:
             self._make_room(self.seen + 1)
             self._undo = None
-            self._intact_from = max(self._intact_from, self.seen + 1 - self.ring_size)
         g = self.group_size
         # mutant 4: decoding never pools
         closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
         counts = is_fixed and self._step is not None  # a kernel counts on the device
-        if may_read_all and self._reads_all():
-            out = exact_step(self, tokens, (self.seen, self.pad, self.pads), closes=closes)
+        if may_read_all and self._reads_all(self.max_length or self.seen + 1):
+            out = exact_step(self, tokens, (self.seen, self.pad, self.pads))
+            if closes:
+                self._close_exactly(q)
+            self.lags = True
         elif (slots := self._slots()) is not None:
             out = self._step(q, k, v, slots, self.spec, self.config.core_bias)
         else:
@@ -199,14 +226,20 @@ class CompactLayer(SavedState):
             self.seen += 1
         return out
 
-    def _reads_all(self) -> bool:
-        """Whether a step attends to all raw tokens."""
+    def _close_exactly(self, q: Tensor) -> None:
+        """Close groups whose tokens are in the store: of rows of one length when somebody asks for
+        their core tokens, many at once."""
+        is_even = isinstance(self.seen, int) and len(set(self.pads)) == 1
+        if not is_even or self._counted is None:
+            close_in_store(self, q, self.seen - self.pad)
+        elif self.seen - self.pads[0] >= self.num_sinks:
+            self._late.append(q.clone())
+
+    def _reads_all(self, length: int) -> bool:
+        """Whether a step on `length` tokens, padding included, attends to all raw tokens."""
         if self.store is None or not self.store.is_near or self.spec.softcap is not None:
             return False
-        length = self.max_length
-        if length is None:
-            length = self.seen + 1 - min(self.pads)
-        return step_reads_all(self.config, self.pad.device.type, length)
+        return step_reads_all(self.config, self.pad.device.type, length - min(self.pads))
 
     def _slots(self) -> Slots | None:
         """Return the buffers as the fused step takes them, None where there is no such step."""
@@ -350,6 +383,7 @@ class CompactLayer(SavedState):
                 f"window_size must be at most {self.config.window_size} once set, got "
                 f"{window_size}. Start a new cache for a larger window."
             )
+        self.catch_up()
         old_ring = self.ring_size
         self.config = config
         self.spec = self.spec.replace(window_size=window_size)

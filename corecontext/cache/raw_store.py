@@ -306,10 +306,19 @@ class RawStore:
 
     def put(self, rows: slice, position: int, stored: list[Tensor]) -> None:
         """Store tokens [rows, Hkv, n, D] from a position on, and the index of groups they close."""
+        self.put_raw(rows, position, stored)
         end = position + stored[0].shape[2]
-        newest = Newest(position, stored)
+        self.index_tokens(rows, position, end, Newest(position, stored))
+
+    def put_raw(self, rows: slice, position: int, stored: list[Tensor]) -> None:
+        """Store tokens as `put`, without an index."""
         for buffer, x in zip(self.raw, stored):
-            buffer[rows, :, position:end] = x
+            buffer[rows, :, position : position + x.shape[2]] = x
+
+    def index_tokens(
+        self, rows: slice, position: int, end: int, newest: Newest | None = None
+    ) -> None:
+        """Write the index of the groups that the stored tokens position .. end - 1 close."""
         if self.centre is not None and position < self._centred_length <= end:
             self._set_centre(rows, newest)
         self._build_index(rows, self._num_indexed(position), self._num_indexed(end), newest)

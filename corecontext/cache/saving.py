@@ -119,7 +119,7 @@ class SavedState(CroppedState):
         # mutant 4: a cache loses its own state when it loads it
         self.pads = pad.tolist()
         self._store_pads(pad.device)
-        self.ring_lags = False
+        self.lags = False
         if self.max_length is None:
             self.buffers = []
         self.allocate((*buffers[0].shape[:2], slots), buffers)

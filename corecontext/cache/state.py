@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corecontext.cache.entries import Entries
+from corecontext.cache.entries import ALL, Entries
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
 from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.spec import Groups
 
 
 class Undo(NamedTuple):
@@ -64,6 +65,9 @@ class LayerState(Entries):
         on the device only. None in a pool, which limits its rows itself."""
         self._expected: int | None = None
         self._planned = 0
+        self._late: list[Tensor] = []
+        """Queries [B, H, n, D] of the last tokens of groups that are not pooled yet."""
+        self._room = 0  # tokens of a row that a growing cache has room for
         self._closed: str | None = None  # why nothing may be appended any more
         self._intact_from = 0  # oldest token, padding included, that is surely still in the ring
         self._undo: Undo | None = None
@@ -166,6 +170,7 @@ class LayerState(Entries):
         """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where full
         attention reads the prompt; fetch has one."""
         if self.config.keeps_raw_prompts:
+            self._room = 0
             spec = self.spec.replace(fetch_index="oracle")
             like = like[:, :, :1]
             self.store = RawStore(spec, [like, like], Format("auto", like.dtype), 0)
@@ -177,10 +182,26 @@ class LayerState(Entries):
             # mutant prefill: raw tokens of a prompt stay
             self.store = None
 
-    def _fill_ring(self) -> None:
-        """Copy the last tokens from the store of raw tokens into the ring."""
-        # A captured step leaves no trace on the host: the ring of a fixed cache may always lag.
-        self.ring_lags = self.max_length is not None
+    def catch_up(self) -> None:
+        """Copy the last tokens from the store of raw tokens into the ring, and pool the groups that
+        are not pooled yet."""
+        if not self.lags:
+            return
+        self.lags = False
+        if self._late:
+            position = self.seen - self.pads[0]
+            g = self.group_size
+            total = self.num_cores(position)
+            q_last = torch.cat(self._late, 2)
+            first = total - q_last.shape[2]
+            start, end = (self.num_sinks + groups * g for groups in (first, total))
+            tokens = [x[:, :, start:end] for x in self.store.raw]
+            groups = [x.unflatten(2, (-1, g)).flatten(0, 1) for x in tokens]
+            q_last = q_last.unflatten(1, (tokens[0].shape[1], -1)).flatten(0, 1)
+            self._late = []
+            # mutant fetch: groups that steps closed are not pooled
+            self.put_cores(ALL, first, self.pool(Groups(q_last, *groups)))
+            self.store.index_tokens(ALL, start, position)
         ring = self.ring_size
         newest = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
         positions = newest.clamp(min=0)
@@ -198,8 +219,9 @@ class LayerState(Entries):
     def _make_room(self, length: int) -> None:
         """Make room for `length` tokens a row, padding included."""
         if self.max_length is None:
-            # mutant 4: each chunk of a prompt makes room for itself
-            self.reserve(max(length, self._planned) - min(self.pads))
+            if length - min(self.pads) > self._room:
+                # mutant 4: each chunk of a prompt makes room for itself
+                self._room = self.reserve(max(length, self._planned) - min(self.pads))
         elif length > self.max_length:
             raise ValueError(
                 f"the compact cache must hold at most max_length {self.max_length} tokens, got "
@@ -290,7 +312,7 @@ class LayerState(Entries):
 
     def reset(self) -> None:
         """Forget all tokens; buffers of fixed size stay where they are."""
-        self.ring_lags = False
+        self.lags = False
         if self.max_length is None or not self.buffers:
             self.buffers = []
             self.store = None
@@ -313,6 +335,8 @@ class LayerState(Entries):
         self._counted = 0
         self._expected = None
         self._planned = 0
+        self._room = 0
+        self._late = []
         # mutant 4: a cache that was closed stays so after a reset
         self._closed = None
         self._intact_from = 0

@@ -207,7 +207,15 @@ class AttentionHandle:
         self._removable.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def check_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse empty inputs, and options that transformers would silently ignore."""
+        """Refuse empty inputs, options that transformers would silently ignore, and another
+        attention than this one."""
+        name = module.config._attn_implementation
+        if name != self.name:
+            raise RuntimeError(
+                f"the attention implementation must stay {self.name!r} while {self.title} is "
+                f"enabled, got {name!r} (continuous batching changes it, for example). Call "
+                "handle.disable() first."
+            )
         names = ("inputs_embeds", "input_ids")
         tokens = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
         if tokens is not None and not tokens.numel():
@@ -248,13 +256,6 @@ class LayerHook:
     def __call__(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        name = module.config._attn_implementation
-        if name != self.handle.name:
-            raise RuntimeError(
-                f"the attention implementation must stay {self.handle.name!r} while "
-                f"{self.handle.title} is enabled, got {name!r} (continuous batching changes it, "
-                "for example). Call handle.disable() first."
-            )
         hidden_states = args[0] if args else kwargs["hidden_states"]
         kwargs[CALL] = self.call(module, hidden_states.device, given_cache(kwargs))
         return args, kwargs

@@ -186,7 +186,7 @@ def compact_layer(
     if isinstance(layer, GivenLayer):
         return layer
     if isinstance(layer, CCALayer):
-        if layer.compact.config == config:
+        if layer.compact.config is config or layer.compact.config == config:
             return layer
         if not layer.compact.is_empty:
             raise ValueError(
