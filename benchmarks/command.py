@@ -13,6 +13,7 @@ from benchmarks.operator_settings import OperatorBench
 from benchmarks.options import Output, for_device, make_command
 from benchmarks.serving_settings import ServeBench
 from benchmarks.training_settings import TrainingBench
+from benchmarks.user import UserBench
 from benchmarks.vllm import VllmBench
 from corecontext.cli.entry import application, run
 from corecontext.files import UserError
@@ -146,10 +147,23 @@ def bench_published(
         raise UserError("published must measure each command. " + "; ".join(reasons))
 
 
+def bench_user(given: dict[str, Any], output: Output) -> None:
+    """What a user waits for: first and next token under full attention and presets, and bytes."""
+    from benchmarks.user import run_user_bench, user_markdown
+
+    device = pick_device(given.pop("device", "auto"))
+    if output.plot is not None:
+        raise UserError("plot must be left out: this benchmark has no figure.")
+    with one_line():
+        bench = for_device(UserBench, device, **given)
+    _show(user_markdown(run_user_bench(bench, output.keep)))
+
+
 COMMANDS = {
     "operator": make_command(OperatorBench, bench_operator),
     "model": make_command(ModelBench, bench_model),
     "train": make_command(TrainingBench, bench_train),
+    "user": make_command(UserBench, bench_user),
     "serve": make_command(ServeBench, bench_serve),
     "vllm": make_command(VllmBench, bench_vllm),
     "published": bench_published,

@@ -45,7 +45,7 @@ from corecontext.distributed.wire import Wire
 from corecontext.inference import Prefilled, prefill
 from corecontext.inference.sharded_prefill import context_parallel_prefill
 from corecontext.integrations.hf.cache_name import with_cache
-from corecontext.ops.fetch import reading
+from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.spec import Inputs, Spec
 
 D = 8
@@ -310,8 +310,8 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
     config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
     fetching = config.replace(sink_size=4, core_mass=True, fetch_groups=3, fetch_share=4)
     # Full attention reads the beginning only, and no step.
-    reading.PROMPT_LENGTHS.update(cpu=40)
-    reading.STEP_LENGTHS.update(cpu=0)
+    prompt_rule.PROMPT_LENGTHS.update(cpu=40)
+    prompt_rule.STEP_LENGTHS.update(cpu=0)
     prompts = [
         (config, 157, {}),
         (config.replace(sink_size=5, core_mass=True), 160, {"max_length": 200}),

@@ -46,8 +46,8 @@ FETCH = ["--fetch-groups", "6", "--fetch-index", "parts:2:4"]
 FETCH_VALUES = {"fetch_groups": 6, "fetch_index": "parts:2:4"}
 STORED = [*FETCH, "--store", "host", "--fetch-slots", "8"]
 STORED_VALUES = {**FETCH_VALUES, "store": "host", "fetch_slots": 8}
-READ = [*STORED, "--prefill", "cca"]
-READ_VALUES = {**STORED_VALUES, "prefill": "cca"}
+READ = [*STORED, "--prefill", "fetch"]
+READ_VALUES = {**STORED_VALUES, "prefill": "fetch"}
 
 
 class Calls(list):
@@ -246,12 +246,12 @@ def test_eval_and_compare(monkeypatch, calls, here, command):
     monkeypatch.setattr(summary, "to_records", calls.keep("records", [record]))
     more = "" if command == "eval" else " --method full --method cca"
     assert (
-        main(f"{command} {EVALUATION} --json s.jsonl{more}", *SIZES, *FETCH, "--prefill", "cca")
+        main(f"{command} {EVALUATION} --json s.jsonl{more}", *SIZES, *FETCH, "--prefill", "fetch")
         == 0
     )
     settings = Settings((8, 9), (3,), ("law",), 4, 6, 10, 11)
     names = ("group_size", "window_size", "sinks", "core_mass", "untested")
-    sizes = {name: SIZE_VALUES[name] for name in names} | FETCH_VALUES | {"prefill": "cca"}
+    sizes = {name: SIZE_VALUES[name] for name in names} | FETCH_VALUES | {"prefill": "fetch"}
     model_options = ModelOptions(sizes, None, 12, False, "float16", "cpu")
     methods = ["cca"] if command == "eval" else ["full", "cca"]
     tasks = [TASKS["multidoc_qa"], TASKS["perplexity"]]

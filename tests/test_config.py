@@ -108,7 +108,8 @@ def test_every_field_has_a_string_under_it():
 
 def test_the_help_of_a_setting_is_its_first_sentence_and_names_its_choices():
     assert setting_help("fetch_share") == (
-        "Neighbouring queries that share one choice, aligned to absolute positions."
+        "Neighbouring queries of a prompt read into a cache that share one choice, aligned to "
+        "absolute positions."
     )
     choices = {"cache_dtype": CACHE_DTYPES, "fetch_index": tuple(INDICES)}
     choices |= {"store": STORES, "prefill": PREFILLS, "core_position": CORE_POSITIONS}
@@ -170,12 +171,6 @@ def test_frozen_and_replaced():
             ValueError,
             "core_bias must be finite, got inf. Use 0.0 for none.",
         ),
-        (
-            {"fetch_groups": 0, "prefill": "fetch"},
-            ValueError,
-            "prefill must not be 'fetch' with fetch_groups=0. Give fetch_groups, or "
-            "prefill='auto'.",
-        ),
     ],
 )
 def test_messages(settings, error, message):
@@ -217,7 +212,7 @@ def test_settings_that_are_no_mapping_are_refused(values):
 
 def test_fetch_has_its_defaults_and_bounds():
     config = CCAConfig()
-    assert (config.fetch_share, config.fetch_slots, config.prefill) == (1, 0, "auto")
+    assert (config.fetch_share, config.fetch_slots, config.prefill) == (16, 0, "auto")
     for store, groups, from_host in (("host", 1, True), ("host", 0, False), ("device", 1, False)):
         config = CCAConfig(store=store, fetch_groups=groups)
         assert config.fetches_from_host is from_host and not config.fetches_by_slots

@@ -76,7 +76,7 @@ def test_the_engine_refuses_what_host_memory_does_not_hold():
     # Rounded up to 64 tokens a row.
     row = 64 * 2 * config.head_dim * 4 * config.num_hidden_layers * config.num_key_value_heads
     with corecontext.enabled(model, CONFIG.replace(store="host")):
-        engine = Engine(model, host_bytes_budget=3 * row)
+        engine = Engine(model, static=True, host_bytes_budget=3 * row)
         assert host_bytes_of(config, model.dtype, engine.handle.config, 64) == row
         stream = engine.stream(ids, max_new_tokens=15)
         later = engine.stream(ids, max_new_tokens=15)

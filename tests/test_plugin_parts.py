@@ -205,7 +205,7 @@ def test_a_draft_has_one_logit_less_than_is_kept(kept, draft):
         (False, 10, 3, {"prefill": "full"}, [7, (3, False)]),
         (False, 4, 3, {"prefill": "full"}, [(4, False)]),
         (True, 4, 3, {"prefill": "full"}, [1, (3, False)]),
-        (True, 10, 3, {"prefill": "cca", "max_length": 50}, [7, (3, False)]),
+        (True, 10, 3, {"fetch_groups": 2, "max_length": 50}, [7, (3, False)]),
         (True, 10, 0, {"prefill": "full"}, [10]),
     ],
     ids=str,

@@ -194,9 +194,8 @@ def test_a_model_of_the_harness_has_its_settings_by_argument_or_checkpoint(harne
     made._model_call(inputs[:1])
     with pytest.raises(UserError, match="batch_size must be 1 with num_groups, got 2"):
         made._model_call(inputs)
-    for prefill in ("cca", "full"):
-        with pytest.raises(UserError, match=f"prefill must be 'auto' .* got '{prefill}'"):
-            harness_model("m", prefill=prefill)._model_call(inputs)
+    # Texts are scored without a cache: they are no prompts.
+    assert not made._model.config.use_cache
     harness_model.prefix_token_id = None
     with pytest.raises(UserError, match="the tokenizer must have a token that ends or begins"):
         harness_model("m")
@@ -246,8 +245,8 @@ def test_heads_over_pages_have_one_group_size_or_keep_every_token():
     layers = [8, [1, 8], 1]
     sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "num_attention_heads": 2}
     config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
-    config.cca = {**CONFIG.to_dict(), "layer_group_sizes": layers, "prefill": "cca"}
-    assert settings_of(config) == CONFIG.replace(group_size=8, prefill="cca")
+    config.cca = {**CONFIG.to_dict(), "layer_group_sizes": layers, "prefill": "fetch"}
+    assert settings_of(config) == CONFIG.replace(group_size=8, prefill="fetch")
     assert spec_of(config, 0.5, None).sinks == 8
     assert raw_heads_of(config, 2).heads == (((), ()), ((0,), ()), ((0,), (0,)))
     config.cca["core_bias"] = 0.5

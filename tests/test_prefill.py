@@ -9,7 +9,7 @@ from budgets import fed, make_inputs
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import new_layer
-from corecontext.ops.fetch import reading
+from corecontext.ops.fetch import prompt_rule
 
 ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 60
@@ -50,8 +50,8 @@ def expected(config, tensors, prompt=PROMPT, **options):
 
 def lengths(monkeypatch, prompt, step):
     """Let full attention take less time up to these lengths."""
-    monkeypatch.setattr(reading, "PROMPT_LENGTHS", {"cpu": prompt})
-    monkeypatch.setattr(reading, "STEP_LENGTHS", {"cpu": step})
+    monkeypatch.setattr(prompt_rule, "PROMPT_LENGTHS", {"cpu": prompt})
+    monkeypatch.setattr(prompt_rule, "STEP_LENGTHS", {"cpu": step})
 
 
 @pytest.fixture

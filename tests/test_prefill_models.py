@@ -17,7 +17,7 @@ from corecontext.integrations.hf.cache_layers import cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded
 from corecontext.model_sizes import ModelSizes
-from corecontext.ops.fetch import reading
+from corecontext.ops.fetch import prompt_rule
 from corecontext.perplexity import document_nll
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
@@ -31,7 +31,7 @@ NEW = 14
 @pytest.fixture(autouse=True)
 def steps_choose(monkeypatch):
     """Let no step read all raw tokens."""
-    monkeypatch.setattr(reading, "STEP_LENGTHS", {})
+    monkeypatch.setattr(prompt_rule, "STEP_LENGTHS", {})
 
 
 def defined(monkeypatch, model, ids, prompt):

@@ -67,7 +67,7 @@ def one_request(engine: Engine, handle, draw: random.Random, number: int) -> tup
         store=draw.choice(("device", "host")),
         fetch_slots=draw.choice((0, 0, 6, 9)),
         fetch_index=draw.choice(("pairs:2", "mean", "bits:1")),
-        prefill=draw.choice(("auto", "auto", "cca", "fetch", "full")),
+        prefill=draw.choice(("auto", "fetch", "fetch", "fetch", "full")),
     )
     lengths = [draw.randint(1, 70) for _ in range(draw.randint(1, 4))]
     ids, mask, rows = prompts(lengths, number)
@@ -102,8 +102,8 @@ def dense_answer(handle, row, own, seed, options) -> list[int] | None:
     config = handle.config
     names = ("group_size", "window_size", "fetch_groups")
     sizes = {name: options[name] for name in names if options[name] is not None}
-    as_answer = config.prefill in ("auto", "fetch")
-    as_answer |= config.prefill == "cca" and sizes.get("fetch_groups") == 0
+    fetches = sizes.get("fetch_groups", config.fetch_groups) > 0
+    as_answer = config.prefill == "fetch" or (config.prefill == "auto" and not fetches)
     if config.cache_dtype != "auto" or not as_answer:
         return None
     whole = torch.cat((row, torch.tensor([own], device=row.device)), 1)[:, :-1]

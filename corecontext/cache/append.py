@@ -12,7 +12,7 @@ from corecontext.cache.full import attend_causally
 from corecontext.cache.raw_store import Newest
 from corecontext.ops.api import backend_module
 from corecontext.ops.fetch import attend as fetch
-from corecontext.ops.fetch.reading import EACH_BY_ITSELF, Reading, reading_of
+from corecontext.ops.fetch.prompt_rule import EACH_BY_ITSELF, Reading, reading_of
 from corecontext.ops.spec import Groups, Tokens
 from corecontext.visibility import local_start, num_complete_groups, num_visible_cores
 
@@ -171,7 +171,7 @@ def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:
     """Attend from queries [N, r, T, D] to all raw tokens up to their own."""
     spec = entries.spec
     if spec.softcap is None:
-        batch = len(tokens.q) // entries.keys.shape[1]
+        batch = len(tokens.q) // entries.store.raw[0].shape[1]
         q, k, v = (x.unflatten(0, (batch, -1)) for x in tokens[:3])
         out = attend_causally(q.flatten(1, 2), k, v, spec.scale)
         return out.reshape(tokens.q.shape)

@@ -1,5 +1,5 @@
 """Append one token per row and attend from it to all raw tokens, where that takes less time than
-choosing among them (ops/fetch/reading.py).
+choosing among them (ops/fetch/prompt_rule.py).
 
 The token goes to the store of raw tokens only: the ring gets it when somebody reads the ring.
 """

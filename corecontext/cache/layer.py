@@ -27,7 +27,7 @@ from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
-from corecontext.ops.fetch.reading import NO_END, Reading, step_reads_all
+from corecontext.ops.fetch.prompt_rule import NO_END, Reading, step_reads_all
 from corecontext.ops.spec import Inputs, Ragged, Slots
 from corecontext.visibility import group_size_for
 

@@ -12,7 +12,7 @@ from corecontext.model_sizes import ModelSizes
 MAX_CHUNK = {"cuda": 16384, "cpu": 4096}
 """Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are
 saturated long before."""
-HOST_CHUNK = 65536
+HOST_CHUNK = 131072
 """The same on a GPU where a prompt fetches raw tokens from host memory: each chunk reads those of
 all chunks before over the bus."""
 SERVED_CHUNK = {"cuda": 2048, "cpu": 256}

@@ -11,6 +11,7 @@ import torch
 from corecontext.eval.items import Outcome, encode_question
 from corecontext.eval.subject import ModelSubject
 from corecontext.inference import prefill
+from corecontext.ops.fetch.prompt_rule import reads_prompts_apart
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def choose(subject: ModelSubject, prompt: list[int], options: Sequence[str]) -> 
     # A prompt is read by `prefill`'s attention only into a cache. The tokens of an option, whose
     # logits are kept, are not a part of the prompt.
     config = subject.loaded.config
-    use_cache = config is not None and config.prefill in ("cca", "full")
+    use_cache = config is not None and reads_prompts_apart(config)
     scores = []
     for end in ends:
         ids = subject.tensor(prompt + end)

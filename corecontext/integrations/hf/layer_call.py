@@ -14,7 +14,7 @@ from corecontext.config import CCAConfig
 from corecontext.integrations.hf.attention_interface import check_dropout
 from corecontext.ops.api import attend
 from corecontext.ops.batch import has_restarts
-from corecontext.ops.fetch.reading import reading_of, reads_prompts_apart
+from corecontext.ops.fetch.prompt_rule import reading_of, reads_prompts_apart
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Inputs, Ragged, Spec
 

@@ -1,0 +1,216 @@
+"""Measure what a user waits for: first and next token under full attention and under presets, and
+the bytes of their caches.
+
+Full attention is the fastest of plain transformers with SDPA and of the Engine: its own step from
+raw tokens on a GPU, its uncaptured one elsewhere. Methods take turns in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.model_methods import PlainRun, RowsRun
+from benchmarks.options import DTYPES, check_choices, check_positive, option
+from benchmarks.shapes import make_model, make_prompt
+from corecontext.config import PRESETS, CCAConfig, check_choice
+from corecontext.inference import Engine
+from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
+from corecontext.integrations.hf.enabling import enable
+from corecontext.measure import synchronize
+from corecontext.record import Record, device_name, latest, make_record
+
+FULL = "full"
+ROWS = "full_rows"
+NAMES = ("user.first_token_s", "user.next_token_ms", "user.device_bytes", "user.host_bytes")
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+CPU_LENGTHS = (512, 1024, 2048, 4096)
+ENOUGH_S = 10.0
+"""No more prompts of a method at a length once they took this long together."""
+WARM_STEPS = 4
+"""Steps in which kernels are compiled and a step is captured."""
+
+
+@dataclass(frozen=True)
+class UserBench:
+    """Settings of `run_user_bench`."""
+
+    model: str = "llama3.1-8b"
+    """A shape with random weights, or a checkpoint."""
+    lengths: tuple[int, ...] = option(CPU_LENGTHS, gpu=LENGTHS, name="length")
+    """Tokens of the prompt (repeatable)."""
+    methods: tuple[str, ...] = option(("default", "small"), name="method")
+    """Presets to compare with full attention (repeatable)."""
+    new_tokens: int = 24
+    """Tokens made behind each prompt."""
+    repeats: int = 5
+    """Prompts of each method and length, fewer of long ones."""
+    dtype: str = option("float32", gpu="bfloat16")
+    """Dtype of weights and activations."""
+    device: str = "cpu"
+    """Device: cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        check_positive(lengths=self.lengths, new_tokens=self.new_tokens, repeats=self.repeats)
+        check_choices("method", self.methods, tuple(PRESETS))
+        check_choice("dtype", self.dtype, DTYPES)
+
+
+class Way:
+    """Run a method in one way, prompt after prompt, and hold its samples."""
+
+    def __init__(self, first: Callable[[], Any] | None, step: Callable[[], Any]) -> None:
+        self.first = first
+        """Reads the prompt and makes a token; None where only steps are measured."""
+        self.step = step
+        """Makes one more token."""
+        self.first_s: list[float] = []
+        self.next_ms: list[float] = []
+
+    def run(self, new_tokens: int, device: str) -> None:
+        """Measure one prompt and what follows."""
+        if self.first is not None:
+            self.first_s.append(_seconds(self.first, device))
+        for _ in range(WARM_STEPS):
+            self.step()
+        steps = [_seconds(self.step, device) for _ in range(new_tokens)]
+        self.next_ms.append(1e3 * sum(steps) / new_tokens)
+
+
+class EngineRun:
+    """Send one prompt after another to an engine, which keeps its buffers and captured steps."""
+
+    def __init__(self, model: Any, input_ids: torch.Tensor, new_tokens: int) -> None:
+        self.engine = Engine(model, keep=1)
+        self.input_ids = input_ids
+        self.tokens = new_tokens + WARM_STEPS + 1
+        self.stream: Any = None
+        self.bytes = (0, 0)
+        """Of the cache, on the device and in host memory."""
+
+    def first(self) -> None:
+        """Read the prompt and make a token."""
+        self.close()
+        self.stream = self.engine.stream(self.input_ids, max_new_tokens=self.tokens)
+        next(self.stream)
+        cache = self.stream.session.cache
+        self.bytes = cache_bytes(cache), host_bytes(cache)
+
+    def step(self) -> None:
+        """Make one more token."""
+        next(self.stream)
+
+    def close(self) -> None:
+        """End the request."""
+        if self.stream is not None:
+            self.stream.close()
+
+
+def run_user_bench(
+    bench: UserBench, on_records: Callable[[list[Record]], Any] | None = None
+) -> list[Record]:
+    """Measure each length: full attention and the presets in turn."""
+    model, of_model = make_model(bench.model, bench.dtype, bench.device)
+    of_model["model"] = of_model.pop("shape").removesuffix(".gguf")
+    # Models that share the weights, each under one method.
+    twins = {name: _twin(model, CCAConfig.preset(name)) for name in bench.methods}
+    twins[ROWS] = _twin(model, CCAConfig.paper(1))
+    records: list[Record] = []
+    for length in bench.lengths:
+        params = {**of_model, "length": length, "new_tokens": bench.new_tokens}
+        if of_model["weights"] == "random":
+            params["choices"] = "random"  # of random queries and keys
+        new = list(_measured(model, twins, bench, params))
+        records += new
+        if on_records is not None:
+            on_records(new)
+    return records
+
+
+def _measured(
+    model: Any, twins: dict[str, Any], bench: UserBench, params: dict[str, Any]
+) -> Iterator[Record]:
+    """Measure one length, and yield its records."""
+    length = params["length"]
+    cuda = bench.device.startswith("cuda")
+    input_ids = make_prompt(model, 1, length)
+    plain = PlainRun(model, FULL, input_ids)
+    runs = {name: EngineRun(twins[name], input_ids, bench.new_tokens) for name in bench.methods}
+    ways = {name: Way(run.first, run.step) for name, run in runs.items()}
+    ways[FULL] = Way(plain.first, plain.step)
+    if cuda:
+        room = (bench.repeats + 2) * (bench.new_tokens + WARM_STEPS)
+        rows = RowsRun(twins[ROWS], FULL, 1, length, room)
+        ways[ROWS] = Way(None, rows.step)
+    else:
+        engine = EngineRun(model, input_ids, bench.new_tokens)
+        ways[ROWS] = Way(engine.first, engine.step)
+
+    # The first round warms up: kernels are compiled, buffers made and steps captured.
+    full_bytes = 0
+    for repeat in range(bench.repeats + 1):
+        for name, way in ways.items():
+            if repeat > 1 and sum(way.first_s) > ENOUGH_S:
+                continue
+            way.run(bench.new_tokens, bench.device)
+            if name == FULL:
+                full_bytes = cache_bytes(plain.cache)
+                plain.close()
+            if repeat == 0:
+                way.first_s.clear()
+                way.next_ms.clear()
+    for run in runs.values():
+        run.close()
+
+    device = device_name(bench.device)
+    full = [ways[FULL], ways[ROWS]]
+    seconds = min((way.first_s for way in full if way.first_s), key=median)
+    next_ms = min((way.next_ms for way in full), key=median)
+    rows_of = {FULL: (seconds, next_ms, full_bytes, 0)}
+    rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *runs[name].bytes) for name in runs}
+    for method, values in rows_of.items():
+        for name, value in zip(NAMES, values, strict=True):
+            yield make_record(name, value, {**params, "method": method}, device=device)
+
+
+def _seconds(call: Callable[[], Any], device: str) -> float:
+    """Time one call until its device has ended it."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def _twin(model: Any, config: CCAConfig) -> Any:
+    """Return a model under these settings that has the weights of another."""
+    twin = copy.deepcopy(model, {id(x): x for x in model.parameters()})
+    enable(twin, config, warn=False)
+    return twin
+
+
+def user_markdown(records: list[Record]) -> str:
+    """Return a table of each model: lengths by methods."""
+    lines = []
+    for model in dict.fromkeys(record.params["model"] for record in records):
+        mine = [record for record in records if record.params["model"] == model]
+        methods = list(dict.fromkeys(record.params["method"] for record in mine))
+        lines += [f"**{model}**, {mine[0].device}", ""]
+        lines += [
+            "| | length | " + " | ".join(methods) + " |",
+            "|---|---:" + "|---:" * len(methods),
+        ]
+        lines[-1] += "|"
+        for name in NAMES:
+            for length in dict.fromkeys(record.params["length"] for record in mine):
+                values = [latest(mine, name, length=length, method=method) for method in methods]
+                cells = ["" if x is None else f"{x.value:.4g}" for x in values]
+                lines.append(f"| {name} | {length} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
