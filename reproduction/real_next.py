@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf.cache_layers import CCALayer
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
+from corecontext.ops.fetch.prompt_rule import PROMPT_LENGTHS
 from corecontext.perplexity import hidden_nll
 from reproduction.real_attention import tokens_of
 
@@ -20,9 +22,10 @@ SHARE = 16
 READINGS: dict[str, dict[str, Any]] = {
     "query": {"prefill": "fetch", "fetch_share": 1},
     "full": {"prefill": "full", "fetch_share": 1},
-    f"share {SHARE}": {"prefill": "fetch", "fetch_share": SHARE},
+    f"share {SHARE}": {"prefill": "auto", "fetch_share": SHARE},
 }
-"""Settings of each way to read a prompt: a choice of each token, full attention, shared choices."""
+"""Settings of each way to read a prompt: a choice of each token, full attention, shared choices,
+here from the first token on."""
 
 
 def losses_behind(
@@ -42,12 +45,13 @@ def losses_behind(
     last = tokens[:, -count:]
     by_query = config.replace(**READINGS["query"])
     decoder = model.get_decoder()
-    with enabled(model, config), torch.inference_mode():
+    # Full attention reads no beginning of a prompt.
+    no_lengths = unittest.mock.patch.dict(PROMPT_LENGTHS, clear=True)
+    with enabled(model, config), torch.inference_mode(), no_lengths:
         cache = returned_cache(decoder(tokens[:, :-count], use_cache=True))
     for layer in cache.layers:
         if isinstance(layer, CCALayer):
             layer.compact.config = by_query
-            layer.compact.spec = layer.compact.spec.replace(fetch_share=1)
     with enabled(model, by_query), torch.inference_mode():
         hidden = decoder(last, **with_cache(cache), use_cache=True).last_hidden_state
         rows = range(len(last))
