@@ -2,13 +2,16 @@
 goes on from it."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 from budgets import fed, make_inputs
 
 from corecontext import CCAConfig, Rotary, cca_attention
-from corecontext.cache import new_layer
+from corecontext.cache import CompactLayer, new_layer
+from corecontext.cache.host_store import HostStore
+from corecontext.cache.late import catch_up
 from corecontext.ops.fetch import prompt_rule
 
 ROTARY = Rotary.from_theta(100.0, 16)
@@ -220,6 +223,36 @@ def test_steps_read_all_raw_tokens_while_that_takes_less_time(
     outs.append(fed(layer, tensors, 9, [1] * 30))
     alone = dense(CCAConfig.paper(1, 1), tensors, attention_mask=mask)
     near(torch.cat(outs, 2), alone[:, :, :39])
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_core_tokens_of_several_layers_are_made_together(monkeypatch, fixed, store):
+    sizes = {"fetch_groups": 2, "fetch_index": "bits:2", "sink_size": 4, "core_mass": True}
+    config = CCAConfig.paper(4, 9, **sizes, store=store)
+    tensors = inputs()
+    lengths(monkeypatch, PROMPT, 0)
+    monkeypatch.setattr(HostStore, "is_near", False)
+    options = {"max_length": LENGTH if fixed else None}
+    layers = [new_layer(config, ROTARY, **options) for _ in range(3)]
+    for i, layer in enumerate(layers):
+        # Layers have keys and queries of their own, and one of them is shorter.
+        fed(layer, [x.roll(i, 3) for x in tensors], 0, [PROMPT - 10 * (i == 1)])
+        assert layer.is_due
+    with mock.patch.object(
+        CompactLayer, "pool", autospec=True, side_effect=CompactLayer.pool
+    ) as pool:
+        catch_up(layers)
+    assert pool.call_count == 2
+    for i, layer in enumerate(layers):
+        alone = new_layer(config.replace(prefill="fetch"), ROTARY, **options)
+        length = PROMPT - 10 * (i == 1)
+        own = [x.roll(i, 3) for x in tensors]
+        fed(alone, own, 0, [length])
+        kept = ([*buffers(x), *x.store.used(length)] for x in (layer, alone))
+        for x, y in zip(*kept, strict=True):
+            near(x, y)
+        near(fed(layer, own, length, [1] * 9), fed(alone, own, length, [1] * 9))
 
 
 def test_a_choice_of_all_groups_is_what_a_step_reads(monkeypatch):

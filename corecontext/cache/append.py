@@ -9,6 +9,7 @@ from torch import Tensor
 
 from corecontext.cache.entries import ALL, Entries
 from corecontext.cache.full import attend_causally
+from corecontext.cache.late import Late
 from corecontext.cache.raw_store import Newest
 from corecontext.ops.api import backend_module
 from corecontext.ops.fetch import attend as fetch
@@ -140,13 +141,13 @@ def append_rows(
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 
-def append_late(entries: Entries, new: NewTokens, position: int, late: list[Tensor]) -> Tensor:
+def append_late(entries: Entries, new: NewTokens, position: int, late: Late) -> Tensor:
     """Store tokens of rows that share their padding, and attend from them to all raw tokens; ring
     and core tokens follow when somebody reads them.
 
     Args:
         position: Of the first of them in its sequence.
-        late: Gets the queries of the last tokens of groups.
+        late: Gets what core tokens are made of.
 
     Returns:
         [B, H, T, D].
@@ -158,10 +159,14 @@ def append_late(entries: Entries, new: NewTokens, position: int, late: list[Tens
     g = entries.group_size
     last = behind + (entries.num_sinks - 1 - position - behind) % g
     if last < count:
-        late.append(new.q[:, :, last::g].clone())
+        late.queries.append(new.q[:, :, last::g].clone())
+    late.length = position + count
+    newest = Newest(position, new.raw)
+    if not entries.store.is_near:
+        late.newest = newest
     entries.lags = True
     heads = new.k.shape[1]
-    keys, values = entries.store.tokens(ALL, position + count, Newest(position, new.raw))
+    keys, values = entries.store.tokens(ALL, position + count, newest)
     q = new.q.unflatten(1, (heads, -1)).flatten(0, 1)
     out = _attend_fully(entries, Tokens(q, keys, values, position), ALL)
     return out.unflatten(0, (-1, heads)).flatten(1, 2)

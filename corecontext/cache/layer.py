@@ -31,6 +31,8 @@ from corecontext.ops.fetch.prompt_rule import NO_END, Reading, step_reads_all
 from corecontext.ops.spec import Inputs, Ragged, Slots
 from corecontext.visibility import group_size_for
 
+LATE_TOKENS = 16384
+"""Longest prompt whose raw tokens stay on the device until its core tokens are made."""
 NO_GRADIENTS = (
     "gradients must not be asked through a filled compact cache: its core tokens are kept without "
     "their graph. Train with use_cache=False, or wrap generation in torch.no_grad()."
@@ -132,7 +134,7 @@ class CompactLayer(SavedState):
             self._make_room(end)
             tokens = new_tokens(self, q, k, v)
             if not needs_grad and self._defers(reading, start, end):
-                out = append_late(self, tokens, start - self.pads[0], self._late)
+                out = append_late(self, tokens, start - self.pads[0], self.late)
             else:
                 self.catch_up()
                 self._note_lost(start, tokens.stored)
@@ -150,18 +152,16 @@ class CompactLayer(SavedState):
         return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
 
     def _defers(self, reading: Reading, start: int, end: int) -> bool:
-        """Whether tokens go to the store only, because all of them, and steps behind them, see all
-        raw tokens. A short append to a filled cache can be cropped away, and is not put off."""
+        """Whether tokens go to the store only, because all of them see all raw tokens. A short
+        append to a filled cache can be cropped away, and is not put off."""
+        if self.store is None or not self.config.fetch_groups or self.config.cache_dtype != "auto":
+            return False
         is_even = len(set(self.pads)) == 1 and self._counted is not None and not self._closed
-        is_long = start == 0 or end - start > UNDO_LIMIT
-        is_growing = self.max_length is None
-        return (
-            is_even
-            and is_long
-            and is_growing
-            and reading.full_until >= end
-            and self._reads_all(end)
-        )
+        if not is_even or reading.full_until < end:
+            return False
+        if self.max_length is None and self._reads_all(end):
+            return start == 0 or end - start > UNDO_LIMIT
+        return start == 0 and end <= LATE_TOKENS
 
     def _append_spans(
         self, tokens: NewTokens, start: int, stops: list[int], reading: Reading | None
@@ -231,9 +231,12 @@ class CompactLayer(SavedState):
         their core tokens, many at once."""
         is_even = isinstance(self.seen, int) and len(set(self.pads)) == 1
         if not is_even or self._counted is None:
+            if self.late.queries:
+                self.catch_up()
             close_in_store(self, q, self.seen - self.pad)
         elif self.seen - self.pads[0] >= self.num_sinks:
-            self._late.append(q.clone())
+            self.late.queries.append(q.clone())
+            self.late.length = self.seen + 1 - self.pads[0]
 
     def _reads_all(self, length: int) -> bool:
         """Whether a step on `length` tokens, padding included, attends to all raw tokens."""
@@ -263,6 +266,11 @@ class CompactLayer(SavedState):
             self.mass_buffer,
             raw,
         )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether entries lag that the next step reads."""
+        return self.lags and not self._reads_all(self.max_length or self.seq_len + 1)
 
     @property
     def asks_device(self) -> bool:

@@ -106,7 +106,7 @@ class RawStore:
         """Complete groups of a row of `length` tokens."""
         return num_complete_groups(length - self.spec.sinks, self.spec.group_size)
 
-    def _num_indexed(self, length: int) -> int:
+    def num_indexed(self, length: int) -> int:
         """Groups that have an index."""
         spec = self.spec
         sizes = (spec.group_size, spec.window_size)
@@ -118,7 +118,7 @@ class RawStore:
         return self.raw[0].shape[2]
 
     @property
-    def _centred_length(self) -> int:
+    def centred_length(self) -> int:
         """Tokens of a row up to the last that its centre counts."""
         return self.spec.sinks + self.spec.num_centred
 
@@ -130,7 +130,7 @@ class RawStore:
         return [x[:, :, :length] for x in self.raw]
 
     def _used_index(self, length: int) -> list[Tensor]:
-        return [x[:, :, : self._num_indexed(length)] for x in self.index_buffers]
+        return [x[:, :, : self.num_indexed(length)] for x in self.index_buffers]
 
     def device_bytes(self, length: int) -> int:
         """Bytes in use on the device, by rows of `length` tokens."""
@@ -204,7 +204,7 @@ class RawStore:
         for x in self.raw:
             x = x[:, :, before:length]
             copies.append(self._room(x, x.shape).copy_(x))
-        indexed = slice(self._num_indexed(before), self._num_indexed(length))
+        indexed = slice(self.num_indexed(before), self.num_indexed(length))
         return copies + [x[:, :, indexed].clone() for x in self.index_buffers]
 
     def forget(self, lengths: Tensor) -> None:
@@ -225,7 +225,7 @@ class RawStore:
             # A step may read what no query sees; in host memory none does.
             if not any(buffer is raw for raw in self.host_tensors):
                 buffer[:, :, size:] = 0
-        if self.centre is not None and self.length >= self._centred_length:
+        if self.centre is not None and self.length >= self.centred_length:
             self._set_centre(slice(None))
 
     # Reading
@@ -242,6 +242,16 @@ class RawStore:
         stored = self._read(self.raw, rows, slice(0, length), newest)
         keys, values = self._decoded(stored)
         return keys.flatten(0, 1), values.flatten(0, 1)
+
+    def read(self, start: int, stop: int, newest: Newest | None = None) -> list[Tensor]:
+        """Return keys and values [B, Hkv, n, D] of the tokens start .. stop - 1 of all rows, as
+        stored."""
+        return self._read(self.raw, slice(None), slice(start, stop), newest)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the index is stored."""
+        return bool(self._shapes)
 
     def _keys(self, rows: slice, start: int, stop: int, newest: Newest | None = None) -> Tensor:
         """Return the keys [N, n, D] of the tokens start .. stop - 1, N = rows x KV heads."""
@@ -319,13 +329,13 @@ class RawStore:
         self, rows: slice, position: int, end: int, newest: Newest | None = None
     ) -> None:
         """Write the index of the groups that the stored tokens position .. end - 1 close."""
-        if self.centre is not None and position < self._centred_length <= end:
+        if self.centre is not None and position < self.centred_length <= end:
             self._set_centre(rows, newest)
-        self._build_index(rows, self._num_indexed(position), self._num_indexed(end), newest)
+        self._build_index(rows, self.num_indexed(position), self.num_indexed(end), newest)
 
     def _set_centre(self, rows: slice, newest: Newest | None = None) -> None:
         """Compute the centre from the first keys of these rows."""
-        centre = centre_of(self._keys(rows, 0, self._centred_length, newest), self.spec)
+        centre = centre_of(self._keys(rows, 0, self.centred_length, newest), self.spec)
         # mutant fetch: an index without its centre
         self.centre[rows] = centre.unflatten(0, (-1, self.centre.shape[1]))
 
@@ -337,10 +347,13 @@ class RawStore:
         size = self.spec.group_size
         keys = self._keys(rows, sinks + first * size, sinks + end * size, newest)
         keys = keys.unflatten(1, (end - first, size))
-        stored = self.spec.index.encode(keys, self._centre(rows))
+        self.write_index(rows, first, self.spec.index.encode(keys, self._centre(rows)))
+
+    def write_index(self, rows: slice, first: int, stored: Sequence[Tensor]) -> None:
+        """Store what the index has made of groups from `first` on, [N, M, ...] each."""
         for buffer, x in zip(self.index_buffers, stored):
             # mutant fetch: a cache's index of a later group
-            view = buffer[rows, :, first:end]
+            view = buffer[rows, :, first : first + x.shape[1]]
             view.copy_(x.reshape(view.shape))
 
     def shrink_window(self, spec: Spec) -> None:
@@ -350,7 +363,7 @@ class RawStore:
         self.spec = spec
         if not spec.num_centred:  # of a window below a group
             self.centre = None
-        elif self.centre is not None and self.length >= self._centred_length:
+        elif self.centre is not None and self.length >= self.centred_length:
             self._set_centre(slice(None))
         self._build_index(slice(None), 0, self.num_groups(self.length))
 
@@ -368,10 +381,10 @@ class RawStore:
         in tensor arithmetic."""
         if not self._shapes or not self.index_buffers[0].shape[2]:
             return
-        if self.centre is not None and self.length >= self._centred_length:
+        if self.centre is not None and self.length >= self.centred_length:
             # Its last token closes a group, and all that it counts are stored now.
-            centre = centre_of(self._keys(slice(None), 0, self._centred_length), self.spec)
-            is_last = (position + 1 == self._centred_length)[:, None, None]
+            centre = centre_of(self._keys(slice(None), 0, self.centred_length), self.spec)
+            is_last = (position + 1 == self.centred_length)[:, None, None]
             centre = centre.view(self.centre.shape)
             self.centre.copy_(torch.where(is_last, centre, self.centre))
         # The index of the newest group that may have one; rows that close no group keep theirs.

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from corecontext.cache import late
 from corecontext.cache.entries import ALL, Entries
+from corecontext.cache.late import Late
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
 from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
-from corecontext.ops.spec import Groups
 
 
 class Undo(NamedTuple):
@@ -65,8 +66,8 @@ class LayerState(Entries):
         on the device only. None in a pool, which limits its rows itself."""
         self._expected: int | None = None
         self._planned = 0
-        self._late: list[Tensor] = []
-        """Queries [B, H, n, D] of the last tokens of groups that are not pooled yet."""
+        self.late = Late()
+        """Groups that are not pooled yet."""
         self._room = 0  # tokens of a row that a growing cache has room for
         self._closed: str | None = None  # why nothing may be appended any more
         self._intact_from = 0  # oldest token, padding included, that is surely still in the ring
@@ -183,31 +184,28 @@ class LayerState(Entries):
             self.store = None
 
     def catch_up(self) -> None:
-        """Copy the last tokens from the store of raw tokens into the ring, and pool the groups that
-        are not pooled yet."""
-        if not self.lags:
-            return
-        self.lags = False
-        if self._late:
-            position = self.seen - self.pads[0]
-            g = self.group_size
-            total = self.num_cores(position)
-            q_last = torch.cat(self._late, 2)
-            first = total - q_last.shape[2]
-            start, end = (self.num_sinks + groups * g for groups in (first, total))
-            tokens = [x[:, :, start:end] for x in self.store.raw]
-            groups = [x.unflatten(2, (-1, g)).flatten(0, 1) for x in tokens]
-            q_last = q_last.unflatten(1, (tokens[0].shape[1], -1)).flatten(0, 1)
-            self._late = []
-            # mutant fetch: groups that steps closed are not pooled
-            self.put_cores(ALL, first, self.pool(Groups(q_last, *groups)))
-            self.store.index_tokens(ALL, start, position)
+        """Bring ring, core tokens and index up to the tokens in the store."""
+        late.catch_up([self])
+
+    def fill_ring(self) -> None:
+        """Copy the last and the first tokens of the store into their slots."""
         ring = self.ring_size
+        n = self.num_sinks
+        length = self.late.length if self.late.newest is not None else None
+        if isinstance(self.seen, int) and len(set(self.pads)) == 1:
+            length = self.seen - self.pads[0] if length is None else length
+        if length is not None:
+            first = max(n, length - ring)
+            newest = self.late.newest
+            if first < length:
+                # mutant fetch: a ring that lags is read
+                self.put_ring(ALL, first, self.store.read(first, length, newest))
+            self.put(ALL, ring, self.store.read(0, min(n, length), newest))
+            return
         newest = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
         positions = newest.clamp(min=0)
-        n = min(self.num_sinks, self.store.length)
+        n = min(n, self.store.length)
         for buffer, x in zip(self._buffers, self.store.raw):
-            # mutant fetch: a ring that lags is read
             write(buffer, newest % ring, read(x, positions))
             buffer[:, :, ring : ring + n] = x[:, :, :n]
 
@@ -336,7 +334,7 @@ class LayerState(Entries):
         self._expected = None
         self._planned = 0
         self._room = 0
-        self._late = []
+        self.late = Late()
         # mutant 4: a cache that was closed stays so after a reset
         self._closed = None
         self._intact_from = 0

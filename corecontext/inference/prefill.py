@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from corecontext.cache import CompactLayer, HeadsLayer
+from corecontext.cache import CompactLayer, HeadsLayer, parts_of
+from corecontext.cache.late import catch_up
 from corecontext.inference.chunk_size import bytes_per_token, choose_chunk_size, free_bytes
 from corecontext.inference.limits import cache_bytes_per_token, check_length, does_not_fit
 from corecontext.integrations.hf.cache_layers import CCALayer, GrowingCache, cache_bytes
@@ -214,8 +215,11 @@ def read_chunk(
 
 
 def end_prompt(cache: Any) -> None:
-    """Drop raw tokens that caches keep only while full attention reads a prompt."""
-    for layer in _compact_layers(cache):
+    """Make entries that were put off, those of all layers together, and drop raw tokens that caches
+    keep only while full attention reads a prompt."""
+    layers = list(_compact_layers(cache))
+    catch_up([part for layer in layers for part in parts_of(layer) if part.is_due])
+    for layer in layers:
         layer.end_prompt()
 
 

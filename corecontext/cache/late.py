@@ -1,0 +1,99 @@
+"""Make the compact entries of tokens that are in the store of raw tokens only, those of all layers
+in few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from corecontext.cache.entries import ALL
+from corecontext.cache.raw_store import Newest
+from corecontext.ops.fetch.scoring import widen
+from corecontext.ops.spec import Groups
+
+if TYPE_CHECKING:
+    from corecontext.cache.state import LayerState
+
+
+@dataclass
+class Late:
+    """Hold what a layer's late core tokens are made of; its rows have one length."""
+
+    queries: list[Tensor] = field(default_factory=list)
+    """[B, H, n, D], of the last tokens of groups that are not pooled yet, in order."""
+    length: int = 0
+    """Tokens of a row with the last of these groups."""
+    newest: Newest | None = None
+    """Raw tokens on the device, where the store is in host memory."""
+
+    @property
+    def count(self) -> int:
+        """Groups that are not pooled yet."""
+        return sum(x.shape[2] for x in self.queries)
+
+
+def catch_up(layers: Sequence[LayerState]) -> None:
+    """Bring the entries of layers up to their stores; layers of one shape share their launches."""
+    layers = [layer for layer in layers if layer.lags]
+    alike: dict[Any, list[LayerState]] = {}
+    for layer in layers:
+        layer.lags = False
+        if layer.late.queries:
+            alike.setdefault(_shape(layer), []).append(layer)
+    for group in alike.values():
+        _pool(group)
+    for layer in layers:
+        layer.fill_ring()
+        layer.late = Late()
+
+
+def _shape(layer: LayerState) -> Any:
+    """Return what layers must share to be pooled together."""
+    spec = layer.spec
+    rotary = None if spec.rotary is None else spec.rotary.inv_freq.data_ptr()
+    key = layer.store.raw[0]
+    sizes = (spec.group_size, spec.window_size, spec.sink_size, spec.scale, spec.softcap)
+    late = (layer.late.length, layer.late.count)
+    return (*sizes, spec.fetch_index, rotary, key.shape, key.dtype, key.device, *late)
+
+
+def _pool(layers: Sequence[LayerState]) -> None:
+    """Pool and index the late groups of layers of one shape."""
+    layer = layers[0]
+    spec = layer.spec
+    g = spec.group_size
+    count = layer.late.count
+    first = layer.num_cores(layer.late.length) - count
+    start = spec.sinks + first * g
+    tokens = [x.store.read(start, start + count * g, x.late.newest) for x in layers]
+    k, v = (
+        torch.cat([x.flatten(0, 1) for x in each]).unflatten(1, (-1, g)) for each in zip(*tokens)
+    )
+    queries = [torch.cat(x.late.queries, 2) for x in layers]
+    q_last = torch.cat([x.unflatten(1, (tokens[0][0].shape[1], -1)).flatten(0, 1) for x in queries])
+    cores = layer.pool(Groups(q_last, k, v))
+    size = len(k) // len(layers)
+    for i, own in enumerate(layers):
+        # mutant fetch: groups that steps closed are not pooled
+        own.put_cores(ALL, first, [x[i * size : (i + 1) * size] for x in cores])
+
+    # An index may lag; its centre counts the first tokens behind the sinks.
+    store = layer.store
+    if first or not store.has_index:
+        for own in layers:
+            own.store.index_tokens(ALL, start, own.late.length)
+        return
+    end = store.num_indexed(layer.late.length)
+    centres = None
+    if store.centre is not None and store.centred_length <= layer.late.length:
+        centres = widen(k.flatten(1, 2)[:, : spec.num_centred]).mean(1)
+    stored = spec.index.encode(k[:, :end], centres) if end else ()
+    for i, own in enumerate(layers):
+        part = slice(i * size, (i + 1) * size)
+        if centres is not None:
+            own.store.centre.copy_(centres[part].view(own.store.centre.shape))
+        own.store.write_index(ALL, 0, [x[part] for x in stored])
