@@ -30,7 +30,7 @@ def hit_rates(
     """
     tokens = tokens_of([ids], loaded.model)
     # The portable path: steps call the store, which a fused step does not.
-    config = config.replace(store="device", backend="packed")
+    config = config.replace(store="device", backend="packed", prefill="fetch")
     choices: list[list[Tensor]] = []
     with enabled(loaded.model, config), torch.inference_mode():
         cache = returned_cache(loaded.model.get_decoder()(tokens[:, :-steps], use_cache=True))

@@ -50,7 +50,7 @@ class Sizes:
         """Return the settings of CCA whose queries fetch groups, each query by its own choice."""
         settings = {"fetch_groups": self.fetch_groups, "fetch_index": self.fetch_index}
         settings |= {"store": self.store, "fetch_slots": self.fetch_slots}
-        return self.cca().replace(**settings, fetch_share=1)
+        return self.cca().replace(**settings, prefill="fetch")
 
     def fetch_equal_bytes(self, group_size: int | None = None) -> CCAConfig:
         """Return fetch from host memory with the widest window, in whole groups, whose device bytes

@@ -185,7 +185,7 @@ def test_first_choices_are_those_of_greedy_decoding(model, monkeypatch):
 def test_hits_are_those_of_slots_on_the_device(model):
     """The same as counted by a cache with so many slots."""
     loaded = load(model, method="full", device="cpu")
-    config = CCAConfig(4, 8, sink_size=4, fetch_groups=3, fetch_index="pairs:2")
+    config = CCAConfig(4, 8, sink_size=4, fetch_groups=3, fetch_index="pairs:2", prefill="fetch")
     ids = torch.randint(256, (120,), generator=torch.Generator().manual_seed(0))
     rates = hit_rates(loaded, config, ids.tolist(), 20, (3, 6, 100))
     decoder = loaded.model.get_decoder()
@@ -665,7 +665,7 @@ def test_a_published_row_keeps_its_model(data, model, tmp_path, monkeypatch, cap
 
 def test_the_plan_has_the_default_settings_but_for_k():
     bits = real_plan.BITS
-    recipe = load_recipe("fetch").cca().replace(fetch_groups=32)
+    recipe = load_recipe("fetch").cca().replace(fetch_groups=32, prefill="fetch")
     assert bits.fetch_equal_bytes(bits.fetch_group_size) == real_plan.RECIPE.fetch() == recipe
 
 
