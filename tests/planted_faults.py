@@ -142,7 +142,7 @@ see_local = see_local | (key_position == position + 1)
     ),
     Fault(
         "4: every row closes its group with the first row",
-        "is_last = ((position[:1] + 1) % g == 0).expand(batch)[:, None, None, None]",
+        "is_last = ((position[:1] + 1) % g == 0).expand(len(position))[:, None, None, None]",
         f"{CACHE}::test_any_way_of_appending_equals_one_pass",
     ),
     Fault(

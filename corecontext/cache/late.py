@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from corecontext.cache.entries import ALL
 from corecontext.cache.raw_store import Newest
 from corecontext.ops.fetch.scoring import widen
 from corecontext.ops.spec import Groups
-
-if TYPE_CHECKING:
-    from corecontext.cache.state import LayerState
 
 
 @dataclass
@@ -36,10 +33,11 @@ class Late:
         return sum(x.shape[2] for x in self.queries)
 
 
-def catch_up(layers: Sequence[LayerState]) -> None:
-    """Bring the entries of layers up to their stores; layers of one shape share their launches."""
+def catch_up(layers: Sequence[Any]) -> None:
+    """Bring the entries of layers, each a `LayerState`, up to their stores; layers of one shape
+    share their launches."""
     layers = [layer for layer in layers if layer.lags]
-    alike: dict[Any, list[LayerState]] = {}
+    alike: dict[Any, list[Any]] = {}
     for layer in layers:
         layer.lags = False
         if layer.late.queries:
@@ -51,7 +49,7 @@ def catch_up(layers: Sequence[LayerState]) -> None:
         layer.late = Late()
 
 
-def _shape(layer: LayerState) -> Any:
+def _shape(layer: Any) -> Any:
     """Return what layers must share to be pooled together."""
     spec = layer.spec
     rotary = None if spec.rotary is None else spec.rotary.inv_freq.data_ptr()
@@ -61,7 +59,7 @@ def _shape(layer: LayerState) -> Any:
     return (*sizes, spec.fetch_index, rotary, key.shape, key.dtype, key.device, *late)
 
 
-def _pool(layers: Sequence[LayerState]) -> None:
+def _pool(layers: Sequence[Any]) -> None:
     """Pool and index the late groups of layers of one shape."""
     layer = layers[0]
     spec = layer.spec
@@ -77,23 +75,24 @@ def _pool(layers: Sequence[LayerState]) -> None:
     q_last = torch.cat([x.unflatten(1, (tokens[0][0].shape[1], -1)).flatten(0, 1) for x in queries])
     cores = layer.pool(Groups(q_last, k, v))
     size = len(k) // len(layers)
-    for i, own in enumerate(layers):
+    for number, layer in enumerate(layers):
+        rows = slice(number * size, (number + 1) * size)
         # mutant fetch: groups that steps closed are not pooled
-        own.put_cores(ALL, first, [x[i * size : (i + 1) * size] for x in cores])
+        layer.put_cores(ALL, first, [x[rows] for x in cores])
 
     # An index may lag; its centre counts the first tokens behind the sinks.
     store = layer.store
     if first or not store.has_index:
-        for own in layers:
-            own.store.index_tokens(ALL, start, own.late.length)
+        for layer in layers:
+            layer.store.index_tokens(ALL, start, layer.late.length)
         return
     end = store.num_indexed(layer.late.length)
     centres = None
     if store.centre is not None and store.centred_length <= layer.late.length:
         centres = widen(k.flatten(1, 2)[:, : spec.num_centred]).mean(1)
     stored = spec.index.encode(k[:, :end], centres) if end else ()
-    for i, own in enumerate(layers):
-        part = slice(i * size, (i + 1) * size)
+    for number, layer in enumerate(layers):
+        rows = slice(number * size, (number + 1) * size)
         if centres is not None:
-            own.store.centre.copy_(centres[part].view(own.store.centre.shape))
-        own.store.write_index(ALL, 0, [x[part] for x in stored])
+            layer.store.centre.copy_(centres[rows].view(layer.store.centre.shape))
+        layer.store.write_index(ALL, 0, [x[rows] for x in stored])
