@@ -15,7 +15,7 @@ from rich.markup import escape
 from corecontext import CCAConfig, cli, generation, info, perplexity
 from corecontext.cli import entry, options
 from corecontext.cli.entry import application, run
-from corecontext.config import setting_help
+from corecontext.config import MOVED_OPTIONS, setting_help
 from corecontext.demo import compare as demo_compare
 from corecontext.demo import report
 from corecontext.eval import evaluate as evaluation
