@@ -10,7 +10,7 @@ from corecontext.config import PAPER_RULE
 from corecontext.record import Record, latest
 from reproduction.real_gains import ENDS, SAME, is_end, is_other_training
 from reproduction.real_measured import MEASURED
-from reproduction.real_methods import METHODS, TITLES
+from reproduction.real_methods import TITLES
 from reproduction.real_training import Adaptation
 
 APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
@@ -175,7 +175,7 @@ def rows_of(
         for row in rows.values()
         if any(is_of(r, **FAR, windows=windows) or r.name == "real.recall" for r in row)
     ]
-    return sorted(measured, key=lambda row: list(METHODS).index(row[0].params["method"]))
+    return sorted(measured, key=lambda row: list(TITLES).index(row[0].params["method"]))
 
 
 def sizes_of(row: Row, apart: Sequence[str] = APART) -> dict[str, Any]:
