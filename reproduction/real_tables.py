@@ -54,8 +54,8 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
     sizes = [sizes_of(row) for row in rows]
     rows = [
         row
-        for row, own in zip(rows, sizes)
-        if own["store"] == "host" or {**own, "store": "host"} not in sizes
+        for row, params in zip(rows, sizes)
+        if params["store"] == "host" or {**params, "store": "host"} not in sizes
     ]
     if short:
         rows = _short(rows)
@@ -77,12 +77,12 @@ def _short(rows: Sequence[Row]) -> list[Row]:
     best = min(equal, key=lambda row: _far_of(row, rows).value, default=None)
 
     def is_shown(row: Row) -> bool:
-        own = sizes_of(row)
-        if own["method"] not in SHORT or own["core_mass"] is False:
+        p = sizes_of(row)
+        if p["method"] not in SHORT or p["core_mass"] is False:
             return False
-        if on_host and own["store"] == "device":
+        if on_host and p["store"] == "device":
             return False
-        return row is best if equal and own["method"].startswith("fetch") else True
+        return row is best if equal and p["method"].startswith("fetch") else True
 
     return [row for row in rows if is_shown(row)]
 

@@ -89,8 +89,8 @@ def _kept(task: Task, row: Row, compression: int) -> str:
 
 def _accuracy(tasks: Sequence[Task]) -> Show:
     def show(row: Row, compression: int) -> str:
-        found = [latest(row, "real.accuracy", compression=compression, **_of(t)) for t in tasks]
-        return "" if None in found else f"{100 * fmean(r.value for r in found if r):.0f}"
+        answers = [latest(row, "real.accuracy", compression=compression, **_of(t)) for t in tasks]
+        return "" if None in answers else f"{100 * fmean(r.value for r in answers if r):.0f}"
 
     return show
 
