@@ -73,8 +73,8 @@ def spec_of(spec: Spec, reading: str, end: int) -> Spec:
 def append_rows(
     entries: Entries, new: NewTokens, rows: slice, position: int, reading: str | None
 ) -> Tensor | None:
-    """Store the tokens of rows that share their padding, pool the groups that they close, and
-    attend from them.
+    """Store the tokens of rows that share their padding but for the ring, pool the groups that they
+    close, and attend from them.
 
     Args:
         new: The tokens of these rows.
@@ -122,10 +122,6 @@ def append_rows(
         groups = [x[:, old * g - low : total * g - low].unflatten(1, (-1, g)) for x in (k, v)]
         entries.put_cores(rows, old, entries.pool(Groups(q_last, *groups)))
 
-    # The ring keeps the newest tokens.
-    kept = min(end - start, entries.ring_size)
-    entries.put_ring(rows, n + end - kept, [x[:, :, count - kept :] for x in new.stored])
-
     if reading is None:
         return None
     if reading == "full":
@@ -147,6 +143,17 @@ def append_rows(
     bias = entries.bias_of_cores(rows, total, q)
     out = fetch.attend(backend, tokens, cores, spec, bias)[0]
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
+
+
+def put_newest(entries: Entries, new: NewTokens, rows: slice, position: int) -> None:
+    """Let the newest tokens take their slots in the ring, after all that may fail; arguments as of
+    `append_rows`."""
+    n = entries.num_sinks
+    count = new.q.shape[2]
+    start = max(0, position - n)
+    end = max(0, position + count - n)
+    kept = min(end - start, entries.ring_size)
+    entries.put_ring(rows, n + end - kept, [x[:, :, count - kept :] for x in new.stored])
 
 
 def _attend_fully(entries: Entries, new: NewTokens, rows: slice, position: int) -> Tensor:

@@ -12,11 +12,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from corecontext.cache.append import NewTokens, append_rows, new_tokens, reading_of, spec_of
+from corecontext.cache.append import (
+    NewTokens,
+    append_rows,
+    new_tokens,
+    put_newest,
+    reading_of,
+    spec_of,
+)
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
+from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
 from corecontext.ops.spec import Inputs, Ragged, Slots
@@ -98,6 +106,7 @@ class CompactLayer(SavedState):
             return self._append(q, k, v, attention_mask, is_prompt)
 
     @torch.compiler.disable
+    @unchanged_by_errors
     def _append(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, is_prompt: bool
     ) -> Tensor:
@@ -141,6 +150,7 @@ class CompactLayer(SavedState):
         if len(set(self.pads)) == 1 and not self._closed:
             step = len(self.pads)
         out = None
+        spans = []
         for row in range(0, len(self.pads), step):
             rows = slice(row, row + step)
             first = max(0, self.pads[row] - start)
@@ -148,13 +158,15 @@ class CompactLayer(SavedState):
             if first >= last:
                 continue  # only padding
             position = max(0, start - self.pads[row])
-            span_tokens = tokens.of(rows, first, last)
-            span_out = append_rows(self, span_tokens, rows, position, reading)
+            spans.append((tokens.of(rows, first, last), rows, position))
+            span_out = append_rows(self, *spans[-1], reading)
             if span_out is not None and span_out.shape == tokens.q.shape:
-                return span_out
-            if span_out is not None:
+                out = span_out
+            elif span_out is not None:
                 out = tokens.q.new_zeros(tokens.q.shape) if out is None else out
                 out[rows, :, first:last] = span_out
+        for span in spans:
+            put_newest(self, *span)
         return out
 
     # Decoding
@@ -167,17 +179,17 @@ class CompactLayer(SavedState):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise ValueError(NO_GRADIENTS)
         is_fixed = self.max_length is not None
-        if is_fixed:
-            self._count_step()
-        else:
+        counts = is_fixed and self._counts_steps()
+        if counts:
+            # mutant 4: a full cache of fixed length goes on
+            self._make_room(self._counted + 1)
+        if not is_fixed:
             self._make_room(self.seen + 1)
             self._undo = None
             self._intact_from = max(self._intact_from, self.seen + 1 - self.ring_size)
         slots = self._slots()
         if slots is not None:
             out = self._step(q, k, v, slots, self.spec, self.config.core_bias)
-            if is_fixed:
-                return out  # the kernel has counted on the device
         else:
             # A fixed cache does not know its length on the host: each step looks at all groups.
             num_cores = self.capacity
@@ -188,7 +200,10 @@ class CompactLayer(SavedState):
             closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
             position = self.seen - self.pad
             out = decode_step(self, (q, k, v), position, num_cores=num_cores, closes=closes)
-        self.seen += 1
+        if counts:
+            self._counted += 1
+        if not is_fixed or slots is None:  # else the kernel has counted on the device
+            self.seen += 1
         return out
 
     def _slots(self) -> Slots | None:
@@ -314,6 +329,7 @@ class CompactLayer(SavedState):
     # Changing window and rows
     # ------------------------
 
+    @unchanged_by_errors
     def shrink_window(self, window_size: int) -> None:
         """Let all later queries see only the nearest `window_size` tokens uncompressed, and free
         the rest of the ring.
