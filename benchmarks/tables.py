@@ -55,6 +55,24 @@ def newest(title: str, name: str, show: Callable[[float], str], **params: Any) -
     return Column(title, cell)
 
 
+def mean(title: str, name: str, form: str, scale: float = 1, **params: Any) -> Column:
+    """Return the column of the mean over a row's seeds, and from two on their standard deviation:
+    of the newest value of each that has this name and these params."""
+
+    def cell(row: Row) -> str:
+        by_seed = {r.params["seed"]: scale * r.value for r in row if is_of(r, name, **params)}
+        return mean_and_spread(list(by_seed.values()), form)
+
+    return Column(title, cell)
+
+
+def is_of(record: Record, name: str, **params: Any) -> bool:
+    """Whether a record has this name and these params."""
+    return record.name == name and all(
+        record.params.get(key) == value for key, value in params.items()
+    )
+
+
 def rows_by(keys: Sequence[Key], records: Iterable[Record]) -> list[Row]:
     """Return the records with one value of each key together, sorted by these values."""
     rows: dict[tuple[Any, ...], list[Record]] = {}

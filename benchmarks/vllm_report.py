@@ -1,35 +1,21 @@
-"""Write the table of vLLM from its records."""
+"""Declare the table of vLLM: a row for each quantity and load, both methods beside each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.tables import Column, markdown, shown_ms, shown_times, shown_tokens
-from corecontext.record import Record
-
-
-class Row(NamedTuple):
-    """Hold what both methods measured under one load."""
-
-    name: str
-    load: str
-    full: float | None
-    cca: float | None
-
-    def show(self, value: float | None) -> str:
-        """Return a value in its unit."""
-        if value is None:
-            return ""
-        return QUANTITIES[self.name].show(value)
-
-    @property
-    def gain(self) -> str:
-        """How many times better core context is."""
-        if self.full is None or self.cca is None:
-            return ""
-        more = self.cca / self.full
-        return shown_times(more if QUANTITIES[self.name].more_is_better else 1 / more)
+from benchmarks.tables import (
+    Column,
+    Key,
+    Row,
+    markdown,
+    rows_by,
+    shown_ms,
+    shown_times,
+    shown_tokens,
+)
+from corecontext.record import Record, latest
 
 
 class Quantity(NamedTuple):
@@ -46,72 +32,93 @@ QUANTITIES = {
     "vllm.requests_per_s": Quantity("requests per second", lambda x: f"{x:.3g}", True),
     "vllm.cache_tokens": Quantity("tokens in the cache", lambda x: f"{x:,.0f}", True),
 }
-COLUMNS = (
-    Column("", lambda row: QUANTITIES[row.name].title, left=True),
-    Column("load", lambda row: row.load, left=True),
-    Column("FlashAttention", lambda row: row.show(row.full)),
-    Column("core context", lambda row: row.show(row.cca)),
-    Column("gain", lambda row: row.gain),
-)
+METHODS = {"full": "FlashAttention", "cca": "core context"}
 
 
-def rows_of(records: Sequence[Record]) -> list[Row]:
-    """Return a row for each quantity and load, from the newest records.
+def vllm_markdown(records: Sequence[Record]) -> str:
+    """Return the table, and under it the device and vLLM's release.
 
     Methods that were sent other numbers of requests have a row each, without a gain, until both
     were sent one number.
     """
-    values: dict[tuple[str, str, str], dict[str, float]] = {}
-    for record in sorted(records, key=lambda record: (_order(record), record.date)):
-        key = (record.name, *_load(record))
-        values.setdefault(key, {})[record.params["method"]] = record.value
-    compared = {
-        (name, of_each) for (name, of_each, _), methods in values.items() if len(methods) > 1
-    }
-    return [
-        Row(name, of_each + at_once, methods.get("full"), methods.get("cca"))
-        for (name, of_each, at_once), methods in values.items()
-        if len(methods) > 1 or (name, of_each) not in compared
+    rows = rows_by([Key("", _place)], records)
+    compared = {(row[0].name, _load(row[0])) for row in rows if len(_methods(row)) > 1}
+    rows = [
+        row
+        for row in rows
+        if len(_methods(row)) > 1 or (row[0].name, _load(row[0])) not in compared
     ]
+    newest = max(records, key=lambda record: record.date)
+    text = f"{newest.device}, vLLM {newest.versions.get('vllm', 'unknown')}"
+    return "\n".join([*markdown(COLUMNS, rows), "", f"{text}.", ""])
 
 
-def _order(record: Record) -> tuple[int, ...]:
+def _methods(row: Row) -> set[str]:
+    return {record.params["method"] for record in row}
+
+
+def _value(row: Row, method: str) -> float | None:
+    record = latest(row, row[0].name, method=method)
+    return None if record is None else record.value
+
+
+def _method(method: str) -> Column:
+    """Return the column of a method's newest values."""
+
+    def cell(row: Row) -> str:
+        value = _value(row, method)
+        return "" if value is None else QUANTITIES[row[0].name].show(value)
+
+    return Column(METHODS[method], cell)
+
+
+def _gain(row: Row) -> str:
+    """Show how many times better core context is."""
+    full, cca = (_value(row, method) for method in METHODS)
+    if full is None or cca is None:
+        return ""
+    return shown_times(cca / full if QUANTITIES[row[0].name].more_is_better else full / cca)
+
+
+def _place(record: Record) -> tuple[Any, ...]:
     """Return the place of a record's row: by quantity, weights and compilation, then one request
     alone before several, short ones first."""
-    params = record.params
-    length = params.get("length") or params["prompt_length"]
+    p = record.params
     return (
         list(QUANTITIES).index(record.name),
-        params.get("weights", "bfloat16") != "bfloat16",
-        bool(params.get("compiled")),
-        "length" not in params,
-        length,
-        params.get("requests", 0),
+        p.get("weights", "bfloat16") != "bfloat16",
+        bool(p.get("compiled")),
+        "length" not in p,
+        p.get("length") or p["prompt_length"],
+        p.get("requests", 0),
+        _load(record),
     )
 
 
-def _load(record: Record) -> tuple[str, str]:
-    """Describe the requests of a record: each of them, and how many are sent at once."""
-    params = record.params
-    at_once = ""
+def _load(record: Record) -> str:
+    """Describe each request of a record."""
+    p = record.params
     if record.name == "vllm.cache_tokens":
-        load = f"requests of {params['length']:,} tokens"
-    elif "length" in params:
-        load = f"{shown_tokens(params['length'])} alone"
+        load = f"requests of {p['length']:,} tokens"
+    elif "length" in p:
+        load = f"{shown_tokens(p['length'])} alone"
     else:
-        load = f"{shown_tokens(params['prompt_length'])} + {params['new_tokens']:,}"
-        at_once = f", {params['requests']} at once"
-    weights = params.get("weights", "bfloat16")  # older records do not name them
+        load = f"{shown_tokens(p['prompt_length'])} + {p['new_tokens']:,}"
+    weights = p.get("weights", "bfloat16")  # older records do not name them
     if weights != "bfloat16":
         load += f", {weights} weights"
-    if params.get("compiled"):
-        load += ", torch.compile"
-    return load, at_once
+    return f"{load}, torch.compile" if p.get("compiled") else load
 
 
-def vllm_markdown(records: Sequence[Record]) -> str:
-    """Return the table, and under it the device and vLLM's release."""
-    lines = markdown(COLUMNS, rows_of(records))
-    newest = max(records, key=lambda record: record.date)
-    text = f"{newest.device}, vLLM {newest.versions.get('vllm', 'unknown')}"
-    return "\n".join([*lines, "", f"{text}.", ""])
+def _loads(row: Row) -> str:
+    """Describe the requests of a row, and how many are sent at once."""
+    p = row[0].params
+    return _load(row[0]) + ("" if "length" in p else f", {p['requests']} at once")
+
+
+COLUMNS = (
+    Column("", lambda row: QUANTITIES[row[0].name].title, left=True),
+    Column("load", _loads, left=True),
+    *map(_method, METHODS),
+    Column("gain", _gain),
+)

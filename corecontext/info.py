@@ -63,12 +63,12 @@ def print_info(
                 served = cca_config(hf_config, {**settings, PRESET: "pooling"})
             tables.append(capacity_table(hf_config, cost, served, lengths, gpu_gib))
     if not settings:
-        own = config if getattr(hf_config, "cca", None) else None
+        saved = config if getattr(hf_config, "cca", None) else None
         room = None
         if gpu_gib is not None:
             weights = cost.itemsize * sum(weight.numel() for weight in model.parameters())
             room = max(0, int(CACHE_SHARE * (gpu_gib * 2**30 - weights)))
-        advice = preset_advice(name, cost, own, max(lengths), room)
+        advice = preset_advice(name, cost, saved, max(lengths), room)
         print(advice.verdict, advice.way, sep="\n")
         console().print(advice.table)
     console().print(*tables)
@@ -95,24 +95,24 @@ class Advice(NamedTuple):
 def preset_advice(
     name: str,
     cost: ModelCost,
-    own: CCAConfig | None,
+    saved: CCAConfig | None,
     length: int,
     room: int | None,
 ) -> Advice:
     """Choose the first settings whose cache fits.
 
     Args:
-        own: The checkpoint's settings, which come before the presets.
+        saved: The checkpoint's settings, which come before the presets.
         room: Bytes for caches on the device; None is not known, and takes the default.
     """
     configs = {preset: CCAConfig.preset(preset) for preset in OFFERED}
-    if own is not None:
-        configs = {OWN: own, **configs}
+    if saved is not None:
+        configs = {OWN: saved, **configs}
     full = mean_bytes(cost, CCAConfig.paper(1, 1), length)
     costs = {label: mean_bytes(cost, config, length) for label, config in configs.items()}
     table = _advice_table({"full attention": full, **costs}, length, room)
     if room is None:
-        fitting = "default" if own is None else OWN
+        fitting = "default" if saved is None else OWN
     else:
         fitting = next((label for label in costs if costs[label].device <= room), "")
     if not fitting:

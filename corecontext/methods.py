@@ -61,8 +61,9 @@ def takes(method: str | Method) -> tuple[str, ...]:
 def settings_for(
     method: str | Method, methods: Sequence[str | Method], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings given to a comparison of methods that one of them is loaded with: without
-    those that only others have. A setting that none has stays, for `check_settings` to refuse."""
+    """Return the given settings without those that only other methods of a comparison take, for
+    this one to be loaded with. A setting that no method takes stays: `check_settings` refuses it.
+    """
     others = {name for other in methods for name in takes(other)} - set(takes(method))
     return {name: value for name, value in given.items() if name not in others}
 
@@ -118,8 +119,8 @@ def pick_rival(method: str | Method, given: Mapping[str, Any]) -> Any:
 
 
 def bounded(config: Any, most: int) -> Any:
-    """Return the settings with at most `most` tokens in the window and first tokens: no query sees
-    further back than the model's positions, but a cache would allocate it."""
+    """Cut the window and the first tokens of CCA or of a rival to `most` tokens, the positions of
+    the model: larger sizes change no number, but a cache would allocate them."""
     sizes = {name: getattr(config, name, None) for name in ("window_size", "sink_size", "sinks")}
     sizes = {name: min(size, most) for name, size in sizes.items() if size is not None}
     return replace(config, **sizes)

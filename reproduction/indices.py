@@ -1,21 +1,21 @@
 """Compare indices of fetch on a pretrained model: recall of the groups with the largest masses, far
-perplexity and needles, untrained or learned."""
+perplexity and needles."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from corecontext.baselines import enabled
-from corecontext.baselines.method import Call
+from corecontext.baselines.method import Call, Method
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
 from corecontext.ops.fetch.choice import choose, to_marks
@@ -24,9 +24,8 @@ from corecontext.ops.fetch.scoring import Queries, centre_of, scores
 from corecontext.ops.spec import Spec
 from corecontext.perplexity import hidden_nll
 from corecontext.record import Record, append_records, device_name, make_record
-from reproduction.index_methods import LearnedFetch, Shown
-from reproduction.index_training import LayerIndex, Projections, Sample, groups_of, sees_groups
-from reproduction.real import TRAIN_TEXT, RealModel, far_half
+from corecontext.visibility import sees_core
+from reproduction.real import RealModel, far_half
 from reproduction.real_attention import tokens_of
 from reproduction.real_methods import Heads, Shape, describe
 from reproduction.real_tasks import Question
@@ -35,24 +34,21 @@ QUERIES = 64
 """Queries of a layer and window whose choices are compared."""
 
 
-SHOWN_STEPS = 20
-"""Steps at both ends of a training whose mean divergence is shown."""
-SAMPLED = 512
-"""Queries of a layer and window that an index learns from."""
-
-
 @dataclass(frozen=True)
-class Learning:
-    """The training of indices of projected keys."""
+class Shown(Method):
+    """Full attention to whole texts that shows each layer's queries, keys and values; models with
+    a softcap have another."""
 
-    rank: int = 32
-    """Elements of a projected key."""
-    steps: int = 300
-    """0 leaves the projections at the principal directions."""
-    windows: int = 8
-    """Windows of lm_train, each of another document."""
-    length: int = 8192
-    """Most tokens of one."""
+    name: ClassVar[str] = "shown"
+    needs_rotary = True
+    look: Callable[[Call], None]
+
+    def attend(self, call: Call) -> Tensor:
+        """Call `look`, and attend to all tokens."""
+        self.look(call)
+        return scaled_dot_product_attention(
+            *call[:3], is_causal=True, scale=call.scoring.scale, enable_gqa=True
+        )
 
 
 class IndexStudy:
@@ -68,66 +64,8 @@ class IndexStudy:
         self.rows = rows
         self.model = real.original.model
         self.cost = ModelCost.of(self.model.config, self.model)
-        self._captured: dict[tuple[int, int, int], list[list[Sample]]] = {}
 
-    def projected(self, config: CCAConfig, learning: Learning) -> list[LearnedFetch]:
-        """Return fetch by keys projected onto their principal directions, and, with steps, by
-        projections that have learned from there."""
-        spec = self._spec(config)
-        generator = torch.Generator().manual_seed(self.real.adaptation.seed)
-        first: list[Projections] = []
-        last: list[Projections] = []
-        divergences: list[list[float]] = []
-        for samples in self._samples(learning.windows, learning.length, 2 * config.window_size):
-            layer = LayerIndex(samples, learning.rank, config.fetch_index, spec)
-            first.append(layer.projections.detached())
-            layer.learn(learning.steps, generator)
-            last.append(layer.projections.detached())
-            divergences.append(layer.losses)
-        settings = [LearnedFetch(config, tuple(first), 0, learning.windows)]
-        if learning.steps:
-            settings.append(LearnedFetch(config, tuple(last), learning.steps, learning.windows))
-            ends = [
-                fmean(fmean(losses[part]) for losses in divergences)
-                for part in (slice(SHOWN_STEPS), slice(-SHOWN_STEPS, None))
-            ]
-            print(
-                f"{config.fetch_index} of {learning.rank} elements: divergence {ends[0]:.4f} in "
-                f"the first {SHOWN_STEPS} steps, {ends[1]:.4f} in the last",
-                flush=True,
-            )
-        return settings
-
-    def _samples(self, windows: int, length: int, first: int) -> list[list[Sample]]:
-        """Return the samples of each layer: queries behind `first` tokens, and all keys, of texts
-        that full attention reads once for all indices."""
-        settings = (windows, length, first)
-        if settings not in self._captured:
-            self._captured = {settings: self._capture(*settings)}
-        return self._captured[settings]
-
-    def _capture(self, windows: int, length: int, first: int) -> list[list[Sample]]:
-        """Read texts under full attention, and return the samples of each layer."""
-        layers: dict[int, list[Sample]] = defaultdict(list)
-        generator = torch.Generator().manual_seed(self.real.adaptation.seed)
-
-        def look(call: Call) -> None:
-            layer = call.layer.full_index
-            if not layer:  # queries of all layers are at the same positions
-                last = call.q.shape[2]
-                start = min(first, last // 2)
-                chosen = torch.randint(start, last, (SAMPLED,), generator=generator)
-                places.append(chosen.sort().values.to(call.q.device))
-            q = by_kv_head(call)[:, :, places[-1]]
-            # Parameters of another mode than inference.
-            layers[layer].append(Sample(q.clone(), places[-1], call.k[0].clone()))
-
-        places: list[Tensor] = []
-        for window in self.real.windows(TRAIN_TEXT, windows, most=1):
-            self._show(window.ids[:length], look)
-        return [layers[i] for i in range(len(layers))]
-
-    def recall(self, settings: Sequence[CCAConfig | LearnedFetch], windows: int) -> list[Record]:
+    def recall(self, settings: Sequence[CCAConfig], windows: int) -> list[Record]:
         """Return the share of the k groups with the largest masses that each index chooses, in the
         far halves of windows read by full attention."""
         shares: dict[int, list[float]] = defaultdict(list)
@@ -148,19 +86,15 @@ class IndexStudy:
             records.append(self._append("real.recall", mean, params))
         return records
 
-    def _recall_of(self, setting: CCAConfig | LearnedFetch, call: Call, place: Tensor) -> float:
+    def _recall_of(self, setting: CCAConfig, call: Call, place: Tensor) -> float:
         """Return the recall of one layer and window."""
-        config = config_of(setting)
-        spec = self._spec(config).replace(rotary=call.rotary)
+        spec = self._spec(setting).replace(rotary=call.rotary)
         q = by_kv_head(call).float()
         k = call.k[0].float()
         q = q[:, :, place]
         visible = sees_groups(place, groups_of(k, spec).shape[1], spec)
         marks = []
-        measured = index_of(config.fetch_index)
-        if isinstance(setting, LearnedFetch):
-            measured = setting.index_of(call.layer.full_index)
-        for index in (index_of("oracle"), measured):
+        for index in (index_of("oracle"), index_of(setting.fetch_index)):
             spec = spec.replace(fetch_index=index)
             centre = centre_of(k, spec)
             stored = index.encode(groups_of(k, spec), centre)
@@ -169,7 +103,7 @@ class IndexStudy:
             marks.append(to_marks(numbers, visible.shape[1]))
         return float((marks[0] & marks[1]).sum() / marks[0].sum())
 
-    def measure(self, setting: CCAConfig | LearnedFetch | None, windows: int) -> list[Record]:
+    def measure(self, setting: CCAConfig | None, windows: int) -> list[Record]:
         """Return far perplexity of so many windows, and the share of right answers of each task,
         under a setting or, for None, full attention."""
         records = []
@@ -220,45 +154,27 @@ class IndexStudy:
         scale = self.cost.head_dim**-0.5
         return Spec.of(config.replace(core_position="token"), None, scale)
 
-    def _params(
-        self, setting: CCAConfig | LearnedFetch | None, length: int, task: str
-    ) -> dict[str, Any]:
+    def _params(self, setting: CCAConfig | None, length: int, task: str) -> dict[str, Any]:
         """Return the params of a record."""
         real = self.real
         params = {"model": real.name, "method": "full", "trained_tokens": 0}
-        params |= describe(None if setting is None else config_of(setting), Heads(Shape(0, 0)))
+        params |= describe(setting, Heads(Shape(0, 0)))
         device_bytes, host_bytes = self._bytes(setting, length)
         if setting is not None:
             params["method"] = "fetch_equal_bytes" if params["store"] == "host" else "fetch"
-        if isinstance(setting, LearnedFetch):
-            kind = "learned" if setting.steps else "projected"
-            params["index"] = f"{kind}:{setting.rank}:{params['index']}"
-            params["index_steps"] = setting.steps
-            params["index_windows"] = setting.windows
         params |= {"seed": real.adaptation.seed, "windows": len(real.test_windows)}
         params |= {"needles": real.protocol.needles, "lists": real.protocol.lists}
         params |= {"length": length, "task": task}
         return params | {"device_bytes": device_bytes, "host_bytes": host_bytes}
 
-    def _bytes(self, setting: CCAConfig | LearnedFetch | None, length: int) -> tuple[int, int]:
+    def _bytes(self, setting: CCAConfig | None, length: int) -> tuple[int, int]:
         """Return the bytes of a cache of so many tokens on the device and in host memory."""
         cost = self.cost
         if setting is None:
             return cache_bytes(
                 length, cost.num_layers, cost.kv_heads, cost.head_dim, cost.itemsize
             ), 0
-        config = config_of(setting)
-        sizes = cost.config_bytes(config, length)
-        if isinstance(setting, CCAConfig):
-            return sizes.device, sizes.host
-        index = index_of(config.fetch_index)
-        whole, projected = (
-            index.num_bytes(config.group_size, dim, cost.itemsize)
-            for dim in (cost.head_dim, setting.rank)
-        )
-        groups = (length - config.sink_size) // config.group_size
-        saved = cost.num_layers * cost.kv_heads * groups * (whole - projected)
-        return sizes.device - saved, sizes.host
+        return cost.config_bytes(setting, length)
 
     def _append(self, name: str, value: float, params: dict[str, Any]) -> Record:
         record = make_record(name, value, params, device=device_name(self.model.device))
@@ -272,11 +188,19 @@ class IndexStudy:
         return record
 
 
-def config_of(setting: CCAConfig | LearnedFetch) -> CCAConfig:
-    """Return the settings of fetch."""
-    return setting.config if isinstance(setting, LearnedFetch) else setting
-
-
 def by_kv_head(call: Call) -> Tensor:
     """Return the queries of a call with one row by KV head [N, r, T, D]."""
     return call.q[0].unflatten(0, (call.k.shape[1], -1))
+
+
+def groups_of(k: Tensor, spec: Spec) -> Tensor:
+    """Return the groups [N, M, g, D] of raw keys [N, S, D] behind the first tokens kept raw."""
+    count = (k.shape[1] - spec.sinks) // spec.group_size
+    end = spec.sinks + count * spec.group_size
+    return k[:, spec.sinks : end].unflatten(1, (count, spec.group_size))
+
+
+def sees_groups(position: Tensor, count: int, spec: Spec) -> Tensor:
+    """Return which of `count` groups behind the first tokens queries see, [T, M]."""
+    groups = torch.arange(count, device=position.device) + spec.sinks // spec.group_size
+    return sees_core(groups, position[:, None], spec.group_size, spec.window_size)

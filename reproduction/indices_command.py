@@ -37,21 +37,7 @@ def indices(
             help="Raw tokens on the host, and the window narrowed to the bytes of CCA.",
         ),
     ] = False,
-    rank: Annotated[
-        int,
-        typer.Option(
-            help="Project keys to so many elements, which the index holds; 0: whole keys."
-        ),
-    ] = 0,
-    steps: Annotated[
-        int,
-        typer.Option(help="Steps that projections learn; 0 measures principal directions alone."),
-    ] = 300,
     full: Annotated[bool, typer.Option("--full", help="Measure full attention, too.")] = False,
-    learn_windows: Annotated[
-        int, typer.Option(help="Windows of lm_train that projections come from.")
-    ] = 8,
-    learn_length: Annotated[int, typer.Option(help="Most tokens of one.")] = 8192,
     recall_windows: Annotated[
         int, typer.Option(help="Windows of the recall; 0 leaves it out.")
     ] = 8,
@@ -75,13 +61,13 @@ def indices(
     """Indices of fetch on a pretrained model: recall of the groups with the largest masses, far
     perplexity and needles (docs/fetch.md)."""
     from corecontext.cli.options import check_appended, check_least
-    from reproduction.indices import IndexStudy, Learning
+    from reproduction.indices import IndexStudy
     from reproduction.real import Protocol, RealModel
 
     check_appended(output)
-    check_least(0, needles=needles, lists=lists, rank=rank, recall_windows=recall_windows)
-    check_least(0, windows=windows, steps=steps)
-    check_least(1, rows_at_once=rows_at_once, learn_windows=learn_windows)
+    check_least(0, needles=needles, lists=lists, recall_windows=recall_windows)
+    check_least(0, windows=windows)
+    check_least(1, rows_at_once=rows_at_once)
     if not data:
         raise UserError("data must be given, got none. Use --data FOLDER.")
     protocol = Protocol(
@@ -107,12 +93,7 @@ def indices(
         if equal_bytes:
             config = of_index.fetch_equal_bytes(g)
         counts = [max(1, count // g) for count in tokens]
-        if rank:
-            learning = Learning(rank, steps, learn_windows, learn_length)
-            projected = study.projected(config, learning)
-            settings += [each.fetching(count) for each in projected for count in counts]
-        else:
-            settings += [config.replace(fetch_groups=count) for count in counts]
+        settings += [config.replace(fetch_groups=count) for count in counts]
     if recall_windows:
         study.recall(settings, recall_windows)
     for setting in (*settings, *([None] if full else [])):

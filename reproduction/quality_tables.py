@@ -7,22 +7,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.tables import Column, markdown, mean_and_spread
-from corecontext.record import Record
+from benchmarks.tables import Column, markdown, mean, mean_and_spread
+from corecontext.record import Record, newest
 from corecontext.serve.settings import BUNDLED
 from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import adapted, from_scratch
 from reproduction.sizes import BRIEF, FULL, Size, brief_of
 
+FAR = {"name": "quality.perplexity", "split": "test", "bucket": "far"}
 SHORT = ("full", "window", "window_wide", "duo_1", "cca", "distilled", "raw_1", "raw_1_distilled")
 """Methods of the short table."""
 
 
 class Line(NamedTuple):
-    """A method's measurements on held-out test text, by seed."""
+    """A method's measurements on held-out test text."""
 
     method: Method
-    by_seed: dict[int, dict[str, float]]
+    row: list[Record]
+    """Of all seeds."""
     gains: list[float]
     """Shares of full attention's gain over a window, of the seeds that have both ends."""
     cache: Record | None
@@ -75,17 +77,20 @@ class _Results(NamedTuple):
     def table(self, chosen: Sequence[Method]) -> str:
         """Return a line for each method that was run."""
         lines = [self._line(method) for method in chosen]
-        lines = [line for line in lines if line.by_seed]
+        lines = [line for line in lines if line.row]
+        documents = self.size.documents[-1]
+        accuracy = partial(mean, name="quality.accuracy", form="{:.1f} %", scale=100)
+        passages = {"task": "multidoc_planted", "documents": documents}
+        facts = accuracy("facts found beyond the window", distance="far", length=self.size.length)
+        gains = lambda line: [100 * gain for gain in line.gains]  # noqa: E731
         columns = [
             Column("", lambda line: line.method.title, left=True),
-            Column("seeds", lambda line: ", ".join(map(str, line.by_seed)), left=True),
-            Column("perplexity, far", _perplexity),
-            Column(
-                "gain kept", lambda line: mean_and_spread([100 * x for x in line.gains], "{:.1f} %")
-            ),
-            Column("facts found beyond the window", partial(_shares, "facts")),
-            Column(f"facts in {self.size.documents[-1]} passages", partial(_shares, "passages")),
-            Column("cache, MiB", _cache),
+            Column("seeds", _seeds, left=True),
+            _of_row(mean("perplexity, far", form="{:.3f}", **FAR)),
+            Column("gain kept", lambda line: mean_and_spread(gains(line), "{:.1f} %")),
+            _of_row(facts),
+            _of_row(accuracy(f"facts in {documents} passages", **passages)),
+            Column("cache, MiB", lambda line: _mib(line.cache and line.cache.value)),
         ]
         if any("host_bytes" in line.cache.params for line in lines if line.cache):
             columns.append(Column("in host memory, MiB", _host_cache))
@@ -93,41 +98,27 @@ class _Results(NamedTuple):
 
     def _line(self, method: Method) -> Line:
         """Collect a method's measurements of every seed."""
-        by_seed = {}
+        row: list[Record] = []
         gains = []
-        ending = ""
-        if self.size.is_brief and not method.trains:
-            ending = "_zero"
+        ending = "_zero" if self.size.is_brief and not method.trains else ""
         ends = [f"{name}{ending}" for name in ("window", "full")]
         for seed in self.size.seeds:
-            values = self._values(self.stage(method.name, seed))
-            if not values:
-                continue
-            by_seed[seed] = values
-            window, full = (self._values(self.stage(name, seed)) for name in ends)
-            if window and full and method.name not in ends:
-                gain = math.log(window["far"] / values["far"])
-                gains.append(gain / math.log(window["far"] / full["far"]))
-        return Line(method, by_seed, gains, self._cache(method))
+            of_seed = self._of_stage(method.name, seed)
+            row += of_seed
+            window, full = (self._of_stage(name, seed) for name in ends)
+            if of_seed and window and full and method.name not in ends:
+                low, value, high = (newest(x, **FAR).value for x in (window, of_seed, full))
+                gains.append(math.log(low / value) / math.log(low / high))
+        return Line(method, row, gains, self._cache(method))
 
-    def _values(self, stage: str) -> dict[str, float]:
-        """Return the newest values of a stage by measure; empty where it was not run."""
-        measures = {
-            "far": {"split": "test", "bucket": "far"},
-            "facts": {"distance": "far", "length": self.size.length},
-            "passages": {"task": "multidoc_planted", "documents": self.size.documents[-1]},
-        }
-        values = {}
-        for record in self.records:
-            p = record.params
-            if p.get("stage") != stage or record.name == "quality.gain_kept":
-                continue
-            if not self._is_of_size(record):
-                continue
-            for name, params in measures.items():
-                if all(p.get(key) == value for key, value in params.items()):
-                    values[name] = record.value
-        return values
+    def _of_stage(self, method: str, seed: int) -> list[Record]:
+        """Return the records of a method's stage; empty where it was not run."""
+        stage = self.stage(method, seed)
+        return [
+            record
+            for record in self.records
+            if record.params.get("stage") == stage and self._is_of_size(record)
+        ]
 
     def _cache(self, method: Method) -> Record | None:
         """Return the newest record of the cache size of one text of the trained length."""
@@ -144,22 +135,18 @@ class _Results(NamedTuple):
         return record.params.get("model", self.size.name) == self.size.name
 
 
-def _shares(name: str, line: Line) -> str:
-    values = [values[name] for values in line.by_seed.values() if name in values]
-    return mean_and_spread([100 * value for value in values], "{:.1f} %")
+def _of_row(column: Column) -> Column:
+    """Return a column of a line's records."""
+    return column._replace(cell=lambda line: column.cell(line.row))
 
 
-def _gain(line: Line) -> str:
-    return mean_and_spread([100 * gain for gain in line.gains], "{:.1f} %")
+def _seeds(line: Line) -> str:
+    return ", ".join(map(str, dict.fromkeys(record.params["seed"] for record in line.row)))
 
 
-def _perplexity(line: Line) -> str:
-    return mean_and_spread([values["far"] for values in line.by_seed.values()], "{:.3f}")
-
-
-def _cache(line: Line) -> str:
-    return "" if line.cache is None else f"{line.cache.value / 2**20:.2f}"
+def _mib(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
 
 
 def _host_cache(line: Line) -> str:
-    return "" if line.cache is None else f"{line.cache.params.get('host_bytes', 0) / 2**20:.2f}"
+    return _mib(line.cache and line.cache.params.get("host_bytes", 0))

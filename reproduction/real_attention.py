@@ -69,13 +69,10 @@ class AttentionRun:
         return (choices == tokens[:, first:]).cpu()
 
     def cache_size(self, ids: Iterable[int]) -> dict[str, int | None]:
-        """Return the bytes of the cache after a text, None where the attention has no cache."""
+        """Return the bytes of the cache after a text."""
         tokens = tokens_of([ids], self.model)
         with one_line(), torch.inference_mode():
-            try:
-                cache = returned_cache(self.model.get_decoder()(tokens, use_cache=True))
-            except NotImplementedError:
-                return NO_CACHE
+            cache = returned_cache(self.model.get_decoder()(tokens, use_cache=True))
         return {"device_bytes": cache_bytes(cache), "host_bytes": host_bytes(cache)}
 
     def _hidden(self, tokens: Tensor) -> Tensor:

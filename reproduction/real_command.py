@@ -103,9 +103,6 @@ def real(
         str, typer.Option(help="Weights that are trained: full, partial (q, k, v) or lora.")
     ] = "full",
     lora_rank: Annotated[int, typer.Option(help="Rank of LoRA's matrices.")] = 12,
-    layer_steps: Annotated[
-        int, typer.Option(help="First of the steps, in which each layer is trained by itself.")
-    ] = 0,
     rope_theta: Annotated[
         float | None,
         typer.Option(help="New rotary base, for windows (--length) beyond the model's."),
@@ -165,7 +162,7 @@ def real(
         if name not in METHODS:
             raise UserError(f"method must be {listed(tuple(METHODS))}, got {name!r}.")
     check_least(0, steps=steps, needles=needles, lists=lists, head_needles=head_needles)
-    check_least(0, hit_steps=hit_steps, layer_steps=layer_steps, next_tokens=next_tokens)
+    check_least(0, hit_steps=hit_steps, next_tokens=next_tokens)
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
@@ -193,7 +190,6 @@ def real(
             distil=distil,
             strategy=strategy,
             lora_rank=lora_rank,
-            layer_steps=layer_steps,
         )
         protocol = Protocol(
             model,

@@ -15,7 +15,6 @@ from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.heads.budget import Shape, Unit, at_equal_cache
 from corecontext.visibility import num_sinks
 from reproduction.attentions.duo_attention import DuoAttention
-from reproduction.real_kept import KeptTokens
 
 
 @dataclass(frozen=True)
@@ -79,17 +78,6 @@ class Sizes:
         head = cost.ModelCost(1, 1, 1, self.head_dim, 0, 0)
         return head.config_bytes(config, self.length).device
 
-    def heavy_tokens(self, count: int) -> KeptTokens:
-        """Return CCA in whose groups some tokens stay raw, in the entries of `cca`."""
-        g = (1 + count) * self.group_size
-        return KeptTokens(g, self.window_size, self.sink_size, heavy=count)
-
-    def worst_groups(self) -> KeptTokens:
-        """Return CCA with groups twice as large, and raw groups for the entries that they save."""
-        g = 2 * self.group_size
-        worst = self.length // g // g
-        return KeptTokens(g, self.window_size, self.sink_size, worst=worst)
-
     def wide_window(self) -> int:
         """Return the window that takes the bytes of CCA's window and core tokens."""
         return self.window_size + self.length // self.group_size
@@ -142,9 +130,6 @@ METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
     "streaming_llm_wide": lambda sizes, heads: StreamingLLM(sizes.sink_size, sizes.wide_window()),
     "cca_paper": lambda sizes, heads: CCAConfig.paper(sizes.group_size, sizes.window_size),
     "cca": lambda sizes, heads: sizes.cca(),
-    "cca_heavy_token": lambda sizes, heads: sizes.heavy_tokens(1),
-    "cca_heavy_tokens": lambda sizes, heads: sizes.heavy_tokens(2),
-    "cca_worst_groups": lambda sizes, heads: sizes.worst_groups(),
     "cca_raw_heads": lambda sizes, heads: _with_raw_heads(sizes.cca(), sizes, heads),
     "duo_attention": lambda sizes, heads: DuoAttention(
         heads.by_layer(), sizes.sink_size, sizes.window_size
@@ -160,7 +145,7 @@ METHODS: dict[str, Callable[[Sizes, Heads], Any]] = {
 """How each method is made: a CCAConfig, a rival's settings, or None for full attention."""
 WITH_HEADS = ("cca_raw_heads", "duo_attention", "fetch_raw_heads")
 """Methods in which chosen KV heads keep every token."""
-TITLES = {
+TITLES = {  # in the order of tables; three methods are gone, and have records
     "full": "full attention",
     "window": "window",
     "streaming_llm": "sinks and window",
@@ -203,8 +188,6 @@ def describe(attention: Any, heads: Heads) -> dict[str, Any]:
             params["slots"] = attention.fetch_slots
     else:
         params["sink_size"] = attention.sinks
-        for name in ("group_size", "core_mass"):
-            params[name] = getattr(attention, name, None)
     if with_heads:
         params["raw_heads"] = len(heads.chosen)
         params["full_heads"] = str(heads)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from benchmarks.tables import Column, markdown, mean_and_spread, shown_mib
+from benchmarks.tables import Column, Row, is_of, markdown, mean, shown_mib
 from corecontext.config import PAPER_RULE
-from corecontext.record import Record
+from corecontext.record import Record, latest
 from reproduction.real_gains import ENDS, SAME, is_end, is_other_training
 from reproduction.real_measured import MEASURED
-from reproduction.real_methods import METHODS, TITLES
+from reproduction.real_methods import TITLES
 from reproduction.real_training import Adaptation
 
 APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""
 OTHER_WORDING = "8fbfb92"
 """Commit whose needles were worded otherwise: its shares of right answers are in no table."""
-OF_WINDOWS = {"real.perplexity": "far", "real.gain_kept": "gain"}
-"""Records whose values depend on the number of windows, and their names in tables."""
 SHORT = ("full", "cca", "duo_attention", "fetch", "fetch_equal_bytes")
 """Methods of the short table."""
 NAMES = {
@@ -40,16 +37,7 @@ NAMES = {
 """Names of methods in the short table and in the figure."""
 
 
-class Line(NamedTuple):
-    """A method with its sizes, and its newest values by measure and seed."""
-
-    params: dict[str, Any]
-    values: dict[str, dict[int, float]]
-    """By "far", "gain", a record's name, or a task and the tokens of its prompts; then by seed.
-    Names of perplexities and gains of fewer windows than the others' end in ":" and their
-    number."""
-    cache: dict[str, Any]
-    """device_bytes and host_bytes after a window."""
+FAR = {"name": "real.perplexity", "task": "far"}
 
 
 def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = False) -> str:
@@ -60,89 +48,79 @@ def real_markdown(records: Sequence[Record], *, trained: bool, short: bool = Fal
         short: Only SHORT, with mass; of fetch that at equal bytes where there is any, or else the
             stores on the host where there are any.
     """
-    lines = [
-        line
-        for line in lines_of(records, trained=trained)
-        if line.params["method"] != "fetch" or tasks_of(line)
-    ]
+    rows = rows_of(records, trained=trained)
+    rows = [row for row in rows if sizes_of(row)["method"] != "fetch" or tasks_of([row])]
     # Results do not depend on the store: with both measured, the host's bytes say more.
-    on_host = [line.params for line in lines if line.params["store"] == "host"]
-    lines = [
-        line
-        for line in lines
-        if line.params["store"] == "host" or {**line.params, "store": "host"} not in on_host
+    sizes = [sizes_of(row) for row in rows]
+    rows = [
+        row
+        for row, params in zip(rows, sizes)
+        if params["store"] == "host" or {**params, "store": "host"} not in sizes
     ]
     if short:
-        stores = {line.params["store"] for line in lines}
-        unshown = {"device"} if "host" in stores else set()
-        methods = set(SHORT)
-        if any(line.params["method"] == "fetch_equal_bytes" for line in lines):
-            methods.remove("fetch")
-        lines = [
-            line
-            for line in lines
-            if line.params["method"] in methods
-            and line.params["core_mass"] is not False
-            and line.params["store"] not in unshown
-        ]
-        # Of the settings at equal bytes the best.
-        equal = [line for line in lines if line.params["method"] == "fetch_equal_bytes"]
-        equal.sort(key=lambda line: line.values["far"][0])
-        lines = [line for line in lines if line not in equal[1:]]
-    columns = [
-        Column("attention", _title, left=True),
-        Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
-        Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
-        Column("gain kept", _gain),
-    ]
+        rows = _short(rows)
+    named = Column("attention", _title, left=True)
     if short:
-        columns[0] = Column("SmolLM2-135M-Instruct as it is, 8,192 tokens", name_of, left=True)
-    if any(line.cache.get("host_bytes") for line in lines):
-        columns.insert(2, Column("on the host, MiB", lambda line: _cache(line, "host_bytes")))
-    if any(len(line.values["far"]) > 1 for line in lines):
-        columns.insert(1, Column("seeds", _seeds))
-    return _table(columns, lines)
+        named = Column("SmolLM2-135M-Instruct as it is, 8,192 tokens", name_of, left=True)
+    columns = [named, _far(rows), _gain(rows)]
+    columns[1:1] = [_cache("cache, MiB", "device_bytes", rows)]
+    if any(_far_of(row, rows).params.get("host_bytes") for row in rows):
+        columns.insert(2, _cache("on the host, MiB", "host_bytes", rows))
+    return _table(columns, rows)
+
+
+def _short(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the short table."""
+    on_host = any(sizes_of(row)["store"] == "host" for row in rows)
+    equal = [row for row in rows if sizes_of(row)["method"] == "fetch_equal_bytes"]
+    # Of the settings at equal bytes the best.
+    best = min(equal, key=lambda row: _far_of(row, rows).value, default=None)
+
+    def is_shown(row: Row) -> bool:
+        p = sizes_of(row)
+        if p["method"] not in SHORT or p["core_mass"] is False:
+            return False
+        if on_host and p["store"] == "device":
+            return False
+        return row is best if equal and p["method"].startswith("fetch") else True
+
+    return [row for row in rows if is_shown(row)]
 
 
 def extended_markdown(records: Sequence[Record]) -> str:
     """Return the table of models trained on windows beyond their own, with a new rotary base."""
-    lines = lines_of(records, trained=True, extended=True)
+    rows = rows_of(records, trained=True, extended=True)
     columns = [
         Column("attention", _title, left=True),
-        Column("tokens, millions", _millions),
-        Column("training, s", lambda line: _mean(line, "real.training_s", "{:.0f}")),
-        Column("training, GiB", lambda line: _mean(line, "real.training_bytes", "{:.1f}", 2**-30)),
-        Column("cache, MiB", lambda line: _cache(line, "device_bytes")),
+        MILLIONS,
+        mean("training, s", "real.training_s", "{:.0f}"),
+        mean("training, GiB", "real.training_bytes", "{:.1f}", 2**-30),
+        _cache("cache, MiB", "device_bytes", rows),
     ]
-    positions = {name for line in lines for name in line.values if "/" in name}
+    positions = {r.params["position"] for row in rows for r in row if "position" in r.params}
     for place in sorted(positions):
-        columns.append(Column(f"perplexity, {place}", partial(_mean, name=place, form="{:.2f}")))
-    return _table(columns, lines)
+        columns.append(mean(f"perplexity, {place}", "real.perplexity", "{:.2f}", position=place))
+    return _table(columns, rows, seeds=False)
 
 
 def tries_markdown(records: Sequence[Record]) -> str:
     """Return the table of other trainings than the protocol's, and of shorter ones."""
-    columns = [
-        Column("attention", _title, left=True),
-        Column("training", _training, left=True),
-        Column("tokens, millions", _millions),
-        Column("perplexity, far", lambda line: _mean(line, "far", "{:.3f}")),
-        Column("gain kept", _gain),
-    ]
-    lines = lines_of(records, trained=True, tries=True)
-    if any(len(line.values["far"]) > 1 for line in lines):
-        columns.insert(2, Column("seeds", _seeds))
-    return _table(columns, lines)
+    rows = rows_of(records, trained=True, tries=True)
+    named = [Column("attention", _title, left=True), Column("training", _training, left=True)]
+    return _table([*named, MILLIONS, _far(rows), _gain(rows)], rows, at=2)
 
 
-def _millions(line: Line) -> str:
+def _millions(row: Row) -> str:
     """Return the tokens of a training."""
-    return f"{line.params['trained_tokens'] / 1e6:.1f}"
+    return f"{row[0].params['trained_tokens'] / 1e6:.1f}"
 
 
-def _training(line: Line) -> str:
+MILLIONS = Column("tokens, millions", _millions)
+
+
+def _training(row: Row) -> str:
     """Return in words how a training differs from the protocol's."""
-    p = line.params
+    p = row[0].params
     parts = []
     if p.get("layer_steps"):
         parts.append(f"each layer by itself in the first {p['layer_steps']} steps")
@@ -167,71 +145,71 @@ def protocol_tokens(records: Sequence[Record]) -> int:
     return max(of_protocol, default=0)
 
 
-def lines_of(
+def rows_of(
     records: Sequence[Record], *, trained: bool, extended: bool = False, tries: bool = False
-) -> list[Line]:
-    """Collect the newest values of each method and size, in the order of METHODS; those of fewer
-    windows under a name of their own.
+) -> list[Row]:
+    """Collect the records of each method and size, in the order of METHODS.
 
     Args:
         extended: Trained on windows beyond the model's own.
         tries: Other or shorter trainings than the protocol's.
     """
-    lines: dict[str, Line] = {}
     most = protocol_tokens(records)
-    records = [
-        record
-        for record in records
-        if bool(record.params["trained_tokens"]) == trained
-        and (record.params.get("rope_theta") is not None) == extended
-    ]
-    most_windows = max((record.params.get("windows", 0) for record in records), default=0)
-    for record in records:
-        is_try = is_other_training(record.params) or record.params["trained_tokens"] < most
-        if trained and not extended and is_try != tries:
-            continue
+
+    def counts(record: Record) -> bool:
+        p = record.params
+        if bool(p["trained_tokens"]) != trained or (p.get("rope_theta") is not None) != extended:
+            return False
         if record.name == "real.accuracy" and (record.commit or "").startswith(OTHER_WORDING):
-            continue
-        params = {name: value for name, value in record.params.items() if name not in APART}
-        if tries or extended:
-            params["trained_tokens"] = record.params["trained_tokens"]
-        line = lines.setdefault(repr(sorted(params.items())), Line(params, {}, {}))
-        name = record.name
-        if name == "real.accuracy":
-            name = f"{record.params['task']} {record.params['length']}"
-        elif record.params["task"] == "position":
-            name = record.params["position"]
-        elif name in OF_WINDOWS:
-            windows = record.params.get("windows", most_windows)
-            is_far = name == "real.perplexity"
-            name = OF_WINDOWS[name]
-            if windows < most_windows:
-                name += f":{windows}"
-            elif is_far:
-                line.cache.update({size: record.params[size] for size in MEASURED})
-        line.values.setdefault(name, {})[record.params["seed"]] = record.value
-    measured = [line for line in lines.values() if {"far", "real.recall"} & set(line.values)]
-    return sorted(measured, key=lambda line: list(METHODS).index(line.params["method"]))
+            return False
+        is_try = is_other_training(p) or p["trained_tokens"] < most
+        return not trained or extended or is_try == tries
+
+    apart = [name for name in APART if name != "trained_tokens" or not (tries or extended)]
+    rows: dict[str, list[Record]] = {}
+    for record in filter(counts, records):
+        rows.setdefault(repr(sorted(sizes_of([record], apart).items())), []).append(record)
+    windows = most_windows(rows.values())
+    measured = [
+        row
+        for row in rows.values()
+        if any(is_of(r, **FAR, windows=windows) or r.name == "real.recall" for r in row)
+    ]
+    return sorted(measured, key=lambda row: list(TITLES).index(row[0].params["method"]))
 
 
-def _table(columns: list[Column], lines: Sequence[Line]) -> str:
-    """Return a table with a column for each task at its end."""
-    tasks = {task for line in lines for task in tasks_of(line)}
-    for task, length in sorted(tasks, key=lambda task: (task[0] == "list", task[1])):
-        right = partial(_mean, name=f"{task} {length}", form="{:.0f} %", scale=100)
-        columns.append(Column(f"{task}, {length:,} tokens", right))
-    return "\n".join(markdown(columns, lines)) + "\n"
+def sizes_of(row: Row, apart: Sequence[str] = APART) -> dict[str, Any]:
+    """Return the params that the records of a row share."""
+    return {name: value for name, value in row[0].params.items() if name not in apart}
 
 
-def tasks_of(line: Line) -> list[tuple[str, int]]:
+def most_windows(rows: Iterable[Row]) -> int:
+    """Return the most windows of a record: gains and perplexities of fewer compare with each other
+    alone."""
+    return max((r.params.get("windows", 0) for row in rows for r in row), default=0)
+
+
+def _table(columns: list[Column], rows: Sequence[Row], at: int = 1, seeds: bool = True) -> str:
+    """Return a table, with a column of seeds where there are several, and at its end one for each
+    task."""
+    if seeds and any(len(_seeds(row)) > 1 for row in rows):
+        columns.insert(at, Column("seeds", lambda row: str(len(_seeds(row)))))
+    for task, length in sorted(tasks_of(rows), key=lambda task: (task[0] == "list", task[1])):
+        place = {"task": task, "length": length}
+        title = f"{task}, {length:,} tokens"
+        columns.append(mean(title, "real.accuracy", "{:.0f} %", 100, **place))
+    return "\n".join(markdown(columns, rows)) + "\n"
+
+
+def tasks_of(rows: Sequence[Row]) -> set[tuple[str, int]]:
     """Return the tasks with answers, and the tokens of their prompts."""
-    tasks = (name.split() for name in line.values if " " in name)
-    return [(task, int(length)) for task, length in tasks]
+    answers = (r.params for row in rows for r in row if r.name == "real.accuracy")
+    return {(p["task"], p["length"]) for p in answers}
 
 
-def name_of(line: Line) -> str:
+def name_of(row: Row) -> str:
     """Return a method's short name."""
-    p = line.params
+    p = row[0].params
     text = NAMES[p["method"]]
     if p["core_mass"] and p["fetch_groups"] is None:
         text += " with mass"
@@ -246,9 +224,9 @@ def name_of(line: Line) -> str:
     return text
 
 
-def _title(line: Line) -> str:
+def _title(row: Row) -> str:
     """Return a method in words, with the sizes that it has."""
-    p = line.params
+    p = row[0].params
     text = TITLES[p["method"]]
     if p["core_mass"]:
         text += " with mass"
@@ -265,22 +243,38 @@ def _title(line: Line) -> str:
     return f"{text}: {', '.join(sizes)}" if sizes else text
 
 
-def _seeds(line: Line) -> str:
-    return str(len(line.values["far"]))
+def _seeds(row: Row) -> set[int]:
+    return {r.params["seed"] for r in row if is_of(r, **FAR)}
 
 
-def _cache(line: Line, name: str) -> str:
-    value = line.cache[name]
-    return "" if value is None else shown_mib(value).removesuffix(" MiB")
+def _far_of(row: Row, rows: Sequence[Row]) -> Record:
+    """Return the newest far perplexity of a row."""
+    record = latest(row, **FAR, windows=most_windows(rows))
+    assert record is not None
+    return record
 
 
-def _gain(line: Line) -> str:
-    """Show the gain kept, the ends by definition."""
-    if is_end(line.params):
-        return ENDS[line.params["method"]]
-    return _mean(line, "gain", "{:.1f} %", 100)
+def _cache(title: str, size: str, rows: Sequence[Row]) -> Column:
+    """Return the column of bytes of the cache after a window."""
+
+    def cell(row: Row) -> str:
+        value = _far_of(row, rows).params[size]
+        return "" if value is None else shown_mib(value).removesuffix(" MiB")
+
+    return Column(title, cell)
 
 
-def _mean(line: Line, name: str, form: str, scale: float = 1) -> str:
-    """Show a mean over seeds, and from two on their spread."""
-    return mean_and_spread([scale * x for x in line.values.get(name, {}).values()], form)
+def _far(rows: Sequence[Row]) -> Column:
+    return mean("perplexity, far", form="{:.3f}", **FAR, windows=most_windows(rows))
+
+
+def _gain(rows: Sequence[Row]) -> Column:
+    """Return the column of gains kept, the ends by definition."""
+    windows = most_windows(rows)
+    kept = mean("gain kept", "real.gain_kept", "{:.1f} %", 100, windows=windows)
+
+    def cell(row: Row) -> str:
+        p = row[0].params
+        return ENDS[p["method"]] if is_end(p) else kept.cell(row)
+
+    return kept._replace(cell=cell)

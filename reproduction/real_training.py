@@ -19,7 +19,6 @@ from corecontext.data.packing import collate
 from corecontext.files import UserError
 from corecontext.loading import one_line
 from corecontext.measure import PeakMemory
-from reproduction.real_layers import match_layers
 from reproduction.real_texts import Window, WindowRows
 
 DISTIL = 0.5
@@ -60,8 +59,6 @@ class Adaptation:
     strategy: str = "full"
     """Weights that are trained: full (all), partial (queries, keys, values) or lora."""
     lora_rank: int = 12
-    layer_steps: int = 0
-    """First of the steps, in which each layer's attention is trained by itself."""
 
     def __post_init__(self) -> None:
         if self.rows % self.rows_at_once:
@@ -72,10 +69,6 @@ class Adaptation:
             raise UserError("rope-theta must come with steps, got none. Use --steps.")
         if self.strategy not in STRATEGIES:
             raise UserError(f"strategy must be {listed(STRATEGIES)}, got {self.strategy!r}.")
-        if not 0 <= self.layer_steps <= self.steps:
-            raise UserError(
-                f"layer-steps must be at most the {self.steps} steps, got {self.layer_steps}."
-            )
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that are not the protocol's, for a record's params."""
@@ -84,8 +77,6 @@ class Adaptation:
             settings["rope_theta"] = self.rope_theta
         if self.distil != DISTIL:
             settings["distil"] = self.distil
-        if self.layer_steps:
-            settings["layer_steps"] = self.layer_steps
         if self.strategy != "full":
             settings["strategy"] = self.strategy
         if self.strategy == "lora":
@@ -177,7 +168,7 @@ def adapt(
             raw_heads=0,
             distil=0.0,
             context_length=len(windows[0].ids),
-            steps=max(1, adaptation.steps - adaptation.layer_steps),
+            steps=adaptation.steps,
             batch_size=adaptation.rows_at_once,
             accumulation=adaptation.rows // adaptation.rows_at_once,
             learning_rate=adaptation.learning_rate,
@@ -219,11 +210,8 @@ def adapt(
             distil=distil,
         )
         started = time.perf_counter()
-        if adaptation.layer_steps:
-            match_layers(trainer.model, teachers[name].teacher.model, windows, adaptation)
-        if adaptation.layer_steps < adaptation.steps:
-            with Fused(model, "compile" if adaptation.fuse else None):
-                trainer.train()
+        with Fused(model, "compile" if adaptation.fuse else None):
+            trainer.train()
         cost = Cost(time.perf_counter() - started, memory.read())
         if adaptation.strategy == "lora":
             model = _merged(model, config, hf_config, staged / ADAPTER)

@@ -4,14 +4,15 @@ compression."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.tables import Column, markdown
-from corecontext.record import Record
+from benchmarks.tables import Column, Key, Row, markdown, rows_by, shown_mib
+from corecontext.record import Record, latest
 from reproduction.real_methods import TITLES as TRAINED
 from reproduction.rivals import COMPRESSIONS, LEAST, NAMES, of_first_device
-from reproduction.rivals_tasks import PASSAGES, Task
+from reproduction.rivals_tasks import Task
 from reproduction.suites.ruler import SUBTASKS
 
 TITLES = {
@@ -32,106 +33,86 @@ TITLES = {
     "kvzip": "KVzip",
     "cca_press": "`CCAPress`: CCA without mass",
 }
-Values = dict[tuple[str, str | None, int, str, Task], Record]
-"""The newest record by method, training, compression, name and task."""
-
-
-class Line(NamedTuple):
-    """A method, and the attention that its model was trained under."""
-
-    method: str
-    trained_by: str | None
+Show = Callable[[Row, int], str]
+"""Shows a row's value at a compression; "" without one."""
 
 
 def rivals_markdown(records: Sequence[Record], *, trained: bool) -> str:
     """Return the table of models as they are, or of trained ones."""
-    values = _newest(records, trained)
-    lines = [
-        Line(method, trained_by)
-        for method in NAMES
-        for trained_by in dict.fromkeys(key[1] for key in values if key[0] == method)
-    ]
-    tasks = list(dict.fromkeys(key[4] for key in values if key[3] != "real.first_token_s"))
-    columns = [Column("attention", lambda line: TITLES[line.method], left=True)]
+    chosen = [r for r in of_first_device(records) if bool(r.params["trained_tokens"]) == trained]
+    places = list(dict.fromkeys((r.params["method"], r.params["trained_by"]) for r in chosen))
+    places.sort(key=lambda place: NAMES.index(place[0]))
+    by_place = Key("", lambda r: places.index((r.params["method"], r.params["trained_by"])))
+    rows = rows_by([by_place], chosen)
+    asked = [r for r in chosen if r.name != "real.first_token_s"]
+    tasks = list(dict.fromkeys(Task(r.params["task"], r.params["length"]) for r in asked))
+    needles = sorted(task for task in tasks if task.name == "needles")
+    columns = [Column("attention", lambda row: TITLES[row[0].params["method"]], left=True)]
     if trained:
-        columns.append(Column("trained under", lambda line: TRAINED[line.trained_by], left=True))
-
-    def add(title: str, show: Callable[[Any, int], str]) -> None:
-        columns.append(Column(title, lambda line: _shown(line, show)))
-
-    longest = max((task for task in tasks if task.name == "needles"), default=None)
-
-    def kept(line: Line, compression: int) -> str:
-        key = (*line, compression, "real.accuracy", longest)
-        return f"{values[key].params['kept_bytes'] / 2**20:.1f}" if key in values else ""
-
-    def accuracy(chosen: Sequence[Task]) -> Callable[[Any, int], str]:
-        def show(line: Line, compression: int) -> str:
-            keys = [(*line, compression, "real.accuracy", task) for task in chosen]
-            if not all(key in values for key in keys):
-                return ""
-            return f"{100 * fmean(values[key].value for key in keys):.0f}"
-
-        return show
-
-    def likelihood(line: Line, compression: int) -> str:
-        records = [values.get((*line, compression, "real.answer_nll", task)) for task in tasks]
-        return "".join(f"{record.value:.2f}" for record in records if record)
-
-    def seconds(line: Line, compression: int) -> str:
-        records = [
-            record
-            for key, record in values.items()
-            if key[:4] == (*line, compression, "real.first_token_s")
-        ]
-        return f"{records[-1].value:.3f}" if records else ""
-
-    if longest is not None:
-        add(f"cache of {longest.length:,} tokens, MiB", kept)
-    for task in sorted(task for task in tasks if task.name == "needles"):
-        add(f"needles, {task.length:,} tokens, %", accuracy([task]))
+        title = lambda row: TRAINED[row[0].params["trained_by"]]  # noqa: E731
+        columns.append(Column("trained under", title, left=True))
+    if needles:
+        title = f"cache of {needles[-1].length:,} tokens, MiB"
+        columns.append(_column(title, partial(_kept, needles[-1])))
+    for task in needles:
+        columns.append(_column(f"needles, {task.length:,} tokens, %", _accuracy([task])))
     for task in tasks:
         if task.name == "list":
-            add(f"list, {task.length:,} tokens, %", accuracy([task]))
-    ruler = answered(values)
-    if ruler:
-        add(f"RULER, {len(ruler)} tasks, %", accuracy(ruler))
-    if any(task.name == PASSAGES for task in tasks):
-        add("answer in passages, nats a token", likelihood)
-    if any(key[3] == "real.first_token_s" for key in values):
-        add("first token, s", seconds)
-    return "\n".join(markdown(columns, lines)) + "\n"
+            columns.append(_column(f"list, {task.length:,} tokens, %", _accuracy([task])))
+    if ruler := answered(asked):
+        columns.append(_column(f"RULER, {len(ruler)} tasks, %", _accuracy(ruler)))
+    for title, name, form in (
+        ("answer in passages, nats a token", "real.answer_nll", "{:.2f}"),
+        ("first token, s", "real.first_token_s", "{:.3f}"),
+    ):
+        if any(record.name == name for record in chosen):
+            columns.append(_column(title, partial(_single, name, form)))
+    return "\n".join(markdown(columns, rows)) + "\n"
 
 
-def answered(values: Values) -> list[Task]:
+def _column(title: str, show: Show) -> Column:
+    """Return the column of a value, of compressed contexts at each compression."""
+
+    def cell(row: Row) -> str:
+        if row[0].params["method"] == "full":
+            return show(row, 1)
+        cells = [show(row, compression) for compression in COMPRESSIONS]
+        return " / ".join(cell or "-" for cell in cells) if any(cells) else ""
+
+    return Column(title, cell)
+
+
+def _kept(task: Task, row: Row, compression: int) -> str:
+    record = latest(row, "real.accuracy", compression=compression, **_of(task))
+    return "" if record is None else shown_mib(record.params["kept_bytes"]).removesuffix(" MiB")
+
+
+def _accuracy(tasks: Sequence[Task]) -> Show:
+    def show(row: Row, compression: int) -> str:
+        answers = [latest(row, "real.accuracy", compression=compression, **_of(t)) for t in tasks]
+        return "" if None in answers else f"{100 * fmean(r.value for r in answers if r):.0f}"
+
+    return show
+
+
+def _single(name: str, form: str, row: Row, compression: int) -> str:
+    record = latest(row, name, compression=compression)
+    return "" if record is None else form.format(record.value)
+
+
+def _of(task: Task) -> dict[str, Any]:
+    """Return the params of a task."""
+    return {"task": task.name, "length": task.length}
+
+
+def answered(records: Sequence[Record]) -> list[Task]:
     """Return RULER's tasks that full attention answers at least half right, where others have been
     asked."""
-    asked = {key[4] for key in values if key[0] != "full"}
-    return [
-        key[4]
-        for key, record in values.items()
-        if key[0] == "full"
-        and key[3] == "real.accuracy"
-        and key[4].name in SUBTASKS
-        and key[4] in asked
-        and record.value >= LEAST
-    ]
-
-
-def _newest(records: Sequence[Record], trained: bool) -> Values:
-    """Return the newest record of each value, in the order of the first."""
-    values: Values = {}
-    for record in of_first_device(records):
-        p = record.params
-        if bool(p["trained_tokens"]) == trained:
-            task = Task(p["task"], p["length"])
-            values[p["method"], p["trained_by"], p["compression"], record.name, task] = record
-    return values
-
-
-def _shown(line: Line, show: Callable[[Any, int], str]) -> str:
-    """Show a value, or those at each compression."""
-    if line.method == "full":
-        return show(line, 1)
-    cells = [show(line, compression) for compression in COMPRESSIONS]
-    return " / ".join(cell or "-" for cell in cells) if any(cells) else ""
+    full, others = {}, set()
+    for record in records:
+        task = Task(record.params["task"], record.params["length"])
+        if record.params["method"] != "full":
+            others.add(task)
+        elif record.name == "real.accuracy" and task.name in SUBTASKS:
+            full[task] = record.value
+    return [task for task, value in full.items() if task in others and value >= LEAST]

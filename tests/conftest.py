@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--soak N and --fuzz N: the size of tests/test_soak.py and tests/test_fetch_fuzz.py."""
     parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
     parser.addoption("--fuzz", type=int, default=12, help="random configurations of fetch")
+    parser.addoption("--first", type=int, default=0, help="number of the first of them")
     parser.addoption("--record", help="file that gets a record of the soak or the fuzz")
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 from corecontext import CCAConfig, cli, generation, info, perplexity
 from corecontext.cli import entry, options
 from corecontext.cli.entry import application, run
-from corecontext.config import setting_help
+from corecontext.config import MOVED_OPTIONS, setting_help
 from corecontext.demo import compare as demo_compare
 from corecontext.demo import report
 from corecontext.eval import evaluate as evaluation
@@ -94,13 +94,16 @@ def test_demo(monkeypatch, calls, here):
     monkeypatch.setattr(report, "print_report", calls.keep("print"))
     line = "demo --group-size 3 --window-size 5 --questions 4 --max-tokens 70 --dtype float16"
     assert main(f"{line} --device cpu --sinks 2 --json r.jsonl") == 0
-    settings = demo_compare.DemoSettings(3, 5, 4, 70, 2, dtype="float16", device="cpu")
+    attention = {"group_size": 3, "window_size": 5, "sinks": 2}
+    settings = demo_compare.DemoSettings(
+        num_questions=4, max_tokens=70, attention=attention, dtype="float16", device="cpu"
+    )
     assert [name for name, _, _ in calls] == ["run", "print"]
     assert calls[0][1] == (settings,)
     assert read_records("r.jsonl") == result.records
     calls.clear()
     assert main("demo --model m --document d --sinks 0") == 0
-    assert calls[0][1] == (demo_compare.DemoSettings(model="m", document="d", sinks=0),)
+    assert calls[0][1] == (demo_compare.DemoSettings("m", "d", attention={"sinks": 0}),)
 
 
 def test_generate(monkeypatch, calls, here, capsys):
@@ -293,6 +296,14 @@ def test_serve_ends_with_the_code_of_the_server(monkeypatch, calls):
         monkeypatch.setattr("corecontext.serve.build.run", calls.keep("serve", code))
         assert main("serve --model m --port 5") == code
     assert calls[0][1][0].port == 5
+
+
+@pytest.mark.parametrize("option", MOVED_OPTIONS)
+def test_an_option_of_a_method_that_has_moved_says_where(option, capsys):
+    assert main(f"compare --model m --task perplexity {option} x") == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith(f"error: {option}, {MOVED_OPTIONS[option]}, has moved")
+    assert "python -m reproduction compare" in refusal
 
 
 def test_an_option_of_a_setting_is_its_field():

@@ -1,6 +1,6 @@
 """Random configurations of fetch, held to the dense reference in float64: results, gradients, and
-caches filled in random pieces. `pytest tests/test_fetch_fuzz.py --fuzz 10000 -n 0` draws more of
-them; `check(draw_case(number))` repeats one.
+caches filled in random pieces. `pytest tests/test_fetch_fuzz.py --fuzz 10000 --first 5000 -n 0`
+draws more of them, from a number on; `check(draw_case(number))` repeats one.
 
 A case in float32 may choose other groups than the reference where two groups are equal to within
 rounding, or where a softcap makes them equal. Where a case is off, the reference is asked again at
@@ -29,6 +29,8 @@ ALLOWED = {torch.float64: 1e-11, torch.float32: 2e-5}
 NUDGE = 1e-6
 """Relative distance of inputs that are a few roundings away."""
 NUDGES = 16
+RECIPE = {"group_size": 32, "window_size": 160}
+"""The sizes that models are adapted to, in every tenth case."""
 INDICES = ("mean", "oracle", "parts:{}:{}", "pairs:{}", "bits:{}")
 
 
@@ -51,7 +53,8 @@ def draw_case(number: int) -> Case:
     """Draw everything from the number of the case."""
     draw = random.Random(f"fetch {number}")
     layout = draw.choice(("rows", "rows", "left", "right", "packed", "positions"))
-    length = draw.randint(1, 70)
+    has_recipe = number % 10 == 9
+    length = draw.randint(200, 420) if has_recipe else draw.randint(1, 70)
     num_kv_heads = draw.choice((1, 1, 2, 3))
     num_heads = num_kv_heads * draw.choice((1, 2, 3, 4, 7, 8))
     head_dim = draw.choice((2, 4, 6, 8, 16))
@@ -67,6 +70,10 @@ def draw_case(number: int) -> Case:
     )
     inputs = inputs._replace(q=inputs.q * draw.choice((0.1, 1, 1, 3)))
     settings = draw_sizes(draw, num_kv_heads) | draw_rule(draw, head_dim)
+    if has_recipe:
+        settings["num_groups"] = None
+        settings |= RECIPE | {"fetch_index": draw.choice(("bits:2", "pairs:2"))}
+        settings["fetch_groups"] = draw.choice((1, 3, 64))
     settings |= draw_layout(draw, layout, inputs)
     bias = None
     if draw.random() < 0.4:
@@ -196,7 +203,7 @@ def fill_cache(case: Case) -> torch.Tensor | None:
     start = 0
     while start < length:
         size = draw.choice((1, 1, 2, 7, length))
-        if "num_groups" in settings and start == 0:
+        if settings.get("num_groups") and start == 0:
             size = length  # g follows from the prompt's length
         pieces = [x[:, :, start : start + size].double() for x in case.inputs[:3]]
         outs.append(layer.attend(*pieces, scale=scale, softcap=softcap))
@@ -228,11 +235,12 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_random_configurations(request, monkeypatch, record_check):
     count = request.config.getoption("--fuzz")
     outcomes: Counter[str] = Counter()
+    first = request.config.getoption("--first")
     for number in range(count):
-        outcomes[check(draw_case(number), monkeypatch)] += 1
+        outcomes[check(draw_case(first + number), monkeypatch)] += 1
         if number % 100 == 99 and "PYTEST_XDIST_WORKER" not in os.environ:
             print(f"{number + 1} of {count} cases: {dict(outcomes)}", flush=True)
     edges = sum(number for kind, number in outcomes.items() if kind.startswith("at an edge"))
     assert edges <= 1 + count // 100
-    command = f"python -m pytest tests/test_fetch_fuzz.py -n 0 --fuzz {count}"
+    command = f"python -m pytest tests/test_fetch_fuzz.py -n 0 --fuzz {count} --first {first}"
     record_check(command, check="fetch", cases=count, **outcomes)

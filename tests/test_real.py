@@ -39,12 +39,10 @@ from reproduction.command import main
 from reproduction.index_tables import index_markdown
 from reproduction.preset_tables import groups_markdown, presets_markdown, prompts_markdown
 from reproduction.real import Protocol, RealModel, far_half
-from reproduction.real_attention import NO_CACHE, AttentionRun
+from reproduction.real_attention import AttentionRun
 from reproduction.real_figure import draw_frontier, draw_presets
 from reproduction.real_gains import gain_kept, gain_records
 from reproduction.real_hits import hit_rates
-from reproduction.real_kept import KeptTokens
-from reproduction.real_layers import match_layers
 from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
 from reproduction.real_next import READINGS, losses_behind
 from reproduction.real_plan import Row
@@ -203,32 +201,6 @@ def test_hits_are_those_of_slots_on_the_device(model):
         hits, lookups = (b - a for a, b in zip(first, counts))
         assert rate == hits / lookups
     assert 0 < rates[3] < rates[6] < rates[100] < 1
-
-
-def test_kept_tokens_beside_core_tokens(model):
-    """None is CCA with mass; all groups are full attention; heavy tokens are others."""
-    loaded = load(model, method="full", device="cpu")
-    cca = CCAConfig.pooling(8, 16, sink_size=8)
-    losses = []
-    for setting in (
-        cca,
-        KeptTokens(8, 16, 8),
-        None,
-        KeptTokens(8, 16, 8, worst=100),
-        KeptTokens(8, 16, 8, worst=2),
-        KeptTokens(8, 16, 8, heavy=1),
-    ):
-        with AttentionRun(loaded, setting) as run:
-            losses.append(run.nll([range(120)]))
-            assert (run.cache_size(range(120)) == NO_CACHE) == isinstance(setting, KeptTokens)
-    torch.testing.assert_close(losses[1], losses[0])
-    torch.testing.assert_close(losses[3], losses[2])
-    for loss in losses[4:]:
-        assert min(float((loss - other).abs().max()) for other in losses[:4]) > 1e-4
-    sizes = Sizes(8192)
-    heavy, worst = sizes.heavy_tokens(2), sizes.worst_groups()
-    entries = [8192 / x.group_size * (1 + x.heavy) + x.worst * 32 for x in (heavy, worst)]
-    assert entries == [512, 512]  # as CCA
 
 
 def test_fetch_without_a_cache_is_that_of_its_cache(model):
@@ -513,7 +485,7 @@ def test_a_step_of_training_changes_the_model_and_is_recorded(data, model, tmp_p
     }
 
 
-@pytest.mark.parametrize("name", ["partial", "lora", "layers"])
+@pytest.mark.parametrize("name", ["partial", "lora"])
 def test_other_trainings_change_their_weights_only(name, data, model, tmp_path, capsys):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     pytest.importorskip("peft", reason="LoRA needs peft")
@@ -521,22 +493,18 @@ def test_other_trainings_change_their_weights_only(name, data, model, tmp_path, 
     command = ["real", "--model", model, "--data", str(data), *SIZES, *COUNTS, "--needles", "0"]
     command += ["--steps", "1", "--rows", "1", "--rows-at-once", "1", "--learning-rate", "1e-2"]
     command += ["--output", str(output), "--method", "cca", "--save", str(saved)]
-    kind = ["--layer-steps", "1"] if name == "layers" else ["--strategy", name]
-    assert main([*command, *kind]) == 0, capsys.readouterr().err
-    params = read_records(output)[0].params
-    assert params["layer_steps" if name == "layers" else "strategy"] in (name, 1)
+    assert main([*command, "--strategy", name]) == 0, capsys.readouterr().err
+    assert read_records(output)[0].params["strategy"] == name
     (folder,) = saved.iterdir()
     weights = [load_file(Path(path) / "model.safetensors") for path in (model, folder)]
     changed = {key for key, x in weights[0].items() if not torch.equal(x, weights[1][key])}
-    parts = {"partial": "qkv", "lora": "qkvo", "layers": "qkvo"}[name]
+    parts = {"partial": "qkv", "lora": "qkvo"}[name]
     wanted = {key for key in weights[0] if re.search(f"[{parts}]_proj", key)}
     if name == "lora":
         wanted |= {key for key in weights[0] if "mlp" in key}
         adapter = load_file(folder / "adapter/adapter_model.safetensors")
         assert {x.dtype for x in adapter.values()} == {torch.float8_e4m3fn}
     assert changed == wanted
-    with pytest.raises(UserError, match="layer-steps must be at most the 2 steps"):
-        Adaptation(steps=2, layer_steps=3)
     with pytest.raises(UserError, match="strategy must be"):
         Adaptation(strategy="none")
 
@@ -565,23 +533,6 @@ def test_factors_in_8_bits_change_the_weights_alike(model, tmp_path):
         assert (wanted.norm() > 0) == ("q_proj" in name or "down_proj" in name)
         # Two roundings to 4 bits of mantissa: at most 1/16 each, 1/27 in the mean square.
         assert (change - wanted).norm() <= 0.06 * wanted.norm()
-
-
-def test_layers_learn_the_same_from_windows_at_once(data, model):
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    windows = cut_windows(data / "lm_train.jsonl", tokenizer, 96, 4)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    before = load(model, method="full", device="cpu").model.state_dict()[name]
-    changes = []
-    for at_once in (1, 2):
-        student, teacher = (load(model, method="full", device="cpu").model for _ in range(2))
-        settings = {"rows": 2, "rows_at_once": at_once, "learning_rate": 1e-4, "layer_steps": 2}
-        with enabled(student, CCAConfig.pooling(4, 8, sink_size=4)):
-            match_layers(student, teacher, windows, Adaptation(2, **settings))
-        changes.append(student.state_dict()[name] - before)
-    one, two = changes
-    # Adam enlarges what autocast rounds.
-    assert (one - two).abs().mean() < 0.05 * one.abs().mean()
 
 
 TINY = {"windows": 2, "needles": 2, "needle_lengths": (320,), "lists": 0}

@@ -14,8 +14,6 @@ from corecontext.files import UserError
 if TYPE_CHECKING:
     from corecontext.baselines.method import Method
 
-SINKS = ("window_size", "sinks")
-
 
 class Rival(NamedTuple):
     """A method, and its settings."""
@@ -29,8 +27,8 @@ class Rival(NamedTuple):
 
 RIVALS = {
     "window": Rival("sink_methods", "WindowOnly", ("window_size",)),
-    "streaming_llm": Rival("sink_methods", "StreamingLLM", SINKS),
-    "lm_infinite": Rival("sink_methods", "LMInfinite", SINKS),
+    "streaming_llm": Rival("sink_methods", "StreamingLLM", ("window_size", "sinks")),
+    "lm_infinite": Rival("sink_methods", "LMInfinite", ("window_size", "sinks")),
 }
 NAMES = tuple(RIVALS)
 _COMPARE = "run `python -m reproduction compare --method {}` with the other options of your command"

@@ -58,8 +58,8 @@ def reading_by(entries: Entries, device: str, is_prompt: bool) -> Reading:
 def append_rows(
     entries: Entries, new: NewTokens, rows: slice, position: int, reading: Reading | None
 ) -> Tensor | None:
-    """Store the tokens of rows that share their padding, pool the groups that they close, and
-    attend from them.
+    """Store the tokens of rows that share their padding but for the ring, pool the groups that they
+    close, and attend from them.
 
     Args:
         new: The tokens of these rows.
@@ -107,10 +107,6 @@ def append_rows(
         groups = [x[:, old * g - low : total * g - low].unflatten(1, (-1, g)) for x in (k, v)]
         entries.put_cores(rows, old, entries.pool(Groups(q_last, *groups)))
 
-    # The ring keeps the newest tokens.
-    kept = min(end - start, entries.ring_size)
-    entries.put_ring(rows, n + end - kept, [x[:, :, count - kept :] for x in new.stored])
-
     if reading is None:
         return None
     # Nothing is compressed yet: PyTorch's own attention is the fastest.
@@ -141,35 +137,42 @@ def append_rows(
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 
-def append_late(entries: Entries, new: NewTokens, position: int, late: Late) -> Tensor:
+def put_newest(entries: Entries, new: NewTokens, rows: slice, position: int) -> None:
+    """Let the newest tokens take their slots in the ring, after all that may fail; arguments as of
+    `append_rows`."""
+    n = entries.num_sinks
+    count = new.q.shape[2]
+    start = max(0, position - n)
+    end = max(0, position + count - n)
+    kept = min(end - start, entries.ring_size)
+    entries.put_ring(rows, n + end - kept, [x[:, :, count - kept :] for x in new.stored])
+
+
+def append_late(entries: Entries, new: NewTokens, position: int, late: Late) -> tuple[Tensor, Late]:
     """Store tokens of rows that share their padding, and attend from them to all raw tokens; ring
     and core tokens follow when somebody reads them.
 
     Args:
         position: Of the first of them in its sequence.
-        late: Gets what core tokens are made of.
+        late: What core tokens of earlier tokens are made of.
 
     Returns:
-        [B, H, T, D].
+        [B, H, T, D], and what core tokens are made of now.
     """
     count = new.q.shape[2]
     entries.store.put_raw(ALL, position, new.raw)
-    # The first token after the first n ones that is the last of its group.
-    behind = max(0, entries.num_sinks - position)
-    g = entries.group_size
-    last = behind + (entries.num_sinks - 1 - position - behind) % g
-    if last < count:
-        late.queries.append(new.q[:, :, last::g].clone())
-    late.length = position + count
     newest = Newest(position, new.raw)
-    if not entries.store.is_near:
-        late.newest = newest
-    entries.lags = True
     heads = new.k.shape[1]
     keys, values = entries.store.tokens(ALL, position + count, newest)
     q = new.q.unflatten(1, (heads, -1)).flatten(0, 1)
     out = _attend_fully(entries, Tokens(q, keys, values, position), ALL)
-    return out.unflatten(0, (-1, heads)).flatten(1, 2)
+    # The first token after the first n ones that is the last of its group.
+    behind = max(0, entries.num_sinks - position)
+    g = entries.group_size
+    last = behind + (entries.num_sinks - 1 - position - behind) % g
+    queries = [*late.queries, *([new.q[:, :, last::g].clone()] if last < count else [])]
+    kept = None if entries.store.is_near else newest
+    return out.unflatten(0, (-1, heads)).flatten(1, 2), Late(queries, position + count, kept)
 
 
 def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:

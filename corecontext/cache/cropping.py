@@ -11,6 +11,7 @@ from torch import Tensor
 
 from corecontext.cache.slots import read, write
 from corecontext.cache.state import LayerState, Undo
+from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.visibility import local_start
 
 UNDO_LIMIT = 256
@@ -20,6 +21,7 @@ UNDO_LIMIT = 256
 class CroppedState(LayerState):
     """The state of one layer, whose last tokens can be taken back."""
 
+    @unchanged_by_errors
     def crop(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` tokens, exactly.
 
@@ -37,11 +39,11 @@ class CroppedState(LayerState):
         if num_tokens == 0:
             return
         self._expected = None
+        if self.store is not None:
+            self.store.forget(end - num_tokens - self.pad)
         self._restore_lost(base, end)
         self._intact_from = intact_from
         self.set_length(end - num_tokens)
-        if self.store is not None:
-            self.store.forget(end - num_tokens - self.pad)
 
     def check_crop(self, num_tokens: int) -> tuple[int, int]:
         """Raise where `crop` would raise, changing nothing.

@@ -119,9 +119,10 @@ class SlotStore(HostStore):
         """Empty the slots of groups that rows of so many tokens, [B], do not have."""
         counts = ((lengths - self.spec.sinks) // self.spec.group_size).clamp(min=0)
         groups = torch.arange(self.table.shape[2], device=self.table.device)
-        # mutant fetch: a group cropped away keeps its slot
-        self.table.masked_fill_((groups >= counts[:, None])[:, None], FREE)
+        is_cropped = (groups >= counts[:, None])[:, None]
         is_gone = self.owner >= counts[:, None, None]
+        # mutant fetch: a group cropped away keeps its slot
+        self.table.masked_fill_(is_cropped, FREE)
         self.owner.masked_fill_(is_gone, FREE)
         self.last_used.masked_fill_(is_gone, 0)
 
@@ -157,6 +158,18 @@ class SlotStore(HostStore):
 
         Asks the device which groups are missing: cannot be captured. The fused step does not.
         """
+        try:
+            slot = self._load_missing(numbers)
+        except BaseException:
+            self._empty_slots()  # a slot may have a group's number, and not yet its tokens
+            raise
+        sequence = torch.arange(len(slot), device=slot.device)[:, None]
+        stored = [x.flatten(0, 1)[sequence, slot].flatten(1, 2) for x in self.slots]
+        keys, values = self._decoded(stored)
+        return keys, values
+
+    def _load_missing(self, numbers: Tensor) -> Tensor:
+        """Load the groups [N, k] that have no slot; return the slots of all, [N, k]."""
         slot, is_missing = self._find_slots(numbers.long())
         row, place = is_missing.nonzero(as_tuple=True)
         size = self.spec.group_size
@@ -165,10 +178,7 @@ class SlotStore(HostStore):
         for buffer, x in zip(self.slots, self.raw):
             missing = x.flatten(0, 1)[row[:, None], positions]  # [misses, g, D]
             buffer.flatten(0, 1)[row, slot[row, place]] = missing
-        sequence = torch.arange(len(slot), device=slot.device)[:, None]
-        stored = [x.flatten(0, 1)[sequence, slot].flatten(1, 2) for x in self.slots]
-        keys, values = self._decoded(stored)
-        return keys, values
+        return slot
 
     def _find_slots(self, group: Tensor) -> tuple[Tensor, Tensor]:
         """Give each of the groups [N, k] a slot, also -1; return the slots, and which groups are

@@ -74,9 +74,8 @@ class HostStore(RawStore):
             self.raw = chosen
             return
         self._select_extras(rows)
-        for x in self.raw:
-            # mutant fetch: beams keep the host's raw tokens of another
-            _move_rows(x, sources)
+        # mutant fetch: beams keep the host's raw tokens of another
+        _move_rows(self.raw, sources)
 
     def clear(self) -> None:
         """Forget all tokens, in place."""
@@ -127,10 +126,12 @@ def _copy_rows(target: Tensor, source: Tensor, rows: Sequence[int]) -> None:
         target[i].copy_(source[row])
 
 
-def _move_rows(x: Tensor, rows: Sequence[int]) -> None:
+def _move_rows(buffers: Sequence[Tensor], rows: Sequence[int]) -> None:
     """Reorder rows in place, row i from rows[i]."""
     moved = [i for i, row in enumerate(rows) if row != i]
     # Rows that are overwritten before another row has copied them.
-    saved = {row: x[row].clone() for row in {rows[i] for i in moved} & set(moved)}
-    for i in moved:
-        x[i].copy_(saved.get(rows[i], x[rows[i]]))
+    overwritten = {rows[i] for i in moved} & set(moved)
+    saved = [{row: x[row].clone() for row in overwritten} for x in buffers]
+    for x, before in zip(buffers, saved):
+        for i in moved:
+            x[i].copy_(before.get(rows[i], x[rows[i]]))

@@ -17,6 +17,7 @@ from corecontext.cache.append import (
     append_late,
     append_rows,
     new_tokens,
+    put_newest,
     reading_by,
 )
 from corecontext.cache.cropping import UNDO_LIMIT
@@ -25,6 +26,7 @@ from corecontext.cache.exact_step import close_in_store, exact_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
+from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
 from corecontext.ops.fetch.prompt_rule import NO_END, Reading, step_reads_all
@@ -110,6 +112,7 @@ class CompactLayer(SavedState):
             return self._append(q, k, v, attention_mask, is_prompt)
 
     @torch.compiler.disable
+    @unchanged_by_errors
     def _append(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, is_prompt: bool
     ) -> Tensor:
@@ -134,7 +137,8 @@ class CompactLayer(SavedState):
             self._make_room(end)
             tokens = new_tokens(self, q, k, v)
             if not needs_grad and self._defers(reading, start, end):
-                out = append_late(self, tokens, start - self.pads[0], self.late)
+                out, self.late = append_late(self, tokens, start - self.pads[0], self.late)
+                self.lags = True
             else:
                 self.catch_up()
                 self._note_lost(start, tokens.stored)
@@ -171,6 +175,7 @@ class CompactLayer(SavedState):
         if len(set(self.pads)) == 1 and not self._closed:
             step = len(self.pads)
         out = None
+        spans = []
         for row in range(0, len(self.pads), step):
             rows = slice(row, row + step)
             first = max(0, self.pads[row] - start)
@@ -178,13 +183,15 @@ class CompactLayer(SavedState):
             if first >= last:
                 continue  # only padding
             position = max(0, start - self.pads[row])
-            span_tokens = tokens.of(rows, first, last)
-            span_out = append_rows(self, span_tokens, rows, position, reading)
+            spans.append((tokens.of(rows, first, last), rows, position))
+            span_out = append_rows(self, *spans[-1], reading)
             if span_out is not None and span_out.shape == tokens.q.shape:
-                return span_out
-            if span_out is not None:
+                out = span_out
+            elif span_out is not None:
                 out = tokens.q.new_zeros(tokens.q.shape) if out is None else out
                 out[rows, :, first:last] = span_out
+        for span in spans:
+            put_newest(self, *span)
         return out
 
     # Decoding
@@ -198,15 +205,17 @@ class CompactLayer(SavedState):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise ValueError(NO_GRADIENTS)
         is_fixed = self.max_length is not None
-        if is_fixed:
-            self._count_step()
-        else:
+        counts = is_fixed and self._counts_steps()
+        if counts:
+            # mutant 4: a full cache of fixed length goes on
+            self._make_room(self._counted + 1)
+        if not is_fixed:
             self._make_room(self.seen + 1)
             self._undo = None
         g = self.group_size
         # mutant 4: decoding never pools
         closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
-        counts = is_fixed and self._step is not None  # a kernel counts on the device
+        is_counted = is_fixed and self._step is not None  # by the kernel, on the device
         if may_read_all and self._reads_all(self.max_length or self.seen + 1):
             out = exact_step(self, tokens, (self.seen, self.pad, self.pads))
             if closes:
@@ -221,8 +230,10 @@ class CompactLayer(SavedState):
                 num_cores = self.num_cores(self.seen + 1 - min(self.pads))
             position = self.seen - self.pad
             out = decode_step(self, tokens, position, num_cores=num_cores, closes=closes)
-            counts = False
-        if not counts:
+            is_counted = False
+        if counts:
+            self._counted += 1
+        if not is_counted:
             self.seen += 1
         return out
 
@@ -372,6 +383,7 @@ class CompactLayer(SavedState):
     # Changing window and rows
     # ------------------------
 
+    @unchanged_by_errors
     def shrink_window(self, window_size: int) -> None:
         """Let all later queries see only the nearest `window_size` tokens uncompressed, and free
         the rest of the ring.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from corecontext.cache.full import FullLayer
 from corecontext.cache.layer import CompactLayer
+from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.config import CCAConfig
 from corecontext.ops.head_split import gather_heads, heads_of_each, split_heads
 from corecontext.ops.rotary import Rotary
@@ -30,6 +31,7 @@ def _sum(name: str) -> property:
 def _each(name: str) -> Callable[..., None]:
     """Make a method that calls each part's."""
 
+    @unchanged_by_errors
     def method(self: Parts, *args: Any) -> None:
         for cache in self.parts:
             getattr(cache, name)(*args)
@@ -63,6 +65,7 @@ class Parts:
         """Return the state of every part."""
         return {self.STATE: [cache.state_dict() for cache in self.parts]}
 
+    @unchanged_by_errors
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of as many parts."""
         states = state[self.STATE]

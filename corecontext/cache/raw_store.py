@@ -219,14 +219,19 @@ class RawStore:
     def load(self, state: Sequence[Tensor]) -> None:
         """Copy what `used` returned, also of this very store."""
         self.reserve(state[0].shape[2])
+        centre = None
+        if self.centre is not None and state[0].shape[2] >= self.centred_length:
+            first = [x[:, :, : self.centred_length] for x in state[: len(self.raw) : 2]]
+            keys = self._decoded([x.to(self.centre.device) for x in first])[0]
+            centre = centre_of(keys.flatten(0, 1), self.spec).view(self.centre.shape)
         for buffer, x in zip((*self.raw, *self.index_buffers), state):
             size = x.shape[2]
             buffer[:, :, :size] = x
             # A step may read what no query sees; in host memory none does.
             if not any(buffer is raw for raw in self.host_tensors):
                 buffer[:, :, size:] = 0
-        if self.centre is not None and self.length >= self.centred_length:
-            self._set_centre(slice(None))
+        if centre is not None:
+            self.centre.copy_(centre)
 
     # Reading
     # -------
@@ -364,7 +369,9 @@ class RawStore:
         if not spec.num_centred:  # of a window below a group
             self.centre = None
         elif self.centre is not None and self.length >= self.centred_length:
+            self.centre = torch.empty_like(self.centre)
             self._set_centre(slice(None))
+        self.index_buffers = [x.clone() for x in self.index_buffers]
         self._build_index(slice(None), 0, self.num_groups(self.length))
 
     def put_step(self, position: Tensor, stored: list[Tensor], *, closes: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.cropping import CroppedState
+from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.config import CCAConfig
 
 
@@ -36,6 +37,7 @@ class SavedState(CroppedState):
             "store": self.store.used(self._longest) if self.store else [],
         }
 
+    @unchanged_by_errors
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state made under the same configuration and rollback.
 
@@ -82,6 +84,7 @@ class SavedState(CroppedState):
         raw = [x[:, :, : self.raw_size].clone() for x in self.buffers]
         return raw, [x[:, :, self.size(length) : self.used].clone() for x in self.buffers]
 
+    @unchanged_by_errors
     def fill(
         self,
         buffers: list[Tensor],
@@ -122,11 +125,8 @@ class SavedState(CroppedState):
         self.lags = False
         if self.max_length is None:
             self.buffers = []
+            self.store = None
         self.allocate((*buffers[0].shape[:2], slots), buffers)
-        # A fixed cache, whose buffers stay where they are, may be given these very buffers.
-        for buffer, x in zip(self.buffers, buffers):
-            buffer[:, :, :used] = x
-            buffer[:, :, used:] = 0
         if store:
             num_raw = 2 if self.config.cache_dtype == "auto" else 4
             # A saved cache may have no token left.
@@ -138,6 +138,10 @@ class SavedState(CroppedState):
             self.allocate_store([x[:, :, :1] for x in raw])
             self.store.reserve(length)
             self.store.put(slice(None), 0, list(raw))
+        # A fixed cache, whose buffers stay where they are, may be given these very buffers.
+        for buffer, x in zip(self.buffers, buffers):
+            buffer[:, :, :used] = x
+            buffer[:, :, used:] = 0
         self._clear()
         self.set_length(length)
         self._intact_from = max(0, length - self.ring_size)

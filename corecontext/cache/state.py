@@ -14,6 +14,7 @@ from corecontext.cache.late import Late
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
 from corecontext.cache.stores import new_store
+from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
 from corecontext.ops.rotary import Rotary
@@ -237,21 +238,14 @@ class LayerState(Entries):
         self._counted = length
         self._note_padding(length)
 
-    def _count_step(self) -> None:
-        """Count the token of a step in a fixed cache on the host, without a device sync.
+    def _counts_steps(self) -> bool:
+        """Whether the host counts the token of a step in a fixed cache, without a device sync.
 
         A step that is compiled or captured now runs later: it is not counted.
-
-        Raises:
-            ValueError: the cache is full.
         """
         if self._counted is None or torch.compiler.is_compiling():
-            return
-        if is_captured(self.pad.device):
-            return
-        # mutant 4: a full cache of fixed length goes on
-        self._make_room(self._counted + 1)
-        self._counted += 1
+            return False
+        return not is_captured(self.pad.device)
 
     def close(self, reason: str) -> None:
         """Make the cache read-only; `reason` appears in the error."""
@@ -292,6 +286,7 @@ class LayerState(Entries):
         """Repeat each row, as `repeat_interleave`."""
         self._change_rows(lambda x: x.repeat_interleave(times, 0))
 
+    @unchanged_by_errors
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch dimension to all tensors."""
         if not self.buffers:

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from corecontext.config import REMOVED
+from corecontext.config import MOVED_OPTIONS, REMOVED
 from corecontext.files import UserError
 
 
@@ -79,6 +79,12 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
 def _gone(error: Any) -> str:
     """Say what an unknown option was in an earlier version; "" for one that never was."""
     option = getattr(error, "option_name", "")
+    if option in MOVED_OPTIONS:
+        return (
+            f"{option}, {MOVED_OPTIONS[option]}, has moved to the laboratory with its method. In a "
+            "clone of the repository, run `python -m reproduction compare` with the options of "
+            "your command."
+        )
     for row in REMOVED:
         if option == f"--{row.field.replace('_', '-')}":
             return f"{option}, {row.what}, was removed in version {row.since}. {row.instead}"

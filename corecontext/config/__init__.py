@@ -15,7 +15,13 @@ from corecontext.config.cca_config import (
 from corecontext.config.field_checks import MOST, check_choice, check_int, did_you_mean, listed
 from corecontext.config.indices import INDICES, parse_index
 from corecontext.config.presets import PAPER_RULE, PRESETS, Preset
-from corecontext.config.removed import REMOVED, Removed, refuses_removed, without_removed
+from corecontext.config.removed import (
+    MOVED_OPTIONS,
+    REMOVED,
+    Removed,
+    refuses_removed,
+    without_removed,
+)
 
 __all__ = [
     "BACKENDS",
@@ -23,6 +29,7 @@ __all__ = [
     "CORE_POSITIONS",
     "INDICES",
     "MOST",
+    "MOVED_OPTIONS",
     "PAPER_RULE",
     "PREFILLS",
     "PRESETS",

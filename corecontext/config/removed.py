@@ -67,6 +67,12 @@ REMOVED = (
 )
 """Settings that are gone: a saved config, a command or a keyword that has one is refused."""
 
+MOVED_OPTIONS = {
+    "--patterns": "the patterns of MInference's heads",
+    "--full-heads": "the heads that keep every token in DuoAttention",
+}
+"""Options whose methods have moved to the laboratory."""
+
 
 def check_not_removed(field: str, value: Any) -> None:
     """Raise ValueError where an earlier version had this value of a setting."""

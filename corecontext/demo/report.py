@@ -94,13 +94,13 @@ def _caption(records: Sequence[Record]) -> str:
     """Describe the machine, the prompts and the sizes of each method."""
     params = {record.params["method"]: record.params for record in records}
     full = params["full"]
-    parts = [f"{records[0].device}: {full['length']} tokens, {full['dtype']}"]
+    descriptions = [f"{records[0].device}: {full['length']} tokens, {full['dtype']}"]
     for method, sizes in params.items():
         if method == "adapted":
-            parts.append("adapted: with this package's adapter")
+            descriptions.append("adapted: with this package's adapter")
         elif method != "full":
-            parts.append(f"{title_of(method)}: {_sizes(sizes)}")
-    return "; ".join(parts)
+            descriptions.append(f"{title_of(method)}: {_sizes(sizes)}")
+    return "; ".join(descriptions)
 
 
 def _sizes(params: Mapping[str, Any]) -> str:
