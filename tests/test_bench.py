@@ -34,9 +34,10 @@ from benchmarks import (
 )
 from benchmarks.command import COMMANDS, main
 from benchmarks.training_settings import TrainingBench
+from benchmarks.user import UserBench, run_user_bench, user_markdown
 from corecontext import CCAConfig, record
 from corecontext.files import UserError
-from corecontext.record import Record, append_records, make_record, read_records
+from corecontext.record import Record, append_records, latest, make_record, read_records
 
 SIZES = methods.Sizes(4, 2, 16, 1, "float32", "cpu")
 TINY = operator_settings.OperatorBench(
@@ -831,3 +832,24 @@ def test_published_commands_can_be_parsed():
     for row in published.PUBLISHED:
         name, *options = row.command.split()
         assert main([name, *options, "--help"]) == 0
+
+
+def test_what_a_user_waits_for_is_measured_in_turns():
+    bench = UserBench("tiny", lengths=(40, 70), methods=("default",), new_tokens=2, repeats=2)
+    kept = []
+    records = run_user_bench(bench, kept.extend)
+    assert records == kept
+    names = [
+        f"user.{name}" for name in ("first_token_s", "next_token_ms", "device_bytes", "host_bytes")
+    ]
+    rows = [(r.name, r.params["method"], r.params["length"]) for r in records]
+    assert rows == [(n, m, x) for x in (40, 70) for m in ("full", "default") for n in names]
+    assert {r.params["model"] for r in records} == {"tiny"}
+    full, ours = (
+        latest(records, "user.host_bytes", length=70, method=m) for m in ("full", "default")
+    )
+    # On a CPU both have one memory; raw tokens of 2 layers, 2 KV heads of 32 in float32.
+    assert full.value == 0 and ours.value == 70 * 2 * 2 * 2 * 32 * 4
+    assert "user.next_token_ms" in user_markdown(records)
+    with pytest.raises(ValueError, match="method must be one of"):
+        UserBench(methods=("full",))
