@@ -8,10 +8,12 @@ from typing import NamedTuple
 from corecontext.config import CCAConfig
 
 PROMPT_LENGTHS = {"cpu": 16384, "cuda": 8192}
-"""Tokens of a prompt, by kind of device, that full attention reads in less time than fetch."""
+"""Tokens of a prompt, by kind of device, that full attention reads in less time than fetch. In the
+shape of Llama-3.1-8B on an H100 a prompt takes the same time for 4,096 and 8,192, more for 16,384;
+on a CPU fetch was slower at all lengths tried."""
 STEP_LENGTHS = {"cpu": 32768, "cuda": 0}
 """Tokens that a decoding step reads in less time than it chooses among them, by kind of device,
-where they are on it."""
+where they are on it. On a GPU no step of its own pools late, so that it always chooses."""
 NO_END = 2**62
 
 
