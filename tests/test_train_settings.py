@@ -190,6 +190,9 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
         ("streaming_llm", ("--sinks", "8"), False),
         ("window", ("--no-core-mass",), False),
         ("window", ("--fetch-groups", "0"), True),
+        ("window", ("--fetch-groups", "64"), False),
+        ("window", ("--preset", "small"), False),
+        ("cca", ("--preset", "small"), True),
         ("cca", ("--sinks", "8"), True),
     ],
 )
@@ -200,6 +203,17 @@ def test_no_option_of_the_attention_is_ignored(method, option, is_used, monkeypa
     assert main(argv) == (0 if is_used else 2)
     said = f"must be left out with method '{method}', which would ignore it, got "
     assert (said in capsys.readouterr().err) is not is_used
+
+
+def test_a_preset_replaces_a_recipes_attention_and_options_change_it(monkeypatch, capsys):
+    configs = []
+    result = run.Result(Path("out"), 1, [(1, 3.0)], {}, {}, 0)
+    monkeypatch.setattr(run, "train", lambda config: configs.append(config) or result)
+    assert main(["train", "paper", "--model", "m", "--preset", "small", "--sinks", "8"]) == 0
+    assert configs[0].cca() == CCAConfig.preset("small", sink_size=8)
+    assert configs[0] == TrainConfig.preset("small", model="m", sink_size=8, fit_memory=True)
+    assert main(["train", "--model", "m", "--preset", "smal"]) == 2
+    assert "preset must be one of 'default'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", [(), ("paper",)])

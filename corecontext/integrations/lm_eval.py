@@ -1,7 +1,7 @@
 """Add a model `corecontext` to lm-evaluation-harness's command.
 
     python -m corecontext.integrations.lm_eval run --model corecontext --tasks mmlu
-        --model_args pretrained=DIR,group_size=16,window_size=1024
+        --model_args pretrained=DIR,fetch_groups=128
 
 The plain `lm_eval` command does not have the model, since the harness finds models by import alone.
 Full attention is the harness's `--model hf`. Needs the extra 'lm-eval'.
