@@ -172,7 +172,7 @@ def _measured(
     full = [ways[FULL], ways[ROWS]]
     seconds = min((way.first_s for way in full if way.first_s), key=median)
     next_ms = min((way.next_ms for way in full), key=median)
-    rows_of = {FULL: (seconds, next_ms, full_bytes, 0)}
+    rows_of: dict[str, tuple[Any, ...]] = {FULL: (seconds, next_ms, full_bytes, 0)}
     rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *runs[name].bytes) for name in runs}
     for method, values in rows_of.items():
         for name, value in zip(NAMES, values, strict=True):
