@@ -24,11 +24,12 @@ SHADES = (FULL, "#4d4d4d", "#c0a080", "#c8c8c8")
 
 
 def draw_operator(records: Sequence[Record], path: str) -> None:
-    """Draw a panel for each pass, memory and decoding, on the last record's device.
+    """Draw a panel for each pass, memory and decoding, on the device with most records.
 
     Of several numbers of KV heads the one measured at the most lengths is drawn.
     """
-    records = [r for r in records if r.device == records[-1].device]
+    [(device, _)] = Counter(r.device for r in records).most_common(1)
+    records = [r for r in records if r.device == device]
     timed = [row for row in time_rows(records) if not row.graph]
     counts = Counter(row.params["kv_heads"] for row in timed)
     kv_heads = max(counts, key=lambda heads: counts[heads])

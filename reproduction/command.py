@@ -175,10 +175,10 @@ def reproduce(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the reproduction, or a measurement on a pretrained model: `real`, its
     `indices`, `rivals` beside kvpress, `compare` on suites, or `layers`; returns the exit code."""
-    from reproduction.indices_command import indices
+    from reproduction.indices.command import indices
     from reproduction.layers_command import layers
-    from reproduction.real_command import real
-    from reproduction.rivals_command import rivals
+    from reproduction.real.command import real
+    from reproduction.rivals.command import rivals
     from reproduction.suites.command import compare
 
     measurements = {"real": real, "rivals": rivals, "indices": indices, "compare": compare}

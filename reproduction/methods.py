@@ -14,7 +14,7 @@ from corecontext.visibility import num_complete_groups, window_capacity
 from reproduction.attentions.duo_attention import DuoAttention
 from reproduction.attentions.minference import MInference, Pattern
 from reproduction.attentions.pooled import MaxPooled, MeanPooled, Pooled
-from reproduction.real_methods import Sizes
+from reproduction.real.methods import Sizes
 from reproduction.sizes import Size
 
 PAPER_RIVALS = ("window", "window_wide", "streaming_llm", "lm_infinite", "mean", "max")

@@ -12,21 +12,21 @@ from pathlib import Path
 
 from benchmarks.figures import PageTable, update_pages
 from corecontext.record import read_records
-from reproduction.index_tables import index_markdown
-from reproduction.preset_tables import groups_markdown, presets_markdown, prompts_markdown
+from reproduction.indices.tables import index_markdown
 from reproduction.quality_tables import (
     SHORT,
     bundled_markdown,
     quality_markdown,
     scratch_markdown,
 )
-from reproduction.real_figure import draw_frontier, draw_presets
-from reproduction.real_tables import (
+from reproduction.real.figure import draw_frontier, draw_presets
+from reproduction.real.preset_tables import groups_markdown, presets_markdown, prompts_markdown
+from reproduction.real.tables import (
     extended_markdown,
     real_markdown,
     tries_markdown,
 )
-from reproduction.rivals_tables import rivals_markdown
+from reproduction.rivals.tables import rivals_markdown
 
 SMOLLM2 = ("model", "smollm2-135m-instruct")
 TABLES: Sequence[PageTable] = (

@@ -12,7 +12,7 @@ from corecontext.ops.fetch import query_blocks
 from corecontext.ops.fetch.mean import Mean
 from corecontext.record import read_records
 from reproduction.command import main
-from reproduction.real_methods import Sizes
+from reproduction.real.methods import Sizes
 
 
 def test_the_command(data, model, tmp_path):  # noqa: F811

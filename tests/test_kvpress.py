@@ -19,8 +19,8 @@ kvpress = pytest.importorskip(
     "kvpress", reason="kvpress needs transformers < 5.3, in an environment of its own"
 )
 CCAPress = importlib.import_module("reproduction.cca_press").CCAPress
-rivals_press = importlib.import_module("reproduction.rivals_press")
-rivals_tasks = importlib.import_module("reproduction.rivals_tasks")
+rivals_press = importlib.import_module("reproduction.rivals.press")
+rivals_tasks = importlib.import_module("reproduction.rivals.tasks")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONTEXT = "the quick brown fox jumps over the lazy dog and the cat".replace(" ", "") * 2

@@ -34,26 +34,29 @@ from corecontext.perplexity import hidden_nll
 from corecontext.record import UNITS, append_records, make_record, read_records
 from corecontext.train.loss import Taught
 from corecontext.train.train_config import load_recipe
-from reproduction import real_attention, real_figure, real_plan, real_tasks
 from reproduction.command import main
-from reproduction.index_tables import index_markdown
-from reproduction.preset_tables import groups_markdown, presets_markdown, prompts_markdown
-from reproduction.real import Protocol, RealModel, far_half
-from reproduction.real_attention import AttentionRun
-from reproduction.real_figure import draw_frontier, draw_presets
-from reproduction.real_gains import gain_kept, gain_records
-from reproduction.real_hits import hit_rates
-from reproduction.real_methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
-from reproduction.real_next import READINGS, losses_behind
-from reproduction.real_plan import Row
-from reproduction.real_tables import (
+from reproduction.indices.tables import index_markdown
+from reproduction.real import attention as real_attention
+from reproduction.real import figure as real_figure
+from reproduction.real import plan as real_plan
+from reproduction.real import tasks as real_tasks
+from reproduction.real.attention import AttentionRun
+from reproduction.real.figure import draw_frontier, draw_presets
+from reproduction.real.gains import gain_kept, gain_records
+from reproduction.real.hits import hit_rates
+from reproduction.real.methods import METHODS, WITH_HEADS, Heads, Sizes, describe, equal_heads
+from reproduction.real.model import Protocol, RealModel, far_half
+from reproduction.real.next_tokens import READINGS, losses_behind
+from reproduction.real.plan import Row
+from reproduction.real.preset_tables import groups_markdown, presets_markdown, prompts_markdown
+from reproduction.real.tables import (
     extended_markdown,
     real_markdown,
     tries_markdown,
 )
-from reproduction.real_tasks import Question, list_questions, share_right
-from reproduction.real_texts import cut_windows
-from reproduction.real_training import Adaptation, RememberedTeacher, round_factors
+from reproduction.real.tasks import Question, list_questions, share_right
+from reproduction.real.texts import cut_windows
+from reproduction.real.training import Adaptation, RememberedTeacher, round_factors
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
 SIZES = ["--length", "96", "--group-size", "4", "--window-size", "16", "--sink-size", "4"]

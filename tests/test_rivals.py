@@ -19,15 +19,18 @@ from corecontext.inference import prefill
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import load, one_line
 from corecontext.record import append_records, make_record, read_records
-from reproduction import real_plan, rivals_caches, rivals_plan, rivals_published
 from reproduction.command import main
-from reproduction.real import Protocol
-from reproduction.real_methods import Heads, Sizes
-from reproduction.real_tasks import LIST_TOKENS
-from reproduction.real_training import Adaptation
-from reproduction.rivals_caches import CacheRun
-from reproduction.rivals_tables import rivals_markdown
-from reproduction.rivals_tasks import Cell, Counts, Item, Source, Task, make_items
+from reproduction.real import plan as real_plan
+from reproduction.real.methods import Heads, Sizes
+from reproduction.real.model import Protocol
+from reproduction.real.tasks import LIST_TOKENS
+from reproduction.real.training import Adaptation
+from reproduction.rivals import caches as rivals_caches
+from reproduction.rivals import plan as rivals_plan
+from reproduction.rivals import published as rivals_published
+from reproduction.rivals.caches import CacheRun
+from reproduction.rivals.tables import rivals_markdown
+from reproduction.rivals.tasks import Cell, Counts, Item, Source, Task, make_items
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
 ESSAYS = "A man went out to walk. The way was long.\n\nHe came home late and slept well. " * 40

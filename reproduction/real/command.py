@@ -18,8 +18,8 @@ from reproduction.published import (
     measure_pending,
     with_text,
 )
-from reproduction.real_methods import METHODS, WITH_HEADS, Sizes
-from reproduction.real_training import DISTIL, Adaptation
+from reproduction.real.methods import METHODS, WITH_HEADS, Sizes
+from reproduction.real.training import DISTIL, Adaptation
 
 DEFAULT_METHODS = ("full", "streaming_llm", "streaming_llm_wide", "cca_paper", "cca")
 
@@ -137,10 +137,10 @@ def real(
     from pathlib import Path
 
     from corecontext.cli.options import check_appended, check_least
-    from reproduction import real_plan
-    from reproduction.real import Protocol, RealModel
-    from reproduction.real_gains import append_gains
-    from reproduction.real_published import pending_rows
+    from reproduction.real import plan
+    from reproduction.real.gains import append_gains
+    from reproduction.real.model import Protocol, RealModel
+    from reproduction.real.published import pending_rows
 
     check_appended(output)
     check_options(context, ("model", "data", "output", "save", "dtype", "device"))
@@ -148,7 +148,7 @@ def real(
         raise UserError("data must be given, got none. Use --data FOLDER.")
     if published:
         protocol = Protocol(model, data, output, save=save, dtype=dtype, device=device)
-        pending = with_text(pending_rows(protocol, real_plan.rows_of(model)), only)
+        pending = with_text(pending_rows(protocol, plan.rows_of(model)), only)
         if list_rows:
             list_pending(pending)
             return

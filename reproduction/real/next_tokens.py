@@ -15,7 +15,7 @@ from corecontext.integrations.hf.cache_layers import CCALayer
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.ops.fetch.prompt_rule import PROMPT_LENGTHS
 from corecontext.perplexity import hidden_nll
-from reproduction.real_attention import tokens_of
+from reproduction.real.attention import tokens_of
 
 SHARE = 16
 """Neighbouring tokens of a prompt that share a choice."""

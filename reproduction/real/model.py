@@ -39,11 +39,11 @@ from corecontext.record import (
 )
 from corecontext.terminal import progress
 from reproduction.layers import needle_rows
-from reproduction.real_attention import NO_CACHE, AttentionRun, batches, tokens_of
-from reproduction.real_hits import hit_rates
-from reproduction.real_material import Material
-from reproduction.real_measured import is_measured
-from reproduction.real_methods import (
+from reproduction.real.attention import NO_CACHE, AttentionRun, batches, tokens_of
+from reproduction.real.hits import hit_rates
+from reproduction.real.material import Material
+from reproduction.real.measured import is_measured
+from reproduction.real.methods import (
     METHODS,
     WITH_HEADS,
     Heads,
@@ -51,10 +51,10 @@ from reproduction.real_methods import (
     describe,
     equal_heads,
 )
-from reproduction.real_next import READINGS, losses_behind
-from reproduction.real_tasks import LIST_TOKENS, Question, share_right
-from reproduction.real_texts import Window
-from reproduction.real_training import Adaptation, Cost, adapt
+from reproduction.real.next_tokens import READINGS, losses_behind
+from reproduction.real.tasks import LIST_TOKENS, Question, share_right
+from reproduction.real.texts import Window
+from reproduction.real.training import Adaptation, Cost, adapt
 
 SEARCH_WINDOWS = 2
 """Windows of the search for heads that keep every token."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reproduction.published import command_of, options_of
-from reproduction.real_methods import PRESETS, Sizes
-from reproduction.real_training import Adaptation
+from reproduction.real.methods import PRESETS, Sizes
+from reproduction.real.training import Adaptation
 
 HEADS = "18:2,23:0,17:1,23:2,20:2,24:2"
 """KV heads of SmolLM2-135M that lower the far loss most, found on two windows of lm_train."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from corecontext.files import UserError
 from corecontext.record import read_records
 from reproduction.published import Pending
-from reproduction.real import Protocol, RealModel
-from reproduction.real_material import Material
-from reproduction.real_methods import Sizes
-from reproduction.real_published import model_of
-from reproduction.real_training import Adaptation
-from reproduction.rivals import PRESSED, Comparison, Questions, compare
-from reproduction.rivals_plan import Row
-from reproduction.rivals_tasks import Cell
+from reproduction.real.material import Material
+from reproduction.real.methods import Sizes
+from reproduction.real.model import Protocol, RealModel
+from reproduction.real.published import model_of
+from reproduction.real.training import Adaptation
+from reproduction.rivals.compare import PRESSED, Comparison, Questions, compare
+from reproduction.rivals.plan import Row
+from reproduction.rivals.tasks import Cell
 
 
 def pending_rows(protocol: Protocol, rows: Sequence[Row]) -> list[Pending]:

@@ -17,7 +17,7 @@ from reproduction.published import (
     measure_pending,
     with_text,
 )
-from reproduction.rivals_tasks import Counts
+from reproduction.rivals.tasks import Counts
 
 DEFAULT = Counts()
 
@@ -94,12 +94,12 @@ def rivals(
     from importlib.util import find_spec
 
     from corecontext.cli.options import check_appended, check_least
-    from reproduction import rivals_plan
-    from reproduction.real import Protocol, RealModel
-    from reproduction.real_methods import Sizes
-    from reproduction.real_training import Adaptation
-    from reproduction.rivals import OWN, PRESSED, Comparison, cells_of, compare
-    from reproduction.rivals_published import pending_rows
+    from reproduction.real.methods import Sizes
+    from reproduction.real.model import Protocol, RealModel
+    from reproduction.real.training import Adaptation
+    from reproduction.rivals import plan
+    from reproduction.rivals.compare import OWN, PRESSED, Comparison, cells_of, compare
+    from reproduction.rivals.published import pending_rows
 
     check_appended(output)
     check_options(context, ("model", "data", "save", "output", "dtype", "device"))
@@ -107,7 +107,7 @@ def rivals(
         raise UserError("data must be given, got none. Use --data FOLDER.")
     if published:
         protocol = Protocol(model, data, output, save=save, dtype=dtype, device=device)
-        pending = with_text(pending_rows(protocol, rivals_plan.ROWS), only)
+        pending = with_text(pending_rows(protocol, plan.ROWS), only)
         if list_rows:
             list_pending(pending)
         else:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.drawing import CCA, FULL, pyplot, save
 from corecontext.record import Record
-from reproduction.real_gains import ENDS, is_other_training
-from reproduction.real_methods import PRESETS
-from reproduction.real_tables import NAMES, OTHER_WORDING, protocol_tokens
-from reproduction.rivals_tables import TITLES
+from reproduction.real.gains import ENDS, is_other_training
+from reproduction.real.methods import PRESETS
+from reproduction.real.tables import NAMES, OTHER_WORDING, protocol_tokens
+from reproduction.rivals.tables import TITLES
 
 SMOLLM2, GEMMA = "smollm2-135m-instruct", "gemma-3-270m"
 FETCH, RIVAL = "#c65d12", "#6b5b95"

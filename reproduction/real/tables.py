@@ -8,10 +8,10 @@ from typing import Any
 from benchmarks.tables import Column, Row, is_of, markdown, mean, shown_mib
 from corecontext.config import PAPER_RULE
 from corecontext.record import Record, latest
-from reproduction.real_gains import ENDS, SAME, is_end, is_other_training
-from reproduction.real_measured import MEASURED
-from reproduction.real_methods import TITLES
-from reproduction.real_training import Adaptation
+from reproduction.real.gains import ENDS, SAME, is_end, is_other_training
+from reproduction.real.measured import MEASURED
+from reproduction.real.methods import TITLES
+from reproduction.real.training import Adaptation
 
 APART = (*SAME, *MEASURED, "task", "position", "needles", "lists", "over", "of")
 """Params that do not make another line."""

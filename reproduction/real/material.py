@@ -11,9 +11,9 @@ from typing import Any
 from corecontext.data.readers import find_file, read_documents
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.loading import Loaded, load
-from reproduction.real_tasks import Question, list_questions, needle_questions
-from reproduction.real_texts import Window, cut_windows
-from reproduction.real_training import RememberedTeacher
+from reproduction.real.tasks import Question, list_questions, needle_questions
+from reproduction.real.texts import Window, cut_windows
+from reproduction.real.training import RememberedTeacher
 
 
 class Material:

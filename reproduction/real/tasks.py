@@ -20,7 +20,7 @@ from corecontext.data.chat import chat_prompt
 from corecontext.data.needles import find_tokens, make_needles
 from corecontext.data.retrieval import Fact, make_facts, plant
 from corecontext.files import UserError
-from reproduction.real_attention import AttentionRun, batches
+from reproduction.real.attention import AttentionRun, batches
 
 LIST_RECORDS = 40
 """Records of a list."""

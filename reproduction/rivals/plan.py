@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from corecontext.record import Record
-from reproduction import real_plan
 from reproduction.published import command_of, options_of
-from reproduction.real_plan import HEADS
-from reproduction.real_tasks import LIST_TOKENS
-from reproduction.rivals import (
+from reproduction.real import plan as real_plan
+from reproduction.real.plan import HEADS
+from reproduction.real.tasks import LIST_TOKENS
+from reproduction.rivals.compare import (
     COMPRESSIONS,
     PRESSED,
     answered_tasks,
     cells_of,
     of_first_device,
 )
-from reproduction.rivals_tasks import PASSAGES, Cell, Counts, Task
+from reproduction.rivals.tasks import PASSAGES, Cell, Counts, Task
 from reproduction.suites.ruler import SUBTASKS
 
 # Estimated seconds on one H200.

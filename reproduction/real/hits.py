@@ -13,7 +13,7 @@ from corecontext.cache import parts_of
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import Loaded
-from reproduction.real_attention import tokens_of
+from reproduction.real.attention import tokens_of
 
 
 def hit_rates(

@@ -21,7 +21,7 @@ from corecontext.eval.items import Generated, Settings
 from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 from corecontext.loading import Loaded
-from reproduction.real_tasks import LIST_TOKENS, Question, list_questions, needle_questions
+from reproduction.real.tasks import LIST_TOKENS, Question, list_questions, needle_questions
 from reproduction.suites import ruler
 
 FAILURES = (AssertionError, RuntimeError, UserError, ValueError)

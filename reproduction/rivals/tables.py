@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.tables import Column, Key, Row, markdown, rows_by, shown_mib
 from corecontext.record import Record, latest
-from reproduction.real_methods import TITLES as TRAINED
-from reproduction.rivals import COMPRESSIONS, LEAST, NAMES, of_first_device
-from reproduction.rivals_tasks import Task
+from reproduction.real.methods import TITLES as TRAINED
+from reproduction.rivals.compare import COMPRESSIONS, LEAST, NAMES, of_first_device
+from reproduction.rivals.tasks import Task
 from reproduction.suites.ruler import SUBTASKS
 
 TITLES = {

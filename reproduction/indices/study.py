@@ -25,10 +25,10 @@ from corecontext.ops.spec import Spec
 from corecontext.perplexity import hidden_nll
 from corecontext.record import Record, append_records, device_name, make_record
 from corecontext.visibility import sees_core
-from reproduction.real import RealModel, far_half
-from reproduction.real_attention import tokens_of
-from reproduction.real_methods import Heads, Shape, describe
-from reproduction.real_tasks import Question
+from reproduction.real.attention import tokens_of
+from reproduction.real.methods import Heads, Shape, describe
+from reproduction.real.model import RealModel, far_half
+from reproduction.real.tasks import Question
 
 QUERIES = 64
 """Queries of a layer and window whose choices are compared."""

@@ -24,7 +24,7 @@ from corecontext.config import CCAConfig
 from corecontext.integrations.hf.cache_name import OLD_NAME, given_cache, with_cache
 from corecontext.loading import Loaded
 from reproduction.cca_press import CCAPress
-from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item
+from reproduction.rivals.tasks import FAILURES, Answer, Cell, Item
 
 SINKS = 16
 """First tokens that CCAPress keeps."""

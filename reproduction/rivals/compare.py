@@ -19,9 +19,9 @@ from corecontext.files import UserError
 from corecontext.heads.budget import Shape
 from corecontext.loading import Loaded
 from corecontext.record import Record, append_records, device_name, make_record, read_records
-from reproduction.real import RealModel
-from reproduction.real_methods import Heads
-from reproduction.rivals_tasks import (
+from reproduction.real.methods import Heads
+from reproduction.real.model import RealModel
+from reproduction.rivals.tasks import (
     FAILURES,
     PASSAGES,
     Cell,
@@ -169,12 +169,12 @@ def _new_runs(loaded: Loaded, cells: Sequence[Cell], heads: Heads, *, share: boo
             "corecontext."
         )
     if pressed:
-        from reproduction.rivals_press import PressRun
+        from reproduction.rivals.press import PressRun
 
         yield PressRun(loaded, pressed)
     of_caches = [cell for cell in cells if cell not in pressed]
     if of_caches:
-        from reproduction.rivals_caches import FULL, CacheRun
+        from reproduction.rivals.caches import FULL, CacheRun
 
         # A cache that stores all raw tokens gives full attention's answers as well.
         stored = [cell for cell in of_caches if cell.method == "fetch"]

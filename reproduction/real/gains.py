@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from corecontext.record import Record, append_records, make_record, read_records
-from reproduction.real_measured import MEASURED, PERPLEXITIES
-from reproduction.real_training import Adaptation
+from reproduction.real.measured import MEASURED, PERPLEXITIES
+from reproduction.real.training import Adaptation
 
 GAINS = {"real.perplexity": "real.gain_kept", "real.next_perplexity": "real.next_gain_kept"}
 """Records of losses, and those of their gains."""

@@ -9,8 +9,8 @@ import typer
 
 from corecontext.cli.options import MODEL_HELP, Device, Dtype, Seed
 from corecontext.files import UserError
-from reproduction.real_methods import Sizes
-from reproduction.real_training import Adaptation
+from reproduction.real.methods import Sizes
+from reproduction.real.training import Adaptation
 
 DEFAULT_INDICES = (*("mean", "parts:4:4", "parts:16:1", "pairs:2", "bits:2", "bits:2@32"),)
 
@@ -61,8 +61,8 @@ def indices(
     """Indices of fetch on a pretrained model: recall of the groups with the largest masses, far
     perplexity and needles (docs/fetch.md)."""
     from corecontext.cli.options import check_appended, check_least
-    from reproduction.indices import IndexStudy
-    from reproduction.real import Protocol, RealModel
+    from reproduction.indices.study import IndexStudy
+    from reproduction.real.model import Protocol, RealModel
 
     check_appended(output)
     check_least(0, needles=needles, lists=lists, recall_windows=recall_windows)

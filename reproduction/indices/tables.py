@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.tables import Column, Key, Row, markdown, mean, rows_by
 from corecontext.ops.fetch.index import index_of
 from corecontext.record import Record
-from reproduction.real_tables import most_windows, rows_of
+from reproduction.real.tables import most_windows, rows_of
 
 HEAD_DIM = 64
 """Of SmolLM2-135M, whose keys have 16 bits."""

@@ -26,8 +26,8 @@ from corecontext.integrations.hf.cache_layers import cache_bytes as bytes_of
 from corecontext.integrations.hf.cache_layers import host_bytes
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import Loaded, one_line
-from reproduction.real_methods import Heads, Sizes, describe, equal_heads
-from reproduction.rivals_tasks import FAILURES, Answer, Cell, Item
+from reproduction.real.methods import Heads, Sizes, describe, equal_heads
+from reproduction.rivals.tasks import FAILURES, Answer, Cell, Item
 
 FULL = Cell("full", 1)
 SINKS = 16

@@ -20,8 +20,8 @@ from benchmarks.tables import (
     shown_tokens,
 )
 from corecontext.record import Record, latest
-from reproduction.real_methods import PRESETS
-from reproduction.real_next import READINGS
+from reproduction.real.methods import PRESETS
+from reproduction.real.next_tokens import READINGS
 
 MODELS = {"smollm2-135m-instruct": "SmolLM2", "gemma-3-270m": "Gemma"}
 PLACES = (("smollm2-135m-instruct", 8192), ("gemma-3-270m", 8192), ("gemma-3-270m", 16384))

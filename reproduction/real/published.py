@@ -9,9 +9,9 @@ from pathlib import Path
 
 from corecontext.record import read_records
 from reproduction.published import Pending
-from reproduction.real import Protocol, RealModel
-from reproduction.real_material import Material
-from reproduction.real_plan import Row
+from reproduction.real.material import Material
+from reproduction.real.model import Protocol, RealModel
+from reproduction.real.plan import Row
 
 
 def pending_rows(protocol: Protocol, rows: Sequence[Row]) -> list[Pending]:

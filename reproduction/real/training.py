@@ -19,7 +19,7 @@ from corecontext.data.packing import collate
 from corecontext.files import UserError
 from corecontext.loading import one_line
 from corecontext.measure import PeakMemory
-from reproduction.real_texts import Window, WindowRows
+from reproduction.real.texts import Window, WindowRows
 
 DISTIL = 0.5
 """Share of the loss that is the divergence from the model under full attention."""

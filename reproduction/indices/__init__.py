@@ -1,0 +1,1 @@
+"""Compare indices of fetch on a pretrained model."""

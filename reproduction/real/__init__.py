@@ -1,0 +1,1 @@
+"""Measure attentions on a pretrained model, as it is or trained for a few steps."""

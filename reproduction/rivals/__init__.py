@@ -1,0 +1,1 @@
+"""Compare compressed contexts: kvpress's presses, and this package's caches."""
