@@ -84,7 +84,6 @@ def test_maps_are_the_weights_of_attention(model, settings):
                     "sink_size",
                     "fetch_groups",
                     "fetch_index",
-                    "fetch_share",
                 )
             },
         )[0]

@@ -962,7 +962,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     build.make_scheduler(Serving("m", policy="elastic"))
     assert made.options["policy"].sizes[:3] == [(4, 8, 8), (4, 8, 4), (4, 8, 2)]
     sizes = {"group_size": 2, "window_size": 3, "sinks": 4, "core_mass": False}
-    sizes |= {"fetch_groups": 5, "fetch_index": "mean", "store": "host", "prefill": "cca"}
+    sizes |= {"fetch_groups": 5, "fetch_index": "mean", "store": "host", "prefill": "fetch"}
     sizes |= {"fetch_slots": 9}
     serving = Serving("m", dtype="float16", device="cpu", untested=True, settings=sizes)
     build.make_scheduler(serving)

@@ -191,9 +191,7 @@ def _fetched_groups(
     without = spec.sinks // spec.group_size
     if not spec.fetch_groups or num_groups <= without:
         return chosen
-    # All queries of a share are needed for its choice.
-    shares = {t // spec.fetch_share for t in queries}
-    asked = [t for t in range(k.shape[1]) if t // spec.fetch_share in shares]
+    asked = sorted(set(queries))
     position = torch.tensor(asked, device=k.device)
     see_core, _ = reference.visible(position, position, num_groups - without, spec)
     choice = reference.choose(q[:, :, position], position, see_core, k, spec)
