@@ -119,7 +119,10 @@ def check(config, steps, dtype=torch.float32, prompts=(), rotary=None, **options
     heads = (SHARE * KV_HEADS, KV_HEADS, KV_HEADS)
     default = torch.get_default_device()
     qkv = [
-        [torch.randn(n, h, DIM, generator=generator, device="cpu").to(default, dtype) for h in heads]
+        [
+            torch.randn(n, h, DIM, generator=generator, device="cpu").to(default, dtype)
+            for h in heads
+        ]
         for n in lengths
     ]
     outs, cache = served(config, rotary, qkv, steps, dtype, prompts, **options)

@@ -109,7 +109,7 @@ CASES = {
     "long chunks": {"core_mass": True, "long_chunk": 8},
     "small cache": {"tokens": 30, "short": True, "num_gpu_blocks_override": 13},
     "fetch": {"fetch": {}, "tokens": 8, "alone": 5},
-    "fetch, small cache": {"fetch": {}, "tokens": 30, "short": True, "num_gpu_blocks_override": 17},
+    "fetch, small cache": {"fetch": {}, "tokens": 30, "short": True, "num_gpu_blocks_override": 26},
     "drafts": {
         "tokens": 16,
         "tied": True,  # the last token is a likely next one, and so are drafts

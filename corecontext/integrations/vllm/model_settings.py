@@ -31,7 +31,7 @@ TAKEN = (
 )
 """Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
 UNUSED = ("fetch_share", "fetch_slots", "backend")
-"""Settings without an effect here, where prompts have no shared choice, and there is one backend."""
+"""Settings without an effect here: prompts have no shared choice, and there is one backend."""
 PREFILL = {False: "cca", True: "full"}
 """The value of `prefill` that is the same as "auto" here, without fetch and with it."""
 

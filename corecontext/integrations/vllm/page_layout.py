@@ -124,9 +124,14 @@ class PageLayout:
         )
 
 
+def fetched_tokens(pages: int, length: int, page_size: int, core_page_tokens: int) -> int:
+    """Return the tokens that `pages` pages hold in requests of `length` tokens with fetch."""
+    return pages * length // (-(-length // page_size) + -(-length // core_page_tokens))
+
+
 def core_entries(config: CCAConfig, page_size: int, head_dim: int, itemsize: int) -> int:
-    """Return the core tokens of a page that has room for `page_size` raw tokens, with fetch: as many
-    as there is room for beside their masses and their index, a power of two.
+    """Return the core tokens of a page that has the bytes of `page_size` raw tokens, with fetch: as
+    many as fit beside their masses and their index, a power of two.
 
     Raises:
         ValueError: it has no room for one.

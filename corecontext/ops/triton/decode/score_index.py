@@ -246,7 +246,13 @@ def score_kernel(
 
 @triton.jit
 def _places(
-    groups, exists, pages, page_strides, which: tl.constexpr, size: tl.constexpr, PAGED: tl.constexpr
+    groups,
+    exists,
+    pages,
+    page_strides,
+    which: tl.constexpr,
+    size: tl.constexpr,
+    PAGED: tl.constexpr,
 ):
     """Return where the codes (0) or the scales (1) of groups begin, in int64.
 

@@ -1,5 +1,5 @@
-"""Attend with fetch from new tokens over block tables, each by its own choice of groups, in launches
-that depend on shapes only:
+"""Attend with fetch over block tables, each new token by its own choice of groups, in launches that
+depend on shapes only:
 
 rotate, score, select   as in a decoding step without pages (`decode/step_with_fetch.py`)
 attend                  to first tokens, core tokens of groups not chosen, raw tokens of chosen
@@ -236,7 +236,7 @@ def attend_rows(
     """
     q = contiguous_rows(q)
     raw, cores = pages
-    kv_heads, dim = raw.k.shape[2:]
+    kv_heads = raw.k.shape[2]
     work = Work.of(q, kv_heads, longest, spec)
     plan = work.plan
     count = q.shape[0] * kv_heads
