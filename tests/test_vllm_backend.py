@@ -292,7 +292,10 @@ def test_prompts_see_all_tokens_and_answers_choose(make_layers):
     fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": "device", "core_mass": True}
     config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
     config.speculative_config = SimpleNamespace(
-        method="ngram", num_speculative_tokens=2, use_eagle=lambda: False
+        method="ngram",
+        num_speculative_tokens=2,
+        use_eagle=lambda: False,
+        use_eagle_block_drop=lambda: False,
     )
     make_layers(config)
     settings = CCAConfig.saved_in(config.model_config.hf_text_config)

@@ -168,6 +168,8 @@ if GPU:
         "max_num_batched_tokens": 96,
         "num_gpu_blocks_override": 400,
     }
+    CASES["fetch, captured"] = {**CASES["fetch"], **CASES["captured"]}
+    CASES["fetch, many"] = {**CASES["many"], "fetch": {}, "num_gpu_blocks_override": 600}
     CASES["real"] = {
         "real": True,
         "long_chunk": 256,

@@ -142,8 +142,8 @@ def score_kernel(
         pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
         results: Pointers to the scores and the log-sum-exp.
         length: Pointers to the length on the device, and to each row's padding.
-        page_strides: Where PAGED, strides of codes, of scales and of the table's rows, and entries
-            of a page.
+        page_strides: Where PAGED, strides of codes and of scales; that of the table's rows and the
+            entries of a page.
     """
     seen, kv_heads, num_groups, group_size, window_size = integers(numbers)
     HEADS: tl.constexpr = TILE.heads
@@ -162,8 +162,8 @@ def score_kernel(
         codes_ptr = index[0] + head * page_strides[0][2]
         scales_ptr = index[1] + head * page_strides[1][2]
         sequence = tl.load(pages[1] + batch).to(tl.int64)
-        table_ptr = pages[0] + sequence * page_strides[2]
-        place = (table_ptr, SINKS // group_size, page_strides[3])
+        table_ptr = pages[0] + sequence * page_strides[2][0]
+        place = (table_ptr, SINKS // group_size, page_strides[2][1])
     scores_ptr = results[0] + n * HEADS * SCORING.width
     lse_ptr = results[1] + (n * tl.num_programs(1) + tl.program_id(1)) * HEADS
     count = visible_cores(position - SINKS, group_size, window_size)
@@ -193,9 +193,9 @@ def score_kernel(
     running_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if INDEX.scales == 1:
         groups = begin + tl.arange(0, BLOCK_N)
-        exists = groups < end
-        at = _places(groups, exists, place, page_strides, 1, 1, PAGED)
-        scales = tl.load(scales_ptr + at, mask=exists, other=0.0)
+        is_first = groups < end
+        first_at = _places(groups, is_first, place, page_strides, 1, 1, PAGED)
+        scales = tl.load(scales_ptr + first_at, mask=is_first, other=0.0)
     for start in tl.range(begin, end, BLOCK_N, num_stages=SCORING.stages):
         group = start + keys % BLOCK_N
         exists = (group < end) & (key < KEYS)
@@ -219,8 +219,8 @@ def score_kernel(
             factor = (scales.to(tl.float32) * (scale * LOG2E))[:, None]
             # Those of the next tile are on the way while this one is used.
             is_next = groups < end - BLOCK_N
-            at = _places(groups + BLOCK_N, is_next, place, page_strides, 1, 1, PAGED)
-            scales = tl.load(scales_ptr + at, mask=is_next, other=0.0)
+            next_at = _places(groups + BLOCK_N, is_next, place, page_strides, 1, 1, PAGED)
+            scales = tl.load(scales_ptr + next_at, mask=is_next, other=0.0)
         products = tl.reshape(products, [BLOCK_P, BLOCK_N, BLOCK_M])
         if KEYS < BLOCK_P:
             highest = tl.max(tl.where(is_key, products, -float("inf")), 0)

@@ -33,7 +33,7 @@ from corecontext.ops.triton.decode.plan import (
 )
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.paged.pages import (
     IndexPages,
     Pages,
@@ -43,6 +43,7 @@ from corecontext.ops.triton.paged.pages import (
 )
 from corecontext.ops.triton.paged.rows import Rows
 from corecontext.ops.triton.primitives import (
+    integers,
     log2_scores,
     softmax_step,
     tile_products,
@@ -52,7 +53,7 @@ from corecontext.ops.triton.primitives import (
 from corecontext.ops.triton.tiles import chip_of, decode_splits
 
 
-@triton.jit(do_not_specialize=["kv_heads", "window_size"])
+@triton.jit
 def _attend_rows_kernel(
     q_ptr,
     raw,
@@ -61,8 +62,7 @@ def _attend_rows_kernel(
     rows,
     choice,
     partial,
-    kv_heads,
-    window_size,
+    numbers,
     scale,
     strides,
     page_sizes,
@@ -87,14 +87,15 @@ def _attend_rows_kernel(
             writes them.
         partial: Pointers to the shares' outputs [T Hkv, shares, HEADS, D] and log-sum-exp.
     """
+    kv_heads, window_size = integers(numbers)
     q_strides, page_strides, core_strides, mass_strides, table_strides = strides
     n = tl.program_id(0).to(tl.int64)
-    token = n // kv_heads
+    row = n // kv_heads
     head = n % kv_heads
-    sequence = tl.load(rows[0] + token).to(tl.int64)
-    position = tl.load(rows[1] + token)
-    groups = visible_cores(-tl.load(rows[2] + token) - SINKS, GROUP, window_size)
-    q_ptr += token * q_strides[0] + head * TILE.heads * q_strides[1]
+    sequence = tl.load(rows[0] + row).to(tl.int64)
+    position = tl.load(rows[1] + row)
+    groups = visible_cores(-tl.load(rows[2] + row) - SINKS, GROUP, window_size)
+    q_ptr += row * q_strides[0] + head * TILE.heads * q_strides[1]
     q = load_queries(q_ptr, q_strides[1], TILE)
     keys_ptr = raw[0] + head * page_strides[2]
     values_ptr = raw[1] + head * page_strides[2]
@@ -261,14 +262,14 @@ def attend_rows(
             (count, plan.num_scoring),
             (
                 *(q, index.rotations[0], work.rotated, (index.codes, index.scales)),
-                *((cores.table, rows.sequences), work.scores, length, 0, *sizes),
+                *((cores.table, rows.sequences), work.scores, length, ints(0, *sizes)),
                 float(spec.scale),
             ),
             (
                 q.stride()[:2],
                 (
                     *(index.codes.stride()[:3], index.scales.stride()[:3]),
-                    *(cores.table.stride(0), cores.k.shape[1]),
+                    (cores.table.stride(0), cores.k.shape[1]),
                 ),
             ),
             ON_DEVICE=False,
@@ -282,7 +283,7 @@ def attend_rows(
         launch(
             select_kernel,
             (count,),
-            (work.scores, work.choice, length, 0, *sizes, plan.num_scoring),
+            (work.scores, work.choice, length, ints(0, *sizes, plan.num_scoring)),
             (num_chosen,),
             ON_DEVICE=False,
             SINKS=spec.sinks,
@@ -299,7 +300,7 @@ def attend_rows(
             (
                 *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table)),
                 *(tuple(rows), work.choice, work.partial),
-                *(kv_heads, spec.window_size, float(spec.scale)),
+                *(ints(kv_heads, spec.window_size), float(spec.scale)),
             ),
             (
                 (q.stride()[:2], *strides_of(raw, cores, mass)),

@@ -15,7 +15,7 @@ from torch import Tensor
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
 from corecontext.ops.triton.decode.write_index import encode_keys
-from corecontext.ops.triton.launch import launch, power_of_2
+from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.paged.pages import (
     Batch,
     IndexPages,
@@ -24,19 +24,18 @@ from corecontext.ops.triton.paged.pages import (
     owned_block,
     page_offsets,
 )
-from corecontext.ops.triton.primitives import tile_mask
+from corecontext.ops.triton.primitives import integers, tile_mask
 
 _CENTRE_ROWS = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_centred"])
+@triton.jit
 def _index_pages_kernel(
     keys_ptr,
     index,
     page_tables,
     sequences,
-    num_sequences,
-    num_centred,
+    numbers,
     strides,
     page_sizes,
     SINKS: tl.constexpr,
@@ -53,10 +52,11 @@ def _index_pages_kernel(
         keys_ptr: Raw keys in pages.
         index: Pointers to codes, scales and the rotation in float32.
         page_tables, sequences: As of `_pool_pages_kernel`.
-        num_centred: Tokens behind the first ones that the centre counts, whole groups.
+        numbers: Sequences, and tokens behind the first ones that the centre counts, whole groups.
         strides: Of pages of raw tokens, of codes and of scales, and of both tables' rows.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
+    num_sequences, num_centred = integers(numbers)
     codes_ptr, scales_ptr, rotation_ptr = index
     starts_ptr, lengths_ptr = sequences
     page_strides, codes_strides, scales_strides, table_strides = strides
@@ -132,7 +132,8 @@ def write_index(
             (num_blocks(num_new, batch.lengths.shape[0], spec.group_size), raw.k.shape[2]),
             (
                 *(raw.k, (index.codes, index.scales, index.rotations[1]), (raw.table, table)),
-                *((batch.starts, batch.lengths), batch.lengths.shape[0], spec.num_centred),
+                (batch.starts, batch.lengths),
+                ints(batch.lengths.shape[0], spec.num_centred),
             ),
             (
                 (

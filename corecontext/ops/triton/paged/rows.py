@@ -61,7 +61,7 @@ def _rows_kernel(
     inside = token < num_tokens
     tl.store(rows_ptr + token, low, mask=inside)
     tl.store(rows_ptr + room + token, position, mask=inside)
-    # mutant vllm: a prompt's last token chooses
+    # mutant vllm: tokens of a prompt choose
     pads = tl.where(chooses, -position, 1)
     tl.store(rows_ptr + 2 * room + token, pads, mask=inside)
 
