@@ -49,7 +49,7 @@ from corecontext.ops.triton.paged import attend_rows as paged_attend_rows
 from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import index_pages as paged_index
 from corecontext.ops.triton.paged import pool_pages as paged_pool
-from corecontext.ops.triton.paged import rows as paged_rows
+from corecontext.ops.triton.paged import token_rows as paged_rows
 from corecontext.ops.triton.pool import kernels as pool_kernels
 from corecontext.ops.triton.pool import launcher as pool
 from corecontext.ops.triton.tiles import (

@@ -261,8 +261,8 @@ def test_the_table_of_vllms_cache(monkeypatch):
     assert held[0][0] == held[1][0] < held[0][1] < held[1][1]
     assert columns[3] == [f"{compact / full:.1f}x" for full, compact in held]
     fetched = CCAConfig.preset("device")
-    full, held = capacity.held_tokens(COST, fetched, 16384, free)
-    assert full // 2 < held < full
+    full, with_fetch = capacity.held_tokens(COST, fetched, 16384, free)
+    assert full // 2 < with_fetch < full
     hf_config.architectures = ["GPT2LMHeadModel"]
     with pytest.raises(ValueError, match="^architectures must hold one of Llama"):
         capacity.capacity_table(hf_config, COST, config, [2048], 0.01)

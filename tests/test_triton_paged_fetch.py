@@ -16,7 +16,7 @@ from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
 from corecontext.ops.triton.paged.index_pages import write_index
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
-from corecontext.ops.triton.paged.rows import write_rows
+from corecontext.ops.triton.paged.token_rows import write_rows
 
 pytestmark = pytest.mark.usefixtures("default_device")
 WORST = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the largest row's norm, in any row

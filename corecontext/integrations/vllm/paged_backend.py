@@ -42,7 +42,7 @@ from corecontext.ops.triton.paged.chunk import attend_longest_chunk
 from corecontext.ops.triton.paged.index_pages import write_index
 from corecontext.ops.triton.paged.pages import Batch, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
-from corecontext.ops.triton.paged.rows import Rows
+from corecontext.ops.triton.paged.token_rows import Rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.visibility import first_core_query
 
@@ -346,16 +346,16 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
 
         if not step.parts:
             choose(slice(None))
-        for part in step.parts:
-            if part.kind is Kind.DECODING:
-                choose(part.tokens)
+        for run in step.parts:
+            if run.kind is Kind.DECODING:
+                choose(run.tokens)
             elif step.attend_whole is not None:
-                table = raw.table[part.sequences]
-                q, results = query[part.tokens], out[part.tokens]
-                step.attend_whole(q, raw.k, raw.v, part.batch, self.spec, results, table)
+                table = raw.table[run.sequences]
+                q, results = query[run.tokens], out[run.tokens]
+                step.attend_whole(q, raw.k, raw.v, run.batch, self.spec, results, table)
             else:
                 tokens = (query, key, value)
-                attend_parts(tokens, [part], raw, raw, self.raw_spec, 0.0, out)
+                attend_parts(tokens, [run], raw, raw, self.raw_spec, 0.0, out)
 
     def _attend_raw(
         self,

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from corecontext.ops.triton.paged.pages import Batch
-from corecontext.ops.triton.paged.rows import Rows, write_rows
+from corecontext.ops.triton.paged.token_rows import Rows, write_rows
 
 
 class RowBuffers:

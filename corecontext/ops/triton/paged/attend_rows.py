@@ -41,7 +41,7 @@ from corecontext.ops.triton.paged.pages import (
     page_offsets,
     strides_of,
 )
-from corecontext.ops.triton.paged.rows import Rows
+from corecontext.ops.triton.paged.token_rows import Rows
 from corecontext.ops.triton.primitives import (
     integers,
     log2_scores,
@@ -161,9 +161,9 @@ def _attend_rows_kernel(
             scores, running_max, running_sum, True
         )
         acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)
-    part = n * tl.num_programs(1) + tl.program_id(1)
-    acc_ptr = partial[0] + part * (TILE.heads * TILE.dim)
-    lse_ptr = partial[1] + part * TILE.heads
+    at = n * tl.num_programs(1) + tl.program_id(1)
+    acc_ptr = partial[0] + at * (TILE.heads * TILE.dim)
+    lse_ptr = partial[1] + at * TILE.heads
     store_part((acc_ptr, lse_ptr), (acc, running_sum, running_max), TILE)
 
 
@@ -201,7 +201,7 @@ class Work(NamedTuple):
         shape = (q.dtype, count, heads, dim, entries, num_groups, num_chosen, is_nvidia)
         plan = fetch_plan(chip, StepSizes(*shape), spec)
         scoring = plan.scoring
-        parts = decode_splits(chip, count, min(entries, longest), plan.tile.block_n)
+        shares = decode_splits(chip, count, min(entries, longest), plan.tile.block_n)
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty((count, *shape), dtype=dtype, device=q.device)
@@ -213,7 +213,7 @@ class Work(NamedTuple):
             rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
             scores=(make(heads, scoring.width), make(plan.num_scoring, heads)),
             choice=(make(num_chosen, dtype=torch.int32), make(scoring.width, dtype=torch.int8)),
-            partial=(make(parts, heads, dim), make(parts, heads)),
+            partial=(make(shares, heads, dim), make(shares, heads)),
         )
 
 
