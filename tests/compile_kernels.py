@@ -370,7 +370,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     for paged in (False, True):
         yield Kernel(score_index.score_kernel, {**sizes, "PAGED": paged}, types)
     types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2), "page_sizes": 2}
-    types |= {"cores": ("", "", "fp32"), "tables": ("i32", "i32")}
+    types |= {"cores": ("", "", "fp32"), "tables": ("i32", "i32"), "numbers": 2}
     sizes = {"GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width, "HAS_MASS": True}
     sizes |= {"ALIGNMENT": 16, "TILE": plan.tile, **plan.attend_options}
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
@@ -380,7 +380,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     yield Kernel(paged_index._index_pages_kernel, sizes, types)
     names = ("starts_ptr", "lengths_ptr", "exact_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
-    yield Kernel(paged_rows._rows_kernel, blocks, dict.fromkeys(names, "i32"))
+    yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
     blocks = {"BLOCK": plan.scoring.width, "BLOCK_H": HEADS, "BLOCK_K": 64}
     blocks["BLOCK_S"] = power_of_2(plan.num_scoring)
     sizes = {**place, **blocks, "HEADS": HEADS, "num_warps": plan.select_warps}

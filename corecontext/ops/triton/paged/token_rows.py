@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.launch import ceil_div, launch
+from corecontext.ops.triton.launch import ceil_div, ints, launch
 from corecontext.ops.triton.paged.pages import Batch
+from corecontext.ops.triton.primitives import integers
 
 BLOCK = 128
 """New tokens of a program."""
@@ -31,18 +32,21 @@ class Rows(NamedTuple):
         return Rows(*(x[tokens] for x in self))
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "room"])
+@triton.jit
 def _rows_kernel(
     starts_ptr,
     lengths_ptr,
     exact_ptr,
     rows_ptr,
-    num_sequences,
-    num_tokens,
-    room,
+    numbers,
     BLOCK: tl.constexpr,
 ):
-    """Write the rows of BLOCK tokens. Grid: (blocks of tokens,)."""
+    """Write the rows of BLOCK tokens. Grid: (blocks of tokens,).
+
+    Args:
+        numbers: Sequences, new tokens, and those that there is room for.
+    """
+    num_sequences, num_tokens, room = integers(numbers)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # The last sequence that begins no later.
     low = tl.zeros([BLOCK], tl.int32)
@@ -79,7 +83,7 @@ def write_rows(batch: Batch, exact: Tensor, num_tokens: int, buffer: Tensor) -> 
             (ceil_div(num_tokens, BLOCK),),
             (
                 *(batch.starts, batch.lengths, exact, buffer),
-                *(batch.lengths.shape[0], num_tokens, buffer.stride(0)),
+                ints(batch.lengths.shape[0], num_tokens, buffer.stride(0)),
             ),
             BLOCK=BLOCK,
             num_warps=4,
