@@ -191,6 +191,7 @@ def test_the_command_advises_unless_settings_are_given(tmp_path, capfd):
 def test_tokens_in_the_cache_of_vllm(tmp_path, capfd):
     model = save_tiny_model(tmp_path / "model")
     line = ["info", "--model", str(model), "--vllm", "--gpu-memory", "0.01"]
+    line += ["--preset", "pooling"]
     line += ["--group-size", "4", "--window-size", "8", "--sinks", "0"]
     assert main([*line, "--length", "640"]) == 0
     hf_config = AutoConfig.from_pretrained(model)
