@@ -28,16 +28,17 @@ from benchmarks.options import check_choices, check_positive, option
 from benchmarks.serving_settings import SERVED_SHAPES
 from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.files import UserError, install_command
-from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.page_layout import PageLayout, core_entries, fetched_tokens
 from corecontext.measure import package_path
 from corecontext.record import Record, command_line, device_name, make_record
 
-BACKENDS = {"cca": "CUSTOM", "full": "FLASH_ATTN"}
+BACKENDS = {"cca": "CUSTOM", "fetch": "CUSTOM", "full": "FLASH_ATTN"}
 """Method -> vLLM's name of its attention."""
 WEIGHTS = ("bfloat16", "fp8")
 MOST_REQUESTS = 256
 """Requests in a step at most."""
 PAGE_SIZE = 16
+BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ class VllmBench:
     """Model, methods and load to measure."""
 
     methods: tuple[str, ...] = option(("cca", "full"), name="method")
-    """cca, or full: vLLM's own FlashAttention."""
+    """cca; fetch: the preset "device"; or full: vLLM's own FlashAttention."""
     shape: str = "llama3.1-8b"
     """llama3.1-8b: a model of these sizes with random weights."""
     group_size: int = PAPER_RULE["group_size"]
-    """Tokens per core token, g."""
+    """Tokens per core token of cca, g."""
     window_size: int = PAPER_RULE["window_size"]
-    """Nearest tokens kept as they are, s."""
+    """Nearest tokens that cca keeps as they are, s."""
     lengths: tuple[int, ...] = option((1024, 32768, 131072), name="length")
     """Tokens of a prompt alone on the machine, whose first and next token are measured."""
     weights: str = "bfloat16"
@@ -104,17 +105,20 @@ class VllmBench:
         """Tokens of the longest request."""
         return max(*(n + self.steps for n in self.lengths), self.prompt_length + self.new_tokens)
 
-    @property
-    def config(self) -> CCAConfig:
-        """Settings of core context."""
+    def config(self, method: str) -> CCAConfig:
+        """Return the settings of core context under a method of it."""
+        if method == "fetch":
+            return CCAConfig.preset("device")
         return CCAConfig.pooling(group_size=self.group_size, window_size=self.window_size)
 
     def params(self, method: str, **more: Any) -> dict[str, Any]:
         """Return a record's params."""
         settings: dict[str, Any] = {}
-        if method == "cca":
-            sizes = ("group_size", "window_size", "sink_size", "core_mass")
-            settings = {name: getattr(self.config, name) for name in sizes}
+        if method != "full":
+            sizes = ["group_size", "window_size", "sink_size", "core_mass"]
+            if method == "fetch":
+                sizes += ["fetch_groups", "fetch_index", "store"]
+            settings = {name: getattr(self.config(method), name) for name in sizes}
         return {
             "method": method,
             "attention": BACKENDS[method],
@@ -194,8 +198,8 @@ def model_config(bench: VllmBench, method: str) -> dict[str, Any]:
     """Return the config.json of the model, with positions for the longest request."""
     shape = dict(SERVED_SHAPES[bench.shape])
     shape["max_position_embeddings"] = max(shape["max_position_embeddings"], bench.longest)
-    if method == "cca":
-        shape["cca"] = bench.config.to_dict()
+    if method != "full":
+        shape["cca"] = bench.config(method).to_dict()
     return shape
 
 
@@ -267,8 +271,13 @@ class _Trial:
         pages = self.engine.vllm_config.cache_config.num_gpu_blocks
         length = self.bench.prompt_length + self.bench.new_tokens
         tokens = pages * PAGE_SIZE
+        config = self.bench.config(self.method)
+        if self.method == "fetch":
+            head_dim = SERVED_SHAPES[self.bench.shape]["head_dim"]
+            entries = core_entries(config, PAGE_SIZE, head_dim, BFLOAT16_BYTES)
+            tokens = fetched_tokens(pages, length, PAGE_SIZE, config.group_size * entries)
         if self.method == "cca":
-            layout = PageLayout.of(self.bench.config, PAGE_SIZE)
+            layout = PageLayout.of(config, PAGE_SIZE)
             in_flight = self.engine.vllm_config.max_in_flight_tokens
             tokens = layout.cache_tokens(pages, length, in_flight)
         self.keep("cache_tokens", tokens, length=length, pages=pages)

@@ -1,4 +1,4 @@
-"""Declare the table of vLLM: a row for each quantity and load, both methods beside each other."""
+"""Declare the table of vLLM: a row for each quantity and load, methods beside each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUANTITIES = {
     "vllm.requests_per_s": Quantity("requests per second", lambda x: f"{x:.3g}", True),
     "vllm.cache_tokens": Quantity("tokens in the cache", lambda x: f"{x:,.0f}", True),
 }
-METHODS = {"full": "FlashAttention", "cca": "core context"}
+METHODS = {"full": "FlashAttention", "cca": "core context", "fetch": "fetch"}
 
 
 def vllm_markdown(records: Sequence[Record]) -> str:
@@ -48,9 +48,12 @@ def vllm_markdown(records: Sequence[Record]) -> str:
         for row in rows
         if len(_methods(row)) > 1 or (row[0].name, _load(row[0])) not in compared
     ]
+    columns = COLUMNS
+    if any("fetch" in _methods(row) for row in rows):
+        columns += (_method("fetch"),)
     newest = max(records, key=lambda record: record.date)
     text = f"{newest.device}, vLLM {newest.versions.get('vllm', 'unknown')}"
-    return "\n".join([*markdown(COLUMNS, rows), "", f"{text}.", ""])
+    return "\n".join([*markdown(columns, rows), "", f"{text}.", ""])
 
 
 def _methods(row: Row) -> set[str]:
@@ -74,7 +77,7 @@ def _method(method: str) -> Column:
 
 def _gain(row: Row) -> str:
     """Show how many times better core context is."""
-    full, cca = (_value(row, method) for method in METHODS)
+    full, cca = (_value(row, method) for method in ("full", "cca"))
     if full is None or cca is None:
         return ""
     return shown_times(cca / full if QUANTITIES[row[0].name].more_is_better else full / cca)
@@ -119,6 +122,6 @@ def _loads(row: Row) -> str:
 COLUMNS = (
     Column("", lambda row: QUANTITIES[row[0].name].title, left=True),
     Column("load", _loads, left=True),
-    *map(_method, METHODS),
+    *map(_method, ("full", "cca")),
     Column("gain", _gain),
 )

@@ -60,7 +60,7 @@ def print_info(
             assert gpu_gib is not None, "capacity.gpu_gib asks for it"
             served = config
             if getattr(hf_config, "cca", None) is None and settings.get(PRESET) is None:
-                served = cca_config(hf_config, {**settings, PRESET: "pooling"})
+                served = cca_config(hf_config, {**settings, PRESET: "device"})
             tables.append(capacity_table(hf_config, cost, served, lengths, gpu_gib))
     if not settings:
         saved = config if getattr(hf_config, "cca", None) else None

@@ -45,8 +45,11 @@ from corecontext.ops.triton.decode import (
 from corecontext.ops.triton.decode import plan as decode_plan
 from corecontext.ops.triton.launch import power_of_2
 from corecontext.ops.triton.paged import attend_pages as paged_attend
+from corecontext.ops.triton.paged import attend_rows as paged_attend_rows
 from corecontext.ops.triton.paged import gather as paged_gather
+from corecontext.ops.triton.paged import index_pages as paged_index
 from corecontext.ops.triton.paged import pool_pages as paged_pool
+from corecontext.ops.triton.paged import token_rows as paged_rows
 from corecontext.ops.triton.pool import kernels as pool_kernels
 from corecontext.ops.triton.pool import launcher as pool
 from corecontext.ops.triton.tiles import (
@@ -134,11 +137,17 @@ CHOICE = (
     fetch_choose._select_kernel,
     marks._mark_kernel,
 )
+PAGED_FETCH = (
+    paged_rows._rows_kernel,
+    paged_index._index_pages_kernel,
+    paged_attend_rows._attend_rows_kernel,
+)
 PAGED = (
     paged_pool._store_kernel,
     paged_pool._pool_pages_kernel,
     paged_attend._attend_pages_kernel,
     paged_gather._gather_kernel,
+    *PAGED_FETCH,
 )
 STEP = (
     score_index.rotate_kernel,
@@ -356,8 +365,22 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     if plan.scoring.whole:
         yield Kernel(score_index.rotate_kernel, sizes, STEP_TYPES)
     types = {**STEP_TYPES, "index": ("u8", "fp16")}
+    types |= {"pages": ("i32", "i32"), "page_strides": (3, 3, 2)}
     sizes = {**place, **scoring, "num_warps": decode_plan.SCORE_WARPS}
-    yield Kernel(score_index.score_kernel, sizes, types)
+    for paged in (False, True):
+        yield Kernel(score_index.score_kernel, {**sizes, "PAGED": paged}, types)
+    types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2), "page_sizes": 2}
+    types |= {"cores": ("", "", "fp32"), "tables": ("i32", "i32"), "numbers": 2}
+    sizes = {"GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width, "HAS_MASS": True}
+    sizes |= {"ALIGNMENT": 16, "TILE": plan.tile, **plan.attend_options}
+    yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
+    types |= {"page_tables": ("i32", "i32"), "sequences": ("i32", "i32"), "strides": (3, 3, 3, 2)}
+    types["index"] = ("u8", "fp16", "fp32")
+    sizes = {"SINKS": 16, "GROUP": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
+    yield Kernel(paged_index._index_pages_kernel, sizes, types)
+    names = ("starts_ptr", "lengths_ptr", "exact_ptr", "rows_ptr")
+    blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
+    yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
     blocks = {"BLOCK": plan.scoring.width, "BLOCK_H": HEADS, "BLOCK_K": 64}
     blocks["BLOCK_S"] = power_of_2(plan.num_scoring)
     sizes = {**place, **blocks, "HEADS": HEADS, "num_warps": plan.select_warps}

@@ -47,6 +47,7 @@ SCHEDULER, INFERENCE, SINKS, SINK_MODELS = (
 FETCH = "tests/test_triton_fetch.py"
 PREFILL, PREFILL_MODELS = ("tests/test_prefill.py", "tests/test_prefill_models.py")
 STEP = "tests/test_triton_fetch_step.py"
+PAGED_FETCH = "tests/test_triton_paged_fetch.py"
 SECURITY = "tests/test_serve_security.py"
 TRAIN_LAWS = "tests/test_train_laws.py"
 
@@ -1432,6 +1433,21 @@ limits = (
         "vllm: a token is seen beside its core token",
         "sees_raw = (token[None, :] >= low[:, None] * 0) | (token < first_group * GROUP)[None, :]",
         "tests/test_triton_paged.py::test_a_ragged_batch_of_chunks_and_decoding_tokens",
+    ),
+    Fault(
+        "vllm: tokens of a prompt choose",
+        "pads = tl.where(exists, -position, 1)",
+        f"{PAGED_FETCH}::test_tokens_of_prompts_see_all_tokens",
+    ),
+    Fault(
+        "vllm: an index is written a group too late",
+        "if (completed * GROUP + 2 * GROUP <= length) & (group >= FIRST):",
+        f"{PAGED_FETCH}::test_an_index_is_written_as_the_reference_encodes_it",
+    ),
+    Fault(
+        "vllm: chosen groups keep their core tokens",
+        "is_chosen = tl.load(marks_ptr + group, mask=is_core, other=0) > 1",
+        f"{PAGED_FETCH}::test_shares_of_the_entries_are_merged",
     ),
     Fault(
         "vllm: an older release gets the plug-in",

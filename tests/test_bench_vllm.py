@@ -71,7 +71,7 @@ def test_each_token_has_its_time(engine):
     assert all(row == sorted(row) and row[0] > 0 for row in times)
 
 
-@pytest.mark.parametrize("method", ["cca", "full"])
+@pytest.mark.parametrize("method", ["cca", "fetch", "full"])
 def test_records_of_a_method(engine, method, tmp_path, capsys):
     path = tmp_path / "vllm.jsonl"
     line = f"vllm --method {method} --length 20 --length 40 --steps 3 --prompt-length 30"
@@ -86,7 +86,9 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
     ]
     tokens = 16000
     if method == "cca":
-        tokens = PageLayout.of(VllmBench().config, 16).cache_tokens(1000, 34, 32)
+        tokens = PageLayout.of(VllmBench().config(method), 16).cache_tokens(1000, 34, 32)
+    if method == "fetch":
+        tokens = 1000 * 34 // (3 + 1)
     assert records[0].value == tokens
     assert records[1].params["length"] == 20
     assert records[1].params["model_runner"] == "V2"
@@ -187,6 +189,9 @@ def test_the_table_has_the_newest_of_both_methods():
         "| tokens in the cache | requests of 33,792 tokens |  | 7,000,000 |  |",
     ]
     assert note == "a GPU, vLLM unknown."
+    records.append(record("vllm.next_token_ms", 4.0, "fetch", "2", **alone))
+    row = vllm_markdown(records).splitlines()[2]
+    assert row == "| next token | 32K alone | 6 ms | 3 ms | 2.00x | 4 ms |"
 
 
 def test_other_numbers_of_requests_give_no_gain():
@@ -213,7 +218,7 @@ def test_other_numbers_of_requests_give_no_gain():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--method sdpa", "method must be one of 'cca', 'full'"),
+        ("--method sdpa", "method must be one of 'cca', 'fetch', 'full'"),
         ("--length 0", "length must be at least 1"),
         ("--weights int4", "weights must be one of 'bfloat16', 'fp8'"),
         ("--requests -1", "requests must be at least 0"),

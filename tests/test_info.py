@@ -191,6 +191,7 @@ def test_the_command_advises_unless_settings_are_given(tmp_path, capfd):
 def test_tokens_in_the_cache_of_vllm(tmp_path, capfd):
     model = save_tiny_model(tmp_path / "model")
     line = ["info", "--model", str(model), "--vllm", "--gpu-memory", "0.01"]
+    line += ["--preset", "pooling"]
     line += ["--group-size", "4", "--window-size", "8", "--sinks", "0"]
     assert main([*line, "--length", "640"]) == 0
     hf_config = AutoConfig.from_pretrained(model)
@@ -260,6 +261,9 @@ def test_the_table_of_vllms_cache(monkeypatch):
     ]
     assert held[0][0] == held[1][0] < held[0][1] < held[1][1]
     assert columns[3] == [f"{compact / full:.1f}x" for full, compact in held]
+    fetched = CCAConfig.preset("device")
+    full, with_fetch = capacity.held_tokens(COST, fetched, 16384, free)
+    assert full // 2 < with_fetch < full
     hf_config.architectures = ["GPT2LMHeadModel"]
     with pytest.raises(ValueError, match="^architectures must hold one of Llama"):
         capacity.capacity_table(hf_config, COST, config, [2048], 0.01)

@@ -23,6 +23,7 @@ from corecontext.integrations.vllm.model_settings import (
     settings_of,
     spec_of,
 )
+from corecontext.integrations.vllm.page_layout import core_entries, fetched_tokens
 from corecontext.ops.api import pool_core_tokens
 
 CONFIG = CCAConfig.pooling(4, 9, sink_size=3, core_mass=False)
@@ -213,7 +214,6 @@ def hf_config(**cca) -> LlamaConfig:
 
 REFUSED = [
     ("num_groups", 4),
-    ("fetch_groups", 2),
     ("cache_dtype", "int8"),
     ("prefill", "full"),
 ]
@@ -238,6 +238,36 @@ def test_a_setting_is_taken_or_refused_or_has_no_effect_over_pages():
 def test_settings_without_a_kernel_over_pages_are_refused(setting, value):
     with pytest.raises(ValueError, match=f"^cca.{setting} must be .* vLLM, got "):
         settings_of(hf_config(**{setting: value}))
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("store", "host"),
+        ("prefill", "fetch"),
+        ("head_group_sizes", (1, 32)),
+        ("core_bias", 0.5),
+        ("fetch_index", "mean"),
+        ("fetch_index", "parts:3:2"),
+        ("window_size", 31),
+    ],
+)
+def test_settings_of_fetch_without_a_kernel_over_pages_are_refused(setting, value):
+    device = CCAConfig.preset("device").to_dict()
+    assert settings_of(hf_config(**device)) == CCAConfig.preset("device")
+    with pytest.raises(ValueError, match=f"^cca.{setting} must .* vLLM"):
+        settings_of(hf_config(**{**device, setting: value}))
+
+
+def test_a_core_page_has_room_for_the_index_of_its_groups():
+    """An entry of g = 32 in bfloat16 has 512 bytes of key and value, 4 of mass, and for each token
+    32 of codes and 2 of a scale."""
+    config = CCAConfig.preset("device")
+    assert core_entries(config, 16, 128, 2) == 4  # 16 * 512 // 1604 is 5
+    assert core_entries(config, 4, 128, 2) == 1
+    assert fetched_tokens(900, 1000, 16, 128) == 900 * 1000 // (63 + 8)
+    with pytest.raises(ValueError, match="^block_size must be at least 4 with .* got 3. Change"):
+        core_entries(config, 3, 128, 2)
 
 
 def test_heads_over_pages_have_one_group_size_or_keep_every_token():
@@ -282,7 +312,4 @@ def test_a_layer_over_pages_has_the_settings_of_its_model():
             settings_of(config)
     plain = hf_config()
     del plain.cca
-    with pytest.warns(
-        UserWarning, match="no fetch in vLLM: core tokens alone .* g = 16 and s = 1024"
-    ):
-        assert settings_of(plain) == CCAConfig.pooling()
+    assert settings_of(plain) == CCAConfig.preset("device")

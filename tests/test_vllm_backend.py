@@ -79,7 +79,9 @@ def vllm_config(**cca) -> SimpleNamespace:
         is_mm_prefix_lm=False,
         use_mla=False,
     )
-    config.compilation_config = SimpleNamespace(static_forward_context={})
+    config.compilation_config = SimpleNamespace(
+        static_forward_context={}, max_cudagraph_capture_size=None
+    )
     return config
 
 
@@ -173,6 +175,9 @@ class Runner:
                 block_table_tensor=table,
                 slot_mapping=torch.tensor(slots),
                 seq_lens_cpu_upper_bound=torch.tensor(lengths, device="cpu"),
+                is_prefilling=torch.tensor(
+                    [r.num_computed_tokens < r.num_prompt_tokens for r in requests], device="cpu"
+                ),
             )
             built = self.builders[kind].build(0, common)
             layers.update(dict.fromkeys(group.layer_names, built))
@@ -189,19 +194,23 @@ def tensors_of(tokens: list[int], layer: int) -> list[torch.Tensor]:
     return list(both.split([HEADS, KV_HEADS, KV_HEADS], 1))
 
 
-def expected(tokens: list[int], layer: int, config: CCAConfig) -> torch.Tensor:
+def expected(tokens: list[int], layer: int, config: CCAConfig, prompt: int) -> torch.Tensor:
+    """The layer's outputs; with fetch the tokens of a prompt see all tokens."""
     q, k, v = (x.double().transpose(0, 1)[None] for x in tensors_of(tokens, layer))
     config = config.of_layer(layer)
-    out = cca_attention(
-        *(q, k, v),
-        group_size=config.head_group_sizes or config.group_size,
-        window_size=config.window_size,
-        sink_size=config.sink_size,
-        core_mass=config.core_mass,
-        core_bias=config.core_bias,
-        rotary=rotary_of(hf_config()),
-        backend="reference",
-    )
+    options = {
+        "group_size": config.head_group_sizes or config.group_size,
+        "sink_size": config.sink_size,
+        "core_mass": config.core_mass,
+        "core_bias": config.core_bias,
+        "rotary": rotary_of(hf_config()),
+        "backend": "reference",
+    }
+    fetch = {"fetch_groups": config.fetch_groups, "fetch_index": config.fetch_index}
+    out = cca_attention(q, k, v, window_size=config.window_size, **fetch, **options)
+    if config.fetch_groups:
+        full = cca_attention(q, k, v, window_size=len(tokens), **options)
+        out[:, :, :prompt] = full[:, :, :prompt]
     return out[0].transpose(0, 1)
 
 
@@ -239,7 +248,8 @@ def step(runner: Runner, requests: list[Request], counts: list[int], config: CCA
                 output_block_scale=None,
             )
         wanted = [
-            expected(list(r.all_token_ids), i, config)[a:b] for r, (a, b) in zip(requests, spans)
+            expected(list(r.all_token_ids), i, config, r.num_prompt_tokens)[a:b]
+            for r, (a, b) in zip(requests, spans)
         ]
         assert (out[: len(q)] - torch.cat(wanted)).abs().max() < 1e-5
     for request, count in zip(requests, counts):
@@ -274,6 +284,34 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, 
     make_layers(config)
     settings = CCAConfig.saved_in(config.model_config.hf_text_config)
     run_requests(Runner(config, 40), settings, 12)  # a core page is 12 tokens
+
+
+def test_prompts_see_all_tokens_and_answers_choose(make_layers):
+    """Chunks, a prompt's last token by itself, decoding tokens beside a chunk, drafts, and a
+    beginning that is shared in multiples of a core page of two groups."""
+    fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": "device", "core_mass": True}
+    config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
+    config.speculative_config = SimpleNamespace(
+        method="ngram",
+        num_speculative_tokens=2,
+        use_eagle=lambda: False,
+        use_eagle_block_drop=lambda: False,
+    )
+    make_layers(config)
+    settings = CCAConfig.saved_in(config.model_config.hf_text_config)
+    runner = Runner(config, 60)
+    tokens = [(7 * i) % 31 for i in range(40)]
+    a, b = runner.request("a", tokens[:31]), runner.request("b", tokens[5:16])
+    assert step(runner, [a, b], [30, 11], settings) == 0
+    b.append_output_token_ids([3])
+    assert step(runner, [a, b], [1, 1], settings) == 0
+    a.append_output_token_ids([4, 5, 6])
+    b.append_output_token_ids([3])
+    c = runner.request("c", [*tokens[:27], 1, 2])
+    assert step(runner, [b, a, c], [1, 3, 5], settings) == 24
+    for request in (a, c):
+        request.append_output_token_ids([9, 8])
+    assert step(runner, [c, a], [1, 2], settings) == 0
 
 
 def causal_within(q, k, v, batch, spec, out) -> None:

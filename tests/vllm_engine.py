@@ -108,12 +108,15 @@ CASES = {
     "mass": {"core_mass": True},
     "long chunks": {"core_mass": True, "long_chunk": 8},
     "small cache": {"tokens": 30, "short": True, "num_gpu_blocks_override": 13},
+    "fetch": {"fetch": {}, "tokens": 8, "alone": 5},
+    "fetch, small cache": {"fetch": {}, "tokens": 30, "short": True, "num_gpu_blocks_override": 26},
     "drafts": {
         "tokens": 16,
         "tied": True,  # the last token is a likely next one, and so are drafts
         "speculative_config": NGRAMS,
     },
 }
+CASES["fetch, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2"}}
 # Heads that keep every token: in a layer, in another layer, in a whole layer.
 CASES["raw heads"] = {
     "layer_group_sizes": ((1, 4), 4, 1),
@@ -165,6 +168,8 @@ if GPU:
         "max_num_batched_tokens": 96,
         "num_gpu_blocks_override": 400,
     }
+    CASES["fetch, captured"] = {**CASES["fetch"], **CASES["captured"]}
+    CASES["fetch, many"] = {**CASES["many"], "fetch": {}, "num_gpu_blocks_override": 600}
     CASES["real"] = {
         "real": True,
         "long_chunk": 256,
@@ -289,7 +294,15 @@ def say(text: str) -> None:
 def is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> bool:
     """Whether each token of an answer is the likeliest by one forward over all of them."""
     tokens = torch.tensor([prompt + answer[:-1]], device=model.device)
-    logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 :]
+    if model.config.cca["fetch_groups"]:
+        # The prompt sees all tokens, each token of the answer chooses, as a draft does.
+        cached = max(0, len(prompt) - 2)
+        past = model(tokens[:, :cached], use_cache=True).past_key_values if cached else None
+        count = len(answer)
+        rest = {"past_key_values": past, "use_cache": True, "logits_to_keep": count}
+        logits = model(tokens[:, cached:], **rest).logits[0]
+    else:
+        logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 :]
     if logits.argmax(-1).tolist() == answer:
         return True
     chosen = logits.gather(1, torch.tensor(answer, device=model.device)[:, None])
@@ -306,6 +319,10 @@ def run(name: str, options: dict) -> dict:
     sizes = options.pop("layer_group_sizes", None)
     mass = options.pop("core_mass", False)
     config = CCAConfig.pooling(**CCA, core_mass=mass, layer_group_sizes=sizes)
+    fetch = options.pop("fetch", None)
+    if fetch is not None:
+        fetch = {"fetch_groups": 2, "fetch_index": "bits:2", "prefill": "full", **fetch}
+        config = config.replace(core_mass=True, **fetch)
     if real:
         config = CCAConfig.pooling(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)
     tied = options.pop("tied", False)

@@ -39,7 +39,7 @@ def planning_config(page_size: int = 16) -> SimpleNamespace:
             tensor_parallel_size=1,
         ),
         scheduler_config=SimpleNamespace(
-            disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=64
+            disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=64, max_num_seqs=8
         ),
         speculative_config=None,
     )

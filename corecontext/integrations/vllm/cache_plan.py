@@ -1,7 +1,8 @@
 """Plan the caches of vLLM's attention layers.
 
-The attention layer's own cache is the window. Its core tokens are a second cache, an object of its
-own in vLLM's table of layers. KV heads that keep every token have further caches. Needs vLLM.
+The attention layer's own cache is the window, with fetch all raw tokens. Its core tokens are a
+second cache, an object of its own in vLLM's table of layers. KV heads that keep every token have
+further caches. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
 from corecontext.integrations.vllm.engine_options import num_drafts
-from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.page_layout import PageLayout, core_entries
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.start_check import check_layout, check_start
 
@@ -61,10 +62,11 @@ class LayerCaches(NamedTuple):
 class CacheSpecs(NamedTuple):
     """Describe the kinds of caches of a model."""
 
-    window: WindowSpec
+    window: WindowSpec | None
+    """None with fetch."""
     cores: CoreSpec
     raw: RawSpec | None
-    """None without heads that keep every token."""
+    """With fetch, of all heads; else of those that keep every token, None without such ones."""
 
 
 def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list[LayerCache]:
@@ -87,7 +89,7 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
     holders: list[Any] = []
     for number, layer in layers.items():
         if raw_heads.pools(number):
-            layer.get_kv_cache_spec = partial(_spec_of_layer, specs.window)
+            layer.get_kv_cache_spec = partial(_spec_of_layer, specs.window or specs.raw)
             cores[number] = LayerCache(f"{layer.layer_name}.cores", specs.cores, backend)
         else:
             layer.get_kv_cache_spec = partial(_spec_of_layer, specs.raw)
@@ -97,7 +99,7 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
     # vLLM reads a layer's number from them.
     added = list(cores.values())
     shares: dict[int, list[RawShare]] = {}
-    if specs.raw is not None:
+    if specs.window is not None and specs.raw is not None:
         per_cache = specs.raw.num_kv_heads
         for cache in range(len(holders), -(-raw_heads.most(list(layers)) // per_cache)):
             added.append(LayerCache(f"{first.layer_name}.raw_{cache}", specs.raw, backend))
@@ -114,13 +116,18 @@ def cache_specs_of(layer: Any) -> CacheSpecs:
     """Return the descriptions of the caches of layers like this one of vLLM's."""
     impl = layer.impl
     page_size = impl.vllm_config.cache_config.block_size
-    layout = PageLayout.of(impl.config, page_size)
     dtype = layer.kv_cache_torch_dtype
     shape: dict[str, Any] = {
         "num_kv_heads": impl.num_kv_heads,
         "head_size": impl.head_size,
         "dtype": dtype,
     }
+    if impl.config.fetch_groups:
+        raw = RawSpec(block_size=page_size, **shape)
+        entries = core_entries(impl.config, page_size, impl.head_size, dtype.itemsize)
+        shape["page_size_padded"] = raw.page_size_bytes
+        return CacheSpecs(None, CoreSpec.of(PageLayout.of(impl.config, entries), **shape), raw)
+    layout = PageLayout.of(impl.config, page_size)
     if impl.config.core_mass:
         # A float for each core token behind the keys and values of a page.
         width = 2 * impl.head_size * dtype.itemsize + 4

@@ -62,7 +62,7 @@ class CoreSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class RawSpec(AttentionSpec):
-    """Describe a cache of KV heads that keep every token.
+    """Describe a cache of KV heads that keep every token, with fetch all of them.
 
     It is no FullAttentionSpec, as `CoreSpec` is: of several kinds of these, vLLM cuts the pages of
     the first alone to the beginning that a request shares in all caches.

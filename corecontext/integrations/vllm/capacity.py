@@ -13,7 +13,7 @@ from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, entry_bytes
 from corecontext.files import UserError
 from corecontext.integrations.vllm.model_settings import check_architecture, pooled_settings
-from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.page_layout import PageLayout, core_entries, fetched_tokens
 from corecontext.integrations.vllm.raw_heads import RawHeads, grouped_caches
 
 MEMORY_SHARE = 0.92
@@ -54,6 +54,10 @@ def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> t
     with core context."""
     full_page = cost.num_layers * page_bytes(cost, CCAConfig.paper())
     full = free // full_page * PAGE_SIZE
+    if config.fetch_groups:
+        entries = core_entries(pooled_settings(config), PAGE_SIZE, cost.head_dim, cost.itemsize)
+        pages = free // full_page
+        return full, fetched_tokens(pages, length, PAGE_SIZE, config.group_size * entries)
 
     # The layers that have core tokens, and the caches of heads that keep every token.
     pooled = pooled_settings(config)

@@ -3,7 +3,6 @@ over block tables do not have."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from corecontext.integrations.hf.attention_interface import layer_configs
 from corecontext.integrations.hf.rotation import check_rope_type
 from corecontext.integrations.vllm.raw_heads import RawHeads
 from corecontext.model_sizes import ModelSizes
+from corecontext.ops.fetch.index import index_of
+from corecontext.ops.fetch.low_bits import LowBits
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
 
@@ -26,18 +27,21 @@ ARCHITECTURES = (
 WAY_OUT = "Change it by --hf-overrides, or serve the model by `corecontext serve`."
 TAKEN = (
     *("group_size", "layer_group_sizes", "head_group_sizes", "window_size", "sink_size"),
-    *("core_position", "core_bias", "core_mass"),
+    *("core_position", "core_bias", "core_mass", "fetch_groups", "fetch_index", "store"),
 )
 """Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
-UNUSED = ("fetch_index", "fetch_share", "store", "fetch_slots", "backend")
-"""Settings without an effect here, where nothing is fetched, and there is one backend."""
-ALSO = {"prefill": ("fetch",)}
-"""Values that are the same here."""
+UNUSED = ("fetch_share", "fetch_slots", "backend")
+"""Settings without an effect here: prompts have no shared choice, and there is one backend."""
+PREFILL = {False: "fetch", True: "full"}
+"""The value of `prefill` that is the same as "auto" here, without fetch and with it."""
+
+FETCH_ONLY = {"layer_group_sizes": None, "head_group_sizes": None, "core_bias": 0.0}
+"""Values that settings must have with fetch."""
 
 
 def settings_of(hf_config: Any) -> CCAConfig:
     """Return the settings of the KV heads that have core tokens: `cca` in a model's config.json or
-    in --hf-overrides, else those of `CCAConfig.pooling`.
+    in --hf-overrides, else the preset "device".
 
     Raises:
         ValueError: the architecture or a setting is not available in vLLM.
@@ -68,17 +72,10 @@ def check_architecture(hf_config: Any) -> None:
 
 
 def _config_of(hf_config: Any) -> CCAConfig:
-    """Return a model's settings; those of one that has none are without fetch, with a warning."""
+    """Return a model's settings, or those for a model that has none."""
     if getattr(hf_config, "cca", None):
         return CCAConfig.saved_in(hf_config)
-    config = CCAConfig.pooling()
-    warnings.warn(
-        "the model has no settings of core context, and there is no fetch in vLLM: core tokens "
-        f"alone stand for far text, g = {config.group_size} and s = {config.window_size}, which a "
-        "model understands worse that was not trained with them. `corecontext serve` has fetch.",
-        stacklevel=3,
-    )
-    return config
+    return CCAConfig.preset("device")
 
 
 def pooled_settings(config: CCAConfig) -> CCAConfig:
@@ -90,10 +87,14 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
     """
     for name, pooled in CCAConfig.pooling().to_dict().items():
         given = getattr(config, name)
-        values = (pooled, *ALSO.get(name, ()))
+        values = (pooled,)
+        if name == "prefill":
+            values = (pooled, PREFILL[config.fetch_groups > 0])
         if name not in (*TAKEN, *UNUSED) and given not in values:
             taken = " or ".join(map(repr, values))
             raise ValueError(f"cca.{name} must be {taken} in vLLM, got {given!r}. {WAY_OUT}")
+    if config.fetch_groups:
+        _check_fetch(config)
     name, given = "group_size", config.group_size
     for varying in ("layer_group_sizes", "head_group_sizes"):
         if getattr(config, varying) is not None:
@@ -116,6 +117,33 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
             f"{config.core_bias}. {WAY_OUT}"
         )
     return config.replace(group_size=pooled.pop(), layer_group_sizes=None, head_group_sizes=None)
+
+
+def _check_fetch(config: CCAConfig) -> None:
+    """Raise ValueError for settings of fetch that are not available in vLLM."""
+    if config.store != "device":
+        raise ValueError(
+            f"cca.store must be 'device' with fetch in vLLM, got {config.store!r}: raw tokens are "
+            f"in vLLM's pages on the GPU. {WAY_OUT}"
+        )
+    for name, only in FETCH_ONLY.items():
+        if getattr(config, name) != only:
+            raise ValueError(
+                f"cca.{name} must be {only!r} with fetch in vLLM, got {getattr(config, name)!r}. "
+                f"{WAY_OUT}"
+            )
+    index = index_of(config.fetch_index)
+    g = config.group_size
+    if not isinstance(index, LowBits) or g % index.num_keys(g):
+        raise ValueError(
+            f"cca.fetch_index must have parts of one size in low bits in vLLM, as 'bits:2', got "
+            f"{config.fetch_index!r} for groups of {g}. {WAY_OUT}"
+        )
+    if config.window_size < g:
+        raise ValueError(
+            f"cca.window_size must be at least group_size {g} with fetch in vLLM, got "
+            f"{config.window_size}. {WAY_OUT}"
+        )
 
 
 def _sizes(given: int | tuple) -> set[int]:

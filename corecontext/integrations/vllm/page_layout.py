@@ -5,7 +5,8 @@ E of page p // E, and pages that no later query reads are dropped. Core pages ho
 core token of group c is entry c mod E of page c // E, so a core page covers g E tokens and has the
 bytes of a window page. First tokens kept raw stay in the first window pages, and the entries of
 their groups in the first core page stay empty: so a page's contents depend on its own tokens and
-those before them only, and both kinds can be shared by requests that begin alike.
+those before them only, and both kinds can be shared by requests that begin alike. With fetch all
+raw tokens keep their pages, and a core page has fewer entries beside their index.
 
 The functions take whole numbers; which entries a query sees is the rule of `visibility.py`.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from corecontext.config import CCAConfig
+from corecontext.ops.fetch.index import index_of
 from corecontext.visibility import local_start, num_sinks, num_visible_cores, window_capacity
 
 
@@ -120,3 +122,29 @@ class PageLayout:
             range(first_group, max(first_group, groups)),
             range(window, position + 1),
         )
+
+
+def fetched_tokens(pages: int, length: int, page_size: int, core_page_tokens: int) -> int:
+    """Return the tokens that `pages` pages hold in requests of `length` tokens with fetch."""
+    return pages * length // (-(-length // page_size) + -(-length // core_page_tokens))
+
+
+def core_entries(config: CCAConfig, page_size: int, head_dim: int, itemsize: int) -> int:
+    """Return the core tokens of a page that has the bytes of `page_size` raw tokens, with fetch: as
+    many as fit beside their masses and their index, a power of two.
+
+    Raises:
+        ValueError: it has no room for one.
+    """
+    index = index_of(config.fetch_index)
+    token = 2 * head_dim * itemsize
+    entry = token + 4 * config.core_mass
+    entry += index.num_bytes(config.group_size, head_dim, itemsize)
+    room = page_size * token // entry
+    if not room:
+        raise ValueError(
+            f"block_size must be at least {-(-entry // token)} with cca.group_size "
+            f"{config.group_size} and cca.fetch_index {config.fetch_index!r}, got {page_size}. "
+            "Change it by --block-size."
+        )
+    return 1 << (room.bit_length() - 1)

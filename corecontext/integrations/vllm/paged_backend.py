@@ -1,7 +1,8 @@
 """Attend in vLLM from pages of raw tokens and of core tokens.
 
 A layer attends to its core tokens and the window, then from KV heads that keep every token to all
-tokens. `cache_plan.py` has the caches. Needs vLLM.
+tokens. With fetch it has all raw tokens: those of a prompt see all before them, and each token of
+an answer chooses. `cache_plan.py` has the caches. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
-from corecontext.integrations.vllm.cache_specs import WindowSpec
+from corecontext.integrations.vllm.cache_specs import RawSpec, WindowSpec
 from corecontext.integrations.vllm.engine_options import check_server, num_drafts
+from corecontext.integrations.vllm.fetch_pages import index_pages_of
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
+from corecontext.integrations.vllm.row_buffers import RowBuffers
 from corecontext.integrations.vllm.start_check import check_group, check_table
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.capability import is_captured
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
+from corecontext.ops.triton.paged.attend_rows import Work, attend_rows, rotations_of
 from corecontext.ops.triton.paged.batch_parts import AttendWhole, Kind, Part, attend_parts, parts_of
 from corecontext.ops.triton.paged.chunk import attend_longest_chunk
+from corecontext.ops.triton.paged.index_pages import write_index
 from corecontext.ops.triton.paged.pages import Batch, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
+from corecontext.ops.triton.paged.token_rows import Rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.visibility import first_core_query
 
@@ -92,6 +98,8 @@ class StepMetadata(NamedTuple):
     """Long chunks, whole prompts and the sequences between them; empty without such ones."""
     attend_whole: AttendWhole | None
     """Takes whole prompts."""
+    rows: Rows | None = None
+    """The new tokens one by one, with fetch."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
@@ -115,10 +123,17 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         config = settings_of(vllm_config.model_config.hf_text_config)
         dtype, head_size = vllm_config.model_config.dtype, kv_cache_spec.head_size
         self.attend_whole = flash_attention(dtype, head_size, device)
+        self.rows = None
+        if config.fetch_groups and isinstance(kv_cache_spec, RawSpec):
+            self.rows = RowBuffers(vllm_config, device)
+            if kv_cache_spec.block_size % 16:  # a page of FlashAttention's
+                self.attend_whole = None
         self.most_whole = 0
         # New tokens of the shortest sequence that is a part of its own.
         self.shortest = paged_chunk.LONG_CHUNK
-        if self.attend_whole is not None:
+        if config.fetch_groups:
+            self.shortest = self.most_decoded + 1
+        elif self.attend_whole is not None:
             self.most_whole = first_core_query(config.group_size, config.window_size)
             self.shortest = self.most_decoded + 1
 
@@ -144,7 +159,10 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         slots = common.slot_mapping[:count]
         table = common.block_table_tensor
         parts = self._parts(common, batch)
-        return StepMetadata(count, batch, table, slots, parts, self.attend_whole)
+        rows = None
+        if self.rows is not None:
+            rows = self.rows.write(common, batch)
+        return StepMetadata(count, batch, table, slots, parts, self.attend_whole, rows)
 
     def _parts(self, common: CommonAttentionMetadata, batch: Batch) -> list[Part]:
         """Return the parts of a step with long chunks or whole prompts; none of any other, since
@@ -155,6 +173,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         # Exact for chunks of prompts; other sequences may be shorter than that.
         lengths = common.seq_lens_cpu_upper_bound.tolist()
         split = parts_of(starts, lengths, batch, self.most_decoded, self.most_whole)
+        if self.rows is not None:
+            return split
         return split if {part.kind for part in split} & {Kind.LONG, Kind.WHOLE} else []
 
     def build_for_cudagraph_capture(
@@ -211,8 +231,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         self.config = settings_of(hf_config)
         self.spec = spec_of(hf_config, scale, softcap)
         # With a window of the longest sequence no query sees a core token.
-        longest = self.vllm_config.model_config.max_model_len
-        self.raw_spec = self.spec.replace(window_size=longest, sink_size=0, core_mass=False)
+        self.longest = self.vllm_config.model_config.max_model_len
+        self.raw_spec = self.spec.replace(window_size=self.longest, sink_size=0, core_mass=False)
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         self.raw_heads = raw_heads_of(hf_config, ranks)
         self.caches: LayerCaches | None = None
@@ -262,9 +282,12 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         tensors = (query[:count], key[:count], value[:count], output[:count])
         if self.caches.cores is not None:
             cores = self.caches.cores
-            window = (kv_cache, attn_metadata)
+            raw = (kv_cache, attn_metadata)
             cores = (cores.kv_cache, metadata[cores.layer_name])
-            self._attend_compact(*tensors, window, cores, compiles)
+            if self.spec.fetch_groups:
+                self._attend_fetched(*tensors, raw, cores)
+            else:
+                self._attend_compact(*tensors, raw, cores, compiles)
         for cache, share in self.caches.raw:
             of_cache = (cache.kv_cache, metadata[cache.layer_name])
             self._attend_raw(*tensors, *of_cache, share, compiles)
@@ -296,6 +319,43 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         pool_pages(query, step.batch, raw, cores, self.spec)
         tokens = (query, key, value)
         attend_step(tokens, step, (raw, cores), self.spec, self.config.core_bias, out)
+
+    def _attend_fetched(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        raw: tuple[Tensor, StepMetadata],
+        cores: tuple[Tensor, StepMetadata],
+    ) -> None:
+        """Attend from prompts to all tokens, and from each token of an answer by its own choice."""
+        step = raw[1]
+        index = index_pages_of(cores[0], query.dtype, self.spec)
+        page_bytes = self.caches.cores.spec.page_size_bytes if self.config.core_mass else None
+        raw = pages_of(raw[0], step.table)
+        cores = pages_of(cores[0], cores[1].table, page_bytes)
+        store_tokens(key, value, step.slots, raw)
+        pool_pages(query, step.batch, raw, cores, self.spec)
+        write_index(len(query), step.batch, raw, cores.table, index, self.spec)
+
+        def choose(tokens: slice) -> None:
+            rows = step.rows.part(tokens)
+            results = out[tokens]
+            attend_rows(query[tokens], rows, (raw, cores), index, self.longest, self.spec, results)
+
+        if not step.parts:
+            choose(slice(None))
+        for run in step.parts:
+            if run.kind is Kind.DECODING:
+                choose(run.tokens)
+            elif step.attend_whole is not None:
+                table = raw.table[run.sequences]
+                q, results = query[run.tokens], out[run.tokens]
+                step.attend_whole(q, raw.k, raw.v, run.batch, self.spec, results, table)
+            else:
+                tokens = (query, key, value)
+                attend_parts(tokens, [run], raw, raw, self.raw_spec, 0.0, out)
 
     def _attend_raw(
         self,
@@ -333,16 +393,25 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         make the tables that kernels need."""
         # A step that is captured later must find the tables of the rotation on its device.
         rotation_tables(self.spec.rotary, self.spec.group_size, query.device)
+        if self.spec.fetch_groups:
+            self._prepare_fetch(query)
+            return
         if query.shape[0] < paged_chunk.LONG_CHUNK:
             return
-        longest = self.vllm_config.model_config.max_model_len
         page_size = self.vllm_config.cache_config.block_size
         if self.caches.cores is not None:
-            sizes = (self.num_kv_heads, page_size, longest)
+            sizes = (self.num_kv_heads, page_size, self.longest)
             attend_longest_chunk(query, *sizes, self.spec, self.config.core_bias)
         for _, share in self.caches.raw:
-            sizes = (len(share.heads), page_size, longest)
+            sizes = (len(share.heads), page_size, self.longest)
             attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec, 0.0)
+
+    def _prepare_fetch(self, query: Tensor) -> None:
+        """Take the memory of a step in which as many requests as there may be decode."""
+        most = self.vllm_config.scheduler_config.max_num_seqs
+        most *= 1 + num_drafts(self.vllm_config)
+        rotations_of(self.spec.index.bits, self.head_size, query.dtype, query.device)
+        Work.of(query[:most], self.num_kv_heads, self.longest, self.spec)
 
 
 def attend_step(

@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from corecontext.integrations.vllm.cache_specs import WindowSpec
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.integrations.vllm.plugin import RELEASES, is_tested
 from corecontext.ops.capability import is_captured
@@ -23,14 +24,16 @@ CHANGED = (ImportError, AttributeError, TypeError, AssertionError, LookupError)
 
 
 def check_start(specs: Sequence[AttentionSpec]) -> None:
-    """Check the kinds of caches of a model, that of windows first, before vLLM asks for them.
+    """Check the kinds of caches of a model, that of windows first if there is one, before vLLM asks
+    for them.
 
     Raises:
         ValueError: this release keeps other pages than planned.
     """
     check_page_bytes(specs)
     try:
-        check_kept_pages(specs)
+        if isinstance(specs[0], WindowSpec):
+            check_kept_pages(specs)
     except CHANGED as error:
         raise refusal("interfaces of pages", "be those of a tested release", error) from error
     if not is_tested(vllm.__version__):

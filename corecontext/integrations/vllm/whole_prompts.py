@@ -1,5 +1,6 @@
-"""Attend within whole prompts that see no core token by vLLM's own FlashAttention: their attention
-is plain causal, and one call takes all of them. Needs vLLM."""
+"""Attend by vLLM's own FlashAttention where attention is plain causal, and one call takes several
+sequences: within whole prompts that see no core token, and from prompts to all raw tokens in pages.
+Needs vLLM."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from corecontext.ops.triton.paged.pages import Batch
 
 
 def flash_attention(dtype: torch.dtype, head_size: int, device: torch.device) -> AttendWhole | None:
-    """Return vLLM's FlashAttention for whole prompts, or None where it does not take such inputs or
-    vLLM is built without it."""
+    """Return vLLM's FlashAttention, or None where it does not take such inputs or vLLM is built
+    without it."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     try:
@@ -28,13 +29,25 @@ def flash_attention(dtype: torch.dtype, head_size: int, device: torch.device) ->
     if version is None or not FlashAttentionBackend.supports_head_size(head_size):
         return None
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, spec: Spec, out: Tensor) -> None:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        spec: Spec,
+        out: Tensor,
+        table: Tensor | None = None,
+    ) -> None:
+        if table is None:
+            keys = {"max_seqlen_k": batch.most_new, "cu_seqlens_k": batch.starts}
+        else:
+            keys = {"max_seqlen_k": batch.longest, "seqused_k": batch.lengths}
+            keys["block_table"] = table
         flash_attn_varlen_func(
             *(q, k, v),
             max_seqlen_q=batch.most_new,
             cu_seqlens_q=batch.starts,
-            max_seqlen_k=batch.most_new,
-            cu_seqlens_k=batch.starts,
+            **keys,
             softmax_scale=spec.scale,
             causal=True,
             softcap=spec.softcap or 0.0,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.decode.attend_entries import row_of
+from corecontext.ops.triton.paged.pages import page_offsets
 from corecontext.ops.triton.primitives import (
     LOG2E,
     TINY,
@@ -111,12 +112,15 @@ def score_kernel(
     rotation_ptr,
     rotated,
     index,
+    pages,
     results,
     length,
     numbers,
     scale,
     q_strides,
+    page_strides,
     ON_DEVICE: tl.constexpr,
+    PAGED: tl.constexpr,
     SINKS: tl.constexpr,
     INDEX: tl.constexpr,
     SCORING: tl.constexpr,
@@ -133,9 +137,13 @@ def score_kernel(
     Args:
         q_ptr, rotation_ptr, rotated: As of `rotate_kernel`, which has written what is read in place
             of queries where SCORING.whole.
-        index: Pointers to codes [B Hkv, M, keys, bytes] and scales [B Hkv, M, INDEX.scales].
+        index: Pointers to codes [B Hkv, M, keys, bytes] and scales [B Hkv, M, INDEX.scales]; where
+            PAGED to those of `paged.pages.IndexPages`.
+        pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
         results: Pointers to the scores and the log-sum-exp.
         length: Pointers to the length on the device, and to each row's padding.
+        page_strides: Where PAGED, strides of codes and of scales; that of the table's rows and the
+            entries of a page.
     """
     seen, kv_heads, num_groups, group_size, window_size = integers(numbers)
     HEADS: tl.constexpr = TILE.heads
@@ -149,6 +157,13 @@ def score_kernel(
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     codes_ptr = index[0] + n * num_groups * KEYS * BYTES
     scales_ptr = index[1] + n * num_groups * INDEX.scales
+    place = pages[0]
+    if PAGED:
+        codes_ptr = index[0] + head * page_strides[0][2]
+        scales_ptr = index[1] + head * page_strides[1][2]
+        sequence = tl.load(pages[1] + batch).to(tl.int64)
+        table_ptr = pages[0] + sequence * page_strides[2][0]
+        place = (table_ptr, SINKS // group_size, page_strides[2][1])
     scores_ptr = results[0] + n * HEADS * SCORING.width
     lse_ptr = results[1] + (n * tl.num_programs(1) + tl.program_id(1)) * HEADS
     count = visible_cores(position - SINKS, group_size, window_size)
@@ -178,11 +193,14 @@ def score_kernel(
     running_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if INDEX.scales == 1:
         groups = begin + tl.arange(0, BLOCK_N)
-        scales = tl.load(scales_ptr + groups, mask=groups < end, other=0.0)
+        is_first = groups < end
+        first_at = _places(groups, is_first, place, page_strides, 1, 1, PAGED)
+        scales = tl.load(scales_ptr + first_at, mask=is_first, other=0.0)
     for start in tl.range(begin, end, BLOCK_N, num_stages=SCORING.stages):
         group = start + keys % BLOCK_N
         exists = (group < end) & (key < KEYS)
-        at = (group.to(tl.int64) * KEYS + key)[:, None] * BYTES + cols[None, :]
+        at = _places(group, exists, place, page_strides, 0, KEYS * BYTES, PAGED) + key * BYTES
+        at = at[:, None] + cols[None, :]
         is_byte = exists[:, None] & (cols < BYTES)[None, :]
         packed = tl.load(codes_ptr + at, mask=is_byte, other=0)  # [P N, bytes]
         if SCORING.whole:
@@ -193,14 +211,16 @@ def score_kernel(
         # The log-sum-exp of the keys.
         groups = start + tl.arange(0, BLOCK_N)
         if INDEX.scales > 1:
-            place = group.to(tl.int64) * INDEX.scales + key
-            products *= tl.load(scales_ptr + place, mask=exists, other=0.0).to(tl.float32)[:, None]
+            at = _places(group, exists, place, page_strides, 1, INDEX.scales, PAGED) + key
+            products *= tl.load(scales_ptr + at, mask=exists, other=0.0).to(tl.float32)[:, None]
             factor = scale * LOG2E
         else:
             # mutant fetch: a step's index scores without their scales
             factor = (scales.to(tl.float32) * (scale * LOG2E))[:, None]
             # Those of the next tile are on the way while this one is used.
-            scales = tl.load(scales_ptr + groups + BLOCK_N, mask=groups < end - BLOCK_N, other=0.0)
+            is_next = groups < end - BLOCK_N
+            next_at = _places(groups + BLOCK_N, is_next, place, page_strides, 1, 1, PAGED)
+            scales = tl.load(scales_ptr + next_at, mask=is_next, other=0.0)
         products = tl.reshape(products, [BLOCK_P, BLOCK_N, BLOCK_M])
         if KEYS < BLOCK_P:
             highest = tl.max(tl.where(is_key, products, -float("inf")), 0)
@@ -212,8 +232,8 @@ def score_kernel(
         scores = highest * factor + tl.log2(tl.sum(weights, 0))  # [N, M]
 
         inside = (groups < end)[:, None]
-        place = heads[None, :] * SCORING.width + groups[:, None]
-        tl.store(scores_ptr + place, scores, mask=(heads < HEADS)[None, :] & inside)
+        at = heads[None, :] * SCORING.width + groups[:, None]
+        tl.store(scores_ptr + at, scores, mask=(heads < HEADS)[None, :] & inside)
         scores = tl.where(inside, scores, -float("inf"))
         new_max = tl.maximum(running_max, scores)
         running_sum = running_sum * tl.exp2(running_max - new_max) + tl.exp2(scores - new_max)
@@ -222,6 +242,32 @@ def score_kernel(
     total = tl.sum(running_sum * tl.exp2(running_max - highest[None, :]), 0)
     lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, TINY)), -float("inf"))
     tl.store(lse_ptr + heads, lse, mask=heads < HEADS)
+
+
+@triton.jit
+def _places(
+    groups,
+    exists,
+    pages,
+    page_strides,
+    which: tl.constexpr,
+    size: tl.constexpr,
+    PAGED: tl.constexpr,
+):
+    """Return where the codes (0) or the scales (1) of groups begin, in int64.
+
+    Args:
+        pages: Where PAGED, a pointer to the sequence's table, the page entry of the first group and
+            entries of a page.
+        size: Elements of a group, which otherwise follow one another.
+    """
+    if PAGED:
+        table_ptr, first, page_size = pages
+        strides = page_strides[which]
+        places = page_offsets(table_ptr, groups + first, exists, strides, page_size)
+    else:
+        places = groups.to(tl.int64) * size
+    return places
 
 
 @triton.jit

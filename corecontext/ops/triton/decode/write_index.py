@@ -41,7 +41,6 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     position, group, group_size, num_centred = place
     BITS: tl.constexpr = INDEX.bits
     KEYS: tl.constexpr = INDEX.keys
-    LEVELS: tl.constexpr = INDEX.levels
     HEAD_DIM: tl.constexpr = TILE.dim
     BLOCK_C: tl.constexpr = INDEX.block_c
     BLOCK_P: tl.constexpr = INDEX.block_p
@@ -77,11 +76,32 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     means = means / size
     means = tl.where(mask, means - centre[None, :], 0.0)
 
+    packed, scales = encode_keys(means, rotation_ptr, INDEX, TILE)
+    cols = tl.arange(0, BLOCK_C)
+    at = (group.to(tl.int64) * KEYS + key)[:, None] * BYTES + cols[None, :]
+    is_byte = (key < KEYS)[:, None] & (cols < BYTES)[None, :]
+    # mutant fetch: a fused step leaves the index of a closed group unwritten
+    tl.store(codes_ptr + at, packed.to(tl.uint8), mask=is_byte)
+    at = group.to(tl.int64) * INDEX.scales + key
+    scales = scales.to(scales_ptr.dtype.element_ty)
+    tl.store(scales_ptr + at, scales, mask=key < INDEX.scales)
+
+
+@triton.jit
+def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
+    """Return the codes [P, bytes] in int32 and the scales [P] in float32 of a group's keys [P, D],
+    which are without their centre and 0 outside (`low_bits.encode`)."""
+    BITS: tl.constexpr = INDEX.bits
+    LEVELS: tl.constexpr = INDEX.levels
+    BLOCK_C: tl.constexpr = INDEX.block_c
+    BLOCK_P: tl.constexpr = INDEX.block_p
+    EACH: tl.constexpr = 8 // BITS
+
     # Codes of the rotated means over their size, and the scale that makes products exact.
     squares = tl.sum(means * means, 1)
     if INDEX.scales == 1:
-        squares = tl.zeros([BLOCK_P], tl.float32) + tl.sum(squares, 0) / KEYS
-    rms = tl.maximum(tl.sqrt(squares / HEAD_DIM), TINY)
+        squares = tl.zeros([BLOCK_P], tl.float32) + tl.sum(squares, 0) / INDEX.keys
+    rms = tl.maximum(tl.sqrt(squares / TILE.dim), TINY)
     high = means.to(tl.bfloat16)
     rest = means - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -103,7 +123,7 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
             lower += (x > -edge).to(tl.int32)
         codes = lower + (x > 0.0).to(tl.int32) + upper
         stored = level_of(codes, BITS, LEVELS)
-        exists = (cols * EACH + i < HEAD_DIM)[None, :]
+        exists = (cols * EACH + i < TILE.dim)[None, :]
         of_rotated += tl.sum(x * x, 1)
         with_stored += tl.sum(tl.where(exists, x * stored, 0.0), 1)
         packed += tl.where(exists, codes << (BITS * i), 0)
@@ -111,13 +131,7 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
         of_rotated = tl.zeros([BLOCK_P], tl.float32) + tl.sum(of_rotated, 0)
         with_stored = tl.zeros([BLOCK_P], tl.float32) + tl.sum(with_stored, 0)
     scales = rms * (of_rotated / tl.maximum(with_stored, TINY))
-    scales = tl.minimum(scales, 65504.0).to(scales_ptr.dtype.element_ty)
-
-    at = (group.to(tl.int64) * KEYS + key)[:, None] * BYTES + cols[None, :]
-    is_byte = (key < KEYS)[:, None] & (cols < BYTES)[None, :]
-    # mutant fetch: a fused step leaves the index of a closed group unwritten
-    tl.store(codes_ptr + at, packed.to(tl.uint8), mask=is_byte)
-    tl.store(scales_ptr + group.to(tl.int64) * INDEX.scales + key, scales, mask=key < INDEX.scales)
+    return packed, tl.minimum(scales, 65504.0)
 
 
 @triton.jit

@@ -51,9 +51,10 @@ class Part(NamedTuple):
     """Tokens before the new ones of the sequence of a long chunk."""
 
 
-AttendWhole = Callable[[Tensor, Tensor, Tensor, Batch, Spec, Tensor], None]
+AttendWhole = Callable[..., None]
 """Causal attention within the sequences of a batch: queries [T, H, D], keys and values [T, Hkv, D],
-the batch, of the spec the scale and the softcap, the output [T, H, D] to write into."""
+the batch, of the spec the scale and the softcap, the output [T, H, D] to write into; and with the
+block table of raw tokens, keys and values as of `Pages`, to all tokens of a sequence."""
 
 
 def parts_of(

@@ -34,6 +34,17 @@ class Pages(NamedTuple):
     """Added to the scores of core tokens, [P, E, Hkv] in float32; None adds nothing."""
 
 
+class IndexPages(NamedTuple):
+    """Hold the index of fetch in low bits, beside the core tokens in their pages."""
+
+    codes: Tensor
+    """[P, E, Hkv, bytes of a group] in uint8, the last dimension contiguous."""
+    scales: Tensor
+    """[P, E, Hkv, 1 or keys of a group] in float16."""
+    rotations: tuple[Tensor, Tensor]
+    """As of `spec.RawSlots`."""
+
+
 class Batch(NamedTuple):
     """Tell which new tokens belong to which sequence."""
 

@@ -1,0 +1,318 @@
+"""Attend with fetch over block tables, each new token by its own choice of groups, in launches that
+depend on shapes only:
+
+rotate, score, select   as in a decoding step without pages (`decode/step_with_fetch.py`)
+attend                  to first tokens, core tokens of groups not chosen, raw tokens of chosen
+                        groups and of the window, as one list; long ones are shared out
+merge                   the shares
+
+A token that sees all tokens raw has no far past here: its window begins with its sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.ops.capability import nvidia_capability
+from corecontext.ops.fetch.low_bits import columns_of_codes, rotation
+from corecontext.ops.spec import Spec
+from corecontext.ops.triton.decode.attend_entries import load_queries, store_part
+from corecontext.ops.triton.decode.merge_parts import merge
+from corecontext.ops.triton.decode.plan import (
+    ROTATE_WARPS,
+    SCORE_WARPS,
+    FetchPlan,
+    StepSizes,
+    fetch_plan,
+)
+from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
+from corecontext.ops.triton.decode.select_groups import select_kernel
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.paged.pages import (
+    IndexPages,
+    Pages,
+    alignment_of,
+    page_offsets,
+    strides_of,
+)
+from corecontext.ops.triton.paged.token_rows import Rows
+from corecontext.ops.triton.primitives import (
+    integers,
+    log2_scores,
+    softmax_step,
+    tile_products,
+    visible_cores,
+    weighted_sum,
+)
+from corecontext.ops.triton.tiles import chip_of, decode_splits
+
+
+@triton.jit
+def _attend_rows_kernel(
+    q_ptr,
+    raw,
+    cores,
+    tables,
+    rows,
+    choice,
+    partial,
+    numbers,
+    scale,
+    strides,
+    page_sizes,
+    num_chosen,
+    GROUP: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attend from the query heads of a KV head, of one new token, to an even share of the entries
+    that it sees.
+
+    Grid: (T Hkv, shares).
+
+    Args:
+        raw, cores, strides, page_sizes: As of `_attend_pages_kernel`.
+        tables: Pointers to the tables of both kinds of pages.
+        rows: Pointers of `Rows`.
+        choice: Pointers to groups [T Hkv, num_chosen] and marks [T Hkv, WIDTH], as `select_kernel`
+            writes them.
+        partial: Pointers to the shares' outputs [T Hkv, shares, HEADS, D] and log-sum-exp.
+    """
+    kv_heads, window_size = integers(numbers)
+    q_strides, page_strides, core_strides, mass_strides, table_strides = strides
+    n = tl.program_id(0).to(tl.int64)
+    row = n // kv_heads
+    head = n % kv_heads
+    sequence = tl.load(rows[0] + row).to(tl.int64)
+    position = tl.load(rows[1] + row)
+    groups = visible_cores(-tl.load(rows[2] + row) - SINKS, GROUP, window_size)
+    q_ptr += row * q_strides[0] + head * TILE.heads * q_strides[1]
+    q = load_queries(q_ptr, q_strides[1], TILE)
+    keys_ptr = raw[0] + head * page_strides[2]
+    values_ptr = raw[1] + head * page_strides[2]
+    core_keys_ptr = cores[0] + head * core_strides[2]
+    core_values_ptr = cores[1] + head * core_strides[2]
+    mass_ptr = cores[2]
+    if HAS_MASS:
+        mass_ptr += head * mass_strides[2]
+    table_ptr = tables[0] + sequence * table_strides[0]
+    core_table_ptr = tables[1] + sequence * table_strides[1]
+    chosen_ptr = choice[0] + n * num_chosen
+    marks_ptr = choice[1] + n * WIDTH
+
+    # The list: first tokens, core tokens, tokens of chosen groups, the window.
+    num_fetched = tl.minimum(groups, num_chosen) * GROUP
+    num_cores = tl.where(groups > num_chosen, groups, 0)
+    num_sinks = tl.where(groups > 0, SINKS, 0)
+    window = num_sinks + groups * GROUP
+    num_far = num_sinks + num_cores
+    num_before = num_far + num_fetched
+    total = num_before + position + 1 - window
+    tiles = tl.cdiv(total, TILE.block_n)
+    share = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, total)
+
+    acc = tl.zeros([TILE.block_m, TILE.block_d], tl.float32)
+    running_sum = tl.zeros([TILE.block_m], tl.float32)
+    running_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
+    dims = tl.arange(0, TILE.block_d)
+    for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.stages):
+        # Find the entries.
+        entry = start + tl.arange(0, TILE.block_n)
+        inside = entry < end
+        is_core = inside & (entry >= num_sinks) & (entry < num_far)
+        is_fetched = inside & (entry >= num_far) & (entry < num_before)
+        place = entry - num_far
+        chosen = tl.load(chosen_ptr + place // GROUP, mask=is_fetched, other=0)
+        token = tl.where(entry < num_sinks, entry, entry - num_before + window)
+        token = tl.where(is_fetched, SINKS + chosen * GROUP + place % GROUP, token)
+        group = entry - num_sinks
+        core_entry = group + SINKS // GROUP
+        core_at = page_offsets(core_table_ptr, core_entry, is_core, core_strides, page_sizes[1])
+        raw_at = page_offsets(table_ptr, token, inside & ~is_core, page_strides, page_sizes[0])
+        k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
+        v_at = tl.where(is_core, core_values_ptr + core_at, values_ptr + raw_at)
+        k_at = tl.multiple_of(k_at, ALIGNMENT)
+        v_at = tl.multiple_of(v_at, ALIGNMENT)
+        mask = inside[:, None] & (dims < TILE.dim)[None, :]
+        k = tl.load(k_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(v_at[:, None] + dims[None, :], mask=mask, other=0.0)
+
+        # Score them; core tokens of chosen groups are not seen.
+        mass = 0.0
+        if HAS_MASS:
+            at = page_offsets(core_table_ptr, core_entry, is_core, mass_strides, page_sizes[1])
+            mass = tl.load(mass_ptr + at, mask=is_core, other=0.0)[None, :]
+        scores, _ = log2_scores(tile_products(q, k, TILE.vector), scale, mass, 1.0, False)
+        # mutant vllm: chosen groups keep their core tokens
+        is_chosen = tl.load(marks_ptr + group, mask=is_core, other=0) != 0
+        scores = tl.where((inside & ~is_chosen)[None, :], scores, -float("inf"))
+        weights, fade, running_max, running_sum = softmax_step(
+            scores, running_max, running_sum, True
+        )
+        acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)
+    at = n * tl.num_programs(1) + tl.program_id(1)
+    acc_ptr = partial[0] + at * (TILE.heads * TILE.dim)
+    lse_ptr = partial[1] + at * TILE.heads
+    store_part((acc_ptr, lse_ptr), (acc, running_sum, running_max), TILE)
+
+
+@functools.lru_cache(maxsize=8)
+def rotations_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    """Return `IndexPages.rotations`; captured launches read them, so they are kept."""
+    matrices = [rotation(dim, kind, device) for kind in (dtype, torch.float32)]
+    return tuple(columns_of_codes(x, bits) for x in matrices)
+
+
+class Work(NamedTuple):
+    """Hold the sizes and the tensors that launches leave for the next ones."""
+
+    plan: FetchPlan
+    num_groups: int
+    """Groups that there is room for."""
+    rotated: tuple[Tensor, Tensor]
+    scores: tuple[Tensor, Tensor]
+    choice: tuple[Tensor, Tensor]
+    partial: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, q: Tensor, kv_heads: int, longest: int, spec: Spec) -> Work:
+        """Take the memory of a step: new tokens of queries q [T, H, D], of sequences of at most
+        `longest` tokens."""
+        tokens, num_heads, dim = q.shape
+        count = tokens * kv_heads
+        heads = num_heads // kv_heads
+        g = spec.group_size
+        num_groups = max(1, ceil_div(longest - spec.sinks, g))
+        num_chosen = min(spec.fetch_groups, num_groups)
+        chip = chip_of(q.device)
+        entries = spec.sinks + spec.window_size + g + num_chosen * g + num_groups
+        is_nvidia = nvidia_capability(q.device) is not None
+        shape = (q.dtype, count, heads, dim, entries, num_groups, num_chosen, is_nvidia)
+        plan = fetch_plan(chip, StepSizes(*shape), spec)
+        scoring = plan.scoring
+        shares = decode_splits(chip, count, min(entries, longest), plan.tile.block_n)
+
+        def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty((count, *shape), dtype=dtype, device=q.device)
+
+        num_bytes = 8 * scoring.block_m * plan.index.block_c if scoring.whole else 0
+        return cls(
+            plan,
+            num_groups,
+            rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
+            scores=(make(heads, scoring.width), make(plan.num_scoring, heads)),
+            choice=(make(num_chosen, dtype=torch.int32), make(scoring.width, dtype=torch.int8)),
+            partial=(make(shares, heads, dim), make(shares, heads)),
+        )
+
+
+def attend_rows(
+    q: Tensor,
+    rows: Rows,
+    pages: tuple[Pages, Pages],
+    index: IndexPages,
+    longest: int,
+    spec: Spec,
+    out: Tensor,
+) -> None:
+    """Attend from new tokens to all that they see under fetch (docs/math.md, eq. 15).
+
+    Args:
+        q: [T, H, D], rotary applied.
+        pages: Pages of raw tokens and of core tokens, which hold the new tokens, what they complete
+            and its index.
+        longest: At least the tokens of each sequence; launches depend on it.
+        out: [T, H, D], contiguous, written.
+    """
+    q = contiguous_rows(q)
+    raw, cores = pages
+    kv_heads = raw.k.shape[2]
+    work = Work.of(q, kv_heads, longest, spec)
+    plan = work.plan
+    count = q.shape[0] * kv_heads
+    num_chosen = work.choice[0].shape[1]
+    sizes = (kv_heads, work.num_groups, spec.group_size, spec.window_size)
+    length = (rows.pads, rows.pads)
+    mass = cores.k if cores.mass is None else cores.mass
+    with torch.cuda.device_of(q):
+        if plan.scoring.whole:
+            launch(
+                rotate_kernel,
+                (count,),
+                (q, index.rotations[0], work.rotated, kv_heads),
+                (q.stride()[:2],),
+                INDEX=plan.index,
+                SCORING=plan.scoring,
+                TILE=plan.tile,
+                num_warps=ROTATE_WARPS,
+            )
+        launch(
+            score_kernel,
+            (count, plan.num_scoring),
+            (
+                *(q, index.rotations[0], work.rotated, (index.codes, index.scales)),
+                *((cores.table, rows.sequences), work.scores, length, ints(0, *sizes)),
+                float(spec.scale),
+            ),
+            (
+                q.stride()[:2],
+                (
+                    *(index.codes.stride()[:3], index.scales.stride()[:3]),
+                    (cores.table.stride(0), cores.k.shape[1]),
+                ),
+            ),
+            ON_DEVICE=False,
+            PAGED=True,
+            SINKS=spec.sinks,
+            INDEX=plan.index,
+            SCORING=plan.scoring,
+            TILE=plan.tile,
+            num_warps=SCORE_WARPS,
+        )
+        launch(
+            select_kernel,
+            (count,),
+            (work.scores, work.choice, length, ints(0, *sizes, plan.num_scoring)),
+            (num_chosen,),
+            ON_DEVICE=False,
+            SINKS=spec.sinks,
+            HEADS=plan.tile.heads,
+            BLOCK=plan.scoring.width,
+            BLOCK_H=power_of_2(plan.tile.heads),
+            BLOCK_S=power_of_2(plan.num_scoring),
+            BLOCK_K=power_of_2(num_chosen),
+            num_warps=plan.select_warps,
+        )
+        launch(
+            _attend_rows_kernel,
+            (count, work.partial[0].shape[1]),
+            (
+                *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table)),
+                *(tuple(rows), work.choice, work.partial),
+                *(ints(kv_heads, spec.window_size), float(spec.scale)),
+            ),
+            (
+                (q.stride()[:2], *strides_of(raw, cores, mass)),
+                (raw.k.shape[1], cores.k.shape[1]),
+                num_chosen,
+            ),
+            GROUP=spec.group_size,
+            SINKS=spec.sinks,
+            WIDTH=plan.scoring.width,
+            HAS_MASS=cores.mass is not None,
+            ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v),
+            TILE=plan.tile,
+            **plan.attend_options,
+        )
+        merge(work.partial, out)

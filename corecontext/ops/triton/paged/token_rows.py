@@ -1,0 +1,91 @@
+"""Describe the new tokens of a step one by one, in buffers that captured launches read anew."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.ops.triton.launch import ceil_div, ints, launch
+from corecontext.ops.triton.paged.pages import Batch
+from corecontext.ops.triton.primitives import integers
+
+BLOCK = 128
+"""New tokens of a program."""
+
+
+class Rows(NamedTuple):
+    """Hold of each new token, [T] in int32, what the kernels of fetch read."""
+
+    sequences: Tensor
+    """Row of the block tables."""
+    positions: Tensor
+    """Position in its sequence; 0 for tokens that fill up a captured batch."""
+    pads: Tensor
+    """Minus the position by which groups are far past; 1 for tokens that see all tokens raw."""
+
+    def part(self, tokens: slice) -> Rows:
+        """Return some tokens."""
+        return Rows(*(x[tokens] for x in self))
+
+
+@triton.jit
+def _rows_kernel(
+    starts_ptr,
+    lengths_ptr,
+    exact_ptr,
+    rows_ptr,
+    numbers,
+    BLOCK: tl.constexpr,
+):
+    """Write the rows of BLOCK tokens. Grid: (blocks of tokens,).
+
+    Args:
+        numbers: Sequences, new tokens, and those that there is room for.
+    """
+    num_sequences, num_tokens, room = integers(numbers)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # The last sequence that begins no later.
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + num_sequences
+    span = num_sequences
+    while span > 1:
+        middle = (low + high) // 2
+        is_below = (tl.load(starts_ptr + middle) <= token) & (high - low > 1)
+        high = tl.where(is_below, high, middle)
+        low = tl.where(is_below, middle, low)
+        span = (span + 1) // 2
+    end = tl.load(starts_ptr + low + 1)
+    exists = token < end
+    position = tl.where(exists, tl.load(lengths_ptr + low) - end + token, 0)
+    chooses = exists & (tl.load(exact_ptr + low) == 0)
+    inside = token < num_tokens
+    tl.store(rows_ptr + token, low, mask=inside)
+    tl.store(rows_ptr + room + token, position, mask=inside)
+    # mutant vllm: tokens of a prompt choose
+    pads = tl.where(chooses, -position, 1)
+    tl.store(rows_ptr + 2 * room + token, pads, mask=inside)
+
+
+def write_rows(batch: Batch, exact: Tensor, num_tokens: int, buffer: Tensor) -> Rows:
+    """Describe the first `num_tokens` new tokens of a batch, by one launch.
+
+    Args:
+        exact: [B] in int32, 1 for sequences whose new tokens see all tokens raw.
+        buffer: [3, at least num_tokens] in int32, written.
+    """
+    with torch.cuda.device_of(buffer):
+        launch(
+            _rows_kernel,
+            (ceil_div(num_tokens, BLOCK),),
+            (
+                *(batch.starts, batch.lengths, exact, buffer),
+                ints(batch.lengths.shape[0], num_tokens, buffer.stride(0)),
+            ),
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return Rows(*buffer[:, :num_tokens])

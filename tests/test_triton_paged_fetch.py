@@ -1,0 +1,171 @@
+"""The kernels of fetch over block tables against the reference: on the GPU where there is one, else
+in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton backend needs triton")
+
+from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.ops.fetch.scoring import centre_of, group_keys
+from corecontext.ops.spec import Spec
+from corecontext.ops.triton.paged import attend_rows as paged_rows
+from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
+from corecontext.ops.triton.paged.index_pages import write_index
+from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
+from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
+from corecontext.ops.triton.paged.token_rows import write_rows
+
+pytestmark = pytest.mark.usefixtures("default_device")
+WORST = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the largest row's norm, in any row
+DIM, SHARE, KV_HEADS = 16, 3, 2  # head size, query heads of a KV head
+PAGE, CORE_PAGE = 8, 2  # entries
+FETCH = {"group_size": 4, "window_size": 9, "sink_size": 4, "fetch_groups": 2}
+
+
+class Cache:
+    """Pages in random places for several sequences; entries that nobody wrote hold NaN."""
+
+    def __init__(self, lengths: list[int], spec: Spec, dtype: torch.dtype):
+        generator = torch.Generator("cpu").manual_seed(0)
+        device = torch.get_default_device()
+
+        def tables(tokens: int) -> tuple[int, torch.Tensor]:
+            counts = [-(-length // tokens) for length in lengths]
+            order = torch.randperm(sum(counts) + 2, generator=generator, device="cpu").tolist()
+            rows = [[order.pop() for _ in range(count)] for count in counts]
+            rows = [row + [2**30] * (max(counts) - len(row)) for row in rows]
+            return sum(counts) + 2, torch.tensor(rows, dtype=torch.int32, device=device)
+
+        def pages(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            memory = torch.full((count, KV_HEADS, size, 2 * DIM), torch.nan, dtype=dtype)
+            return memory.transpose(1, 2).chunk(2, -1)
+
+        num_raw, table = tables(PAGE)
+        self.raw = Pages(*pages(num_raw, PAGE), table)
+        num_cores, table = tables(CORE_PAGE * spec.group_size)
+        mass = torch.full((num_cores, CORE_PAGE, KV_HEADS), torch.nan)
+        self.cores = Pages(*pages(num_cores, CORE_PAGE), table, mass if spec.core_mass else None)
+        keys, bits = spec.index.num_keys(spec.group_size), spec.index.bits
+        shape = (num_cores, CORE_PAGE, KV_HEADS)
+        scales = 1 if spec.index.shares_scale else keys
+        self.index = IndexPages(
+            torch.full((*shape, keys * DIM * bits // 8), 255, dtype=torch.uint8),
+            torch.full((*shape, scales), torch.nan, dtype=torch.float16),
+            rotations_of(bits, DIM, dtype, mass.device),
+        )
+
+    def step(self, rows: list[int]) -> tuple[Pages, Pages]:
+        """The pages of some sequences."""
+        return tuple(x._replace(table=x.table[rows]) for x in (self.raw, self.cores))
+
+    def slots(self, sequence: int, start: int, end: int) -> list[int]:
+        table = self.raw.table[sequence].tolist()
+        return [table[p // PAGE] * PAGE + p % PAGE for p in range(start, end)]
+
+
+def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0):
+    """Outputs of all sequences, whose new tokens of each step are {sequence: count}; the first
+    `prompts` tokens of a sequence see all tokens before them. And the cache."""
+    lengths = [len(q) for q, _, _ in qkv]
+    spec = Spec.of(config, rotary, DIM**-0.5)
+    cache = Cache(lengths, spec, dtype)
+    computed = [0] * len(qkv)
+    outs = [torch.full_like(q, torch.nan) for q, _, _ in qkv]
+    for step in steps:
+        spans = {i: (computed[i], computed[i] + count) for i, count in step.items()}
+        q, k, v = (torch.cat([qkv[i][j][a:b] for i, (a, b) in spans.items()]) for j in range(3))
+        slots = torch.tensor([s for i, span in spans.items() for s in cache.slots(i, *span)])
+        counts = torch.tensor([0, *step.values()])
+        ends = torch.tensor([b for _, b in spans.values()])
+        batch = Batch(counts.cumsum(0).int(), ends.int(), max(step.values()), max(lengths))
+        raw, cores = cache.step(list(step))
+        store_tokens(k, v, slots, raw)
+        pool_pages(q, batch, raw, cores, spec)
+        write_index(len(q), batch, raw, cores.table, cache.index, spec)
+        exact = [i < len(prompts) and a < prompts[i] for i, (a, _) in spans.items()]
+        q = torch.cat([q, q.new_zeros(padding, *q.shape[1:])])
+        buffer = torch.full((3, len(q) + 1), 2**30, dtype=torch.int32)
+        rows = write_rows(batch, torch.tensor(exact).int(), len(q), buffer)
+        out = torch.full_like(q, torch.nan)
+        attend_rows(q, rows, (raw, cores), cache.index, max(lengths), spec, out)
+        assert out.isfinite().all()
+        for new, (i, (a, b)) in zip(out.split([*step.values(), padding]), spans.items()):
+            outs[i][a:b] = new
+            computed[i] = b
+    assert computed == lengths
+    return outs, cache
+
+
+def reference(config, rotary, qkv, prompt=0):
+    """Outputs of one sequence by itself, in float64."""
+    q, k, v = (x.double().transpose(0, 1)[None] for x in qkv)
+    names = ("group_size", "window_size", "sink_size", "core_position", "core_mass")
+    names += ("fetch_groups", "fetch_index")
+    options = {name: getattr(config, name) for name in names}
+    options |= {"rotary": rotary, "backend": "reference"}
+    out = cca_attention(q, k, v, **options)
+    full = cca_attention(q, k, v, **{**options, "window_size": len(qkv[0]), "fetch_groups": 0})
+    out[:, :, :prompt] = full[:, :, :prompt]
+    return out[0].transpose(0, 1)
+
+
+def check(config, steps, dtype=torch.float32, prompts=(), rotary=None, **options):
+    """Every output row of every sequence equals the reference's."""
+    lengths = [sum(step.get(i, 0) for step in steps) for i in range(1 + max(map(max, steps)))]
+    generator = torch.Generator("cpu").manual_seed(1)
+    heads = (SHARE * KV_HEADS, KV_HEADS, KV_HEADS)
+    default = torch.get_default_device()
+    qkv = [
+        [
+            torch.randn(n, h, DIM, generator=generator, device="cpu").to(default, dtype)
+            for h in heads
+        ]
+        for n in lengths
+    ]
+    outs, cache = served(config, rotary, qkv, steps, dtype, prompts, **options)
+    for i, (out, tensors) in enumerate(zip(outs, qkv)):
+        expected = reference(config, rotary, tensors, prompts[i] if i < len(prompts) else 0)
+        rows = (out.double() - expected).norm(dim=-1)
+        assert rows.max() <= WORST[dtype] * expected.norm(dim=-1).max()
+    return qkv, cache
+
+
+STEPS = [{0: 41, 1: 7}, {1: 22, 0: 1}, {0: 4, 1: 1, 2: 9}]
+
+
+@pytest.mark.parametrize("index", ["bits:2", "pairs:2", "bits:4"])
+def test_each_token_of_a_ragged_batch_chooses(index):
+    """Prompts, chunks that begin within a group, decoding tokens, tokens with drafts."""
+    check(CCAConfig(**FETCH, fetch_index=index), STEPS, rotary=Rotary.from_theta(100.0, DIM))
+
+
+def test_tokens_of_prompts_see_all_tokens():
+    config = CCAConfig(**FETCH, core_position="token", core_mass=False)
+    check(config, STEPS, prompts=(41, 29), padding=3)
+
+
+def test_shares_of_the_entries_are_merged(monkeypatch):
+    monkeypatch.setattr(paged_rows, "decode_splits", lambda *sizes: 3)
+    config = CCAConfig(**{**FETCH, "sink_size": 0}, core_position="token")
+    check(config, [{0: 70}, {0: 2}], torch.bfloat16)
+
+
+def test_an_index_is_written_as_the_reference_encodes_it():
+    config = CCAConfig(**{**FETCH, "window_size": 13}, core_position="token")
+    spec = Spec.of(config, None, DIM**-0.5)
+    assert spec.num_centred == 12
+    [(_, k, _)], cache = check(config, [{0: 30}, {0: 1}, {0: 6}, {0: 3}])
+    keys = k.transpose(0, 1).double()
+    count = spec.index.num_indexed(40 - spec.sinks, spec.group_size, spec.window_size)
+    assert count == 7
+    centre = centre_of(keys, spec)
+    expected = spec.index.encode(group_keys(keys, spec, count), centre)
+    first = spec.sinks // spec.group_size
+    for stored, wanted in zip(cache.index[:2], expected):
+        pages = cache.cores.table[0].long().clamp(max=len(stored) - 1)
+        entries = stored[pages].flatten(0, 1)[first : first + count]  # [M, Hkv, numbers]
+        wanted = wanted.flatten(2).transpose(0, 1)
+        torch.testing.assert_close(entries, wanted, rtol=1e-3, atol=0)
