@@ -1,5 +1,5 @@
-"""Keep the raw tokens of one layer in host memory, where the device reads and writes them by
-itself."""
+"""Keep the raw tokens of one layer, laid out as in raw_store.py, in host memory, where the device
+reads and writes them by itself."""
 
 from __future__ import annotations
 

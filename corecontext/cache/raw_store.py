@@ -1,5 +1,5 @@
-"""Keep all raw tokens of one layer beside its compact cache, for fetch, with the index of their
-groups."""
+"""Lay out and keep all raw tokens of one layer beside its compact cache, for fetch, with the index
+of their groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Hold the state of one layer's compact cache: its entries, how many tokens came, and padding."""
+"""Hold the state of one layer's compact cache: its entries, how many tokens came, and padding.
+
+Lengths of a row, in tokens, padding included: `seen` that came, on the device where steps are
+captured; `_counted` of these that the host knows of; `_expected`, which the next append has before
+it; `_planned`, which it makes room for; `max_length` of a fixed cache. `seq_len` is the length to
+ask for. `_room`, without padding, is what a growing cache has room for.
+"""
 
 from __future__ import annotations
 
