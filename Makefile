@@ -1,4 +1,4 @@
-.PHONY: check test slow vllm docs
+.PHONY: check test slow lowest vllm docs
 
 PYTHON ?= .venv/bin/python
 
@@ -12,6 +12,9 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+lowest:
+	python3.10 tests/lowest.py
 
 vllm:
 	$(PYTHON) tests/vllm_release.py 0.32.0

@@ -47,6 +47,7 @@ from corecontext.inference.sharded_prefill import context_parallel_prefill
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.spec import Inputs, Spec
+from corecontext.train.arguments import checkpointing_name
 
 D = 8
 
@@ -259,7 +260,8 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
         expected, loss = run(whole, ids, positions, labels, ids.numel())
         handle = corecontext.enable(parallel, config)
         if checkpointing:
-            parallel.train().gradient_checkpointing_enable({"use_reentrant": False})
+            recompute = getattr(parallel.train(), f"{checkpointing_name()}_enable")
+            recompute({"use_reentrant": False})
         flat = init_device_mesh("cpu", (world,))
         for layer in parallel.model.layers:
             fully_shard(layer, mesh=flat)

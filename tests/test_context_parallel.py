@@ -328,10 +328,10 @@ def test_a_prompt_in_another_order_is_another_prompt():
     ids = tokens(1, 20)
 
     def others_have(prompt: torch.Tensor) -> SimpleNamespace:
-        """A wire on which the other rank was given this prompt."""
+        """A wire on which the last of three ranks was given this prompt."""
         sent = []
         _check_same(prompt, SimpleNamespace(gather=lambda x: sent.append(x) or Done(x)))
-        return SimpleNamespace(gather=lambda x: Done(torch.stack((x, sent[0]))))
+        return SimpleNamespace(gather=lambda x: Done(torch.stack((x, x, sent[0]))))
 
     class Done(SimpleNamespace):
         def __init__(self, value: torch.Tensor) -> None:

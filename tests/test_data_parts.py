@@ -100,13 +100,13 @@ def test_rows_of_a_parquet_file_are_numbered_through_all_its_batches(tmp_path):
     rows = [{"other": {"x": 1}, "meta": {"text": str(i), "kind": "k"}} for i in range(300)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     (tmp_path / "b.txt").write_text("plain")
-    paths = [tmp_path / "a.parquet", tmp_path / "b.txt"]
-    got = list(documents(paths, Fields("meta.text", "meta.kind")))
-    assert [one["origin"] for one in got[:300]] == [f"{paths[0]}:{i + 1}" for i in range(300)]
-    assert [one["text"] for one in got[:300]] == [str(i) for i in range(300)]
-    assert {one["source"] for one in got[:300]} == {"k"}
+    paths = [tmp_path / "b.txt", tmp_path / "a.parquet"]  # in the order that is asked for
+    plain, *got = documents(paths, Fields("meta.text", "meta.kind"))
+    assert [one["origin"] for one in got] == [f"{paths[1]}:{i + 1}" for i in range(300)]
+    assert [one["text"] for one in got] == [str(i) for i in range(300)]
+    assert {one["source"] for one in got} == {"k"}
     # Plain text has no fields.
-    assert got[300:] == [{"text": "plain", "source": "", "origin": f"{paths[1]}:1"}]
+    assert plain == {"text": "plain", "source": "", "origin": f"{paths[0]}:1"}
 
 
 def test_rows_of_a_hub_dataset_are_numbered(tmp_path):

@@ -375,7 +375,7 @@ def test_subject_agrees_with_the_model(model):
         ),
         (["--task", "multidoc_qa", "--limit", "0"], "limit must be at least 1, got 0."),
         (
-            ["--task", "perplexity", "--subtask", "multidoc:x"],
+            ["--task", "perplexity", "--subtask", "law", "--subtask", "multidoc:x"],
             "subtask must be SUBTASK or TASK:SUBTASK, with a task of perplexity, got 'multidoc:x'.",
         ),
         (["--task", "perplexity", "--length", "0"], "length must be at least 1"),

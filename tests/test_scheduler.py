@@ -608,12 +608,14 @@ def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fi
     scheduler.run_turn()
     assert scheduler.reading == [read.slot] and read.pool is lost.pool
     held = scheduler.memory.allocated
+    half_written = read.pool
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.batch, "step", lambda *args: 1 / 0)
         scheduler._decode()
     assert (
         lost.end_reason == "error"
         and read.pool in scheduler.memory.pools
+        and read.pool is not half_written
         and scheduler.memory.allocated == held
     )
     finish(scheduler, 100)

@@ -19,6 +19,7 @@ from corecontext.integrations.hf.cache_layers import cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.loading import load
+from corecontext.train.arguments import checkpointing_name
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.pooling(4, 9, sink_size=6)  # 8 tokens
@@ -128,7 +129,7 @@ def test_checkpoints_and_training(tmp_path):
     ):
         handle_of(one).configure(backend=backend)
         if checkpointing:
-            one.gradient_checkpointing_enable()
+            getattr(one, f"{checkpointing_name()}_enable")()
         one.train().zero_grad()
         one(ids, labels=ids, use_cache=False).loss.backward()
         grads.append([parameter.grad.clone() for parameter in one.parameters()])

@@ -240,7 +240,7 @@ def test_a_run_gives_the_same_whatever_the_split(setting, tmp_path, changes, mon
     step = trainer.CCATrainer.training_step
 
     def counted(self, model, inputs, *args):
-        is_recomputed = getattr(self.args, arguments._checkpointing_name())
+        is_recomputed = getattr(self.args, arguments.checkpointing_name())
         passes.append((inputs["row"], is_recomputed))
         return step(self, model, inputs, *args)
 

@@ -356,8 +356,8 @@ def test_every_setting_reaches_trainer(tmp_path):
     assert arguments.arguments_of(config.replace(eval_data=())).eval_strategy == "no"
     arguments.set_split(made, memory_fit.Split(3, 2, False))
     assert (made.train_batch_size, made.gradient_accumulation_steps) == (3, 2)
-    assert not getattr(made, arguments._checkpointing_name())
-    assert getattr(plain, arguments._checkpointing_name())
+    assert not getattr(made, arguments.checkpointing_name())
+    assert getattr(plain, arguments.checkpointing_name())
     still = arguments.arguments_of(config.replace(learning_rate=0, min_learning_rate=0))
     assert still.lr_scheduler_kwargs == {"min_lr_rate": 0.0}
 

@@ -16,6 +16,7 @@ from corecontext import CCAConfig
 from corecontext.integrations.hf.cache_layers import CCALayer, cache_bytes
 from corecontext.integrations.hf.cache_name import NAME, OLD_NAME, returned_cache, with_cache
 from corecontext.integrations.hf.enabling import handle_of
+from corecontext.train.arguments import checkpointing_name
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.paper(group_size=4, window_size=9)
@@ -425,7 +426,7 @@ def test_gradients_and_checkpointing(model, reentrant):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     with corecontext.enabled(model, CONFIG):
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        getattr(model, f"{checkpointing_name()}_enable")({"use_reentrant": reentrant})
         for a, b in zip(gradients(), expected):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 

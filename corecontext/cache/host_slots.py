@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corecontext.cache.host_store import HostStore
 from corecontext.cache.raw_store import Format, num_bytes
+from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.ops.spec import FetchSlots, RawSlots, Spec
 
 FREE = -1
@@ -98,6 +99,7 @@ class SlotStore(HostStore):
     # Rows and length
     # ---------------
 
+    @unchanged_by_errors
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens; empties the slots where that takes larger buffers."""
         before = self.length
@@ -107,13 +109,13 @@ class SlotStore(HostStore):
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows, [new B], in the given order."""
-        super().select(rows)
         # mutant fetch: rows are reordered without their table
         self.table = self.table.index_select(0, rows)
         self.owner = self.owner.index_select(0, rows)
         self.last_used = self.last_used.index_select(0, rows)
         self.slots = [x.index_select(0, rows) for x in self.slots]
         self.counts = self.counts.index_select(0, rows)
+        super().select(rows)  # last: it moves rows of host memory in place
 
     def forget(self, lengths: Tensor) -> None:
         """Empty the slots of groups that rows of so many tokens, [B], do not have."""

@@ -163,8 +163,9 @@ class RawStore:
         if length <= self.length:
             return
         length = max(length, self.length + max(64, self.length // 4))
-        self.raw = [grown(x, length) for x in self.raw]
+        raw = [grown(x, length) for x in self.raw]
         self._grow_index(length)
+        self.raw = raw  # last: its length says that there is room
 
     def _grow_index(self, length: int) -> None:
         groups = self.num_groups(length)

@@ -303,11 +303,11 @@ class LayerState(Entries):
         self.pad = change(self.pad)
         self.pads = self.pad.tolist()
         self._note_padding(self.seq_len)
-        if self.store is not None:
-            # mutant fetch: beams keep the raw tokens of another
-            self.store.select(rows)
         if self._undo is not None:
             self._undo = self._undo._replace(lost=[change(x) for x in self._undo.lost])
+        if self.store is not None:  # last: host memory is changed in place
+            # mutant fetch: beams keep the raw tokens of another
+            self.store.select(rows)
 
     def reset(self) -> None:
         """Forget all tokens; buffers of fixed size stay where they are."""

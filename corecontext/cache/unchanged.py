@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def unchanged_by_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method that raises restore all attributes of a layer, of its parts and its stores.
+    """Make a method that raises restore all attributes of a layer, of its parts and stores, or of a
+    store.
 
     The method writes into tensors that stay in use last, when nothing can fail any more.
     """

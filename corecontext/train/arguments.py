@@ -38,7 +38,7 @@ def arguments_of(config: TrainConfig) -> Any:
         }
     if config.deepspeed is not None:
         sharding["deepspeed"] = _deepspeed_settings(config.deepspeed)
-    name = _checkpointing_name()
+    name = checkpointing_name()
     checkpointing: dict[str, Any] = {
         name: config.checkpointing and not config.fsdp,
         f"{name}_kwargs": {"use_reentrant": False},
@@ -96,10 +96,10 @@ def set_split(arguments: Any, split: Split) -> None:
     """Change how a step's rows are split, in TrainingArguments that no Trainer was made with."""
     arguments.per_device_train_batch_size = split.batch_size
     arguments.gradient_accumulation_steps = split.accumulation
-    setattr(arguments, _checkpointing_name(), split.checkpointing)
+    setattr(arguments, checkpointing_name(), split.checkpointing)
 
 
-def _checkpointing_name() -> str:
+def checkpointing_name() -> str:
     """Return the name of the argument that turns recomputation on."""
     from transformers import PreTrainedModel
 
