@@ -189,13 +189,15 @@ def make_alike(noise: Tensor) -> Tensor:
     steps = torch.tril(fade) * (1 - keep**2) ** 0.5
     walk = torch.randn_like(noise[:, :, 0], dtype=torch.float32)
     for low in range(0, noise.shape[2], size):
-        part = noise[:, :, low : low + size].float()
-        count = part.shape[2]
-        part = steps[:count, :count] @ part + keep ** (place[:count, None] + 1) * walk[:, :, None]
-        walk = part[:, :, -1]
-        slow[:, :, low : low + size] = part
-    own = noise.roll(1, 3) * ALIKE_NOISE**0.5
-    return slow * (1 - ALIKE_NOISE) ** 0.5 + own
+        tokens = noise[:, :, low : low + size].float()
+        count = tokens.shape[2]
+        tokens = (
+            steps[:count, :count] @ tokens + keep ** (place[:count, None] + 1) * walk[:, :, None]
+        )
+        walk = tokens[:, :, -1]
+        slow[:, :, low : low + size] = tokens
+    independent = noise.roll(1, 3)
+    return slow * (1 - ALIKE_NOISE) ** 0.5 + independent * ALIKE_NOISE**0.5
 
 
 def make_call(

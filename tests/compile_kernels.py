@@ -177,7 +177,8 @@ STEP_TYPES = {
     "partial": ("fp32", "fp32"),
     "rotated": ("i8", "fp32"),
     "results": ("fp32", "fp32"),
-    "scores": ("fp32", "fp32"),
+    "scores_ptr": "fp32",
+    "centre_ptr": "fp32",
     "choice": ("i32", "i8"),
     "chosen": ("i32", "i32"),
     "seen_ptr": "i64",
@@ -283,7 +284,6 @@ def kernels_of_pooling(dim: int) -> Iterator[Kernel]:
 def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those of fetch: index scores, the choice, its marks, raw tokens of the chosen groups; one
     query or 16 choose together."""
-    plain = {"HAS_SOFTCAP": False, "HEADS": HEADS, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
     floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr", "offsets_ptr")
     numbers = ("runs_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
     types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(numbers, "i32"), **GRADIENTS}
@@ -403,9 +403,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     names = ("starts_ptr", "lengths_ptr", "exact_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
     yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
-    blocks = {"BLOCK": plan.scoring.width, "BLOCK_H": HEADS, "BLOCK_K": 64}
-    blocks["BLOCK_S"] = power_of_2(plan.num_scoring)
-    sizes = {**place, **blocks, "HEADS": HEADS, "num_warps": plan.select_warps}
+    blocks = {"BLOCK": plan.scoring.width, "BLOCK_K": 64, "TILE": plan.tile}
+    sizes = {**place, **blocks, "num_warps": plan.select_warps}
     yield Kernel(select_groups.select_kernel, sizes, STEP_TYPES)
     entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
     sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}

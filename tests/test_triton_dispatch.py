@@ -48,7 +48,6 @@ from corecontext.ops.triton.attend.mass_parts import mass_parts  # noqa: E402
 from corecontext.ops.triton.attend.shares import Choosing  # noqa: E402
 from corecontext.ops.triton.attend.unions import Unions  # noqa: E402
 from corecontext.ops.triton.choose.byte_keys import to_bytes  # noqa: E402
-from corecontext.ops.triton.launch import ints  # noqa: E402
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and best.hopper_forward is not None

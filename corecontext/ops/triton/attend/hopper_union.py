@@ -151,8 +151,8 @@ def _softmax(s, sums, bits, query, scale, GROUP_SIZE: gl.constexpr, layout: gl.c
     sum."""
     running_max, running_sum = sums
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
-    parts = s.reshape([ROWS, GROUPS, GROUP_SIZE])
-    best = gl.max(parts, 2)
+    grouped = s.reshape([ROWS, GROUPS, GROUP_SIZE])
+    best = gl.max(grouped, 2)
     groups: gl.constexpr = best.type.layout
     seen = chosen_by(bits, query, GROUPS, groups)
     best = gl.where(seen, best * scale, -float("inf"))
@@ -162,7 +162,7 @@ def _softmax(s, sums, bits, query, scale, GROUP_SIZE: gl.constexpr, layout: gl.c
     finite = gl.where(new_max == -float("inf"), 0.0, new_max)
     row = gl.convert_layout(finite, gl.SliceLayout(1, groups))
     shift = gl.where(seen, row[:, None], float("inf"))
-    weights = gl.exp2(parts * scale - shift.expand_dims(2))
+    weights = gl.exp2(grouped * scale - shift.expand_dims(2))
     weights = gl.convert_layout(weights.reshape([ROWS, TOKENS]), layout)
     fade = gl.exp2(running_max - finite)
     return weights, fade, (new_max, running_sum * fade + gl.sum(weights, 1))

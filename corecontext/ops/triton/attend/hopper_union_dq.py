@@ -63,12 +63,12 @@ def _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE: gl.constexpr):
     """
     lse, delta = stats
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
-    parts = s.reshape([ROWS, GROUPS, GROUP_SIZE])
-    best = gl.max(parts, 2)
+    grouped = s.reshape([ROWS, GROUPS, GROUP_SIZE])
+    best = gl.max(grouped, 2)
     groups: gl.constexpr = best.type.layout
     row = gl.convert_layout(lse, gl.SliceLayout(1, groups))
     shift = gl.where(chosen_by(bits, query, GROUPS, groups), row[:, None], float("inf"))
-    weights = gl.exp2(parts * scale - shift.expand_dims(2)).reshape([ROWS, TOKENS])
+    weights = gl.exp2(grouped * scale - shift.expand_dims(2)).reshape([ROWS, TOKENS])
     layout: gl.constexpr = dp.type.layout
     return gl.convert_layout(weights, layout) * (dp - delta[:, None])
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.choose.index_keys import _signs
+from corecontext.ops.triton.choose.index_keys import signs_of
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
 from corecontext.ops.triton.primitives import TINY, dot, tile_mask
 
@@ -107,15 +107,15 @@ def keys_kernel(
     """
     group = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
-    parts = tl.arange(0, PARTS)
+    key = tl.arange(0, PARTS)
     dims = tl.arange(0, BLOCK_D)
-    mask = (parts * 0 + group < num_groups)[:, None] & (dims < HEAD_DIM)[None, :]
-    at = ((n * num_groups + group) * PARTS + parts)[:, None] * HEAD_DIM + dims[None, :]
+    mask = (key * 0 + group < num_groups)[:, None] & (dims < HEAD_DIM)[None, :]
+    at = ((n * num_groups + group) * PARTS + key)[:, None] * HEAD_DIM + dims[None, :]
     x = tl.load(keys_ptr + at, mask=mask, other=0.0).to(tl.float32)
     size = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY) / 127
     whole = tl.floor(x / size + 0.5)
     first = n * tl.num_programs(0) + group // RUN * RUN
-    place = (first * PARTS + parts * RUN + group % RUN)[:, None] * BLOCK_D + dims[None, :]
+    place = (first * PARTS + key * RUN + group % RUN)[:, None] * BLOCK_D + dims[None, :]
     tl.store(results[0] + place, whole.to(tl.int8))
     tl.store(results[1] + n * tl.num_programs(0) + group, size)
 
@@ -138,7 +138,7 @@ def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> By
     n, r, count, dim = q.shape
     _, num_groups, parts, _ = keys.shape
     block_d = max(32, power_of_2(dim))
-    signs, unit = _signs(dim, q.device)
+    signs, unit = signs_of(dim, q.device)
     if centre is None:
         centre = q.new_zeros(n, dim)
     whole = block_of(parts) * ceil_div(num_groups, block_of(parts))
