@@ -30,6 +30,7 @@ from corecontext.ops.triton.primitives import LN2, LOG2E
 from corecontext.ops.triton.tensor_memory import (
     DTYPES,
     aligned,
+    barriers,
     copy_in,
     descriptor,
     reinterpreted,
@@ -366,22 +367,13 @@ def union_fwd_hopper(
     k_smem = gl.allocate_shared_memory(DTYPE, shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, shape, v_desc.layout)
     # Barriers: the producer arrives at `ready`, both consumers at `free` of keys and values.
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(q_ready.index(i), 1)
-        mbarrier.init(q_free.index(i), 1)
-        mbarrier.init(turns.index(i), 1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), 1)
-        mbarrier.init(k_free.index(i), 2)
-        mbarrier.init(v_ready.index(i), 1)
-        mbarrier.init(v_free.index(i), 2)
+    q_ready = barriers(2, 1)
+    q_free = barriers(2, 1)
+    turns = barriers(2, 1)
+    k_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, 2)
+    v_ready = barriers(STAGES, 1)
+    v_free = barriers(STAGES, 2)
     fence_async_shared()
 
     # Arguments of a group of warps: constants, its own, those of all.

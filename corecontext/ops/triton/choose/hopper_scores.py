@@ -28,7 +28,7 @@ from corecontext.ops.triton.attend.shares import Choosing, groups_of_share
 from corecontext.ops.triton.choose.byte_keys import MAX_DIM, TILE_KEYS, Bytes, block_of
 from corecontext.ops.triton.choose.byte_keys import RUN as GROUP_RUN
 from corecontext.ops.triton.launch import ceil_div, launch
-from corecontext.ops.triton.tensor_memory import aligned, copy_in, descriptor
+from corecontext.ops.triton.tensor_memory import aligned, barriers, copy_in, descriptor
 
 ROWS = gl.constexpr(64)  # shares of a consumer
 KEYS = gl.constexpr(TILE_KEYS)
@@ -250,16 +250,10 @@ def score_bytes_hopper(
     q_smem = gl.allocate_shared_memory(gl.int8, [2 * HEADS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, KEYS, BLOCK_D], k_desc.layout)
     # Barriers: the producer arrives at `ready`, both consumers at `free` of keys.
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(q_ready.index(i), 1)
-        mbarrier.init(q_free.index(i), 1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), 1)
-        mbarrier.init(k_free.index(i), 2)
+    q_ready = barriers(2, 1)
+    q_free = barriers(2, 1)
+    k_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, 2)
     fence_async_shared()
 
     memory = (q_smem, k_smem, q_ready, q_free, k_ready, k_free)
