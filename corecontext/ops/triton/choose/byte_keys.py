@@ -38,7 +38,7 @@ class Bytes(NamedTuple):
     key of each, then the second, and so on."""
     group_units: Tensor
     """Of each group, [N, M']."""
-    parts: int
+    num_keys: int
     """Keys of a group: P."""
     num_groups: int
     """M."""
@@ -120,9 +120,9 @@ def keys_kernel(
     tl.store(results[1] + n * tl.num_programs(0) + group, size)
 
 
-def block_of(parts: int) -> int:
-    """Return the groups, of `parts` keys each, that are scored together."""
-    return max(RUN, TILE_KEYS // parts)
+def block_of(num_keys: int) -> int:
+    """Return the groups, of `num_keys` keys each, that are scored together."""
+    return max(RUN, TILE_KEYS // num_keys)
 
 
 def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> Bytes:
@@ -136,15 +136,15 @@ def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> By
     q = contiguous_rows(q)
     keys = keys.contiguous()
     n, r, count, dim = q.shape
-    _, num_groups, parts, _ = keys.shape
+    _, num_groups, num_keys, _ = keys.shape
     block_d = max(32, power_of_2(dim))
     signs, unit = signs_of(dim, q.device)
     if centre is None:
         centre = q.new_zeros(n, dim)
-    whole = block_of(parts) * ceil_div(num_groups, block_of(parts))
+    whole = block_of(num_keys) * ceil_div(num_groups, block_of(num_keys))
     queries = torch.empty((n, r, count, block_d), dtype=torch.int8, device=q.device)
     units, offsets = torch.empty((2, n, r, count), dtype=torch.float32, device=q.device)
-    stored = torch.empty((n, 1, whole * parts, block_d), dtype=torch.int8, device=q.device)
+    stored = torch.empty((n, 1, whole * num_keys, block_d), dtype=torch.int8, device=q.device)
     group_units = torch.empty((n, whole), dtype=torch.float32, device=q.device)
     launch(
         queries_kernel,
@@ -163,10 +163,10 @@ def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> By
         keys_kernel,
         (whole, n),
         (keys, (stored, group_units), num_groups),
-        PARTS=parts,
+        PARTS=num_keys,
         RUN=RUN,
         HEAD_DIM=dim,
         BLOCK_D=block_d,
         num_warps=4,
     )
-    return Bytes(queries, units, offsets, stored, group_units, parts, num_groups)
+    return Bytes(queries, units, offsets, stored, group_units, num_keys, num_groups)

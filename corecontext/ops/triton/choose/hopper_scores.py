@@ -292,7 +292,7 @@ class ByteScorer(NamedTuple):
 
     def width(self, num_groups: int) -> int:
         """Return the elements of a row of scores: whole blocks of groups."""
-        block = block_of(self.numbers.parts)
+        block = block_of(self.numbers.num_keys)
         return block * ceil_div(num_groups, block)
 
     def score(self, settings: Choosing, first_row: int, scores: Tensor, best: Tensor) -> None:
@@ -302,7 +302,7 @@ class ByteScorer(NamedTuple):
         q, k = aligned(numbers.queries), aligned(numbers.keys)
         n, r, count, dim = q.shape
         rows, width = scores.shape[1:]
-        blocks = width // block_of(numbers.parts)
+        blocks = width // block_of(numbers.num_keys)
         segments = ceil_div(blocks, _SEGMENT)
         row_tiles = ceil_div(rows, 2 * ROWS.value)
         num_items = n * segments * row_tiles
@@ -319,7 +319,7 @@ class ByteScorer(NamedTuple):
                     numbers.num_groups,
                 ),
                 HEADS=min(MOST_HEADS, r - first_head),
-                PARTS=numbers.parts,
+                PARTS=numbers.num_keys,
                 STAGES=STAGES,
                 MERGES=first_head > 0,
                 BLOCK_D=dim,
@@ -331,5 +331,5 @@ def takes(index: Index, group_size: int, dim: int) -> bool:
     """Whether this kernel can score by an index where `hopper_forward` takes the call."""
     if not isinstance(index, LowBits) or dim > MAX_DIM:
         return False
-    parts = index.num_keys(group_size)
-    return group_size % parts == 0 and parts in (1, 2, 4, 8, 16, 32, 64)
+    num_keys = index.num_keys(group_size)
+    return group_size % num_keys == 0 and num_keys in (1, 2, 4, 8, 16, 32, 64)
