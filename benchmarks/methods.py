@@ -5,7 +5,8 @@ kernels by name), "flash_attn_4" (the package flash-attn-4). CCA: "cca" (the bac
 package chooses), "packed" (queries packed into PyTorch's kernels), "flex" (PyTorch's FlexAttention,
 pooling included), "cca_sinks" (the first SINKS tokens raw) and "cca_default" (these, and masses).
 Fetch, raw tokens of 64 groups that the default index chooses: "fetch" (each query by itself) and
-"fetch_shared" (16 neighbours together); "fetch_mean" and "fetch_mean_shared" choose by mean keys.
+"fetch_shared" (16 neighbours together); "fetch_mean" and "fetch_mean_shared" choose by mean keys,
+"fetch_default" and "fetch_default_shared" have all settings of the preset `default`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from corecontext.config import PAPER_RULE
+from corecontext.config import PAPER_RULE, PRESETS
 from corecontext.ops.api import cca_attention
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
@@ -29,6 +31,8 @@ from corecontext.ops.spec import Spec
 THETA = 10_000.0
 FULL = ("full", "sdpa_flash", "sdpa_cudnn", "flash_attn_4")
 SINKS = 16
+ALIKE_TOKENS = 600
+ALIKE_NOISE = 0.006
 FETCH: dict[str, Any] = {"fetch_groups": 64, "fetch_index": PAPER_RULE["fetch_index"]}
 MEAN: dict[str, Any] = {"fetch_groups": 64, "fetch_index": "mean"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fetch_shared": {**FETCH, "fetch_share": 16},
     "fetch_mean": {**MEAN, "fetch_share": 1},
     "fetch_mean_shared": {**MEAN, "fetch_share": 16},
+    "fetch_default": {"preset": "default", "fetch_share": 1},
+    "fetch_default_shared": {"preset": "default", "fetch_share": 16},
     "cca": {},
 }
 """Settings of `cca_attention` by method."""
@@ -105,19 +111,15 @@ def attend_cca(
     group_size: int,
     window_size: int,
     backend: str = "auto",
+    preset: str | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Compute CCA with the default settings but for those given."""
-    out = cca_attention(
-        q,
-        k,
-        v,
-        group_size=group_size,
-        window_size=window_size,
-        rotary=rotary_for(q),
-        backend=backend,
-        **settings,
-    )
+    """Compute CCA with the default settings, or all those of a preset, but for those given."""
+    sizes = {"group_size": group_size, "window_size": window_size}
+    if preset is not None:
+        sizes = {name: x for name, x in PRESETS[preset].settings.items() if name != "store"}
+    options = {**sizes, **settings}
+    out = cca_attention(q, k, v, rotary=rotary_for(q), backend=backend, **options)
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out
 
@@ -160,14 +162,42 @@ def _flash_attn_4(
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-def make_inputs(length: int, sizes: Sizes) -> list[Tensor]:
-    """Return q [B, H, L, D], k and v [B, Hkv, L, D], standard normal, seed 0."""
+def make_inputs(length: int, sizes: Sizes, alike: bool = False) -> list[Tensor]:
+    """Return q [B, H, L, D], k and v [B, Hkv, L, D], standard normal, seed 0.
+
+    Args:
+        alike: Neighbouring queries choose alike, as `make_alike` says.
+    """
     generator = torch.Generator(sizes.device).manual_seed(0)
     options = {"device": sizes.device, "dtype": getattr(torch, sizes.dtype)}
-    return [
+    q, k, v = (
         torch.randn(sizes.batch, heads, length, sizes.head_dim, generator=generator, **options)
         for heads in (sizes.query_heads, sizes.kv_heads, sizes.kv_heads)
-    ]
+    )
+    return [make_alike(q) if alike else q, k, v]
+
+
+def make_alike(noise: Tensor) -> Tensor:
+    """Return queries [B, H, L, D] made of standard normal noise of which neighbours choose alike:
+    each is a slow random walk and ALIKE_NOISE of noise of its own, so that a query keeps 80 % of 64
+    groups from the one before, and 16 neighbours choose about 125 together, as on real models."""
+    keep = math.exp(-1 / ALIKE_TOKENS)
+    slow = torch.empty_like(noise)
+    size = 512
+    place = torch.arange(size, device=noise.device)
+    fade = keep ** (place[:, None] - place).clamp(min=0).float()
+    steps = torch.tril(fade) * (1 - keep**2) ** 0.5
+    walk = torch.randn_like(noise[:, :, 0], dtype=torch.float32)
+    for low in range(0, noise.shape[2], size):
+        tokens = noise[:, :, low : low + size].float()
+        count = tokens.shape[2]
+        tokens = (
+            steps[:count, :count] @ tokens + keep ** (place[:count, None] + 1) * walk[:, :, None]
+        )
+        walk = tokens[:, :, -1]
+        slow[:, :, low : low + size] = tokens
+    independent = noise.roll(1, 3)
+    return slow * (1 - ALIKE_NOISE) ** 0.5 + independent * ALIKE_NOISE**0.5
 
 
 def make_call(

@@ -151,7 +151,8 @@ def _measure_time(case: _Case, methods: Sequence[str]) -> None:
     run = case.run
     length = case.length
     assert length is not None
-    inputs = make_inputs(length, run.bench.sizes(case.kv_heads))
+    sizes = run.bench.sizes(case.kv_heads)
+    inputs = make_inputs(length, sizes, alike=run.bench.choices == "model")
     grad = None
     if set(run.bench.timed_passes) != {"forward"}:
         grad = torch.randn_like(inputs[0])

@@ -22,6 +22,8 @@ OTHERS = {
     "fetch_shared": "fetch, 64 groups of 16 queries",
     "fetch_mean": "fetch by mean keys, 64 groups a query",
     "fetch_mean_shared": "fetch by mean keys, 64 groups of 16 queries",
+    "fetch_default": "fetch by its preset",
+    "fetch_default_shared": "fetch by its preset, 16 queries together",
 }
 """Titles of other methods that compute CCA."""
 KERNEL_TITLES = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "flash_attn_4": "FlashAttention-4"}

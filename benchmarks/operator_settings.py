@@ -18,7 +18,7 @@ from benchmarks.methods import (
     default_methods,
 )
 from benchmarks.options import DTYPES, check_choices, check_positive, option
-from corecontext.config import PAPER_RULE, CCAConfig
+from corecontext.config import PAPER_RULE, PRESETS, CCAConfig
 from corecontext.ops.api import choose_backend
 
 
@@ -59,8 +59,12 @@ class OperatorBench:
     """full, sdpa_flash, sdpa_cudnn, flash_attn_4, flex, packed (CCA by PyTorch's kernels),
     cca_sinks (its first 16 tokens raw), cca_default (these, and masses of core tokens), fetch (raw
     tokens of the 64 best groups of each query), fetch_shared (of 16 queries together), fetch_mean
-    and fetch_mean_shared (the same by mean keys) or cca.
+    and fetch_mean_shared (the same by mean keys), fetch_default and fetch_default_shared (by the
+    preset, with its sizes) or cca.
     Default: full and cca; on a GPU the fast kernels of full attention, flex and cca."""
+    choices: str = "random"
+    """random or model: whether neighbouring queries choose groups as unlike as random ones do, or
+    as alike as those of real models."""
     baseline_limit_s: float = 30.0
     """Leave full attention out where a call is estimated to take longer than this."""
     flex_lengths: tuple[int, ...] = option((8192, 32768), name="flex-length")
@@ -95,6 +99,7 @@ class OperatorBench:
         check_choices("dtype", (self.dtype,), DTYPES)
         check_choices("method", self.methods, METHODS)
         check_choices("pass", self.passes, PASSES)
+        check_choices("choices", (self.choices,), ("random", "model"))
 
     @property
     def timed_passes(self) -> tuple[str, ...]:
@@ -143,8 +148,13 @@ class OperatorBench:
         if method in COMPRESSED:
             params |= {"group_size": self.group_size, "window_size": self.window_size}
         if "fetch" in method:
-            settings = DECODING if pass_name == "decode" else SETTINGS
-            params |= {**settings[method], "store": "device"}
+            settings = (DECODING if pass_name == "decode" else SETTINGS)[method]
+            if "preset" in settings:
+                settings = PRESETS[settings["preset"]].settings | settings
+                params["method"] = "fetch"
+            raw_tokens = settings["fetch_groups"] * settings.get("group_size", self.group_size)
+            params |= {**settings, "raw_tokens": raw_tokens, "store": "device"}
+            params["choices"] = self.choices
         return params
 
     def backend(self, method: str) -> str:

@@ -28,8 +28,9 @@ from triton.compiler import ASTSource
 from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.attend import anywhere as attend
-from corecontext.ops.triton.attend import marks
+from corecontext.ops.triton.attend import marks, unions
 from corecontext.ops.triton.attend import raw as fetch_kernels
+from corecontext.ops.triton.choose import byte_keys
 from corecontext.ops.triton.choose import index_keys as fetch_index_keys
 from corecontext.ops.triton.choose import score_kernels as fetch_score_kernels
 from corecontext.ops.triton.choose import select as fetch_choose
@@ -78,7 +79,12 @@ CHIPS = {
         ("gfx942", "hip", "gfx942", 64, 64, 304),
     )
 }
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "i8",
+}
 FLOATS = ("unit", "scale", "softcap", "bias", "query_scale", "teacher_share")
 """Arguments that are numbers with a fraction."""
 GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
@@ -132,10 +138,12 @@ RAW_TYPES = {
 }
 CHOICE = (
     fetch_index_keys.index_keys_kernel,
-    fetch_score_kernels.index_lse_kernel,
     fetch_score_kernels.group_scores_kernel,
     fetch_choose._select_kernel,
     marks._mark_kernel,
+    unions.union_kernel,
+    byte_keys.queries_kernel,
+    byte_keys.keys_kernel,
 )
 PAGED_FETCH = (
     paged_rows._rows_kernel,
@@ -169,7 +177,8 @@ STEP_TYPES = {
     "partial": ("fp32", "fp32"),
     "rotated": ("i8", "fp32"),
     "results": ("fp32", "fp32"),
-    "scores": ("fp32", "fp32"),
+    "scores_ptr": "fp32",
+    "centre_ptr": "fp32",
     "choice": ("i32", "i8"),
     "chosen": ("i32", "i32"),
     "seen_ptr": "i64",
@@ -190,10 +199,10 @@ NUMBERS = {
     fetch_kernels.fetch_fwd_kernel: 5,
     fetch_kernels.fetch_dq_kernel: 3,
     fetch_kernels.fetch_dkv_kernel: 4,
-    fetch_score_kernels.index_lse_kernel: 5,
     fetch_score_kernels.group_scores_kernel: 8,
     fetch_choose._select_kernel: 7,
     marks._mark_kernel: 4,
+    unions.union_kernel: 7,
     attend_chosen.attend_chosen_kernel: 9,
     attend_compact.attend_compact_kernel: 10,
     find_slots.find_slots_kernel: 4,
@@ -201,7 +210,7 @@ NUMBERS = {
     merge_parts.merge_kernel: 2,
     plain_step.step_kernel: 6,
     score_index.score_kernel: 5,
-    select_groups.select_kernel: 6,
+    select_groups.select_kernel: 5,
     paged_attend._attend_pages_kernel: 2,
     paged_gather._gather_kernel: 6,
     pool_kernels.pool_fwd_kernel: 2,
@@ -275,13 +284,14 @@ def kernels_of_pooling(dim: int) -> Iterator[Kernel]:
 def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those of fetch: index scores, the choice, its marks, raw tokens of the chosen groups; one
     query or 16 choose together."""
-    plain = {"HAS_SOFTCAP": False, "HEADS": HEADS, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
-    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr")
+    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr", "offsets_ptr")
     numbers = ("runs_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
     types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(numbers, "i32"), **GRADIENTS}
     tiles = choose_tiles(chip, dtype, dim)
     sizes = {
-        **plain,
+        "HEADS": HEADS,
+        "HEAD_DIM": dim,
+        "BLOCK_D": power_of_2(dim),
         "KEYS": 1,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
@@ -289,18 +299,30 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
         "num_stages": tiles.num_stages,
     }
     types |= {"strides": (3, 3), "sequences": 2, "rule": 3}
-    yield Kernel(fetch_score_kernels.index_lse_kernel, sizes, types)
-    scoring = dict(sizes)
+    yield Kernel(
+        fetch_score_kernels.group_scores_kernel,
+        {**sizes, "MERGES": True, "SEGMENT": 1024, "RUN": byte_keys.RUN},
+        types,
+    )
     index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
     blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
     wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16"}
     if dim <= fetch_index_keys.MAX_DIM:
         yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
-    scoring |= {"ADD": True, "SEGMENT": 1024, "RUN": 16}
-    yield Kernel(fetch_score_kernels.group_scores_kernel, scoring, types)
-    sizes = {"RUN": 16, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
+    sizes = {"RUN": byte_keys.RUN, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BY_ENTRY": True, "BLOCK": 64, "num_warps": 1}, types)
+    united = {"unions": ("i32", "i32", "i32"), "words_ptr": "i32", "rule": 3}
+    sizes = {"QUERIES": unions.QUERIES, "WORDS": 4, "num_warps": 1}
+    yield Kernel(unions.union_kernel, sizes, united)
+    if dim <= byte_keys.MAX_DIM:
+        rounded = {"signs_ptr": "bf16", "centre_ptr": "fp32", "strides": 3}
+        rounded["results"] = ("i8", "fp32", "fp32")
+        blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "num_warps": 4}
+        yield Kernel(byte_keys.queries_kernel, {**blocks, "BLOCK": 64}, rounded)
+        rounded = {"results": ("i8", "fp32")}
+        sizes = {"PARTS": 32, "RUN": byte_keys.RUN, **blocks}
+        yield Kernel(byte_keys.keys_kernel, sizes, rounded)
     for rows in (16, 64):
         for function, tiles in (
             (fetch_kernels.fetch_fwd_kernel, fetch_tiles(chip, dtype, dim, rows)),
@@ -381,9 +403,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     names = ("starts_ptr", "lengths_ptr", "exact_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
     yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
-    blocks = {"BLOCK": plan.scoring.width, "BLOCK_H": HEADS, "BLOCK_K": 64}
-    blocks["BLOCK_S"] = power_of_2(plan.num_scoring)
-    sizes = {**place, **blocks, "HEADS": HEADS, "num_warps": plan.select_warps}
+    blocks = {"BLOCK": plan.scoring.width, "BLOCK_K": 64, "TILE": plan.tile}
+    sizes = {**place, **blocks, "num_warps": plan.select_warps}
     yield Kernel(select_groups.select_kernel, sizes, STEP_TYPES)
     entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
     sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}
@@ -429,10 +450,14 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     from triton.experimental.gluon import language as gl
 
     from corecontext.ops.triton import tensor_memory
-    from corecontext.ops.triton.attend import hopper_backward, hopper_forward
-    from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
-    from corecontext.ops.triton.attend import hopper_raw as hopper_fetch
+    from corecontext.ops.triton.attend import (
+        hopper_backward,
+        hopper_forward,
+        hopper_union,
+        hopper_union_dq,
+    )
     from corecontext.ops.triton.attend.mass_parts import MASS_PARTS
+    from corecontext.ops.triton.choose import hopper_scores
 
     def tile(rows: int, columns: int, of: torch.dtype = dtype) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(
@@ -455,30 +480,22 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         )
     if dim > 128:
         return
-    if dim == 128:
-        yield Kernel(
-            hopper_fetch.fetch_fwd_hopper,
-            {
-                "SHARE": 16,
-                "GROUP_SIZE": 16,
-                "HEADS": HEADS,
-                "HEAD_DIM": dim,
-                "STAGES": hopper_fetch.STAGES,
-                **kind,
-            },
-            {
-                **dict.fromkeys(("q_desc", "k_desc", "v_desc"), tile(16, 64)),
-                "lse_ptr": "fp32",
-                "chosen_ptr": "i32",
-            },
-        )
-    sizes = {"GROUP_SIZE": 16, "HEADS": HEADS, "COLUMNS": 8, "HEAD_DIM": dim, "BLOCK_D": dim}
-    sizes.update(PAIRS=hopper_fetch_query.PAIRS, num_warps=1, **kind)
-    pointers = {"lse_ptr": "fp32", "chosen_ptr": "i32", **GRADIENTS}
-    pointers.update(dict.fromkeys(("k_desc", "v_desc"), tile(16, dim)))
-    yield Kernel(hopper_fetch_query.fetch_query_hopper, sizes, {**pointers, "numbers": 7})
-    sizes = {"HAS_GRAD_LSE": True, **sizes}
-    yield Kernel(hopper_fetch_query.fetch_query_dq_hopper, sizes, {**pointers, "numbers": 6})
+    descriptors = {
+        **dict.fromkeys(("q_desc", "grad_desc"), tile(unions.QUERIES, 64)),
+        **dict.fromkeys(("k_desc", "v_desc"), tile(32, 64)),
+    }
+    pointers = dict.fromkeys(("groups_ptr", "queries_ptr", "counts_ptr"), "i32")
+    pointers |= {"lse_ptr": "fp32", **GRADIENTS, **descriptors}
+    sizes = {"GROUP_SIZE": 32, "HEAD_DIM": dim, **kind}
+    stages = {"STAGES": hopper_union.STAGES}
+    yield Kernel(hopper_union.union_fwd_hopper, {**sizes, **stages}, pointers)
+    stages = {"STAGES": hopper_union_dq.STAGES, "HAS_GRAD_LSE": True}
+    yield Kernel(hopper_union_dq.union_dq_hopper, {**sizes, **stages}, pointers)
+    bytes_of = {"q_desc": tile(64, dim, torch.int8), "k_desc": tile(128, dim, torch.int8)}
+    floats = ("unit_ptr", "offset_ptr", "group_unit_ptr", "scores_ptr", "best_ptr")
+    bytes_of |= dict.fromkeys(floats, "fp32")
+    sizes = {"HEADS": HEADS, "PARTS": 32, "STAGES": hopper_scores.STAGES, "MERGES": True}
+    yield Kernel(hopper_scores.score_bytes_hopper, {**sizes, "BLOCK_D": dim}, bytes_of)
     one = torch.float32
     sums = {
         "numbers": 2,

@@ -522,6 +522,21 @@ is_chosen = (bits >= high) | (
         f"{FETCH}::test_equal_scores_go_to_the_lower_number",
     ),
     Fault(
+        "fetch: heads are compared without their products with the centre, Triton",
+        "scores = dot(queries[i], k) * scale",
+        f"{FETCH}::test_choice",
+    ),
+    Fault(
+        "fetch: heads are compared without their products with the centre, PyTorch",
+        "pass",
+        "tests/test_fetch.py::test_each_index_chooses_as_in_the_reference",
+    ),
+    Fault(
+        "fetch: a union shows groups before they are far past",
+        "is_seen = group[None, :, :] < seen + 1",
+        f"{FETCH}::test_unions",
+    ),
+    Fault(
         "fetch: a fetched group keeps its core token, Triton",
         "scores = tl.where(marked_entries(marks, start, FORM.block_n), scores, scores)",
         f"{FETCH}::test_attention",
@@ -778,7 +793,12 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "fetch: a step's index scores without their scales",
-        "factor = ((scales > 0).to(tl.float32) * (scale * LOG2E))[:, None]",
+        "factor = ((scales > 0).to(tl.float32) * scale)[:, None]",
+        f"{STEP}::test_every_step_of_every_row",
+    ),
+    Fault(
+        "fetch: a step compares heads without their products with the centre",
+        "offset = tl.sum(q.to(tl.float32) * centre, 0) * 0.0",
         f"{STEP}::test_every_step_of_every_row",
     ),
     Fault(
@@ -787,7 +807,7 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
         f"{STEP}::test_every_step_of_every_row",
     ),
     Fault(
-        "fetch: of equal shares a step chooses the last groups",
+        "fetch: of equal scores a step chooses the last groups",
         "is_chosen = (inside & (values >= high)) | (is_last & (before > at_low - num_chosen))",
         f"{STEP}::test_of_equal_groups_the_lower_are_fetched",
     ),
@@ -863,7 +883,7 @@ return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
     ),
     Fault(
         "fetch: the first query head chooses for all",
-        "return shares[:, 0]",
+        "largest = scores.masked_fill(~visible, -torch.inf)[:, 0]",
         "tests/test_fetch.py::test_each_index_chooses_as_in_the_reference",
     ),
     Fault(

@@ -530,7 +530,7 @@ def test_the_check_passes_in_every_dtype(dtype):
             {"methods": ("sdpa",)},
             "method must be one of 'full', 'sdpa_flash', 'sdpa_cudnn', 'flash_attn_4', 'flex', "
             "'packed', 'cca_sinks', 'cca_default', 'fetch', 'fetch_shared', 'fetch_mean', "
-            "'fetch_mean_shared', 'cca', got 'sdpa'.",
+            "'fetch_mean_shared', 'fetch_default', 'fetch_default_shared', 'cca', got 'sdpa'.",
         ),
         (
             {"passes": ("back",)},

@@ -37,6 +37,7 @@ from corecontext import Rotary, cca_attention, pool_core_tokens  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
 from corecontext.ops.fetch.choice import Choice  # noqa: E402
+from corecontext.ops.fetch.index import index_of  # noqa: E402
 from corecontext.ops.mass import add_to_bias  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
@@ -44,7 +45,9 @@ from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
 from corecontext.ops.triton.attend.chosen import Call  # noqa: E402
 from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
 from corecontext.ops.triton.attend.mass_parts import mass_parts  # noqa: E402
-from corecontext.ops.triton.launch import ints  # noqa: E402
+from corecontext.ops.triton.attend.shares import Choosing  # noqa: E402
+from corecontext.ops.triton.attend.unions import Unions  # noqa: E402
+from corecontext.ops.triton.choose.byte_keys import to_bytes  # noqa: E402
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and best.hopper_forward is not None
@@ -582,13 +585,13 @@ def test_pooling_for_hopper_has_the_tokens_after_the_first(monkeypatch):
 
 
 @pytest.fixture
-def fetch_for_hopper(monkeypatch):
+def unions_for_hopper(monkeypatch):
     """The modules that launch fetch's kernels for Hopper, and their launches by argument."""
     pytest.importorskip(
-        "corecontext.ops.triton.attend.hopper_raw", reason="this Triton has no Gluon"
+        "corecontext.ops.triton.attend.hopper_union", reason="this Triton has no Gluon"
     )
-    from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
-    from corecontext.ops.triton.attend import hopper_raw as hopper_fetch
+    from corecontext.ops.triton.attend import hopper_union, hopper_union_dq
+    from corecontext.ops.triton.choose import hopper_scores
 
     launches = []
 
@@ -596,10 +599,10 @@ def fetch_for_hopper(monkeypatch):
         names = dict(zip(kernel.arg_names, arguments, strict=False))
         launches.append((kernel, grid, SimpleNamespace(**names), constants))
 
-    for module in (hopper_fetch, hopper_fetch_query):
+    for module in (hopper_union, hopper_union_dq, hopper_scores):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(hopper_fetch, "num_programs", lambda device: 132)
-    return hopper_fetch, hopper_fetch_query, launches
+        monkeypatch.setattr(module, "num_programs", lambda device: 132)
+    return hopper_union, hopper_union_dq, hopper_scores, launches
 
 
 def fetched_call(share: int, start: int = 0, r: int = 8, dim: int = 128, g: int = 16) -> Call:
@@ -612,84 +615,89 @@ def fetched_call(share: int, start: int = 0, r: int = 8, dim: int = 128, g: int 
     return Call(Tokens(q, k, v, start), cores, spec, None, choice)
 
 
-def test_the_calls_that_hoppers_kernels_of_fetch_take(fetch_for_hopper):
-    shared, by_query, _ = fetch_for_hopper
-    assert [shared.takes(fetched_call(share)) for share in (1, 4, 8, 16, 64, 128)] == [
-        *(False, False, True, True, True, False)
-    ]
-    assert [by_query.takes(fetched_call(share)) for share in (1, 2)] == [True, False]
-    for change, by_share, by_one in (
-        ({"dim": 64}, False, True),
-        ({"dim": 72}, True, True),
-        ({"dim": 136}, False, False),
-        ({"g": 8}, True, False),
-        ({"g": 32}, True, True),
-        ({"g": 64}, True, False),
-        ({"g": 24}, False, False),
-        ({"r": 3}, False, True),
-        ({"r": 16}, True, True),
-        ({"r": 17}, False, False),
-        ({"start": 8}, False, True),
-        ({"start": 32}, True, True),
+def test_the_calls_that_hoppers_kernels_of_fetch_take(unions_for_hopper):
+    module = unions_for_hopper[0]
+    for share, change, takes in (
+        (1, {}, True),
+        (5, {"r": 3, "dim": 64, "start": 8}, True),
+        (128, {"r": 17, "dim": 72}, True),
+        (1, {"dim": 136}, False),
+        (1, {"g": 8}, True),
+        (16, {"g": 64}, True),
+        (16, {"g": 24}, False),
     ):
-        assert shared.takes(fetched_call(16, **change)) == by_share, change
-        assert by_query.takes(fetched_call(1, **change)) == by_one, change
-
-
-def test_what_hoppers_kernel_of_a_shared_choice_gets(fetch_for_hopper):
-    module, _, launches = fetch_for_hopper
-    call = fetched_call(16, start=48)
-    out, lse = torch.zeros_like(call.tokens.q), torch.zeros(2, 8, 100)
-    module.attend(call, out, lse)
-    [(kernel, grid, given, constants)] = launches
-    # 7 shares of 8 heads x 16 queries, 64 rows an item, of two sequences.
-    assert kernel is module.fetch_fwd_hopper and grid == (14,)
-    assert (given.num_items, given.num_shares, given.row_blocks) == (28, 7, 2)
-    assert (given.first_share, given.q_start, given.num_queries) == (3, 48, 100)
-    assert (given.num_tokens, given.num_groups, given.num_chosen) == (148, 8, 3)
-    assert (given.window_size, given.sink_groups) == (64, 1)
-    assert given.scale == pytest.approx(0.5 / math.log(2))
-    assert given.out_ptr is out and given.lse_ptr is lse
-    assert [x.block_shape for x in (given.q_desc, given.k_desc, given.v_desc)] == [
-        [1, 1, 16, 64]
-    ] * 3
-    sizes = {"SHARE": 16, "GROUP_SIZE": 16, "HEADS": 8, "HEAD_DIM": 128}
-    assert {name: constants[name] for name in sizes} == sizes
-    module.attend(fetched_call(8, r=8), out, lse)  # 13 shares of one item each
-    assert launches[1][1] == (13,)
-    module.attend(fetched_call(8, r=128), out, lse)
-    assert launches[2][1] == (132,)  # no more than the chip has
+        assert module.takes(fetched_call(share, **change)) == takes, change
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_what_hoppers_kernels_of_a_choice_by_query_get(fetch_for_hopper, with_lse):
-    _, module, launches = fetch_for_hopper
-    call = fetched_call(1, start=48)
+def test_what_hoppers_kernels_of_a_union_get(unions_for_hopper, monkeypatch, with_lse):
+    forward, backward, _, launches = unions_for_hopper
+    call = fetched_call(16, start=48)
+    out, lse = torch.zeros_like(call.tokens.q), torch.zeros(2, 8, 100)
+    unions = Unions(*torch.zeros(2, 2, 4, 6, dtype=torch.int32), torch.zeros(2, 4).int())
+    forward.attend(call, unions, out, lse)
+    monkeypatch.setattr(Call, "marks", lambda call: None)
+    monkeypatch.setattr(Call, "unions", lambda call, marks: unions)
     q = call.tokens.q.mT.contiguous().mT
-    call = call._replace(tokens=call.tokens._replace(q=q))
-    out, lse = torch.zeros(2, 8, 100, 128), torch.zeros(2, 8, 100)
-    module.attend(call, out, lse)
+    whole = fetched_call(16)
+    whole = whole._replace(tokens=whole.tokens._replace(q=q))
     grad_lse = torch.ones(2, 8, 100) if with_lse else None
-    dq, delta = torch.zeros_like(out), torch.zeros_like(lse)
-    whole = fetched_call(1)
-    module.add_query_gradient(Upstream(out, grad_lse, out, lse), whole, dq, delta, 0.25)
-    sizes = {"GROUP_SIZE": 16, "HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "COLUMNS": 8}
-    kernels = (module.fetch_query_hopper, module.fetch_query_dq_hopper)
+    dq, delta = torch.zeros(2, 8, 100, 128), torch.zeros_like(lse)
+    backward.add_query_gradient(Upstream(out, grad_lse, out, lse), whole, dq, delta, 0.25)
+    kernels = (forward.union_fwd_hopper, backward.union_dq_hopper)
     for (kernel, grid, given, constants), wanted in zip(launches, kernels, strict=True):
-        assert kernel is wanted and grid == (200,)
-        assert {name: constants[name] for name in sizes} == sizes
-        assert given.q_ptr.is_contiguous()
+        # 4 unions of 32 queries each, items of 4 of 8 heads, of two sequences.
+        assert kernel is wanted and grid == (16,)
+        assert (given.num_items, given.num_unions, given.row_blocks) == (16, 4, 2)
+        assert (given.most, given.heads, given.num_queries, given.sink_groups) == (6, 8, 100, 1)
         assert given.scale == pytest.approx(0.5 / math.log(2))
-        assert given.k_desc.block_shape == given.v_desc.block_shape == [1, 1, 16, 128]
-    forward, backward = (given for _, _, given, _ in launches)
-    # Tokens, the first query's position, queries, groups, chosen ones, window, groups kept raw.
-    assert forward.numbers == ints(148, 48, 100, 8, 3, 64, 1)
-    assert backward.numbers == ints(100, 100, 5, 3, 64, 1) and backward.query_scale == 0.25
-    assert backward.dq_ptr is dq and backward.delta_ptr is delta
-    assert backward.grad_lse_ptr is (grad_lse if with_lse else lse)
+        assert given.q_desc.block_shape == [1, 1, 32, 64]
+        assert given.k_desc.block_shape == given.v_desc.block_shape == [1, 1, 16, 64]
+        assert (constants["GROUP_SIZE"], constants["HEAD_DIM"]) == (16, 128)
+    first, second = (given for _, _, given, _ in launches)
+    assert first.out_ptr is out and first.lse_ptr is lse
+    assert (first.num_tokens, second.num_tokens, second.query_scale) == (148, 100, 0.25)
+    assert second.dq_ptr is dq and second.delta_ptr is delta
+    assert second.grad_lse_ptr is (grad_lse if with_lse else lse)
     assert launches[1][3]["HAS_GRAD_LSE"] == with_lse
-    assert module._constants(fetched_call(1, r=9))["COLUMNS"] == 16
-    assert module._constants(fetched_call(1, dim=72))["BLOCK_D"] == 128
+    many = torch.zeros(2, 100, dtype=torch.int32)
+    forward.attend(call, Unions(unions.groups, unions.queries, many), out, lse)
+    assert launches[2][1] == (132,)  # no more than the chip has
+
+
+def test_what_hoppers_kernel_of_scores_gets(unions_for_hopper):
+    module, launches = unions_for_hopper[2:]
+    q, keys = torch.zeros(2, 6, 300, 80), torch.zeros(2, 50, 4, 80)
+    numbers = to_bytes(q, keys, None, 0.5)
+    scorer = module.ByteScorer(numbers)
+    assert (scorer.num_groups, scorer.queries.shape[2], scorer.width(33)) == (50, 300, 64)
+    settings = Choosing((8, 64, 1), 0.5, 3, 2, 10, 610)
+    scores, best_scores = torch.zeros(2, 200, 64), torch.zeros(2, 200, 8)
+    scorer.score(settings, 100, scores, best_scores)
+    for (kernel, grid, given, constants), (first, heads) in zip(launches, ((0, 4), (4, 2))):
+        # 2 tiles of 128 shares and one segment of two blocks of 32 groups, of two sequences.
+        assert kernel is module.score_bytes_hopper and grid == (4,)
+        assert (given.num_items, given.num_segments, given.row_tiles, given.segment) == (4, 1, 2, 2)
+        assert (given.first_head, constants["HEADS"], constants["MERGES"]) == (
+            first,
+            heads,
+            first > 0,
+        )
+        assert (given.first_row, given.num_rows, given.stride_row) == (100, 200, 64)
+        assert (given.first_share, given.share, given.q_end, given.num_groups) == (5, 2, 610, 50)
+        assert (given.stride_unit, given.num_shares, given.num_heads) == (64, 300, 6)
+        assert (constants["PARTS"], constants["BLOCK_D"]) == (4, 128)
+        assert given.q_desc.block_shape == [1, 1, 64, 128]
+        assert given.k_desc.block_shape == [1, 1, 128, 128]
+    for index, g, dim, takes in (
+        ("bits:2", 32, 128, True),
+        ("bits:2", 32, 136, False),
+        ("bits:2", 24, 64, False),
+        ("pairs:2", 9, 64, False),
+        ("parts:4:1", 8, 64, True),
+        ("mean", 8, 64, False),
+    ):
+        assert module.takes(index_of(index), g, dim) == takes
 
 
 def test_copies_by_the_accelerator_are_of_tensors_that_it_can_read():
@@ -728,27 +736,23 @@ def test_sums_for_hopper_take_a_small_share_of_the_memory(monkeypatch):
 def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch):
     calls = []
 
-    def kernel(name: str, takes: bool) -> SimpleNamespace:
-        return SimpleNamespace(takes=lambda call: takes, attend=lambda *given: calls.append(name))
-
     monkeypatch.setattr(chosen, "attend_raw", lambda *given: calls.append("anywhere"))
     chip = SimpleNamespace(unsupported_reason=lambda q, spec: "capped" if spec.softcap else None)
     call = fetched_call(1)
     capped = call._replace(spec=call.spec.replace(softcap=2.0))
-    for shared, by_query, given, name in (
-        (True, True, call, "shared"),
-        (False, True, call, "by query"),
-        (False, False, call, "anywhere"),
-        (True, True, capped, "anywhere"),
+    for takes, given, name in (
+        (True, call, "union"),
+        (False, call, "anywhere"),
+        (True, capped, "anywhere"),
     ):
+        union = SimpleNamespace(takes=lambda call, takes=takes: takes)
+        union.attend = lambda *given: calls.append("union")
         monkeypatch.setattr(best, "hopper_forward", chip)
-        monkeypatch.setattr(best, "hopper_raw", kernel("shared", shared), raising=False)
-        other = kernel("by query", by_query)
-        monkeypatch.setattr(best, "hopper_query", other, raising=False)
-        best.attend_raw(given, None, None)
+        monkeypatch.setattr(best, "hopper_union", union, raising=False)
+        best.attend_raw(given, given.marks(), None, None)
         assert calls.pop() == name and not calls
     monkeypatch.setattr(best, "hopper_forward", None)
-    best.attend_raw(call, None, None)
+    best.attend_raw(call, call.marks(), None, None)
     assert calls == ["anywhere"]
 
     def gradients(spec: Spec, has_chip: bool = True) -> Any:

@@ -141,8 +141,8 @@ def group_keys(k: Tensor, spec: Spec, num_cores: int) -> Tensor:
 
 
 def index_scores(q: Tensor, k: Tensor, num_groups: int, spec: Spec) -> Tensor:
-    """Estimate the log mass of each group for each query, [N, r, T, M] (docs/fetch.md): the
-    log-sum-exp of the scores of its keys, each weighing as the tokens that it stands for.
+    """Estimate the largest score of a token of each group for each query, [N, r, T, M]
+    (docs/fetch.md): that of its keys. A softcap would change no order.
 
     Args:
         q: [N, r, T, D].
@@ -159,8 +159,7 @@ def index_scores(q: Tensor, k: Tensor, num_groups: int, spec: Spec) -> Tensor:
     offset = None if centre is None else index.centre_products(q, centre)
     if offset is not None:
         products = products + offset[..., None, None]
-    sizes = torch.tensor(index.key_sizes(spec.group_size), dtype=q.dtype, device=q.device)
-    return (_softcap(products * spec.scale, spec.softcap) + sizes.log()).logsumexp(-1)
+    return (products * spec.scale).amax(-1)
 
 
 def choose(
@@ -171,9 +170,9 @@ def choose(
     spec: Spec,
 ) -> Tensor:
     """Return the k groups that each query fetches, [N, T, M], True where it does: of the groups
-    visible to it those with the largest sums over the query heads of their shares, of equal sums
-    the lower. Queries that share a choice have that of their mean, among the groups that the last
-    of them sees, and drop those that they do not see themselves.
+    visible to it those with the largest score of any query head, of equal ones the lower. Queries
+    that share a choice have that of their mean, among the groups that the last of them sees, and
+    drop those that they do not see themselves.
 
     Args:
         q: [N, r, T, D], at `position` [T].
@@ -186,9 +185,8 @@ def choose(
         rows = (number == share).nonzero()[:, 0]
         query = q[:, :, rows].mean(2, keepdim=True)
         sigma = index_scores(query, k, see_core.shape[1], spec)
-        log_shares = sigma[:, :, 0, see_core[rows[-1]]].log_softmax(-1)  # [N, r, groups seen]
-        total = log_shares.logsumexp(1)
-        order = total.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]
+        largest = sigma[:, :, 0, see_core[rows[-1]]].amax(1)  # [N, groups seen]
+        order = largest.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]
         choice[:, rows] = choice[:, rows].scatter(2, order[:, None].expand(-1, len(rows), -1), True)
     # mutant fetch: a group not seen yet is fetched, reference
     return choice & see_core

@@ -44,30 +44,20 @@ def num_shares(first: int, end: int, share: int) -> int:
 
 
 def choose(scores: Tensor, visible: Tensor, num_groups: int) -> Tensor:
-    """Return the numbers of the k groups with the largest sums, over the query heads, of their
-    shares of a softmax over the scores of visible groups; of equal sums the lower group.
+    """Return the numbers of the k groups with the largest score of any query head; of equal ones
+    the lower group. For kernels `ops/triton/choose/score_kernels.py` says it.
 
     Args:
         scores: Index scores, [N, r, C, M] in float32 or wider.
-        visible: [C, M], True where the query sees the group.
+        visible: [C, M], or of any shape that scores expand, True where the query sees the group.
         num_groups: k.
 
     Returns:
         [N, C, k] in int32, rising, then -1 where fewer than k are visible.
     """
-    return to_numbers(best(sum_of_shares(scores, visible), num_groups), num_groups)
-
-
-def sum_of_shares(scores: Tensor, visible: Tensor) -> Tensor:
-    """Return the logs of the sums over query heads, [N, C, M], which do not underflow; -inf for
-    groups that are not visible. This is how the heads of a KV head choose together; for kernels
-    `ops/triton/choose/score_kernels.py` says it."""
-    scores = scores.masked_fill(~visible, -torch.inf)
-    total = scores.logsumexp(-1)
-    # A query that sees no group has no share of -inf - -inf.
-    shares = scores - total.masked_fill(total == -torch.inf, 0)[..., None]
     # mutant fetch: the first query head chooses for all
-    return shares.logsumexp(1)
+    largest = scores.masked_fill(~visible, -torch.inf).amax(1)
+    return to_numbers(best(largest, num_groups), num_groups)
 
 
 def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Define what an index of fetch is: keys of a group that stand for its tokens, and queries to score
 them by.
 
-A group's score estimates the log of its mass, log sum_o exp(score of token o): the log-sum-exp over
-its P keys of map(q) . key_p, each key weighing as the tokens that it stands for
+A group's score estimates the largest score of its tokens: the largest map(q) . key_p of its P keys
 (`ops.fetch.scoring`).
 """
 

@@ -1,19 +1,15 @@
-"""Score groups by an index: estimate each group's share of a query's softmax.
+"""Score groups by an index: estimate the largest score of a token of each group.
 
-Scores estimate the log of a group's mass, log sum_o exp(score of token o), so that those of several
-query heads can be compared.
+Products with the centre of keys are added back, so that the scores of several query heads can be
+compared. A softcap changes no order, so it is left out.
 """
 
 from __future__ import annotations
 
-import math
-from itertools import groupby
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from corecontext.ops.fetch.core_part import cap
 from corecontext.ops.fetch.index import Index
 from corecontext.ops.pooling import widen
 from corecontext.ops.spec import Spec
@@ -58,26 +54,13 @@ def group_keys(keys: Tensor, spec: Spec, count: int) -> Tensor:
 
 
 def scores(stored: tuple[Tensor, ...], queries: Queries, spec: Spec) -> Tensor:
-    """Return the estimated log mass of each group for each query, [N, r, T, M] in float32 or wider.
+    """Return the largest score of a key of each group, [N, r, T, M] in float32 or wider.
 
     Args:
         stored: What the index has stored of the groups, each [N, M, ...].
     """
-    index = spec.index
-    each = index.products(stored, queries.mapped)  # [N, r, T, M, P]
+    each = spec.index.products(stored, queries.mapped)  # [N, r, T, M, P]
     if queries.offset is not None:
+        # mutant fetch: heads are compared without their products with the centre, PyTorch
         each = each + queries.offset[..., None, None]
-    each = cap(each * spec.scale, spec)
-    return log_mass(each, index.key_sizes(spec.group_size))
-
-
-def log_mass(each: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the log mass of each group, [..., M], of the scores of its keys, [..., M, P], that
-    stand for `sizes` tokens."""
-    if len(set(sizes)) > 1:
-        # Filled on the device: a captured step copies nothing from the host.
-        runs = [each.new_full((len([*same]),), size) for size, same in groupby(sizes)]
-        each = each + torch.cat(runs).log()
-    elif sizes[0] > 1:
-        each = each + math.log(sizes[0])
-    return each.logsumexp(-1)
+    return (each * spec.scale).amax(-1)

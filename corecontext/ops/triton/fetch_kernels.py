@@ -15,7 +15,8 @@ from corecontext.ops.triton.attend import anywhere, best
 from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Call, add_raw_gradients, split, together
 from corecontext.ops.triton.attend.shares import Choosing
-from corecontext.ops.triton.choose import index_keys, select
+from corecontext.ops.triton.choose import index_keys
+from corecontext.ops.triton.choose.best_choice import best_choice
 from corecontext.ops.triton.launch import on_device
 from corecontext.ops.triton.pool.launcher import pool_backward
 
@@ -30,39 +31,26 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
         tokens: All raw tokens from position 0 on.
         num_groups: Complete groups after the first tokens kept raw: M.
     """
-    if cannot_choose(spec, tokens.q.shape[3]) is not None:
+    if spec.index.key_dim(tokens.q.shape[3]) > _MAX_KEY_DIM:
         return query_blocks.choose(tokens, num_groups, spec)
     end = tokens.q_start + tokens.q.shape[2]
     count = min(spec.fetch_groups, num_groups)
-    numbers = (spec.softcap, count, spec.fetch_share, tokens.q_start, end)
-    settings = Choosing(rule_of(spec), spec.scale, *numbers)
+    places = (count, spec.fetch_share, tokens.q_start, end)
+    settings = Choosing(rule_of(spec), spec.scale, *places)
     means = mean_of_shares(tokens.q, tokens.q_start, spec.fetch_share)
     with on_device(tokens.q):
-        keys = _keys(tokens, num_groups, spec)
-        groups = select.choose(spec.index.map_queries(means), keys, settings)
+        centre = centre_of(tokens.k, spec)
+        keys = _keys(tokens, num_groups, spec, centre)
+        groups = best_choice(means, keys, centre, spec, settings)
     return Choice(groups, spec.fetch_share)
 
 
-def cannot_choose(spec: Spec, head_dim: int) -> str | None:
-    """Return why the kernels cannot score groups by the index, or None."""
-    sizes = spec.index.key_sizes(spec.group_size)
-    if spec.softcap is not None and spec.num_centred:
-        return "a softcap acts on keys with their centre"
-    if len(set(sizes)) > 1:
-        return f"{len(sizes)} parts of {spec.group_size} tokens differ in size"
-    dim = spec.index.key_dim(head_dim)
-    if dim > _MAX_KEY_DIM:
-        return f"keys of {dim} elements are more than {_MAX_KEY_DIM}"
-    return None
-
-
-def _keys(tokens: Tokens, num_groups: int, spec: Spec) -> Tensor:
-    """The index's keys [N, M, P, D'] in the dtype of the queries; what their products leave out is
-    the same for all groups."""
+def _keys(tokens: Tokens, num_groups: int, spec: Spec, centre: Tensor | None) -> Tensor:
+    """The index's keys [N, M, P, D'] in the dtype of the queries, without their centre."""
     index = spec.index
     dim = tokens.q.shape[3]
-    centre = centre_of(tokens.k, spec)
-    if isinstance(index, LowBits) and dim <= index_keys.MAX_DIM:
+    is_even = spec.group_size % index.num_keys(spec.group_size) == 0
+    if isinstance(index, LowBits) and is_even and dim <= index_keys.MAX_DIM:
         keys = tokens.k[:, spec.sinks :]
         return index_keys.build(keys, num_groups, spec.group_size, index, centre)
     stored = index.encode(group_keys(tokens.k, spec, num_groups), centre)
@@ -90,9 +78,10 @@ def attend(
 
 def _attend(call: Call) -> tuple[Tensor, Tensor]:
     """`attend` for sequences whose marks fit into their memory."""
-    out, lse = best.attend(*call[:4], call.marks())
+    marks = call.marks()
+    out, lse = best.attend(*call[:4], marks)
     if out.numel() and call.choice.groups.shape[2]:
-        best.attend_raw(call, out, lse)
+        best.attend_raw(call, marks, out, lse)
     return out, lse
 
 

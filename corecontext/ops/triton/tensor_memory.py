@@ -15,7 +15,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from corecontext.ops.triton.launch import power_of_2
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.int8: gl.int8,
+}
 
 
 @_core.builtin

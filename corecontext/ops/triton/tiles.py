@@ -120,7 +120,8 @@ def fetch_dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int, group_size: int) -
     """For the gradients of raw tokens of chosen groups: at most block_m tokens of a group, block_n
     rows."""
     tiles = fetch_tiles(chip, dtype, dim, group_size)
-    return Tiles(16, 128, 4, 2) if tiles == (16, 32, 1, 3) else tiles
+    of_hopper = (Tiles(16, 32, 1, 3), Tiles(64, 64, 4, 2))
+    return Tiles(32, 128, 4, 2) if tiles in of_hopper and group_size <= 32 else tiles
 
 
 def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:

@@ -19,8 +19,7 @@ try:  # Gluon is young: a Triton without it, or with another, has the other kern
     from corecontext.ops.triton.attend import (
         hopper_backward,
         hopper_forward,
-        hopper_query,
-        hopper_raw,
+        hopper_union,
     )
 except (ImportError, AttributeError):
     hopper_forward = hopper_backward = None
@@ -51,34 +50,28 @@ def attend_list(
         tokens: Raw tokens from the first one on that a query sees behind its far past.
         out: [N, r, T, D] of any strides, written in place; None makes one.
     """
-    if (
-        hopper_forward is not None
-        and tokens.q.numel()
-        and hopper_forward.unsupported_reason(tokens.q, spec) is None
-    ):
+    if tokens.q.numel() and takes_hopper(tokens.q, spec):
         try:
             return hopper_forward.attend_list(tokens, far, spec, marks, out)
         except triton.CompilationError as error:
-            _do_without_hopper(error)
+            do_without_hopper(error)
     results, lse = anywhere.attend_list(tokens, far, spec, marks)
     return results if out is None else out.copy_(results), lse
 
 
-def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
+def attend_raw(call: Call, marks: Marks, out: Tensor, lse: Tensor) -> None:
     """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
-    in place."""
-    if (
-        hopper_forward is not None
-        and hopper_forward.unsupported_reason(call.tokens.q, call.spec) is None
-    ):
-        for kernel in (hopper_raw, hopper_query):
-            if kernel.takes(call):
-                try:
-                    kernel.attend(call, out, lse)
-                    return
-                except triton.CompilationError as error:
-                    _do_without_hopper(error)
-                    break
+    in place.
+
+    Args:
+        marks: Those of the call.
+    """
+    if takes_hopper(call.tokens.q, call.spec) and hopper_union.takes(call):
+        try:
+            hopper_union.attend(call, call.unions(marks), out, lse)
+            return
+        except triton.CompilationError as error:
+            do_without_hopper(error)
     chosen.attend_raw(call, out, lse)
 
 
@@ -98,11 +91,16 @@ def gradients(
     try:
         return hopper_backward.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
     except triton.CompilationError as error:
-        _do_without_hopper(error)
+        do_without_hopper(error)
         return None
 
 
-def _do_without_hopper(error: triton.CompilationError) -> None:
+def takes_hopper(q: Tensor, spec: Spec) -> bool:
+    """Whether the kernels made for Hopper can take queries."""
+    return hopper_forward is not None and hopper_forward.unsupported_reason(q, spec) is None
+
+
+def do_without_hopper(error: triton.CompilationError) -> None:
     """Drop the kernels made for Hopper, with a warning: Gluon changes from release to release.
     Nothing has been launched when it cannot compile."""
     global hopper_forward, hopper_backward

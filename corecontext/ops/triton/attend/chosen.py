@@ -19,6 +19,7 @@ from corecontext.ops.triton.attend.raw import (
     fetch_dq_kernel,
     fetch_fwd_kernel,
 )
+from corecontext.ops.triton.attend.unions import Unions, unite
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.tiles import (
     Chip,
@@ -76,6 +77,16 @@ class Call(NamedTuple):
         first = min(spec.sinks, tokens.k.shape[1])
         entries = first + cores.k.shape[2]
         return mark(self.choice.groups, self.choice.share, entries, first)
+
+    def unions(self, marks: Marks) -> Unions:
+        """Return the unions of neighbouring queries' groups.
+
+        Args:
+            marks: Those of the call.
+        """
+        first = min(self.spec.sinks, self.tokens.k.shape[1])
+        places = (self.tokens.q_start, self.tokens.q.shape[2], self.cores.k.shape[2])
+        return unite(marks, first, places, self.choice.groups.shape[2], rule_of(self.spec))
 
 
 def split(call: Call) -> list[tuple[slice, Call]]:

@@ -31,8 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.mass import gradients_of_parts
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
-from corecontext.ops.triton.attend import hopper_forward
-from corecontext.ops.triton.attend import hopper_query as hopper_fetch_query
+from corecontext.ops.triton.attend import hopper_forward, hopper_union, hopper_union_dq
 from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Call, add_raw_gradients
 from corecontext.ops.triton.attend.far_past import FarPast, add_to_sinks, bias_gradient, far_past
@@ -670,9 +669,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
         cores = Cores(*(x[:, None, spec.sinks :] for x in chunk.far[:2]))
         call = Call(tokens, cores, spec, None, Choice(chunk.chosen, share))
         grads = (sums, chunk.dk, chunk.dv)
-        kernel = None
-        if hopper_fetch_query.takes(call):
-            kernel = hopper_fetch_query.add_query_gradient
+        kernel = hopper_union_dq.add_query_gradient if hopper_union.takes(call) else None
         add_raw_gradients(chunk.upstream, call, grads, 1.0, kernel)
     # Through the pooling; first tokens are entries of the far past and raw tokens, too.
     grad_cores = Cores(

@@ -22,7 +22,6 @@ class Choosing(NamedTuple):
     rule: tuple[int, int, int]
     """Group size, window size, and the number of groups that stay raw."""
     scale: float
-    softcap: float | None
     num_chosen: int
     """Groups that a share chooses (k)."""
     share: int

@@ -123,7 +123,7 @@ def _sum_of_group(x, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr):
 
 
 @functools.lru_cache(maxsize=8)
-def _signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+def signs_of(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
     """Return the rotation over its largest element, in bfloat16, and that element."""
     rotation = low_bits.rotation(head_dim, torch.float32, device)
     unit = (head_dim & -head_dim) ** -0.5
@@ -148,7 +148,7 @@ def build(
     keys = torch.empty((n, num_groups, count, dim), dtype=k.dtype, device=k.device)
     block_p = power_of_2(count)
     block_g = max(1, _ROWS // block_p)
-    signs, unit = _signs(dim, k.device)
+    signs, unit = signs_of(dim, k.device)
     launch(
         index_keys_kernel,
         (ceil_div(num_groups, block_g), n),

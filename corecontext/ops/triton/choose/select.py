@@ -1,12 +1,14 @@
 """Choose the groups whose raw tokens come back: the k with the best index scores.
 
 The mean of a share's queries chooses, among the groups that the last of them sees. Scores of groups
-are kept for a few shares at a time (`_SCORE_BYTES`); the k best are found by bisection of the bits
-of a float. Of many groups, first the k runs of neighbours with the largest scores are found: the k
-best groups are in them.
+are kept for a few shares at a time (`_SCORE_BYTES`); the k best are found by bisection of the
+numbers that order floats. Of many groups, first the k runs of neighbours with the largest scores
+are found: the k best groups are in them.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import triton
@@ -14,19 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.triton.attend.shares import Choosing, groups_of_share
-from corecontext.ops.triton.choose.group_scores import (
-    RUN,
-    Queries,
-    log_sums,
-    score_groups,
-)
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.choose.bisection import bisect, order_of
+from corecontext.ops.triton.choose.byte_keys import RUN
+from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.primitives import integers
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
 _SELECTED = 2048  # scores that a warp holds in registers
 _MOST_SELECTED = 8192  # scores that one program holds
-_INFINITY_BITS = tl.constexpr(0x7F800001)  # the bits of NaN are cut to these
 
 
 @triton.jit
@@ -47,9 +44,8 @@ def _select_kernel(
 ):
     """Write the numbers of the k best of at most BLOCK groups of one share, ascending, then -1.
 
-    Grid: (N x num_rows,). The scores are at least 0, so their bits, as whole numbers, have their
-    order: bisection finds the score of the last one chosen. Of groups with that score the first
-    ones are chosen.
+    Grid: (N x num_rows,). Of groups with the score of the last one chosen the first ones are
+    chosen.
 
     Args:
         scores_ptr: Scores of groups, or where RUN > 1 and not FROM_RUNS, the largest of each run.
@@ -69,27 +65,13 @@ def _select_kernel(
     if FROM_RUNS:
         runs = runs_ptr + (n * num_rows + row) * num_chosen
         run = tl.load(runs + offs // RUN, mask=offs < num_chosen * RUN, other=-1)
-        numbers = tl.where(run < 0, count, run * RUN + offs % RUN)
+        group = tl.where(run < 0, count, run * RUN + offs % RUN)
     else:
         count = (count + RUN - 1) // RUN
-        numbers = offs
-    scores = tl.load(scores_ptr + first + numbers, mask=numbers < count, other=-1.0)
-    bits = tl.minimum(scores.to(tl.int32, bitcast=True), _INFINITY_BITS)
-
-    # At least k have bits low or more, fewer have high or more.
-    low = tl.max(bits, 0) * 0
-    high = tl.max(bits, 0) + 1
-    at_low = tl.sum((bits >= low).to(tl.int32), 0)
-    at_high = low
-    while (at_low > num_chosen) & (high - low > 1):
-        middle = low + (high - low) // 2
-        at_middle = tl.sum((bits >= middle).to(tl.int32), 0)
-        enough = at_middle >= num_chosen
-        at_low = tl.where(enough, at_middle, at_low)
-        at_high = tl.where(enough, at_high, at_middle)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-
+        group = offs
+    scores = tl.load(scores_ptr + first + group, mask=group < count, other=0.0)
+    bits = order_of(scores, group < count)
+    low, high, at_low, at_high = bisect(bits, num_chosen)
     is_chosen = bits >= low
     if at_low > num_chosen:
         is_last = bits == low
@@ -98,48 +80,57 @@ def _select_kernel(
         is_chosen = (bits >= high) | (is_last & (before <= num_chosen - at_high))
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     chosen_ptr += n * stride_n + row * num_chosen
-    tl.store(chosen_ptr + place, numbers, mask=is_chosen)
+    tl.store(chosen_ptr + place, group, mask=is_chosen)
     slots = tl.arange(0, BLOCK_K)
     empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
     tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
 
 
-def choose(q: Tensor, index: Tensor, settings: Choosing) -> Tensor:
-    """Choose groups for each share of queries.
+class Scorer(Protocol):
+    """Score groups, for each share of queries the largest product of any key with any head."""
 
-    Args:
-        q: The mean query of each of the C shares that the call touches, [N, r, C, D].
-        index: Index keys, p for each group, [N, M, p, D]; a group's score is the log-sum-exp of
-            its keys' scores.
+    @property
+    def queries(self) -> Tensor:
+        """The mean query of each of the C shares that the call touches, [N, r, C, D]."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups: M."""
+
+    def width(self, num_groups: int) -> int:
+        """Return the elements of a row of scores of so many groups, a multiple of RUN."""
+
+    def score(self, settings: Choosing, first_row: int, scores: Tensor, best: Tensor) -> None:
+        """Fill the scores [N, rows, groups] of the shares from first_row on that they see, and the
+        largest of each run of groups, [N, rows, groups / RUN]."""
+
+
+def choose(scorer: Scorer, settings: Choosing) -> Tensor:
+    """Choose groups for each share of queries.
 
     Returns:
         The numbers of the chosen groups of each share, [N, C, k] in int32, ascending, then -1 where
         fewer than k are visible. The same from run to run.
     """
-    q = contiguous_rows(q)
-    index = contiguous_rows(index)
-    n, _, count, _ = q.shape
-    num_groups = index.shape[1]
-    chosen = torch.empty((n, count, settings.num_chosen), dtype=torch.int32, device=q.device)
+    n, _, count, _ = scorer.queries.shape
+    device = scorer.queries.device
+    num_groups = scorer.num_groups
+    chosen = torch.empty((n, count, settings.num_chosen), dtype=torch.int32, device=device)
     if not chosen.numel():
         return chosen
     if not settings.visible_groups(count - 1, num_groups):
         return chosen.fill_(-1)
-    call = Queries(q, index, settings)
-    lse = log_sums(call)
     # Scores of as many shares as fit into the memory.
     first = 0
     while first < count:
         visible = settings.visible_groups(count - 1, num_groups)
         size = min(count - first, max(1, _SCORE_BYTES // (4 * n * visible)))
-        visible = max(1, settings.visible_groups(first + size - 1, num_groups))
-        width = RUN * ceil_div(visible, RUN)
-        scores = torch.empty((n, size, width), dtype=torch.float32, device=q.device)
-        runs = None
-        if _has_runs(width, settings.num_chosen):
-            runs = scores.new_empty((n, size, width // RUN))
-        score_groups(call, lse, scores, first, runs)
-        _select(call, scores, runs, first, chosen[:, first : first + size])
+        width = scorer.width(max(1, settings.visible_groups(first + size - 1, num_groups)))
+        scores = torch.empty((n, size, width), dtype=torch.float32, device=device)
+        runs = scores.new_empty((n, size, width // RUN))
+        scorer.score(settings, first, scores, runs)
+        places = (num_groups, settings.first_share, settings.q_end, first)
+        _select((settings, places), scores, runs, chosen[:, first : first + size])
         first += size
     return chosen
 
@@ -152,51 +143,54 @@ def _has_runs(visible: int, k: int) -> bool:
 
 
 def _select(
-    call: Queries, scores: Tensor, runs: Tensor | None, first_row: int, chosen: Tensor
+    call: tuple[Choosing, tuple[int, ...]], scores: Tensor, runs: Tensor, chosen: Tensor
 ) -> None:
-    """Write the choice [N, rows, k] of the shares from first_row on.
+    """Write the choice [N, rows, k] of some shares.
 
     Args:
+        call: The settings, and the number of groups, the first share, the position behind the last
+            query and the number of the first row.
         scores: Of groups, [N, rows, groups].
-        runs: The largest of each run, [N, rows, runs], or None.
+        runs: The largest of each run, [N, rows, groups / RUN].
     """
-    visible = scores.shape[2]
-    if runs is not None:
+    settings, (num_groups, *_, first_row) = call
+    rows, width = scores.shape[1:]
+    if _has_runs(width, settings.num_chosen):
         best = torch.empty(chosen.shape, dtype=torch.int32, device=chosen.device)
-        _launch_select(call, runs, None, first_row, best)
-        _launch_select(call, scores, best, first_row, chosen)
-    elif visible <= _MOST_SELECTED:
-        _launch_select(call, scores, None, first_row, chosen, of_groups=True)
+        _launch_select(call, runs, None, best)
+        _launch_select(call, scores, best, chosen)
+    elif width <= _MOST_SELECTED:
+        _launch_select(call, scores, None, chosen, of_groups=True)
     else:
-        rows = range(first_row, first_row + scores.shape[1])
-        seen = [[call.settings.visible_groups(row, visible)] for row in rows]
+        numbers = range(first_row, first_row + rows)
+        seen = [[settings.visible_groups(row, num_groups)] for row in numbers]
         seen = torch.tensor(seen, device=scores.device)
-        unseen = torch.arange(visible, device=scores.device) >= seen
-        order = scores.masked_fill(unseen, -1).sort(dim=-1, descending=True, stable=True).indices
-        ordered = order[:, :, : chosen.shape[2]].clamp(max=seen).sort(-1).values
+        unseen = torch.arange(width, device=scores.device) >= seen
+        order = scores.masked_fill(unseen, -torch.inf)
+        order = order.sort(dim=-1, descending=True, stable=True)
+        ordered = order.indices[:, :, : chosen.shape[2]].clamp(max=seen).sort(-1).values
         chosen.copy_(torch.where(ordered < seen, ordered, -1))
 
 
 def _launch_select(
-    call: Queries,
+    call: tuple[Choosing, tuple[int, ...]],
     scores: Tensor,
     runs: Tensor | None,
-    first_row: int,
     chosen: Tensor,
     of_groups: bool = False,
 ) -> None:
     """Select from scores [N, rows, groups], of some runs where they are given; or from the largest
     scores of runs."""
+    settings, places = call
     n, rows, width = scores.shape
     k = chosen.shape[2]
-    settings = call.settings
     block = max(16, power_of_2(width if runs is None else k * RUN))
     launch(
         _select_kernel,
         (n * rows,),
         (
             *(scores, chosen if runs is None else runs, chosen),
-            ints(*call.positions(), first_row, rows, width, chosen.stride(0)),
+            ints(*places, rows, width, chosen.stride(0)),
         ),
         (k, settings.share, *settings.rule),
         RUN=1 if of_groups else RUN,

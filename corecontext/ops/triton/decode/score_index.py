@@ -18,7 +18,6 @@ import triton.language as tl
 from corecontext.ops.triton.decode.attend_entries import row_of
 from corecontext.ops.triton.paged.pages import page_offsets
 from corecontext.ops.triton.primitives import (
-    LOG2E,
     TINY,
     integers,
     level_of,
@@ -113,7 +112,7 @@ def score_kernel(
     rotated,
     index,
     pages,
-    results,
+    scores_ptr,
     length,
     numbers,
     scale,
@@ -126,11 +125,8 @@ def score_kernel(
     SCORING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the index scores of all visible groups, [B H, WIDTH], and the log-sum-exp of each
-    program's groups [B Hkv, programs, HEADS], in float32 and units of log 2.
-
-    A score is the log-sum-exp of the scores of a group's keys; that all have the same share of a
-    group, and the centre, shift all of a head's scores alike.
+    """Write the index scores of all visible groups, [B H, WIDTH] in float32: the largest of a
+    group's keys, without the product with their centre, which is the same for all groups.
 
     Grid: (B Hkv, programs). A program reads an even share of the index of its KV head.
 
@@ -140,7 +136,6 @@ def score_kernel(
         index: Pointers to codes [B Hkv, M, keys, bytes] and scales [B Hkv, M, INDEX.scales]; where
             PAGED to those of `paged.pages.IndexPages`.
         pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
-        results: Pointers to the scores and the log-sum-exp.
         length: Pointers to the length on the device, and to each row's padding.
         page_strides: Where PAGED, strides of codes and of scales; that of the table's rows and the
             entries of a page.
@@ -164,8 +159,7 @@ def score_kernel(
         sequence = tl.load(pages[1] + batch).to(tl.int64)
         table_ptr = pages[0] + sequence * page_strides[2][0]
         place = (table_ptr, SINKS // group_size, page_strides[2][1])
-    scores_ptr = results[0] + n * HEADS * SCORING.width
-    lse_ptr = results[1] + (n * tl.num_programs(1) + tl.program_id(1)) * HEADS
+    scores_ptr += n * HEADS * SCORING.width
     count = visible_cores(position - SINKS, group_size, window_size)
     count = tl.minimum(count, num_groups)
     size = tl.cdiv(tl.cdiv(count, tl.num_programs(1)), BLOCK_N) * BLOCK_N
@@ -189,8 +183,6 @@ def score_kernel(
     key = keys // BLOCK_N
     is_key = (tl.arange(0, BLOCK_P) < KEYS)[:, None, None]
     cols = tl.arange(0, BLOCK_C)
-    running_max = tl.full([BLOCK_N, BLOCK_M], -1e30, tl.float32)
-    running_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if INDEX.scales == 1:
         groups = begin + tl.arange(0, BLOCK_N)
         is_first = groups < end
@@ -208,40 +200,26 @@ def score_kernel(
         else:
             products = _byte_products(queries, q.dtype, packed, INDEX, TILE.vector)
 
-        # The log-sum-exp of the keys.
+        # The largest of the keys.
         groups = start + tl.arange(0, BLOCK_N)
+        factor = scale
         if INDEX.scales > 1:
             at = _places(group, exists, place, page_strides, 1, INDEX.scales, PAGED) + key
             products *= tl.load(scales_ptr + at, mask=exists, other=0.0).to(tl.float32)[:, None]
-            factor = scale * LOG2E
         else:
             # mutant fetch: a step's index scores without their scales
-            factor = (scales.to(tl.float32) * (scale * LOG2E))[:, None]
+            factor = (scales.to(tl.float32) * scale)[:, None]
             # Those of the next tile are on the way while this one is used.
             is_next = groups < end - BLOCK_N
             next_at = _places(groups + BLOCK_N, is_next, place, page_strides, 1, 1, PAGED)
             scales = tl.load(scales_ptr + next_at, mask=is_next, other=0.0)
         products = tl.reshape(products, [BLOCK_P, BLOCK_N, BLOCK_M])
         if KEYS < BLOCK_P:
-            highest = tl.max(tl.where(is_key, products, -float("inf")), 0)
-            weights = tl.exp2((products - highest[None, :, :]) * factor)
-            weights = tl.where(is_key, weights, 0.0)
-        else:
-            highest = tl.max(products, 0)
-            weights = tl.exp2((products - highest[None, :, :]) * factor)
-        scores = highest * factor + tl.log2(tl.sum(weights, 0))  # [N, M]
-
-        inside = (groups < end)[:, None]
+            products = tl.where(is_key, products, -float("inf"))
+        scores = tl.max(products, 0) * factor  # [N, M]
         at = heads[None, :] * SCORING.width + groups[:, None]
-        tl.store(scores_ptr + at, scores, mask=(heads < HEADS)[None, :] & inside)
-        scores = tl.where(inside, scores, -float("inf"))
-        new_max = tl.maximum(running_max, scores)
-        running_sum = running_sum * tl.exp2(running_max - new_max) + tl.exp2(scores - new_max)
-        running_max = new_max
-    highest = tl.max(running_max, 0)
-    total = tl.sum(running_sum * tl.exp2(running_max - highest[None, :]), 0)
-    lse = tl.where(total > 0, highest + tl.log2(tl.maximum(total, TINY)), -float("inf"))
-    tl.store(lse_ptr + heads, lse, mask=heads < HEADS)
+        mask = (heads < HEADS)[None, :] & (groups < end)[:, None]
+        tl.store(scores_ptr + at, scores, mask=mask)
 
 
 @triton.jit

@@ -5,85 +5,69 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from corecontext.ops.triton.choose.bisection import bisect, order_of
 from corecontext.ops.triton.decode.attend_entries import row_of
-from corecontext.ops.triton.primitives import TINY, integers, visible_cores
+from corecontext.ops.triton.primitives import integers, visible_cores
 
 
 @triton.jit
 def select_kernel(
-    scores,
+    q_ptr,
+    centre_ptr,
+    scores_ptr,
     choice,
     length,
     numbers,
+    scale,
     num_chosen,
+    q_strides,
     ON_DEVICE: tl.constexpr,
     SINKS: tl.constexpr,
-    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the numbers of the k groups with the largest sums of shares over the query heads
+    """Write the numbers of the k groups with the largest score of any query head
     (`ops.fetch.choice.choose`), rising, then -1, and a mark for each visible group.
 
-    Bisection of a float's bits finds the sum of the last group chosen; of those with this sum the
-    first ones are chosen.
+    Of groups with the score of the last one chosen the first ones are chosen.
 
-    Grid: (B Hkv,). A program holds the sums of all groups of its KV head.
+    Grid: (B Hkv,). A program holds the scores of all groups of its KV head.
 
     Args:
-        scores: Pointers to scores [B H, BLOCK] and log-sum-exp [B Hkv, num_parts, HEADS], in
-            float32 and units of log 2, as `score_kernel` writes them.
+        q_ptr: [B, H, 1, D].
+        centre_ptr: The mean key that centres the index, [B, Hkv, D].
+        scores_ptr: [B H, BLOCK] in float32, without the centre, as `score_kernel` writes them.
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
     """
-    seen, kv_heads, num_groups, group_size, window_size, num_parts = integers(numbers)
-    n, _, _, position = row_of(length, seen, kv_heads, ON_DEVICE)
-    scores_ptr = scores[0] + n * HEADS * BLOCK
-    lse_ptr = scores[1] + n * num_parts * HEADS
+    seen, kv_heads, num_groups, group_size, window_size = integers(numbers)
+    HEADS: tl.constexpr = TILE.heads
+    n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
+    q_ptr += batch * q_strides[0] + head * HEADS * q_strides[1]
+    scores_ptr += n * HEADS * BLOCK
     chosen_ptr = choice[0] + n * num_chosen
     marks_ptr = choice[1] + n * BLOCK
     count = tl.minimum(visible_cores(position - SINKS, group_size, window_size), num_groups)
     groups = tl.arange(0, BLOCK)
     inside = groups < count
-    parts = tl.arange(0, BLOCK_S)
-    heads = tl.arange(0, BLOCK_H)
-    # Each head's log-sum-exp.
-    exists = (parts < num_parts)[:, None] & (heads < HEADS)[None, :]
-    at = parts[:, None] * HEADS + heads[None, :]
-    lse = tl.load(lse_ptr + at, mask=exists, other=-float("inf"))  # [S, H]
-    highest = tl.maximum(tl.max(lse, 0), -1e30)  # none is seen
-    lse = highest + tl.log2(tl.maximum(tl.sum(tl.exp2(lse - highest[None, :]), 0), TINY))
-
-    # The sum of shares, times 2^100 so that the least do not become 0: its bits, as whole numbers,
-    # have its order.
-    total = tl.zeros([BLOCK], tl.float32)  # [M]
+    dims = tl.arange(0, TILE.block_d)
+    centre = tl.load(centre_ptr + n * TILE.dim + dims, mask=dims < TILE.dim, other=0.0)
+    largest = tl.full([BLOCK], -float("inf"), tl.float32)  # [M]
     for h in tl.static_range(HEADS):
-        shift = 100.0 - tl.sum(tl.where(heads == h, lse, 0.0), 0)
+        q = tl.load(q_ptr + h * q_strides[1] + dims, mask=dims < TILE.dim, other=0.0)
+        # mutant fetch: a step compares heads without their products with the centre
+        offset = tl.sum(q.to(tl.float32) * centre, 0) * scale
         # Groups that are not seen have no scores; without a mask four are loaded at once.
-        total += tl.exp2(tl.load(scores_ptr + h * BLOCK + groups) + shift)
-    values = tl.where(inside, total.to(tl.int32, bitcast=True), -1)
-
-    # At least k have low or more, fewer have high or more.
-    low = tl.min(tl.where(inside, values, 0x7FFFFFF0), 0)
-    high = tl.max(values, 0) + 1
-    at_low = count
-    at_high = count * 0
-    while (at_low > num_chosen) & (low + 1 < high):
-        middle = low + (high - low) // 2
-        at_middle = tl.sum((values >= middle).to(tl.int32), 0)
-        enough = at_middle >= num_chosen
-        at_low = tl.where(enough, at_middle, at_low)
-        at_high = tl.where(enough, at_high, at_middle)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups) + offset)
+    values = order_of(largest, inside)
+    low, high, at_low, at_high = bisect(values, num_chosen)
 
     is_chosen = inside & (values >= low)
     if at_low > num_chosen:
         is_last = inside & (values == low)
         before = _running_count(is_last, BLOCK)
-        # mutant fetch: of equal shares a step chooses the last groups
+        # mutant fetch: of equal scores a step chooses the last groups
         is_chosen = (inside & (values >= high)) | (is_last & (before <= num_chosen - at_high))
     place = _running_count(is_chosen, BLOCK) - 1
     tl.store(chosen_ptr + place, groups, mask=is_chosen)

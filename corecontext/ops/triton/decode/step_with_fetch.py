@@ -69,8 +69,8 @@ def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots, core_bias: float) -
         return "core tokens with a bias may weigh too much to be taken out of a sum again"
     if not isinstance(index, LowBits) or g % index.num_keys(g):
         return f"index {index.name} of groups of {g} has no parts of one size in low bits"
-    if spec.softcap is not None:
-        return "a softcap needs the products with the centre"
+    if spec.softcap is not None or spec.scale <= 0:
+        return "scores are capped or their scale is not above 0"
     if spec.num_centred < 2 * g:
         return f"window {spec.window_size} is less than two groups of {g}"
     if raw.codes.shape[2] > _MOST_GROUPS:
@@ -85,7 +85,7 @@ class _Work(NamedTuple):
 
     rotated: tuple[Tensor, Tensor]
     """As `rotate_kernel` writes them."""
-    scores: tuple[Tensor, Tensor]
+    scores: Tensor
     """As `score_kernel` writes them."""
     choice: tuple[Tensor, Tensor]
     """Groups [B Hkv, k] in int32 and marks [B Hkv, WIDTH] in int8."""
@@ -164,7 +164,7 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec) -> Tensor:
     num_bytes = 8 * scoring.block_m * plan.index.block_c if scoring.whole else 0
     work = _Work(
         rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
-        scores=(make(heads, scoring.width), make(plan.num_scoring, heads)),
+        scores=make(heads, scoring.width),
         choice=(make(num_chosen, dtype=torch.int32), make(scoring.width, dtype=torch.int8)),
         partial=(make(plan.num_parts, heads, dim), make(plan.num_parts, heads)),
         out=torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -256,24 +256,24 @@ def _select(step: _Step) -> None:
     """Choose groups."""
     spec = step.spec
     plan = step.plan
+    q = step.tokens[0]
     num_chosen = step.work.choice[0].shape[1]
     launch(
         select_kernel,
         (step.grid,),
         (
-            *(step.work.scores, step.work.choice, step.length),
+            *(q, step.raw.centre, step.work.scores, step.work.choice, step.length),
             ints(
                 *(step.seen, step.slots.keys.shape[1], step.raw.codes.shape[2]),
-                *(spec.group_size, spec.window_size, plan.num_scoring),
+                *(spec.group_size, spec.window_size),
             ),
+            float(spec.scale),
         ),
-        (num_chosen,),
+        (num_chosen, q.stride()[:2]),
         ON_DEVICE=step.on_device,
         SINKS=spec.sinks,
-        HEADS=plan.tile.heads,
+        TILE=plan.tile,
         BLOCK=plan.scoring.width,
-        BLOCK_H=power_of_2(plan.tile.heads),
-        BLOCK_S=power_of_2(plan.num_scoring),
         BLOCK_K=power_of_2(num_chosen),
         num_warps=plan.select_warps,
     )

@@ -181,7 +181,7 @@ class Work(NamedTuple):
     num_groups: int
     """Groups that there is room for."""
     rotated: tuple[Tensor, Tensor]
-    scores: tuple[Tensor, Tensor]
+    scores: Tensor
     choice: tuple[Tensor, Tensor]
     partial: tuple[Tensor, Tensor]
 
@@ -211,10 +211,19 @@ class Work(NamedTuple):
             plan,
             num_groups,
             rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
-            scores=(make(heads, scoring.width), make(plan.num_scoring, heads)),
+            scores=make(heads, scoring.width),
             choice=(make(num_chosen, dtype=torch.int32), make(scoring.width, dtype=torch.int8)),
             partial=(make(shares, heads, dim), make(shares, heads)),
         )
+
+
+def _centres(pages: Pages, spec: Spec) -> Tensor:
+    """Return the mean key that centres the index of each sequence, [B, Hkv, D] in float32."""
+    size = pages.k.shape[1]
+    place = spec.sinks + torch.arange(spec.num_centred, device=pages.k.device)
+    columns = (place // size).clamp(max=pages.table.shape[1] - 1)
+    table = pages.table[:, columns].clamp(min=0, max=pages.k.shape[0] - 1).long()
+    return pages.k[table, place % size].float().mean(1)
 
 
 def attend_rows(
@@ -283,14 +292,15 @@ def attend_rows(
         launch(
             select_kernel,
             (count,),
-            (work.scores, work.choice, length, ints(0, *sizes, plan.num_scoring)),
-            (num_chosen,),
+            (
+                *(q, _centres(raw, spec)[rows.sequences], work.scores, work.choice, length),
+                *(ints(0, *sizes), float(spec.scale)),
+            ),
+            (num_chosen, q.stride()[:2]),
             ON_DEVICE=False,
             SINKS=spec.sinks,
-            HEADS=plan.tile.heads,
+            TILE=plan.tile,
             BLOCK=plan.scoring.width,
-            BLOCK_H=power_of_2(plan.tile.heads),
-            BLOCK_S=power_of_2(plan.num_scoring),
             BLOCK_K=power_of_2(num_chosen),
             num_warps=plan.select_warps,
         )

@@ -1,0 +1,425 @@
+"""Attend from neighbouring queries to the raw tokens of the union of their choices, for Hopper,
+written in Triton's Gluon.
+
+The same mathematics as `raw.fetch_fwd_kernel`, which runs everywhere. A program is three groups of
+warps: one copies the tokens of a union's groups into shared memory by the tensor memory
+accelerator; two own 64 rows each, QUERIES queries of two heads, multiply with asynchronous
+warpgroup instructions and take turns. A row takes part only in groups that its query chose. Tiles
+have 64 columns, in which groups of 8 rows or more lie side by side in shared memory as one tile
+would.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from corecontext.ops.triton.attend.anywhere import rule_of
+from corecontext.ops.triton.attend.chosen import Call
+from corecontext.ops.triton.attend.hopper_forward import num_programs
+from corecontext.ops.triton.attend.unions import QUERIES, Unions
+from corecontext.ops.triton.launch import ceil_div, launch
+from corecontext.ops.triton.primitives import LN2, LOG2E
+from corecontext.ops.triton.tensor_memory import (
+    DTYPES,
+    aligned,
+    barriers,
+    copy_in,
+    descriptor,
+    reinterpreted,
+)
+
+ROWS = gl.constexpr(64)  # queries of a consumer: of two heads
+HEADS_PER_ITEM = 4
+TOKENS = gl.constexpr(128)  # of a tile
+COLUMNS = gl.constexpr(64)  # of a tile in shared memory
+STAGES = 2  # tiles in shared memory
+
+
+@gluon.jit
+def union_of_item(item, work):
+    """Return of an item the KV head, the first head, the number of its union and the groups there.
+
+    Args:
+        work: num_items, unions of a KV head, items of a union, and pointers to groups, queries and
+            counts of unions, and groups of a row.
+    """
+    _, num_unions, row_blocks, unions = work
+    union = item // row_blocks
+    n = union // num_unions
+    count = gl.load(unions[2] + union)
+    return n, item % row_blocks * 4, union % num_unions, union.to(gl.int64) * unions[3], count
+
+
+@gluon.jit
+def _copy_groups(desc, smem, slot, ready, tokens, n, HALVES: gl.constexpr, GROUPS: gl.constexpr):
+    """Copy one tile of keys or values: the groups that begin at `tokens`."""
+    mbarrier.expect(ready.index(slot), HALVES * GROUPS * desc.block_type.nbytes)
+    for j in gl.static_range(HALVES * GROUPS):
+        at = [n, 0, tokens[j % GROUPS], j // GROUPS * COLUMNS]
+        copy_in(desc, at, ready.index(slot), smem.index(slot * HALVES * GROUPS + j))
+
+
+@gluon.jit
+def copy_unions(
+    HALVES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    source,
+    queries,
+    memory,
+    work,
+):
+    """Copy the queries of each item, then the tokens of its union's groups: the producer warp.
+
+    Args:
+        source: Descriptors of keys and values, number of tokens, and of groups that stay raw.
+        queries: A tuple of descriptors and their shared memory, then barriers `ready` and `free` of
+            both consumers.
+        memory: Shared memory of keys and of values; barriers `ready` and `free` of each.
+        work: As of `union_of_item`.
+    """
+    k_desc, v_desc, num_tokens, sink_groups = source
+    descs, places, q_ready, q_free = queries
+    k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
+    groups_ptr = work[3][0]
+    num_bytes: gl.constexpr = len(descs) * 2 * HALVES * descs[0].block_type.nbytes
+    step = 0
+    count = 0
+    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        n, head, union, first, num_groups = union_of_item(item, work)
+        if num_groups > 0:
+            for half in gl.static_range(2):
+                mbarrier.wait(q_free.index(half), (count & 1) ^ 1)
+                mbarrier.expect(q_ready.index(half), num_bytes)
+                for i in gl.static_range(len(descs)):
+                    for j in gl.static_range(2 * HALVES):
+                        row = union * descs[i].block_type.shape[2]
+                        at = [n, head + 2 * half + j % 2, row, j // 2 * COLUMNS]
+                        place = places[i].index(half * 2 * HALVES + j)
+                        copy_in(descs[i], at, q_ready.index(half), place)
+            count += 1
+            for i in range((num_groups + GROUPS - 1) // GROUPS):
+                tokens = ()
+                for j in gl.static_range(GROUPS):
+                    inside = i * GROUPS + j < num_groups
+                    group = gl.load(groups_ptr + first + i * GROUPS + j, mask=inside, other=0)
+                    # Behind the last token zeros are read.
+                    token = gl.where(inside, (sink_groups + group) * GROUP_SIZE, num_tokens)
+                    tokens = tokens + (token,)
+                slot = step % STAGES
+                phase = (step // STAGES & 1) ^ 1
+                mbarrier.wait(k_free.index(slot), phase)
+                _copy_groups(k_desc, k_smem, slot, k_ready, tokens, n, HALVES, GROUPS)
+                mbarrier.wait(v_free.index(slot), phase)
+                _copy_groups(v_desc, v_smem, slot, v_ready, tokens, n, HALVES, GROUPS)
+                step += 1
+
+
+@gluon.jit
+def chosen_by(bits, query, GROUPS: gl.constexpr, layout: gl.constexpr):
+    """Return which groups of a tile each row's query chose, [rows, groups], from the queries that
+    chose each group: GROUPS numbers, bits of queries."""
+    lanes = gl.arange(0, GROUPS, gl.SliceLayout(0, layout))
+    words = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(0, layout))
+    for j in gl.static_range(GROUPS):
+        words = gl.where(lanes == j, bits[j], words)
+    row = gl.convert_layout(query, gl.SliceLayout(1, layout))
+    return (words[None, :] >> row[:, None]) & 1 != 0
+
+
+@gluon.jit
+def load_bits(queries_ptr, i, count, GROUPS: gl.constexpr):
+    """Load the queries that chose each group of tile i: a tuple of GROUPS numbers."""
+    bits = ()
+    for j in gl.static_range(GROUPS):
+        at = i * GROUPS + j
+        bits = bits + (gl.load(queries_ptr + at, mask=at < count, other=0),)
+    return bits
+
+
+@gluon.jit
+def _softmax(s, sums, bits, query, scale, GROUP_SIZE: gl.constexpr, layout: gl.constexpr):
+    """Take a tile into the online softmax: weights, the factor of earlier sums, the new maximum and
+    sum."""
+    running_max, running_sum = sums
+    GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
+    grouped = s.reshape([ROWS, GROUPS, GROUP_SIZE])
+    best = gl.max(grouped, 2)
+    groups: gl.constexpr = best.type.layout
+    seen = chosen_by(bits, query, GROUPS, groups)
+    best = gl.where(seen, best * scale, -float("inf"))
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    new_max = gl.maximum(running_max, gl.convert_layout(gl.max(best, 1), rows))
+    # A row that has seen no token yet: exp2(-inf - -inf) would be NaN.
+    finite = gl.where(new_max == -float("inf"), 0.0, new_max)
+    row = gl.convert_layout(finite, gl.SliceLayout(1, groups))
+    shift = gl.where(seen, row[:, None], float("inf"))
+    weights = gl.exp2(grouped * scale - shift.expand_dims(2))
+    weights = gl.convert_layout(weights.reshape([ROWS, TOKENS]), layout)
+    fade = gl.exp2(running_max - finite)
+    return weights, fade, (new_max, running_sum * fade + gl.sum(weights, 1))
+
+
+@gluon.jit
+def products(rows, tokens, half: gl.constexpr, slot, zero, HALVES: gl.constexpr):
+    """Ask for the products of a consumer's rows with the tokens of a slot."""
+    first = tokens.index(HALVES * slot).permute([1, 0])
+    s = warpgroup_mma(rows.index(HALVES * half), first, zero, use_acc=False, is_async=True)
+    if HALVES == 2:
+        second = tokens.index(HALVES * slot + 1).permute([1, 0])
+        s = warpgroup_mma(rows.index(HALVES * half + 1), second, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add_values(weights, tokens, slot, first, second, HALVES: gl.constexpr):
+    """Ask for the weighted sums of the tokens of a slot."""
+    first = warpgroup_mma(weights, tokens.index(HALVES * slot), first, is_async=True)
+    if HALVES == 2:
+        second = warpgroup_mma(weights, tokens.index(HALVES * slot + 1), second, is_async=True)
+    return first, second
+
+
+@gluon.jit
+def wait_values(first, second, HALVES: gl.constexpr):
+    """Wait for all products."""
+    if HALVES == 2:
+        first, second = warpgroup_mma_wait(0, [first, second])
+    else:
+        first = warpgroup_mma_wait(0, [first])
+    return first, second
+
+
+@gluon.jit
+def _attend_unions(
+    HALF: gl.constexpr,
+    HALVES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    target,
+    q_memory,
+    turns,
+    memory,
+    work,
+):
+    """Attend from ROWS rows of an item at a time to the raw tokens of its union, and merge with out
+    and lse, in place: a consumer.
+
+    Args:
+        target: Pointers to out and log-sum-exp, scale, heads of a KV head and number of queries.
+        q_memory: Shared memory of queries; barriers `ready` and `free` of both consumers.
+        turns: Barriers of the consumers' turns.
+        memory, work: As of `copy_unions`.
+    """
+    out_ptr, lse_ptr, scale, heads, num_queries = target
+    q_smem, q_ready, q_free = q_memory
+    k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
+    GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = q_smem.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
+    q = reinterpreted(q_smem, dtype, [2 * HALVES, ROWS, COLUMNS], tile)
+    k = reinterpreted(k_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
+    v = reinterpreted(v_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
+    my_turn = turns.index(HALF)
+    other_turn = turns.index(1 - HALF)
+    zero = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
+    lanes = gl.arange(0, ROWS, rows)
+    query = lanes % (ROWS // 2)
+    dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
+    step = 0
+    count = 0
+    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        n, first_head, union, first_group, num_groups = union_of_item(item, work)
+        if num_groups > 0:
+            chosen = work[3][1] + first_group
+            running_max = gl.full([ROWS], -float("inf"), gl.float32, rows)
+            sums = (running_max, gl.zeros([ROWS], gl.float32, rows))
+            first = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+            second = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+
+            # The first tile has only scores.
+            bits = load_bits(chosen, 0, num_groups, GROUPS)
+            mbarrier.wait(q_ready.index(HALF), count & 1)
+            mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
+            mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
+            s = products(q, k, HALF, step % STAGES, zero, HALVES)
+            mbarrier.arrive(other_turn)
+            s = warpgroup_mma_wait(0, [s])
+            mbarrier.arrive(k_free.index(step % STAGES))
+            weights, fade, sums = _softmax(s, sums, bits, query, scale, GROUP_SIZE, s_layout)
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+
+            # Scores of a tile and output of the one before.
+            for i in range(1, (num_groups + GROUPS - 1) // GROUPS):
+                before = step % STAGES
+                phase = step // STAGES & 1
+                step += 1
+                slot = step % STAGES
+                bits = load_bits(chosen, i, num_groups, GROUPS)
+                mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
+                mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
+                s = products(q, k, HALF, slot, zero, HALVES)
+                mbarrier.wait(v_ready.index(before), phase)
+                first, second = add_values(p, v, before, first, second, HALVES)
+                mbarrier.arrive(other_turn)
+                s = warpgroup_mma_wait(HALVES, [s])
+                mbarrier.arrive(k_free.index(slot))
+                weights, fade, sums = _softmax(s, sums, bits, query, scale, GROUP_SIZE, s_layout)
+                first, second = wait_values(first, second, HALVES)
+                mbarrier.arrive(v_free.index(before))
+                factor = gl.convert_layout(fade, o_rows)[:, None]
+                first = first * factor
+                second = second * factor
+                p = gl.convert_layout(weights.to(dtype), p_layout)
+
+            # The output of the last tile, while the results so far are read.
+            mbarrier.arrive(q_free.index(HALF))
+            slot = step % STAGES
+            mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
+            first, second = add_values(p, v, slot, first, second, HALVES)
+            head = first_head + 2 * HALF + lanes // (ROWS // 2)
+            row = union * (ROWS // 2) + query
+            exists = (head < heads) & (row < num_queries)
+            flat = (n.to(gl.int64) * heads + head) * num_queries + row
+            lse = gl.load(lse_ptr + flat, mask=exists, other=0.0) * LOG2E
+            place = gl.convert_layout(flat * HEAD_DIM, o_rows)[:, None] + dims[None, :]
+            is_row = gl.convert_layout(exists, o_rows)[:, None]
+            has_first = is_row & (dims < HEAD_DIM)[None, :]
+            has_second = is_row & (dims < HEAD_DIM - COLUMNS)[None, :]
+            before_first = gl.load(out_ptr + place, mask=has_first, other=0.0).to(gl.float32)
+            first, second = wait_values(first, second, HALVES)
+            mbarrier.arrive(v_free.index(slot))
+            step += 1
+            count += 1
+
+            # Two parts of one softmax (docs/math.md, eq. 8); the one before always has a key.
+            running_max, running_sum = sums
+            top = gl.maximum(lse, running_max)
+            fade = gl.exp2(running_max - top)
+            kept = gl.exp2(lse - top)
+            total = running_sum * fade + kept
+            gl.store(lse_ptr + flat, (top + gl.log2(total)) * LN2, mask=exists)
+            fade = gl.convert_layout(fade / total, o_rows)[:, None]
+            kept = gl.convert_layout(kept / total, o_rows)[:, None]
+            first = first * fade + before_first * kept
+            gl.store(out_ptr + place, first.to(dtype), mask=has_first)
+            if HALVES == 2:
+                place += COLUMNS
+                before_second = gl.load(out_ptr + place, mask=has_second, other=0.0)
+                second = second * fade + before_second.to(gl.float32) * kept
+                gl.store(out_ptr + place, second.to(dtype), mask=has_second)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("num_tokens", "num_items", "num_unions", "row_blocks", "most", "heads", "num_queries"),
+        "sink_groups",
+    ]
+)
+def union_fwd_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    groups_ptr,
+    queries_ptr,
+    counts_ptr,
+    num_tokens,
+    num_items,
+    num_unions,
+    row_blocks,
+    most,
+    heads,
+    num_queries,
+    sink_groups,
+    scale,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Attend to the raw tokens of chosen groups and merge with out and lse, in place.
+
+    Grid: as many programs as the chip has multiprocessors; items of four heads of a union's queries
+    are dealt out to them. KV heads come one after the other, so that the keys and values in use are
+    few.
+    """
+    GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
+    HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
+    q_smem = gl.allocate_shared_memory(DTYPE, [4 * HALVES, 1, 1, ROWS // 2, COLUMNS], q_desc.layout)
+    shape: gl.constexpr = [STAGES * HALVES * GROUPS, 1, 1, GROUP_SIZE, COLUMNS]
+    k_smem = gl.allocate_shared_memory(DTYPE, shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, shape, v_desc.layout)
+    # Barriers: the producer arrives at `ready`, both consumers at `free` of keys and values.
+    q_ready = barriers(2, 1)
+    q_free = barriers(2, 1)
+    turns = barriers(2, 1)
+    k_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, 2)
+    v_ready = barriers(STAGES, 1)
+    v_free = barriers(STAGES, 2)
+    fence_async_shared()
+
+    # Arguments of a group of warps: constants, its own, those of all.
+    source = (k_desc, v_desc, num_tokens, sink_groups)
+    memory = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
+    work = (num_items, num_unions, row_blocks, (groups_ptr, queries_ptr, counts_ptr, most))
+    queries = ((q_desc,), (q_smem,), q_ready, q_free)
+    target = (out_ptr, lse_ptr, scale, heads, num_queries)
+    consumers = (target, (q_smem, q_ready, q_free), turns, memory, work)
+    gl.warp_specialize(
+        [
+            (_attend_unions, (0, HALVES, GROUP_SIZE, STAGES, HEAD_DIM) + consumers),
+            (_attend_unions, (1, HALVES, GROUP_SIZE, STAGES, HEAD_DIM) + consumers),
+            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES, source, queries, memory, work)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def takes(call: Call) -> bool:
+    """Whether this kernel can take a call that `hopper_forward` takes."""
+    return call.tokens.q.shape[3] <= 128 and call.spec.group_size in (8, 16, 32, 64)
+
+
+def attend(call: Call, unions: Unions, out: Tensor, lse: Tensor) -> None:
+    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
+    in place."""
+    q, k, v = (aligned(x) for x in (call.tokens.q, *(x[:, None] for x in call.tokens[1:3])))
+    n, r, num_queries, dim = q.shape
+    group_size, _, sink_groups = rule_of(call.spec)
+    num_unions = unions.counts.shape[1]
+    row_blocks = ceil_div(r, HEADS_PER_ITEM)
+    num_items = n * num_unions * row_blocks
+    launch(
+        union_fwd_hopper,
+        (min(num_programs(q.device), num_items),),
+        (
+            descriptor(q, QUERIES, COLUMNS.value),
+            *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
+            *(out, lse, *unions, k.shape[2], num_items, num_unions, row_blocks),
+            *(unions.groups.shape[2], r, num_queries, sink_groups, call.spec.scale * LOG2E.value),
+        ),
+        GROUP_SIZE=group_size,
+        HEAD_DIM=dim,
+        STAGES=STAGES,
+        DTYPE=DTYPES[q.dtype],
+        num_warps=4,
+    )

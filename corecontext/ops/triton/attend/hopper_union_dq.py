@@ -1,0 +1,308 @@
+"""The gradient of queries through the raw tokens of the union of neighbouring queries' choices, for
+Hopper, written in Triton's Gluon.
+
+Programs are cut as those of `hopper_union.py`, whose producer copies the tiles.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+
+from corecontext.ops.spec import Upstream
+from corecontext.ops.triton.attend.anywhere import rule_of
+from corecontext.ops.triton.attend.chosen import Call
+from corecontext.ops.triton.attend.hopper_forward import num_programs
+from corecontext.ops.triton.attend.hopper_union import (
+    COLUMNS,
+    HEADS_PER_ITEM,
+    ROWS,
+    add_values,
+    chosen_by,
+    copy_unions,
+    load_bits,
+    products,
+    union_of_item,
+    wait_values,
+)
+from corecontext.ops.triton.attend.unions import QUERIES
+from corecontext.ops.triton.launch import ceil_div, launch
+from corecontext.ops.triton.primitives import LOG2E
+from corecontext.ops.triton.tensor_memory import (
+    DTYPES,
+    aligned,
+    barriers,
+    descriptor,
+    reinterpreted,
+)
+
+TOKENS = gl.constexpr(64)  # of a tile
+STAGES = 3  # tiles in shared memory
+
+
+@gluon.jit
+def _row_delta(inputs, place, is_row, dims, HALVES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Return the sum of each row of out times its gradient."""
+    out_ptr, grad_ptr = inputs
+    layout: gl.constexpr = place.type.layout
+    delta = gl.zeros([ROWS], gl.float32, layout)
+    for i in gl.static_range(HALVES):
+        at = (place * HEAD_DIM + i * COLUMNS)[:, None] + dims[None, :]
+        mask = is_row[:, None] & (dims < HEAD_DIM - i * COLUMNS)[None, :]
+        out = gl.load(out_ptr + at, mask=mask, other=0.0).to(gl.float32)
+        delta += gl.sum(out * gl.load(grad_ptr + at, mask=mask, other=0.0).to(gl.float32), 1)
+    return delta
+
+
+@gluon.jit
+def _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE: gl.constexpr):
+    """Return the gradients of a tile's scores.
+
+    Args:
+        stats: Log-sum-exp of each row in units of log 2, and delta.
+    """
+    lse, delta = stats
+    GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
+    grouped = s.reshape([ROWS, GROUPS, GROUP_SIZE])
+    best = gl.max(grouped, 2)
+    groups: gl.constexpr = best.type.layout
+    row = gl.convert_layout(lse, gl.SliceLayout(1, groups))
+    shift = gl.where(chosen_by(bits, query, GROUPS, groups), row[:, None], float("inf"))
+    weights = gl.exp2(grouped * scale - shift.expand_dims(2)).reshape([ROWS, TOKENS])
+    layout: gl.constexpr = dp.type.layout
+    return gl.convert_layout(weights, layout) * (dp - delta[:, None])
+
+
+@gluon.jit
+def _gradients_of_unions(
+    HALF: gl.constexpr,
+    HALVES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HAS_GRAD_LSE: gl.constexpr,
+    inputs,
+    results,
+    numbers,
+    q_memory,
+    memory,
+    work,
+):
+    """Add the gradients of ROWS rows of an item at a time: a consumer.
+
+    Args:
+        inputs: Pointers to out, its gradient, log-sum-exp and its gradient.
+        results: Pointers to the gradient of queries and delta.
+        numbers: Scales of scores and of the gradient, heads of a KV head, and number of queries.
+        q_memory: Shared memory of queries and of the output's gradient; barriers `ready` and `free`
+            of both consumers.
+        memory, work: As of `copy_unions`.
+    """
+    out_ptr, grad_ptr, lse_ptr, grad_lse_ptr = inputs
+    dq_ptr, delta_ptr = results
+    scale, query_scale, heads, num_queries = numbers
+    q_smem, grad_smem, q_ready, q_free = q_memory
+    k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
+    GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    dtype: gl.constexpr = q_smem.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
+    q = reinterpreted(q_smem, dtype, [2 * HALVES, ROWS, COLUMNS], tile)
+    grad = reinterpreted(grad_smem, dtype, [2 * HALVES, ROWS, COLUMNS], tile)
+    k = reinterpreted(k_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
+    v = reinterpreted(v_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
+    zero = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
+    lanes = gl.arange(0, ROWS, rows)
+    query = lanes % (ROWS // 2)
+    dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
+    step = 0
+    count = 0
+    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        n, first_head, union, first_group, num_groups = union_of_item(item, work)
+        if num_groups > 0:
+            chosen = work[3][1] + first_group
+            head = first_head + 2 * HALF + lanes // (ROWS // 2)
+            row = union * (ROWS // 2) + query
+            exists = (head < heads) & (row < num_queries)
+            flat = (n.to(gl.int64) * heads + head) * num_queries + row
+            place = gl.convert_layout(flat, gl.SliceLayout(1, o_layout))
+            is_row = gl.convert_layout(exists, gl.SliceLayout(1, o_layout))
+            delta = _row_delta((out_ptr, grad_ptr), place, is_row, dims, HALVES, HEAD_DIM)
+            delta = gl.convert_layout(delta, rows)
+            if HAS_GRAD_LSE:
+                delta -= gl.load(grad_lse_ptr + flat, mask=exists, other=0.0)
+            gl.store(delta_ptr + flat, delta, mask=exists)
+            stats = (gl.load(lse_ptr + flat, mask=exists, other=0.0) * LOG2E, delta)
+            first = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+            second = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+            # The first tile has only the gradients of scores.
+            slot = step % STAGES
+            bits = load_bits(chosen, 0, num_groups, GROUPS)
+            mbarrier.wait(q_ready.index(HALF), count & 1)
+            mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
+            s = products(q, k, HALF, slot, zero, HALVES)
+            mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
+            dp = products(grad, v, HALF, slot, zero, HALVES)
+            s, dp = warpgroup_mma_wait(0, [s, dp])
+            mbarrier.arrive(v_free.index(slot))
+            ds = _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE)
+            ds_half = gl.convert_layout(ds.to(dtype), p_layout)
+
+            # Those of a tile, and the gradients of queries of the one before.
+            for i in range(1, (num_groups + GROUPS - 1) // GROUPS):
+                before = slot
+                step += 1
+                slot = step % STAGES
+                bits = load_bits(chosen, i, num_groups, GROUPS)
+                mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
+                s = products(q, k, HALF, slot, zero, HALVES)
+                mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
+                dp = products(grad, v, HALF, slot, zero, HALVES)
+                first, second = add_values(ds_half, k, before, first, second, HALVES)
+                s, dp = warpgroup_mma_wait(HALVES, [s, dp])
+                mbarrier.arrive(v_free.index(slot))
+                ds = _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE)
+                first, second = wait_values(first, second, HALVES)
+                mbarrier.arrive(k_free.index(before))
+                ds_half = gl.convert_layout(ds.to(dtype), p_layout)
+            first, second = add_values(ds_half, k, slot, first, second, HALVES)
+            first, second = wait_values(first, second, HALVES)
+            mbarrier.arrive(k_free.index(slot))
+            mbarrier.arrive(q_free.index(HALF))
+            step += 1
+            count += 1
+
+            at = dq_ptr + (place * HEAD_DIM)[:, None] + dims[None, :]
+            mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+            gl.store(at, gl.load(at, mask=mask, other=0.0) + first * query_scale, mask=mask)
+            if HALVES == 2:
+                mask = is_row[:, None] & (dims < HEAD_DIM - COLUMNS)[None, :]
+                before = gl.load(at + COLUMNS, mask=mask, other=0.0)
+                gl.store(at + COLUMNS, before + second * query_scale, mask=mask)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("num_tokens", "num_items", "num_unions", "row_blocks", "most", "heads", "num_queries"),
+        "sink_groups",
+    ]
+)
+def union_dq_hopper(
+    q_desc,
+    grad_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    grad_ptr,
+    lse_ptr,
+    grad_lse_ptr,
+    dq_ptr,
+    delta_ptr,
+    groups_ptr,
+    queries_ptr,
+    counts_ptr,
+    num_tokens,
+    num_items,
+    num_unions,
+    row_blocks,
+    most,
+    heads,
+    num_queries,
+    sink_groups,
+    scale,
+    query_scale,
+    HAS_GRAD_LSE: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
+    dq, in place; write delta = sum(grad out) - grad lse of the queries that chose any.
+
+    Grid: as that of `union_fwd_hopper`. All tensors are contiguous.
+    """
+    GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
+    HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
+    rows: gl.constexpr = [4 * HALVES, 1, 1, ROWS // 2, COLUMNS]
+    q_smem = gl.allocate_shared_memory(DTYPE, rows, q_desc.layout)
+    grad_smem = gl.allocate_shared_memory(DTYPE, rows, grad_desc.layout)
+    shape: gl.constexpr = [STAGES * HALVES * GROUPS, 1, 1, GROUP_SIZE, COLUMNS]
+    k_smem = gl.allocate_shared_memory(DTYPE, shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, shape, v_desc.layout)
+    # Barriers: the producer arrives at `ready`, both consumers at `free` of keys and values.
+    q_ready = barriers(2, 1)
+    q_free = barriers(2, 1)
+    k_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, 2)
+    v_ready = barriers(STAGES, 1)
+    v_free = barriers(STAGES, 2)
+    fence_async_shared()
+
+    # Arguments of a group of warps: constants, its own, those of all.
+    source = (k_desc, v_desc, num_tokens, sink_groups)
+    memory = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
+    work = (num_items, num_unions, row_blocks, (groups_ptr, queries_ptr, counts_ptr, most))
+    queries = ((q_desc, grad_desc), (q_smem, grad_smem), q_ready, q_free)
+    inputs = (out_ptr, grad_ptr, lse_ptr, grad_lse_ptr)
+    numbers = (scale, query_scale, heads, num_queries)
+    q_memory = (q_smem, grad_smem, q_ready, q_free)
+    consumers = (inputs, (dq_ptr, delta_ptr), numbers, q_memory, memory, work)
+    gl.warp_specialize(
+        [
+            (
+                _gradients_of_unions,
+                (0, HALVES, GROUP_SIZE, STAGES, HEAD_DIM, HAS_GRAD_LSE) + consumers,
+            ),
+            (
+                _gradients_of_unions,
+                (1, HALVES, GROUP_SIZE, STAGES, HEAD_DIM, HAS_GRAD_LSE) + consumers,
+            ),
+            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES, source, queries, memory, work)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def add_query_gradient(
+    upstream: Upstream, call: Call, dq: Tensor, delta: Tensor, query_scale: float
+) -> None:
+    """Add the gradient through raw tokens of chosen groups, times query_scale, to dq [N, r, T, D]
+    in float32, in place; fill delta [N, r, T] of the queries that chose any group."""
+    unions = call.unions(call.marks())
+    q, k, v = (aligned(x) for x in (call.tokens.q, *(x[:, None] for x in call.tokens[1:3])))
+    grad_out = upstream.grad_out.contiguous()
+    lse = upstream.lse.contiguous()
+    grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
+    n, r, num_queries, dim = q.shape
+    group_size, _, sink_groups = rule_of(call.spec)
+    num_unions = unions.counts.shape[1]
+    row_blocks = ceil_div(r, HEADS_PER_ITEM)
+    num_items = n * num_unions * row_blocks
+    launch(
+        union_dq_hopper,
+        (min(num_programs(q.device), num_items),),
+        (
+            *(descriptor(x, QUERIES, COLUMNS.value) for x in (q, grad_out)),
+            *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
+            *(upstream.out.contiguous(), grad_out, lse, grad_lse, dq, delta, *unions),
+            *(k.shape[2], num_items, num_unions, row_blocks, unions.groups.shape[2]),
+            *(r, num_queries, sink_groups, call.spec.scale * LOG2E.value, query_scale),
+        ),
+        HAS_GRAD_LSE=upstream.grad_lse is not None,
+        GROUP_SIZE=group_size,
+        HEAD_DIM=dim,
+        STAGES=STAGES,
+        DTYPE=DTYPES[q.dtype],
+        num_warps=4,
+    )

@@ -1,0 +1,41 @@
+"""Find the k largest of some scores by bisection of whole numbers that have their order: device
+functions."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MOST = tl.constexpr(0x7F800001)  # NaN is cut to this
+_LEAST = tl.constexpr(-0x7FFFFFF0)  # below that of -infinity, -0x7F800000
+
+
+@triton.jit
+def order_of(scores, exists):
+    """Return whole numbers in the order of scores in float32; the least where none exists."""
+    bits = scores.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, -(bits & 0x7FFFFFFF), tl.minimum(bits, _MOST))
+    return tl.where(exists, bits, _LEAST)
+
+
+@triton.jit
+def bisect(numbers, count):
+    """Return low and high, and how many of the numbers of `order_of` have at least as much: of low
+    at least `count`, where so many exist, of high fewer. Where more have low, high is next to it.
+    """
+    # Both have one sign, so that their difference is a number.
+    at_high = tl.sum((numbers >= 0).to(tl.int32), 0)
+    is_above = at_high >= count
+    low = tl.where(is_above, 0, _LEAST + 1)
+    high = tl.where(is_above, tl.max(numbers, 0) + 1, 0)
+    at_low = tl.where(is_above, at_high, tl.sum((numbers >= low).to(tl.int32), 0))
+    at_high = tl.where(is_above, 0, at_high)
+    while (at_low > count) & (high - low > 1):
+        middle = low + (high - low) // 2
+        at_middle = tl.sum((numbers >= middle).to(tl.int32), 0)
+        enough = at_middle >= count
+        at_low = tl.where(enough, at_middle, at_low)
+        at_high = tl.where(enough, at_high, at_middle)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low, high, at_low, at_high

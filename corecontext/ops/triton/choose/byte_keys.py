@@ -1,0 +1,172 @@
+"""Round queries and the keys of an index in low bits to 8 bits, for `hopper_scores.py`.
+
+A query has a scale of its own, and so has each group of keys: the largest product of a group is the
+largest of whole numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.ops.triton.choose.index_keys import signs_of
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.primitives import TINY, dot, tile_mask
+
+MAX_DIM = 128
+RUN = 8  # neighbouring groups whose keys alternate
+TILE_KEYS = 128  # of a product
+_ROWS = 64
+
+
+class Bytes(NamedTuple):
+    """Hold the queries and keys of a choice in int8, of D' numbers: head_dim rounded up to a power
+    of 2."""
+
+    queries: Tensor
+    """[N, r, C, D']."""
+    units: Tensor
+    """Of each query, times the scale of scores, [N, r, C] in float32."""
+    offsets: Tensor
+    """Products of each query with the centre, times the scale of scores, [N, r, C]."""
+    keys: Tensor
+    """[N, 1, M' P, D'] for whole blocks of groups, M' of them: of each run of RUN groups the first
+    key of each, then the second, and so on."""
+    group_units: Tensor
+    """Of each group, [N, M']."""
+    num_keys: int
+    """Keys of a group: P."""
+    num_groups: int
+    """M."""
+
+
+@triton.jit(do_not_specialize=["count", "heads"])
+def queries_kernel(
+    q_ptr,
+    signs_ptr,
+    centre_ptr,
+    results,
+    count,
+    heads,
+    unit,
+    scale,
+    strides,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rotate BLOCK queries, round them to 8 bits and multiply them with the centre.
+
+    Grid: (tiles of queries, N r).
+
+    Args:
+        signs_ptr: The rotation over `unit`: numbers 1, -1 and 0.
+        centre_ptr: [N, D].
+        results: Pointers to queries, units and offsets of `Bytes`.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    mask = tile_mask(rows, count, dims, HEAD_DIM)
+    q_ptr += head // heads * strides[0] + head % heads * strides[1]
+    q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * strides[2] + dims[None, :], mask=mask, other=0)
+    place = signs_ptr + dims[:, None] * HEAD_DIM + dims[None, :]
+    signs = tl.load(place, mask=tile_mask(dims, HEAD_DIM, dims, HEAD_DIM), other=0)
+    x = dot(q, signs.to(q.dtype)) * unit
+    size = tl.maximum(tl.max(tl.abs(x), 1), TINY) / 127
+    whole = tl.floor(x / size[:, None] + 0.5)
+    centre = tl.load(centre_ptr + head // heads * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    offset = tl.sum(q.to(tl.float32) * centre[None, :], 1)
+    flat = head * count + rows
+    place = results[0] + flat[:, None] * BLOCK_D + dims[None, :]
+    tl.store(place, whole.to(tl.int8), mask=(rows < count)[:, None])
+    tl.store(results[1] + flat, size * scale, mask=rows < count)
+    tl.store(results[2] + flat, offset * scale, mask=rows < count)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def keys_kernel(
+    keys_ptr,
+    results,
+    num_groups,
+    PARTS: tl.constexpr,
+    RUN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Round the keys of a group to 8 bits, [N, M, PARTS, D] to those of `Bytes`.
+
+    Grid: (M', N). Groups behind the last one are zeros.
+
+    Args:
+        results: Pointers to keys and group_units of `Bytes`.
+    """
+    group = tl.program_id(0)
+    n = tl.program_id(1).to(tl.int64)
+    key = tl.arange(0, PARTS)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (key * 0 + group < num_groups)[:, None] & (dims < HEAD_DIM)[None, :]
+    at = ((n * num_groups + group) * PARTS + key)[:, None] * HEAD_DIM + dims[None, :]
+    x = tl.load(keys_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    size = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY) / 127
+    whole = tl.floor(x / size + 0.5)
+    first = n * tl.num_programs(0) + group // RUN * RUN
+    place = (first * PARTS + key * RUN + group % RUN)[:, None] * BLOCK_D + dims[None, :]
+    tl.store(results[0] + place, whole.to(tl.int8))
+    tl.store(results[1] + n * tl.num_programs(0) + group, size)
+
+
+def block_of(num_keys: int) -> int:
+    """Return the groups, of `num_keys` keys each, that are scored together."""
+    return max(RUN, TILE_KEYS // num_keys)
+
+
+def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> Bytes:
+    """Round queries [N, r, C, D], not rotated, and keys [N, M, P, D] of an index in low bits, P a
+    power of 2, both in the same dtype.
+
+    Args:
+        centre: [N, D], or None for zeros.
+        scale: Of the scores.
+    """
+    q = contiguous_rows(q)
+    keys = keys.contiguous()
+    n, r, count, dim = q.shape
+    _, num_groups, num_keys, _ = keys.shape
+    block_d = max(32, power_of_2(dim))
+    signs, unit = signs_of(dim, q.device)
+    if centre is None:
+        centre = q.new_zeros(n, dim)
+    whole = block_of(num_keys) * ceil_div(num_groups, block_of(num_keys))
+    queries = torch.empty((n, r, count, block_d), dtype=torch.int8, device=q.device)
+    units, offsets = torch.empty((2, n, r, count), dtype=torch.float32, device=q.device)
+    stored = torch.empty((n, 1, whole * num_keys, block_d), dtype=torch.int8, device=q.device)
+    group_units = torch.empty((n, whole), dtype=torch.float32, device=q.device)
+    launch(
+        queries_kernel,
+        (ceil_div(count, _ROWS), n * r),
+        (
+            *(q, signs, centre.float().contiguous(), (queries, units, offsets), count, r),
+            *(unit, float(scale)),
+        ),
+        (tuple(q.stride()[:-1]),),
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK=_ROWS,
+        num_warps=4,
+    )
+    launch(
+        keys_kernel,
+        (whole, n),
+        (keys, (stored, group_units), num_groups),
+        PARTS=num_keys,
+        RUN=RUN,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return Bytes(queries, units, offsets, stored, group_units, num_keys, num_groups)
