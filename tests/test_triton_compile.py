@@ -29,7 +29,9 @@ PLAIN = {
 }
 FETCH = {
     "index_keys_kernel",
-    "index_lse_kernel",
+    "keys_kernel",
+    "queries_kernel",
+    "union_kernel",
     "group_scores_kernel",
     "_select_kernel",
     "_mark_kernel",
@@ -52,9 +54,9 @@ HOPPER = {
     "_attend_bwd_hopper",
     "_prepare_kernel",
     "_finish_kernel",
-    "fetch_fwd_hopper",
-    "fetch_query_hopper",
-    "fetch_query_dq_hopper",
+    "score_bytes_hopper",
+    "union_dq_hopper",
+    "union_fwd_hopper",
 }
 # Bytes a thread, where it is more than a few registers.
 SPILLED = {
