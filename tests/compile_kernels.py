@@ -396,7 +396,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes = {"GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width, "HAS_MASS": True}
     sizes |= {"ALIGNMENT": 16, "TILE": plan.tile, **plan.attend_options}
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
-    types |= {"page_tables": ("i32", "i32"), "sequences": ("i32", "i32"), "strides": (3, 3, 3, 2)}
+    tables = {"page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
+    types = {**types, **tables, "strides": (3, 3, 3, 2)}
     types["index"] = ("u8", "fp16", "fp32")
     sizes = {"SINKS": 16, "GROUP": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
     yield Kernel(paged_index._index_pages_kernel, sizes, types)
