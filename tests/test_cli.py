@@ -242,17 +242,16 @@ def test_generate_says_what_would_fit(model, here, capfd, monkeypatch):
     assert line.startswith(
         "input_ids must fit the device's memory, got 1 x 540 tokens in chunks of 600"
     )
-    from corecontext.inference import limits
+    from corecontext.inference import chunk_size
 
-    monkeypatch.setattr(
-        limits, "free_bytes", lambda device: 200 * (2560 + 512)
-    )  # activations, cache
+    activations, cache = 2560, 512
+    monkeypatch.setattr(chunk_size, "free_bytes", lambda device: 200 * (activations + cache))
     line = refuse(capfd, here, *GENERATE.split(), model, "--method", "full")
     assert (
         "got 540 tokens and ran out with 0.00 GiB free before. About 200 tokens fit at once."
         in line
     )
-    monkeypatch.setattr(limits, "free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(chunk_size, "free_bytes", lambda device: 2**40)
     assert "About 432 tokens fit" in refuse(
         capfd, here, *GENERATE.split(), model, "--method", "full"
     )

@@ -356,7 +356,7 @@ def test_memory_follows_the_sequence_not_the_settings(where):
             else:
                 stored = {"store": where if where == "device" else "host"}
                 stored["fetch_slots"] = k if where == "slots" else 0
-                config = CCAConfig(4, 9, backend="packed", **stored, **choice)
+                config = CCAConfig(4, 9, backend="packed", prefill="fetch", **stored, **choice)
                 fed(new_layer(config, ROTARY), x[:3], 0, [20, 18, 1, 1])
         return largest.size
 

@@ -107,6 +107,7 @@ class SlotStore(HostStore):
         if self.length > before:
             self._make_slots()
 
+    @unchanged_by_errors
     def select(self, rows: Tensor) -> None:
         """Keep the given rows, [new B], in the given order."""
         # mutant fetch: rows are reordered without their table
