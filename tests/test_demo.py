@@ -127,10 +127,12 @@ def plan_with(tokenizer, settings):
         return plan(settings)
 
 
-def test_a_users_model_shows_its_window_and_fetch(of_a_user, monkeypatch, capsys):
+@pytest.mark.parametrize("prefill", ["auto", "fetch"])
+def test_a_users_model_shows_its_window_and_fetch(of_a_user, prefill, monkeypatch, capsys):
     """A base model, too: it has no chat template."""
     monkeypatch.setattr(compare, "_measure_apart", measure_here)
-    result = run_demo(of_a_user)
+    attention = {**of_a_user.attention, "prefill": prefill}
+    result = run_demo(dataclasses.replace(of_a_user, attention=attention))
     by_name = {
         name: {r.params["method"]: r.value for r in result.records if r.name == f"demo.{name}"}
         for name in ("cache_bytes", "host_bytes", "perplexity")
@@ -142,7 +144,9 @@ def test_a_users_model_shows_its_window_and_fetch(of_a_user, monkeypatch, capsys
     # A window has whole tokens, two layers with two KV heads each.
     less = by_name["cache_bytes"]["fetch"] - by_name["cache_bytes"]["window"]
     assert 0 <= less < 2 * 2 * 2 * 16 * 4
-    assert by_name["perplexity"]["fetch"] != by_name["perplexity"]["full"]
+    # By default full attention reads so short a prompt.
+    is_read_in_full = by_name["perplexity"]["fetch"] == by_name["perplexity"]["full"]
+    assert is_read_in_full == (prefill == "auto")
     print_report(result)
     shown = " ".join(capsys.readouterr().out.split())
     assert "cache in host memory" in shown, shown

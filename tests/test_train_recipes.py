@@ -320,11 +320,25 @@ def test_a_model_of_the_default_recipe_generates_what_it_predicts(sharp, tmp_pat
     model = corecontext.from_pretrained(tmp_path / "run/model")
     assert handle_of(model).config == corecontext.CCAConfig()
     ids = torch.randint(0, 256, (1, 2400), generator=torch.Generator().manual_seed(0))
-    (answer,) = Engine(model, chunk_size=600).generate(ids, max_new_tokens=40)
-    read = torch.cat([ids, torch.tensor([answer])], dim=1)
-    with torch.no_grad():
-        predicted = model(read, use_cache=False).logits[0, 2399:-1].argmax(-1)
-    assert predicted.tolist() == answer
+
+    def generated(model):
+        """Return the answer and its tokens' predictions without a cache."""
+        (answer,) = Engine(model, chunk_size=600).generate(ids, max_new_tokens=40)
+        read = torch.cat([ids, torch.tensor([answer])], dim=1)
+        with torch.no_grad():
+            predicted = model(read, use_cache=False).logits[0, 2399:-1].argmax(-1)
+        return answer, predicted.tolist()
+
+    # Without a cache each token chooses by itself.
+    by_choice = corecontext.CCAConfig(prefill="fetch")
+    answer, predicted = generated(corecontext.from_pretrained(tmp_path / "run/model", by_choice))
+    assert answer == predicted
+    # By default a CPU reads all of so short a text.
+    in_full, predicted = generated(model)
+    assert in_full != predicted
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    full, predicted = generated(plain)
+    assert in_full == full == predicted
 
 
 def test_the_default_schedule_is_for_trained_weights_and_the_models_length(tmp_path):

@@ -109,7 +109,7 @@ def test_processes_that_share_a_row_count_once(processes, context_parallel, rows
 
 def test_fetch_is_a_part_of_the_attention_and_of_cca_alone():
     cca = TrainConfig(fetch_groups=3, fetch_index="mean").cca()
-    assert (cca.fetch_groups, cca.fetch_index, cca.fetch_share) == (3, "mean", 1)
+    assert (cca.fetch_groups, cca.fetch_index, cca.fetch_share) == (3, "mean", 16)
     with pytest.raises(ValueError, match="fetch_groups must be 0 with method 'window'"):
         TrainConfig(fetch_groups=3, method="window")
     spread = {"fetch_groups": 3, "context_parallel": 2, "sink_size": 0}

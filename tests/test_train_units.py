@@ -24,7 +24,7 @@ datasets = pytest.importorskip("datasets", reason="training reads its data with 
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from corecontext import baselines  # noqa: E402
-from corecontext.config import PRESETS  # noqa: E402
+from corecontext.config import PAPER_RULE, PRESETS  # noqa: E402
 from corecontext.data.packing import IGNORED, collate, run_order, shuffled, upsampled  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
 from corecontext.train import TrainConfig, conversion, run, student  # noqa: E402
@@ -557,7 +557,7 @@ def test_half_a_checkpoint_is_not_copied(tiny, tmp_path, damage):
     [
         (4, {"fetch_slots": 6, "prefill": "fetch"}),
         (7, {"prefill": "fetch"}),
-        (0, {"fetch_slots": 6}),
+        (0, {"fetch_slots": 6, "prefill": "fetch"}),
     ],
 )
 def test_settings_of_a_cache_outlast_the_training_where_they_suit(groups, kept):
@@ -565,6 +565,9 @@ def test_settings_of_a_cache_outlast_the_training_where_they_suit(groups, kept):
     cca = TrainConfig(fetch_groups=groups, store="host", window_size=8).cca()
     result = student._with_cache_settings(cca, saved)
     assert result == cca.replace(cache_dtype="int8", **kept)
+    # Prompts are read by each token's choice only where the checkpoint says so.
+    for unsaid in ({}, {"prefill": "auto"}, PAPER_RULE):
+        assert student._with_cache_settings(cca, unsaid).prefill == cca.prefill == "auto"
 
 
 def test_frozen_weights_of_the_finished_model_are_the_originals(tiny, tmp_path):

@@ -38,7 +38,8 @@ def print_report(result: DemoResult) -> None:
     )
     if len(result.questions) and not result.questions[0].token_ids:
         note = (
-            "Perplexity is that of the prompts' second halves. The model runs as it is; "
+            "Perplexity is that of the prompts' second halves. With fetch, full attention reads "
+            "prompts while that takes less time. The model runs as it is; "
             "`corecontext train` adapts it."
         )
     console().print(

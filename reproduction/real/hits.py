@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ def hit_rates(
     """Return the share of fetched groups that are in a slot already, by the number of slots of a KV
     head, in the last `steps` tokens of a text; the tokens before them are read at once.
 
-    Each number of slots replaces the group that was not read for longest. The first step fills
+    Each number of slots, at least as many as groups are fetched, replaces the groups that were not
+    read for longest, of equal ones that of the lower slot, as a cache does. The first step fills
     slots and is not counted.
 
     Args:
@@ -63,15 +65,18 @@ def _hit_rate(by_head: Sequence[Sequence[Sequence[int]]], num_slots: int) -> flo
     """Return the share of hits over all heads and all steps but the first; -1 is no group."""
     hits = lookups = 0
     for steps in by_head:
-        slots: OrderedDict[int, None] = OrderedDict()
+        # The slot of each group, the least recently read first, of equal ones the lowest slot.
+        slots: OrderedDict[int, int] = OrderedDict()
         for number, step in enumerate(steps):
             chosen = [group for group in step if group >= 0]
+            read = {group: slots.pop(group) for group in chosen if group in slots}
             if number:
-                hits += sum(group in slots for group in chosen)
+                hits += len(read)
                 lookups += len(chosen)
             for group in chosen:
-                slots[group] = None
-                slots.move_to_end(group)
-            while len(slots) > num_slots:
-                slots.popitem(last=False)
+                if group in read:
+                    continue
+                used = len(slots) + len(read)
+                read[group] = used if used < num_slots else slots.popitem(last=False)[1]
+            slots.update(sorted(read.items(), key=itemgetter(1)))
     return hits / max(1, lookups)
