@@ -206,8 +206,8 @@ class CacheRun:
             if FULL in self.cells and config is not None:
                 cache = new_cache(self.model, None)
                 read_chunk(self.model, tokens, None, [0], cache, 0, item.question)
-                # Before the end of the prompt, full attention reads; a text that is scored, or whose
-                # logits are asked for by number, the settings would read.
+                # Before the end of the prompt, full attention reads. The settings would read tokens
+                # that are scored, and those whose logits are kept by number.
                 output = self.model(question, **with_cache(cache), use_cache=True)
                 cache.crop(item.question)
                 end_prompt(cache)
