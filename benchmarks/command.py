@@ -148,7 +148,7 @@ def bench_published(
 
 
 def bench_user(given: dict[str, Any], output: Output) -> None:
-    """What a user waits for: first and next token under full attention and presets, and bytes."""
+    """Measure what a user waits for under full attention and presets: tokens, and bytes."""
     from benchmarks.user import run_user_bench, user_markdown
 
     device = pick_device(given.pop("device", "auto"))
