@@ -74,8 +74,10 @@ from corecontext import CCAConfig, enable
 from corecontext.inference import Engine
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.integrations.vllm import plugin
+from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.triton.paged import chunk as paged_chunk
 
+prompt_rule.STEP_LENGTHS["cpu"] = 0  # our Engine's steps choose, as vLLM's do
 LONG_CHUNK = paged_chunk.LONG_CHUNK
 
 

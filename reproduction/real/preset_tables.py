@@ -60,7 +60,7 @@ def presets_markdown(records: Sequence[Record]) -> str:
         ),
         *(Column(title, partial(_mib, size=size)) for title, size in BYTES.items()),
     ]
-    if any(record.name.startswith("user.") for record in records):
+    if any(r.name.startswith("user.") and r.params["model"] == SHAPE for r in records):
         columns += [
             newest(f"{title}, {shown_tokens(length)}", name, show, model=SHAPE, length=length)
             for title, name, show in (
