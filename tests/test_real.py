@@ -237,17 +237,17 @@ def test_tokens_behind_a_prompt_choose_one_by_one(model):
     config = CCAConfig(4, 8, sink_size=4, fetch_groups=2, fetch_index="pairs:2")
     texts = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(0))
     losses = {
-        name: losses_behind(loaded.model, config.replace(**settings), 32, texts.tolist())
-        for name, settings in READINGS.items()
+        name: losses_behind(loaded.model, config, reading, 32, texts.tolist())
+        for name, reading in READINGS.items()
     }
     with AttentionRun(loaded, config) as run:
         torch.testing.assert_close(losses["query"], run.nll(texts.tolist())[:, -31:].double())
     for name in ("full", "share 16"):
         assert (losses[name] - losses["query"]).abs().max() > 1e-4
-    every = config.replace(fetch_groups=1000, **READINGS["full"])
+    every = config.replace(fetch_groups=1000)
     with AttentionRun(loaded, None) as run:
         full = run.nll(texts.tolist())[:, -31:].double()
-    behind = losses_behind(loaded.model, every, 32, texts.tolist())
+    behind = losses_behind(loaded.model, every, READINGS["full"], 32, texts.tolist())
     torch.testing.assert_close(behind, full)
 
 

@@ -127,8 +127,7 @@ def append_rows(
     if num_full:
         outs.append(_attend_fully(entries, tokens.until(num_full), rows))
     if num_full < count:
-        # mutant fetch: a prompt's neighbours choose each by itself
-        spec = spec.replace(fetch_share=reading.share)
+        spec = reading.settings(spec)
         cores = entries.get_cores(rows, total, new.k.dtype)
         backend = backend_module(entries.config.backend, q)
         bias = entries.bias_of_cores(rows, total, q)

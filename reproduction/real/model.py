@@ -361,8 +361,8 @@ class RealModel:
         count = self.protocol.next_tokens
         losses: dict[str | None, torch.Tensor] = {}
         if getattr(attention, "fetch_groups", 0):
-            for name, settings in READINGS.items():
-                behind = partial(losses_behind, loaded.model, attention.replace(**settings), count)
+            for name, reading in READINGS.items():
+                behind = partial(losses_behind, loaded.model, attention, reading, count)
                 losses[name] = self._mean(behind)
         else:
             with AttentionRun(loaded, attention) as run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unittest.mock
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,41 +13,67 @@ from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
 from corecontext.integrations.hf.cache_layers import CCALayer
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
-from corecontext.ops.fetch.prompt_rule import PROMPT_LENGTHS
+from corecontext.ops.fetch import prompt_rule
 from corecontext.perplexity import hidden_nll
 from reproduction.real.attention import tokens_of
 
 SHARE = 16
 """Neighbouring tokens of a prompt that share a choice."""
-READINGS: dict[str, dict[str, Any]] = {
-    "query": {"prefill": "fetch", "fetch_share": 1},
-    "full": {"prefill": "full", "fetch_share": 1},
-    f"share {SHARE}": {"prefill": "auto", "fetch_share": SHARE},
+BEGINNING = 8192
+"""Tokens that full attention reads first in some readings: as many as on a GPU."""
+
+
+class PromptReading(NamedTuple):
+    """Describe a way to read a prompt."""
+
+    prefill: str
+    """As of `CCAConfig`; "auto" shares choices."""
+    full_until: int = 0
+    """Full attention reads so many tokens first."""
+    times: int = 1
+    """Times k groups of a shared choice."""
+
+
+READINGS = {
+    "query": PromptReading("fetch"),
+    "full": PromptReading("full"),
+    f"share {SHARE}": PromptReading("auto"),
+    f"share {SHARE}, 2 k": PromptReading("auto", times=2),
+    f"full {BEGINNING}, share {SHARE}": PromptReading("auto", BEGINNING),
+    f"full {BEGINNING}, share {SHARE}, 2 k": PromptReading("auto", BEGINNING, 2),
 }
-"""Settings of each way to read a prompt: a choice of each token, full attention, shared choices,
-here from the first token on."""
+"""The ways by name: a choice of each token, full attention, shared choices from the first token on
+or behind a beginning that full attention reads."""
 
 
 def losses_behind(
-    model: Any, config: CCAConfig, count: int, texts: Sequence[Iterable[int]]
+    model: Any,
+    config: CCAConfig,
+    reading: PromptReading,
+    count: int,
+    texts: Sequence[Iterable[int]],
 ) -> Tensor:
     """Return the losses of what the last `count` tokens of texts say of their next ones, in nats,
     [B, count - 1]; these tokens choose one by one, whatever the tokens before them do.
 
     Args:
         model: A model under full attention.
-        config: Settings with fetch, by which the tokens before the last ones are read.
+        config: Settings with fetch.
+        reading: How the tokens before the last ones are read.
         texts: Token ids of texts of one length.
     """
     tokens = tokens_of(texts, model)
     # Where raw tokens are kept changes no choice.
-    config = config.replace(store="device", fetch_slots=0)
+    config = config.replace(store="device", fetch_slots=0, fetch_share=SHARE)
     last = tokens[:, -count:]
-    by_query = config.replace(**READINGS["query"])
+    by_query = config.replace(prefill="fetch")
     decoder = model.get_decoder()
-    # Full attention reads no beginning of a prompt.
-    no_lengths = unittest.mock.patch.dict(PROMPT_LENGTHS, clear=True)
-    with enabled(model, config), torch.inference_mode(), no_lengths:
+    rule = unittest.mock.patch.multiple(
+        prompt_rule,
+        PROMPT_LENGTHS={model.device.type: reading.full_until},
+        SHARED_GROUPS=reading.times,
+    )
+    with enabled(model, config.replace(prefill=reading.prefill)), torch.inference_mode(), rule:
         cache = returned_cache(decoder(tokens[:, :-count], use_cache=True))
     for layer in cache.layers:
         if isinstance(layer, CCALayer):

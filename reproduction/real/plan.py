@@ -161,9 +161,9 @@ def _by_groups(length: int) -> list[Sizes]:
     return [replace(recipe, fetch_groups=groups) for groups in (count // 2, 2 * count)]
 
 
-def _behind_prompts(*lengths: int) -> list[Row]:
+def _behind_prompts(*lengths: int, windows: int = 32) -> list[Row]:
     """Return the rows of last tokens behind prompts, of the presets and the ends of the gain."""
-    options: dict[str, Any] = {"next_tokens": 512, "needles": 0, "lists": 0}
+    options: dict[str, Any] = {"next_tokens": 512, "needles": 0, "lists": 0, "windows": windows}
     methods = ("full", "streaming_llm", *PRESETS)
     return [
         *(Row(method, Sizes(length), **options) for length in lengths for method in methods),
@@ -252,6 +252,7 @@ GEMMA_ROWS = (
     *_behind_prompts(8192, 16384),
     # As many documents of lm_test are as long.
     *_untrained(32768, windows=19),
+    *_behind_prompts(32768, windows=19),
 )
 """Those of Gemma 3 270M, which has no chat template: no needles and lists."""
 

@@ -122,9 +122,9 @@ class CCACall:
         if self.shard.keeper is None:
             return context_parallel_attention(inputs, self.shard, spec, backend)
         # A prompt is read into a cache.
-        full_until, share = reading_of(self.config, inputs.q.device.type, True)
-        spec = spec.replace(fetch_share=share)
-        return context_parallel_attention(inputs, self.shard, spec, backend, full_until)
+        reading = reading_of(self.config, inputs.q.device.type, True)
+        spec = reading.settings(spec)
+        return context_parallel_attention(inputs, self.shard, spec, backend, reading.full_until)
 
     def _close_cache(self) -> None:
         """Make the cache read-only: it cannot hold several documents in one row."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from corecontext.config import CCAConfig
+from corecontext.ops.spec import Spec
 
 PROMPT_LENGTHS = {"cpu": 16384, "cuda": 8192}
 """Tokens of a prompt, by kind of device, that full attention reads in less time than fetch. In the
@@ -14,6 +15,8 @@ on a CPU fetch was slower at all lengths tried."""
 STEP_LENGTHS = {"cpu": 32768, "cuda": 0}
 """Tokens that a decoding step reads in less time than it chooses among them, by kind of device,
 where they are on it. On a GPU no step of its own pools late, so that it always chooses."""
+SHARED_GROUPS = 2
+"""Times k groups of a choice that neighbours share: what several queries need is more than one."""
 NO_END = 2**62
 
 
@@ -24,6 +27,13 @@ class Reading(NamedTuple):
     """Tokens before this position see all tokens before them."""
     share: int
     """Later ones see what the settings say; with fetch so many neighbours share a choice."""
+    times: int = 1
+    """Times k groups of their choice."""
+
+    def settings(self, spec: Spec) -> Spec:
+        """Return the settings of the later tokens."""
+        # mutant fetch: a prompt's neighbours choose each by itself
+        return spec.replace(fetch_share=self.share, fetch_groups=self.times * spec.fetch_groups)
 
 
 EACH_BY_ITSELF = Reading(0, 1)
@@ -45,7 +55,8 @@ def reading_of(config: CCAConfig, device: str, is_prompt: bool) -> Reading:
         return Reading(NO_END, 1)
     if not config.fetch_groups:
         return EACH_BY_ITSELF
-    return Reading(PROMPT_LENGTHS.get(device, 0), config.fetch_share)
+    times = SHARED_GROUPS if config.fetch_share > 1 else 1
+    return Reading(PROMPT_LENGTHS.get(device, 0), config.fetch_share, times)
 
 
 def reads_prompts_apart(config: CCAConfig) -> bool:
