@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from corecontext.config import CCAConfig
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.fetch.index import index_of
+from corecontext.ops.fetch.prompt_rule import reading_of
 from corecontext.visibility import (
     num_complete_groups,
     num_scores,
@@ -156,8 +157,8 @@ def store_bytes(config: CCAConfig, seq_len: int, head_dim: int, itemsize: int) -
 
 
 def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int) -> int:
-    """Count operations that fetch adds to causal attention's: of g - 1 keys for each group that a
-    query fetches, and of the index's keys of each group that it sees.
+    """Count operations that fetch adds to causal attention's over a prompt: of g - 1 keys for each
+    group that a query fetches, and of the index's keys of each group that it sees.
 
     Args:
         config: Settings with one g.
@@ -167,8 +168,9 @@ def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int
     g, s = config.group_size, config.window_size
     length = seq_len - num_sinks(config.sink_size, g)
     most = num_visible_cores(length - 1, g, s)
-    fetched = _num_visible(length, g, s, min(config.fetch_groups, most)) * (g - 1)
-    scored = _num_visible(length, g, s, most) // config.fetch_share
+    reading = reading_of(config, "", True)
+    fetched = _num_visible(length, g, s, min(reading.times * config.fetch_groups, most)) * (g - 1)
+    scored = _num_visible(length, g, s, most) // reading.share
     scored *= index_of(config.fetch_index).num_keys(g)
     return 2 * query_heads * head_dim * (FORWARD_PRODUCTS * fetched + scored)
 

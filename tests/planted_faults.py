@@ -1006,7 +1006,7 @@ return NewTokens(q, *raw, stored, raw)
     ),
     Fault(
         "fetch: a prompt's neighbours choose each by itself",
-        "spec = spec.replace(fetch_share=1)",
+        "return spec.replace(fetch_groups=self.times * spec.fetch_groups)",
         f"{PREFILL}::test_a_prompt_is_read_in_full_then_by_shared_choices",
     ),
     Fault(

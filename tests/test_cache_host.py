@@ -251,10 +251,12 @@ def test_bytes_are_those_of_the_formula(index, store, num_slots):
 
 
 def test_operations_of_fetch_are_counted_by_query():
-    for length, k, share in ((5, 2, 1), (13, 2, 1), (60, 3, 1), (60, 30, 4)):
-        config = CONFIG.replace(fetch_groups=k, fetch_slots=0, fetch_share=share)
+    for length, k, share in ((5, 2, 1), (13, 2, 1), (60, 3, 1), (60, 3, 4), (60, 30, 4)):
+        sizes = {"fetch_groups": k, "fetch_share": share}
+        config = CONFIG.replace(**sizes, fetch_slots=0, prefill="auto")
         seen = [num_visible_cores(t - 4, 4, 5) for t in range(4, length)]
-        keys = sum(min(k, x) * 3 for x in seen)
+        # Neighbours choose twice as many together.
+        keys = sum(min(k if share == 1 else 2 * k, x) * 3 for x in seen)
         assert fetch_flops(config, length, 6, 8) == 4 * 6 * 8 * keys + 2 * 6 * 8 * (
             2 * (sum(seen) // share)
         )

@@ -163,8 +163,9 @@ def test_a_prompt_is_read_in_full_then_by_shared_choices(monkeypatch, store):
     config = CCAConfig.paper(4, 9, **sizes, fetch_share=4, store=store)
     tensors = inputs()
     full = dense(CCAConfig.paper(1, 1), tensors)
-    # The choice sees the prompt only, whatever comes behind it.
-    shared = dense(config, [x[:, :, :PROMPT] for x in tensors], fetch_share=4)
+    # The choice sees the prompt only, whatever comes behind it, and has twice as many groups.
+    twice = config.replace(fetch_groups=4)
+    shared = dense(twice, [x[:, :, :PROMPT] for x in tensors], fetch_share=4)
     by_itself = dense(config, tensors)
     wanted = torch.cat((full[:, :, :22], shared[:, :, 22:], by_itself[:, :, PROMPT:]), 2)
     assert (shared - by_itself[:, :, :PROMPT])[:, :, 22:].abs().max() > 0.01

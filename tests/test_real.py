@@ -814,4 +814,4 @@ def test_the_tables_of_presets(monkeypatch):
     ways = zip(("query", "full", "share 16"), (0.9, 0.8, 0.7))
     after = [measured(behind, value, task="next", prompt=prompt) for prompt, value in ways]
     row = prompts_markdown([*records, *after]).splitlines()[2]
-    assert row == "| SmolLM2, 8,192 | `default` | 64 | 90.0 % | 80.0 % | 70.0 % |"
+    assert row == "| SmolLM2, 8,192 | `default` | 64 | 90.0 % | 80.0 % | 70.0 % |  |  |  |"

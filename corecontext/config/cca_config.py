@@ -85,8 +85,8 @@ class CCAConfig:
     keys as they are)."""
     fetch_share: int = 16
     """Neighbouring queries of a prompt read into a cache that share one choice, aligned to absolute
-    positions. The choice looks up to fetch_share - 1 tokens ahead, inside the prompt only. Tokens
-    that are decoded, scored or trained on choose each by itself."""
+    positions, of twice as many groups. It looks up to fetch_share - 1 tokens ahead, inside the
+    prompt only. Tokens that are decoded, scored or trained on choose each by itself."""
     store: str = DEFAULTS["store"]
     """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
     "device", in pinned "host" memory, or "none": then a cache refuses fetch. Without fetch none

@@ -21,7 +21,6 @@ from benchmarks.tables import (
 )
 from corecontext.record import Record, latest
 from reproduction.real.methods import PRESETS
-from reproduction.real.next_tokens import READINGS
 
 MODELS = {"smollm2-135m-instruct": "SmolLM2", "gemma-3-270m": "Gemma"}
 PLACES = (("smollm2-135m-instruct", 8192), ("gemma-3-270m", 8192), ("gemma-3-270m", 16384))
@@ -39,9 +38,12 @@ NEEDLES = (4000, 7900)
 BYTES = {"device, SmolLM2, 8,192": "device_bytes", "host": "host_bytes"}
 LENGTHS = (32768, 131072)
 PROMPTS = {
-    "full": "full attention",
     "query": "each token's choice",
-    "share 16": "16 share a choice",
+    "full": "full attention",
+    "share 16": "16 share k groups",
+    "share 16, 2 k": "16 share 2 k",
+    "full 8192, share 16": "full to 8,192, then 16 share k",
+    "full 8192, share 16, 2 k": "full to 8,192, then 16 share 2 k",
 }
 
 
@@ -93,7 +95,7 @@ def prompts_markdown(records: Sequence[Record]) -> str:
         Key("preset", _preset_of, left=True),
         key("fetch_groups", "groups"),
     )
-    columns = [newest(PROMPTS[prompt], name, _percent, prompt=prompt) for prompt in READINGS]
+    columns = [newest(PROMPTS[prompt], name, _percent, prompt=prompt) for prompt in PROMPTS]
     return "\n".join(grouped(keys, columns, records)) + "\n"
 
 
