@@ -91,6 +91,7 @@ class Asgi:
         start: bool = True,
         api_key: str | None = None,
         time_limit_s: float = 60.0,
+        page: bool = True,
         **settings,
     ) -> None:
         from corecontext.loading import load
@@ -100,7 +101,7 @@ class Asgi:
 
         self.loaded = load(model, preset="pooling", group_size=8, window_size=32, device="cpu")
         self.scheduler = Scheduler(self.loaded.model, **settings)
-        serving = Serving(name="tiny", api_key=api_key, time_limit_s=time_limit_s)
+        serving = Serving(name="tiny", api_key=api_key, time_limit_s=time_limit_s, page=page)
         self.app = create_app(self.scheduler, self.loaded.tokenizer, serving)
         self.worker = self.app.state.worker
         if start:

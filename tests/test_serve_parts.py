@@ -59,6 +59,7 @@ class Scripted:
         model.config.get_text_config.return_value.vocab_size = 128
         self.scheduler = mock.MagicMock(max_length=64, policy=None, model=model)
         self.scheduler.admission.config = CONFIG
+        self.scheduler.memory.shape.bytes_of.return_value = CacheBytes(5, 7)
         self.app = create_app(self.scheduler, Letters(), Serving(name="m", **settings))
         self.service = self.app.state.service
         self.service.worker.submit = self.submit
@@ -381,6 +382,7 @@ def test_a_whole_answer_has_the_protocols_form():
             "completion_tokens": 6,
             "total_tokens": 11,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "cache_bytes": {"device": 10, "host": 14, "full_attention": 10},
         },
         "corecontext": {"group_size": 4, "window_size": 8, "fetch_groups": 0},
     }
@@ -425,6 +427,7 @@ def test_a_stream_has_the_protocols_form(options):
     if wants_usage:
         usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
         usage["prompt_tokens_details"] = {"cached_tokens": 0}
+        usage["cache_bytes"] = {"device": 5, "host": 7, "full_attention": 5}
         expected.append({**more, "choices": [], "usage": usage})
     assert events == expected and server.cancelled == [0]
 
@@ -712,9 +715,8 @@ def test_paths_and_methods_that_are_not_there():
     card = server.ask("/v1/models", "GET").json()
     assert card["object"] == "list" and card["data"] == [server.ask("/v1/models/m", "GET").json()]
     del card["data"][0]["created"]
-    assert card["data"] == [
-        {"id": "m", "object": "model", "owned_by": "corecontext", "max_model_len": 64}
-    ]
+    sizes = {"max_model_len": 64, "has_chat_template": False}
+    assert card["data"] == [{"id": "m", "object": "model", "owned_by": "corecontext", **sizes}]
 
 
 def test_the_schema_names_the_model_and_the_refusals():
@@ -823,7 +825,7 @@ def test_a_stream_that_is_left_waits_for_no_answer():
     async def leave():
         answer = Answer(Request([1], 9), TextStream(Letters()), lambda slot: None)
         answer.slot = Slot(answer.request)
-        events = Reply([Choice(answer, 0, "")], "m", "replica-1", False).events(False)
+        events = Reply([Choice(answer, 0, "")], "m", "replica-1", False, None).events(False)
         answer.on_token(ord("x"))
         assert '"text": "x"' in await events.__anext__()
         await events.aclose()

@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -38,6 +39,14 @@ ERRORS = {
     503: "The server shuts down, or ran out of memory.",
 }
 """Statuses of refused requests, for the schema."""
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src "
+    "'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of the page: it loads nothing, asks this server alone, and no other page frames it."""
 MOST_BODY_TOKENS = 2**22
 """Tokens of the longest body, also where the model has no limit of its own."""
 
@@ -83,6 +92,8 @@ def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAP
     )
     _add_openai_routes(app, service)
     _add_operation_routes(app, service)
+    if serving.page:
+        _add_page(app)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _no_such_path)
     app.add_exception_handler(RequestError, _refused)
@@ -162,6 +173,16 @@ def _add_operation_routes(app: FastAPI, service: Service) -> None:
         """Return the metrics for Prometheus."""
         page = generate_latest(service.metrics.registry)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_page(app: FastAPI) -> None:
+    """Add the page, which holds nothing secret: it asks by /v1, with the key that its user types
+    in."""
+    text = resources.files("corecontext").joinpath("assets/serve.html").read_text(encoding="utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
 
 def _finish_schema(app: FastAPI, model_name: str) -> None:

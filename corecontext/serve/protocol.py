@@ -317,13 +317,22 @@ class Settings(BaseModel):
     fetch_groups: int | None
 
 
+class UsedBytes(BaseModel):
+    """Bytes of the cache of a request's tokens; in a model split over processes, of one of them."""
+
+    device: int
+    host: int
+    full_attention: int = Field(description="Of full attention's cache of these tokens.")
+
+
 class Usage(BaseModel):
-    """Tokens of a request."""
+    """Tokens of a request, and the bytes of their cache."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    cache_bytes: UsedBytes
 
 
 class Answer(BaseModel):
@@ -347,6 +356,7 @@ class Model(BaseModel):
     created: int
     owned_by: str = "corecontext"
     max_model_len: int
+    has_chat_template: bool
 
 
 class Models(BaseModel):

@@ -19,6 +19,7 @@ from corecontext.serve.errors import RequestError, internal_error
 from corecontext.serve.logprobs_writer import LogprobsWriter
 from corecontext.serve.metrics import sizes_of
 from corecontext.serve.request import Slot
+from corecontext.serve.rows import RowShape
 from corecontext.serve.worker import Answer
 
 log = logging.getLogger("corecontext.serve")
@@ -78,12 +79,19 @@ class Reply:
         model_name: The model's name for clients.
         fingerprint: Names the server.
         chat: Whether it answers a chat.
+        shape: Counts the bytes of caches.
     """
 
     def __init__(
-        self, choices: Sequence[Choice], model_name: str, fingerprint: str, chat: bool
+        self,
+        choices: Sequence[Choice],
+        model_name: str,
+        fingerprint: str,
+        chat: bool,
+        shape: RowShape,
     ) -> None:
         self.choices = choices
+        self.shape = shape
         self.chat = chat
         self.head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -103,7 +111,19 @@ class Reply:
             "completion_tokens": made,
             "total_tokens": prompt_tokens + made,
             "prompt_tokens_details": {"cached_tokens": sum(slot.cached_tokens for slot in slots)},
+            "cache_bytes": self._cache_bytes(),
         }
+
+    def _cache_bytes(self) -> dict[str, int]:
+        """Return the bytes of the prompts' and answers' caches, and full attention's."""
+        device = host = full = 0
+        for choice in self.choices:
+            slot = choice.slot
+            size = self.shape.bytes_of(slot.config, slot.length)
+            device += size.device
+            host += size.host
+            full += self.shape.bytes_of(None, slot.length).device
+        return {"device": device, "host": host, "full_attention": full}
 
     def _sizes(self) -> dict[str, Any]:
         """Return g, s and k; null where the policy gave several prompts different ones."""

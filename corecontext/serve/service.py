@@ -53,7 +53,10 @@ class Service:
         self.ends = Ends.of(scheduler.model, tokenizer)
         self._vocabulary = scheduler.model.config.get_text_config(decoder=True).vocab_size
         self.model_card = protocol.Model(
-            id=serving.model_name, created=int(time.time()), max_model_len=scheduler.max_length
+            id=serving.model_name,
+            created=int(time.time()),
+            max_model_len=scheduler.max_length,
+            has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
         )
 
     def check_model(self, name: str) -> None:
@@ -104,7 +107,8 @@ class Service:
         except BaseException:
             cancel()
             raise
-        reply = Reply(choices, self.serving.model_name, self.fingerprint, chat)
+        shape = self.scheduler.memory.shape
+        reply = Reply(choices, self.serving.model_name, self.fingerprint, chat, shape)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
             return Events(reply.events(include_usage), cancel)

@@ -106,6 +106,7 @@ class Serving:
     max_length: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's.")
     ] = None
+    page: Annotated[bool, typer.Option(help="Show a page to ask the model at /.")] = True
     time_limit_s: Annotated[
         float, typer.Option("--time-limit", help="Seconds after which a request is ended.")
     ] = 600.0
