@@ -6,6 +6,7 @@ compared take turns, and a GPU is timed by its own clock (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -80,7 +81,8 @@ def sample_in_turns(
     budget_s: float = float("inf"),
     once: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Time several calls by name in turns, in seconds, so that drift meets all of them alike.
+    """Time several calls by name in turns, in seconds, so that drift meets all of them alike. Each
+    round has another order, since a GPU is warmer behind some calls than behind others.
 
     On a GPU a sample is a queue of calls that lasts QUEUE_S, at most QUEUE_CALLS of them, behind
     calls of SETTLE_S that are not timed.
@@ -104,8 +106,12 @@ def sample_in_turns(
             counts[name] = max(1, min(QUEUE_CALLS, round(QUEUE_S / seconds)))
             settling[name] = min(QUEUE_CALLS, round(SETTLE_S / seconds))
             queue_seconds(call, counts[name], device)
+    order = list(counts)
+    shuffled = random.Random(0)
     for _ in range(repeats):
-        for name, count in counts.items():
+        shuffled.shuffle(order)
+        for name in order:
+            count = counts[name]
             if spent[name] <= budget_s:
                 seconds = queue_seconds(calls[name], count, device, settling.get(name, 0))
                 samples[name].append(seconds)
