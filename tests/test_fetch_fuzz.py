@@ -22,6 +22,7 @@ from budgets import Inputs, make_inputs, results_and_gradients
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import new_layer
+from corecontext.config.presets import PRESETS
 from corecontext.ops.fetch import query_blocks
 
 ALLOWED = {torch.float64: 1e-11, torch.float32: 2e-5}
@@ -29,8 +30,6 @@ ALLOWED = {torch.float64: 1e-11, torch.float32: 2e-5}
 NUDGE = 1e-6
 """Relative distance of inputs that are a few roundings away."""
 NUDGES = 16
-RECIPE = {"group_size": 32, "window_size": 160}
-"""The sizes that models are adapted to, in every tenth case."""
 INDICES = ("mean", "oracle", "parts:{}:{}", "pairs:{}", "bits:{}")
 
 
@@ -42,7 +41,7 @@ class Case(NamedTuple):
     bias: torch.Tensor | None
     """[H]."""
     settings: dict[str, Any]
-    """Of `cca_attention`."""
+    """Of `cca_attention`; in every tenth case those of a preset."""
     layout: str
     """"rows", "left", "right", "packed" or "positions"."""
     blocks: dict[str, int]
@@ -53,8 +52,9 @@ def draw_case(number: int) -> Case:
     """Draw everything from the number of the case."""
     draw = random.Random(f"fetch {number}")
     layout = draw.choice(("rows", "rows", "left", "right", "packed", "positions"))
-    has_recipe = number % 10 == 9
-    length = draw.randint(200, 420) if has_recipe else draw.randint(1, 70)
+    has_preset = number % 10 == 9
+    preset = dict(PRESETS[draw.choice(list(PRESETS))].settings) if has_preset else {}
+    length = preset.get("window_size", 0) + draw.randint(1, 260 if has_preset else 70)
     num_kv_heads = draw.choice((1, 1, 2, 3))
     num_heads = num_kv_heads * draw.choice((1, 2, 3, 4, 7, 8))
     head_dim = draw.choice((2, 4, 6, 8, 16))
@@ -70,10 +70,11 @@ def draw_case(number: int) -> Case:
     )
     inputs = inputs._replace(q=inputs.q * draw.choice((0.1, 1, 1, 3)))
     settings = draw_sizes(draw, num_kv_heads) | draw_rule(draw, head_dim)
-    if has_recipe:
-        settings["num_groups"] = None
-        settings |= RECIPE | {"fetch_index": draw.choice(("bits:2", "pairs:2"))}
-        settings["fetch_groups"] = draw.choice((1, 3, 64))
+    if has_preset:
+        # Texts of a few groups, of which 64 are all.
+        preset["fetch_groups"] = min(preset["fetch_groups"], draw.choice((1, 3, 64)))
+        del preset["store"]  # of a cache
+        settings |= preset | {"num_groups": None}
     settings |= draw_layout(draw, layout, inputs)
     bias = None
     if draw.random() < 0.4:
@@ -196,7 +197,8 @@ def fill_cache(case: Case) -> torch.Tensor | None:
     if isinstance(settings["group_size"], tuple):
         settings["head_group_sizes"] = settings.pop("group_size")
     slots = draw.choice((0, *(settings["fetch_groups"] + more for more in (0, 1, 5))))
-    config = CCAConfig(**settings, store=draw.choice(("device", "host")), fetch_slots=slots)
+    store = draw.choice(("device", "host"))
+    config = CCAConfig(**settings, store=store, fetch_slots=slots, prefill="fetch")
     length = case.inputs.q.shape[2]
     layer = new_layer(config, rotary, max_length=draw.choice((None, length)))
     outs = []
@@ -221,13 +223,14 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> str:
     error = largest_error(run(case, case.inputs, "packed"), truth)
     if error > ALLOWED[dtype]:
         at_edge = is_at_an_edge(case, truth, error)
-        assert at_edge, f"case {case.number} is off by {error:.2e}: {case}"
+        assert at_edge, f"case {case.number} is off by {error:.2e}: {case.settings}"
         kind = "at an edge"
     cached = fill_cache(case)
     if cached is None:
         return kind
     error = largest_error({"out": cached}, {"out": truth["out"]})
-    assert error < ALLOWED[torch.float64], f"the cache of case {case.number}: {error:.2e}, {case}"
+    where = f"the cache of case {case.number}: {error:.2e}, {case.settings}"
+    assert error < ALLOWED[torch.float64], where
     return f"{kind}, with a cache"
 
 
