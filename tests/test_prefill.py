@@ -99,10 +99,13 @@ def test_a_prompt_and_what_follows_are_those_of_the_definition(monkeypatch, kind
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-def test_padded_rows_are_those_of_the_definition(fixed):
-    config = CCAConfig.paper(4, 9, sink_size=3, core_mass=True, prefill="full")
+@pytest.mark.parametrize("fetch_groups", [0, 3])
+@pytest.mark.parametrize("pads", [(0, 7), (7, 7)])
+def test_padded_rows_are_those_of_the_definition(steps_choose, fixed, fetch_groups, pads):
+    settings = {"sink_size": 3, "core_mass": True, "fetch_groups": fetch_groups}
+    config = CCAConfig.paper(4, 9, prefill="full", **settings)
     tensors = inputs()
-    mask = torch.arange(LENGTH) >= torch.tensor([[0], [7]])
+    mask = torch.arange(LENGTH) >= torch.tensor(pads)[:, None]
     layer = new_layer(config, ROTARY, max_length=LENGTH if fixed else None)
     outs = [fed(layer, tensors, 0, [5], attention_mask=mask[:, :5])]
     outs.append(fed(layer, tensors, 5, [PROMPT - 5], attention_mask=mask[:, :PROMPT]))

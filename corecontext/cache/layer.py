@@ -161,6 +161,7 @@ class CompactLayer(SavedState):
         if self.store is None or not self.config.fetch_groups or self.config.cache_dtype != "auto":
             return False
         is_even = len(set(self.pads)) == 1 and self._counted is not None and not self._closed
+        is_even = is_even and self.pads[0] <= start
         if not is_even or reading.full_until < end:
             return False
         if self.max_length is None and self._reads_all(end):
