@@ -143,3 +143,17 @@ def test_a_change_that_fails_changes_nothing(request, record_check):
     assert failed > 2 * count
     command = f"python -m pytest tests/test_unchanged.py -n 0 --fuzz {count} --first {first}"
     record_check(command, check="caches", cases=count, failed=failed)
+
+
+@pytest.mark.parametrize("place", range(0, 25, 4))
+def test_entries_that_could_not_be_made_are_made_later(place):
+    config = CCAConfig.paper(4, 9, **KINDS[-1])
+    layer, twin = (new_layer(config, ROTARY) for _ in range(2))
+    with torch.no_grad():
+        for x in (layer, twin):
+            append(x, 25)
+            assert x.lags
+        with pytest.raises(NoMemory), FailingAllocation(place):
+            layer.catch_up()
+        steps = [append(x, 1, is_prompt=False) for x in (layer, twin)]
+    assert torch.equal(*steps)

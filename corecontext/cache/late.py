@@ -42,11 +42,16 @@ def catch_up(layers: Sequence[Any]) -> None:
         layer.lags = False
         if layer.late.queries:
             alike.setdefault(_shape(layer), []).append(layer)
-    for group in alike.values():
-        _pool(group)
-    for layer in layers:
-        layer.fill_ring()
-        layer.late = Late()
+    try:
+        for group in alike.values():
+            _pool(group)
+        for layer in layers:
+            layer.fill_ring()
+            layer.late = Late()
+    except BaseException:
+        for layer in layers:  # what is written already is written again
+            layer.lags = True
+        raise
 
 
 def _shape(layer: Any) -> Any:
