@@ -1,19 +1,26 @@
 """Text that a server sends: its pieces add up to the decoded answer, whatever the tokenizer, and no
-stop text is sent."""
+stop text is sent. `pytest tests/test_serve_text.py --fuzz 1000 --first 5000 -n 0` draws more texts,
+from a number on.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from served import Asgi
+from tiny_model import save_tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi")
 
 from corecontext.serve.ends import Ends
+from corecontext.serve.settings import BUNDLED
 from corecontext.serve.text import HELD_TOKENS, TextStream
 from corecontext.serve.token_text import BYTE_OF, TokenText
 
@@ -25,7 +32,10 @@ TEXTS = ("a", "é", "你", "😀", "\ufffd", "👩\u200d🚀", "\ufffd\ufffd😀
 @functools.cache
 def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     """A tokenizer that writes unknown characters as bytes: like GPT-2's ("level"), or like Llama
-    2's, which drops the space before a first word ("fallback"). Tokens 0 to 255 are the bytes."""
+    2's, which drops the space before a first word ("fallback"), whose tokens 0 to 255 are the
+    bytes; or that of the bundled model."""
+    if kind == "bundled":
+        return AutoTokenizer.from_pretrained(BUNDLED)
     if kind == "level":
         names = [*(LETTER_OF[byte] for byte in range(256)), "Ġthe", "Ġsea", "ï¿½", "ðŁ"]
         decoder = decoders.ByteLevel()
@@ -45,9 +55,16 @@ def decoded(kind: str, ids: list[int], special: bool = False) -> str:
     )
 
 
-def random_ids(draw: random.Random, count: int, broken: float = 0.05) -> list[int]:
-    """Whole characters, words, special tokens, and a share of bytes that are no character."""
+def random_ids(draw: random.Random, count: int, broken: float = 0.05, kind: str = "") -> list[int]:
+    """Whole characters, words, special tokens, and a share of bytes that are no character; of the
+    bundled tokenizer any tokens."""
     ids: list[int] = []
+    if kind == "bundled":
+        tokenizer = tokenizer_of(kind)
+        while len(ids) < count:
+            ids += tokenizer(draw.choice(TEXTS))["input_ids"]
+            ids += draw.choices(range(len(tokenizer)), k=draw.randint(0, 3))
+        return ids
     while len(ids) < count:
         kind = draw.random()
         if kind < 0.6:
@@ -72,12 +89,23 @@ def streamed(kind: str, ids: list[int], stops=(), prompt=()) -> tuple[list[str],
     return [*pieces, stream.end()], stream.stopped
 
 
-@pytest.mark.parametrize("kind", ["level", "fallback"])
-def test_pieces_add_up_to_the_decoded_answer(kind):
-    draw = random.Random(0)
-    for _ in range(100):
-        prompt = random_ids(draw, draw.choice((0, 1, 9)))
-        ids = random_ids(draw, draw.choice((1, 5, 30)))
+def texts(request, case: str, least: int = 100) -> Iterator[random.Random]:
+    """What each text of a test is drawn from."""
+    first = request.config.getoption("--first")
+    for number in range(first, first + max(least, request.config.getoption("--fuzz"))):
+        yield random.Random(f"{case} {number}")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", ["level", "fallback", "bundled"])
+def test_pieces_add_up_to_the_decoded_answer(kind, request, record_check):
+    count = 0
+    for draw in texts(request, f"text {kind}"):
+        count += 1
+        prompt = random_ids(draw, draw.choice((0, 1, 9)), kind=kind)
+        # In a run of more bytes than are held, one that is invalid comes too late for the first.
+        length, broken = draw.choice(((1, 0.05), (5, 0.05), (30, 0.05), (200, 0.0)))
+        ids = random_ids(draw, length, broken, kind)
         # An answer does not lose its text to half a character of its prompt.
         if decoded(kind, prompt).endswith("\ufffd"):
             expected = decoded(kind, ids)
@@ -86,13 +114,16 @@ def test_pieces_add_up_to_the_decoded_answer(kind):
         pieces, _ = streamed(kind, ids, prompt=prompt)
         assert "".join(pieces) == expected, (prompt, ids)
         assert "".join(streamed(kind, ids, ["no such text"], prompt)[0]) == expected
+    first = request.config.getoption("--first")
+    command = f"python -m pytest tests/test_serve_text.py -n 0 --fuzz {count} --first {first}"
+    record_check(command, check="served text", tokenizer=kind, cases=count)
 
 
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", ["level", "fallback"])
-def test_a_stop_text_ends_the_answer_before_it_special_tokens_included(kind):
+def test_a_stop_text_ends_the_answer_before_it_special_tokens_included(kind, request):
     """As `generate` finds stop texts; other special tokens are no part of the text."""
-    draw = random.Random(1)
-    for _ in range(100):
+    for draw in texts(request, f"stop {kind}"):
         ids = [*b"a", *random_ids(draw, 30, broken=0)]
         whole = decoded(kind, ids, special=True)
         stop = draw.choice(
@@ -123,6 +154,35 @@ def test_text_is_sent_as_soon_as_it_is_certain_and_little_is_decoded_again(kind)
     stream = TextStream(tokenizer_of(kind))
     text = "".join(map(stream.push, characters.encode()))
     assert len(text) > HELD_TOKENS / 2 and text + stream.end() == characters
+
+
+@pytest.mark.timeout(0)
+def test_a_served_answer_is_the_text_of_its_tokens(request, tmp_path, monkeypatch):
+    """Of random bytes, streamed and whole."""
+    server = Asgi(save_tiny_model(tmp_path))
+    tokens: list[int] = []
+    push = TextStream.push
+    monkeypatch.setattr(
+        TextStream, "push", lambda stream, token: tokens.append(token) or push(stream, token)
+    )
+    for draw in texts(request, "served", least=3):
+        prompt = random_ids(draw, draw.randint(1, 9), kind="")
+        prompt = [token % 256 for token in prompt]
+        body = {"prompt": prompt, "max_tokens": draw.randint(1, 90), "temperature": 2.0, "seed": 5}
+        tokens.clear()
+        whole = server.complete(**body).json()["choices"][0]["text"]
+        lines = server.complete(**body, stream=True).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        pieces = [x["text"] for event in events for x in event["choices"]]
+        ids = tokens[: len(tokens) // 2]
+        assert tokens == ids * 2
+        before = server.loaded.tokenizer.decode(prompt)
+        before = "" if before.endswith("\ufffd") else before
+        known = prompt if before else []
+        assert (
+            whole == "".join(pieces) == server.loaded.tokenizer.decode(known + ids)[len(before) :]
+        )
+    server.worker.stop()
 
 
 def test_special_tokens_take_no_characters_of_a_text():

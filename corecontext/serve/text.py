@@ -119,19 +119,21 @@ class TextStream:
 
     def _drop_whole_characters(self) -> str:
         """Return the held text but its last character; forget the tokens before that."""
-        text = self._text
         count = len(self._ids)
-        places = range(count - 1, count - MOST_BYTES - 1, -1)
-        apart = (
-            i for i in places if self._decode(self._ids[:i]) + self._decode(self._ids[i:]) == text
-        )
-        place = next(apart, count - MOST_BYTES)
+
+        def loss(place: int) -> tuple[int, bool]:
+            """Return how much text a cut there makes invalid, and whether it changes any."""
+            before = self._decode(self._ids[:place])
+            return before.count("\ufffd"), before + self._decode(self._ids[place:]) != self._text
+
+        place = min(range(count - 1, count - MOST_BYTES - 1, -1), key=loss)
+        before = self._decode(self._ids[:place])
+        piece = before[self._sent :]
         sent = self._sent
         self._drop(place)
-        end = len(text) - len(self._text)
-        self._sent = max(0, sent - end)
+        self._sent = max(0, sent - len(before))
         self._whole = 0
-        return text[sent:end]
+        return piece
 
     def _release(self, piece: str, shown: bool = True) -> str:
         """Return the answer's text with which no stop text can begin any more; set `stopped` where
