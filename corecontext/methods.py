@@ -19,6 +19,11 @@ CCA_SETTINGS = (
 )
 """Fields of `CCAConfig` that the user may give; others are the checkpoint's, or the defaults.
 `sinks`, which rivals have too, is `sink_size`."""
+SIZES_IN_TOKENS = (
+    *("window_size", "sink_size", "sinks"),
+    *("group_size", "head_group_sizes", "layer_group_sizes"),
+)
+"""Settings of CCA and of rivals that count tokens, or are tuples of such counts."""
 PRESET = "preset"
 """The setting that names all of these at once, in place of the checkpoint's; others given change
 single fields of it."""
@@ -119,8 +124,11 @@ def pick_rival(method: str | Method, given: Mapping[str, Any]) -> Any:
 
 
 def bounded(config: Any, most: int) -> Any:
-    """Cut the window and the first tokens of CCA or of a rival to `most` tokens, the positions of
-    the model: larger sizes change no number, but a cache would allocate them."""
-    sizes = {name: getattr(config, name, None) for name in ("window_size", "sink_size", "sinks")}
-    sizes = {name: min(size, most) for name, size in sizes.items() if size is not None}
-    return replace(config, **sizes)
+    """Cut the window, the first tokens and the groups of CCA or of a rival to `most` tokens, the
+    positions of the model: larger sizes change no number, but a cache would allocate them."""
+
+    def cut(size: Any) -> Any:
+        return tuple(map(cut, size)) if isinstance(size, tuple) else min(size, most)
+
+    sizes = {name: getattr(config, name, None) for name in SIZES_IN_TOKENS}
+    return replace(config, **{name: cut(x) for name, x in sizes.items() if x is not None})

@@ -762,6 +762,8 @@ def test_advice_to_install_works_where_the_package_is_on_no_index(monkeypatch):
         ),
         ({"core_bias": 1e308}, "core_bias must be finite"),
         ({"fetch_index": "pairs" * 200_000}, "fetch_index must be"),
+        ({"fetch_share": "16" * 200_000}, "fetch_share must be an integer, got '1616"),
+        ({"g" * 10**6: 4}, "unknown CCA setting 'ggg"),
     ],
 )
 def test_settings_of_a_checkpoint_that_do_not_fit_are_one_line(
@@ -773,6 +775,9 @@ def test_settings_of_a_checkpoint_that_do_not_fit_are_one_line(
     (here / "wrong/config.json").write_text(json.dumps(config))
     line = refuse(capfd, here, "perplexity", "good.txt", "--model", "./wrong", "--device", "cpu")
     assert message in line and len(line) < 1000
+    of_text = ["--task", "perplexity", "--data", "good.txt", "--length", "100"]
+    assert main(["eval", "--model", "./wrong", "--device", "cpu", *of_text]) == 2
+    assert message in capfd.readouterr().err.splitlines()[-1]
     if settings.get("store") != "none":
         line = refuse(
             capfd,

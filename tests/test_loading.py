@@ -20,6 +20,7 @@ from corecontext.integrations.hf import attention_interface as hf_attention
 from corecontext.integrations.hf import enabling as transformers
 from corecontext.integrations.hf.weights import check_keys
 from corecontext.loading import Loaded, encode, load, load_config, load_weights, pick_device
+from corecontext.methods import bounded
 
 NORM = "model.norm.weight"
 
@@ -375,6 +376,10 @@ def test_a_tokenizer_of_another_model_is_refused(variant):
 def test_sizes_beyond_the_model_are_bounded(model):
     loaded = load(model, window_size=10**9, sinks=10**8, device="cpu")
     assert loaded.sizes()["window_size"] == loaded.sizes()["sinks"] == loaded.max_length
+    for field, value in (("layer_group_sizes", ((10**9, 2), 3)), ("group_size", 10**9)):
+        config = bounded(CCAConfig(**{field: value, "window_size": 9}), 8)
+        assert getattr(config, field) == (((8, 2), 3) if field.startswith("layer") else 8)
+        assert config.window_size == 8
     for method in ("streaming_llm", "lm_infinite"):
         sizes = load(model, method=method, window_size=10**9, sinks=10**8, device="cpu").sizes()
         assert sizes["window_size"] == sizes["sinks"] == loaded.max_length

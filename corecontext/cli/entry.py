@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from corecontext.config import MOVED_OPTIONS, REMOVED
-from corecontext.files import UserError
+from corecontext.files import UserError, first_line
 
 
 def application(
@@ -52,6 +52,8 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _fail(str(error))
+    except NotImplementedError as error:  # what settings ask of an operator or a cache
+        return _fail(first_line(error))
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130

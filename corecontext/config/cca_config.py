@@ -20,6 +20,7 @@ from corecontext.config.field_checks import (
     check_sizes_by_layer,
     did_you_mean,
     optional,
+    shown,
 )
 from corecontext.config.indices import check_index
 from corecontext.config.presets import DEFAULTS, PAPER_RULE, PRESETS
@@ -161,13 +162,13 @@ class CCAConfig:
         `PAPER_RULE`, not today's default.
         """
         if not isinstance(values, Mapping):
-            raise TypeError(f"CCA settings must map names to values, got {values!r}.")
+            raise TypeError(f"CCA settings must map names to values, got {shown(values)}.")
         values = without_removed(values)
         names = cls.__dataclass_fields__
         for key in values:
             if key not in names:
                 hint = did_you_mean(key, names) or f" Known: {', '.join(names)}."
-                raise ValueError(f"unknown CCA setting {key!r}.{hint}")
+                raise ValueError(f"unknown CCA setting {shown(key)}.{hint}")
         # mutant config: an old checkpoint gets today's default
         return cls(**{**PAPER_RULE, **values})
 

@@ -13,14 +13,24 @@ LARGEST = 3.4e38
 """The largest number: caches hold float32 at least."""
 
 
+SHOWN = 100
+"""Characters of a value that an error quotes."""
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error quotes it: a long one by its first characters."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
 def check_int(name: str, value: Any, least: int, why: str = "") -> int:
     """Return value, or raise unless it is an int of at least `least` (a bool is no size)."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__}).")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}{why}, got {value}.")
+        raise ValueError(f"{name} must be at least {least}{why}, got {shown(value)}.")
     if value > MOST:
-        raise ValueError(f"{name} must be at most {MOST}, got {value}.")
+        raise ValueError(f"{name} must be at most {MOST}, got {shown(value)}.")
     return value
 
 
@@ -28,7 +38,7 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """Return value, or raise unless it is one of the allowed words."""
     if value not in allowed:
         raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}."
             + did_you_mean(value, allowed)
         )
     return value
@@ -42,16 +52,16 @@ def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 def check_number(name: str, value: Any) -> float:
     """Return value, or raise unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}. Use 0.0 for none.")
+        raise TypeError(f"{name} must be a number, got {shown(value)}. Use 0.0 for none.")
     if not abs(value) <= LARGEST:
-        raise ValueError(f"{name} must be finite, got {value}. Use 0.0 for none.")
+        raise ValueError(f"{name} must be finite, got {shown(value)}. Use 0.0 for none.")
     return value
 
 
 def check_tuple(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:
     """Return a tuple or list as a tuple of checked items, or raise."""
     if not isinstance(value, (tuple, list)):
-        raise TypeError(f"{name} must be a tuple, got {value!r}.")
+        raise TypeError(f"{name} must be a tuple, got {shown(value)}.")
     return tuple(check(name, item) for item in value)
 
 
@@ -79,7 +89,7 @@ def _size_or_sizes(name: str, value: Any) -> int | tuple[int, ...]:
 def check_flag(name: str, value: Any) -> bool:
     """Return value, or raise unless it is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}.")
     return value
 
 

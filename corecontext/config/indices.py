@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from typing import Any, NamedTuple
 
-from corecontext.config.field_checks import did_you_mean, listed
+from corecontext.config.field_checks import did_you_mean, listed, shown
 
 INDICES = {
     "mean": "corecontext.ops.fetch.mean:Mean",
@@ -41,7 +40,7 @@ def parse_index(name: str) -> IndexName:
         if match:
             return IndexName(where, tuple(map(int, match.groups())))
     raise ValueError(
-        f"fetch_index must be {listed(tuple(map(repr, INDICES)))}, got {reprlib.repr(name)}."
+        f"fetch_index must be {listed(tuple(map(repr, INDICES)))}, got {shown(name)}."
         + did_you_mean(name, INDICES)
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
+from corecontext.config.field_checks import shown
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -80,7 +82,7 @@ def check_not_removed(field: str, value: Any) -> None:
         if field == row.field and re.fullmatch(row.values, str(value)):
             # mutant config: a removed setting is ignored
             raise ValueError(
-                f"{field} must not be {value!r}, {row.what}, removed in version {row.since}. "
+                f"{field} must not be {shown(value)}, {row.what}, removed in version {row.since}. "
                 f"{row.instead}"
             )
 

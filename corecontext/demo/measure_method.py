@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from corecontext.demo.prompts import Prompt, Question
-from corecontext.files import UserError, is_out_of_memory
+from corecontext.files import UserError, first_line, is_out_of_memory
 from corecontext.integrations.hf.adapter import add_adapter
 from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
@@ -187,6 +187,8 @@ def main() -> int:
         outcome = measure_method(*pickle.load(sys.stdin.buffer))
     except UserError as error:
         outcome = error
+    except NotImplementedError as error:  # as at the command line
+        outcome = UserError(first_line(error))
     except KeyboardInterrupt:  # sent to the whole group; the parent says so
         return 130
     pickle.dump(outcome, sys.stdout.buffer)

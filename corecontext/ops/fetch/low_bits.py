@@ -47,6 +47,10 @@ class LowBits(Index):
         least, more = divmod(group_size, self.num_parts(group_size))
         return (least + 1,) * more + (least,) * (self.num_parts(group_size) - more)
 
+    def num_keys(self, group_size: int) -> int:
+        """Count the parts."""
+        return self.num_parts(group_size)
+
     @abstractmethod
     def num_parts(self, group_size: int) -> int:
         """Return into how many parts a group is cut."""
