@@ -109,7 +109,7 @@ def test_every_field_has_a_string_under_it():
 def test_the_help_of_a_setting_is_its_first_sentence_and_names_its_choices():
     assert setting_help("fetch_share") == (
         "Neighbouring queries of a prompt read into a cache that share one choice, aligned to "
-        "absolute positions."
+        "absolute positions, of twice as many groups."
     )
     choices = {"cache_dtype": CACHE_DTYPES, "fetch_index": tuple(INDICES)}
     choices |= {"store": STORES, "prefill": PREFILLS, "core_position": CORE_POSITIONS}
