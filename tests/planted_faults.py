@@ -1460,6 +1460,11 @@ limits = (
         f"{PAGED_FETCH}::test_tokens_of_prompts_see_all_tokens",
     ),
     Fault(
+        "vllm: neighbours of a prompt choose each by itself",
+        "spec = spec.replace(fetch_share=1)",
+        f"{PAGED_FETCH}::test_neighbours_of_a_prompt_share_a_choice",
+    ),
+    Fault(
         "vllm: an index is written a group too late",
         "if (completed * GROUP + 2 * GROUP <= length) & (group >= FIRST):",
         f"{PAGED_FETCH}::test_an_index_is_written_as_the_reference_encodes_it",

@@ -9,6 +9,8 @@ import torch
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.integrations.vllm.shared_chunks import attend_sharing
+from corecontext.ops.fetch.prompt_rule import Reading
 from corecontext.ops.fetch.scoring import centre_of, group_keys
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import attend_rows as paged_rows
@@ -66,9 +68,12 @@ class Cache:
         return [table[p // PAGE] * PAGE + p % PAGE for p in range(start, end)]
 
 
-def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0):
+def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=None):
     """Outputs of all sequences, whose new tokens of each step are {sequence: count}; the first
-    `prompts` tokens of a sequence see all tokens before them. And the cache."""
+    `prompts` tokens of a sequence see all tokens before them. And the cache.
+
+    With `reading`, each step has tokens of one sequence, which are a prompt's.
+    """
     lengths = [len(q) for q, _, _ in qkv]
     spec = Spec.of(config, rotary, DIM**-0.5)
     cache = Cache(lengths, spec, dtype)
@@ -85,10 +90,15 @@ def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0):
         store_tokens(k, v, slots, raw)
         pool_pages(q, batch, raw, cores, spec)
         write_index(len(q), batch, raw, cores.table, cache.index, spec)
-        exact = [i < len(prompts) and a < prompts[i] for i, (a, _) in spans.items()]
+        if reading is not None:
+            [(i, (a, b))] = spans.items()
+            attend_sharing((q, k, v), a, (raw, cores), spec, reading, outs[i][a:b])
+            computed[i] = b
+            continue
+        full_until = [prompts[i] if i < len(prompts) else 0 for i in spans]
         q = torch.cat([q, q.new_zeros(padding, *q.shape[1:])])
         buffer = torch.full((3, len(q) + 1), 2**30, dtype=torch.int32)
-        rows = write_rows(batch, torch.tensor(exact).int(), len(q), buffer)
+        rows = write_rows(batch, torch.tensor(full_until).int(), len(q), buffer)
         out = torch.full_like(q, torch.nan)
         attend_rows(q, rows, (raw, cores), cache.index, max(lengths), spec, out)
         assert out.isfinite().all()
@@ -99,13 +109,13 @@ def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0):
     return outs, cache
 
 
-def reference(config, rotary, qkv, prompt=0):
+def reference(config, rotary, qkv, prompt=0, share=1):
     """Outputs of one sequence by itself, in float64."""
     q, k, v = (x.double().transpose(0, 1)[None] for x in qkv)
     names = ("group_size", "window_size", "sink_size", "core_position", "core_mass")
     names += ("fetch_groups", "fetch_index")
     options = {name: getattr(config, name) for name in names}
-    options |= {"rotary": rotary, "backend": "reference"}
+    options |= {"rotary": rotary, "backend": "reference", "fetch_share": share}
     out = cca_attention(q, k, v, **options)
     full = cca_attention(q, k, v, **{**options, "window_size": len(qkv[0]), "fetch_groups": 0})
     out[:, :, :prompt] = full[:, :, :prompt]
@@ -126,8 +136,10 @@ def check(config, steps, dtype=torch.float32, prompts=(), rotary=None, **options
         for n in lengths
     ]
     outs, cache = served(config, rotary, qkv, steps, dtype, prompts, **options)
+    reading = options.get("reading") or Reading(0, 1)
     for i, (out, tensors) in enumerate(zip(outs, qkv)):
-        expected = reference(config, rotary, tensors, prompts[i] if i < len(prompts) else 0)
+        prompt = prompts[i] if i < len(prompts) else reading.full_until
+        expected = reference(config, rotary, tensors, prompt, reading.share)
         rows = (out.double() - expected).norm(dim=-1)
         assert rows.max() <= WORST[dtype] * expected.norm(dim=-1).max()
     return qkv, cache
@@ -145,6 +157,14 @@ def test_each_token_of_a_ragged_batch_chooses(index):
 def test_tokens_of_prompts_see_all_tokens():
     config = CCAConfig(**FETCH, core_position="token", core_mass=False)
     check(config, STEPS, prompts=(41, 29), padding=3)
+
+
+def test_neighbours_of_a_prompt_share_a_choice():
+    """Behind its beginning, which sees all tokens, in chunks that begin at shares."""
+    config = CCAConfig(**FETCH)
+    steps = [{0: 12}, {0: 18}, {0: 11}]
+    rotary = Rotary.from_theta(100.0, DIM)
+    check(config, steps, rotary=rotary, reading=Reading(15, 6))
 
 
 def test_shares_of_the_entries_are_merged(monkeypatch):

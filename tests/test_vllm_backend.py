@@ -41,6 +41,8 @@ from corecontext.cost import ModelCost
 from corecontext.integrations.vllm import cache_plan, capacity, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.integrations.vllm.whole_prompts import flash_attention
+from corecontext.ops.fetch import prompt_rule
+from corecontext.ops.fetch.prompt_rule import reading_of
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
@@ -195,7 +197,7 @@ def tensors_of(tokens: list[int], layer: int) -> list[torch.Tensor]:
 
 
 def expected(tokens: list[int], layer: int, config: CCAConfig, prompt: int) -> torch.Tensor:
-    """The layer's outputs; with fetch the tokens of a prompt see all tokens."""
+    """The layer's outputs; with fetch the tokens of a prompt see all tokens, or share a choice."""
     q, k, v = (x.double().transpose(0, 1)[None] for x in tensors_of(tokens, layer))
     config = config.of_layer(layer)
     options = {
@@ -209,8 +211,12 @@ def expected(tokens: list[int], layer: int, config: CCAConfig, prompt: int) -> t
     fetch = {"fetch_groups": config.fetch_groups, "fetch_index": config.fetch_index}
     out = cca_attention(q, k, v, window_size=config.window_size, **fetch, **options)
     if config.fetch_groups:
-        full = cca_attention(q, k, v, window_size=len(tokens), **options)
-        out[:, :, :prompt] = full[:, :, :prompt]
+        reading = reading_of(config, torch.get_default_device().type, True)
+        own = [x[:, :, :prompt] for x in (q, k, v)]
+        fetch["fetch_share"] = reading.share
+        out[:, :, :prompt] = cca_attention(*own, window_size=config.window_size, **fetch, **options)
+        full = cca_attention(*own, window_size=prompt, **options)[:, :, : reading.full_until]
+        out[:, :, : full.shape[2]] = full
     return out[0].transpose(0, 1)
 
 
@@ -286,10 +292,14 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, 
     run_requests(Runner(config, 40), settings, 12)  # a core page is 12 tokens
 
 
-def test_prompts_see_all_tokens_and_answers_choose(make_layers):
+@pytest.mark.parametrize("full_until", [99, 13])
+def test_prompts_are_read_by_their_rule_and_answers_choose(make_layers, monkeypatch, full_until):
     """Chunks, a prompt's last token by itself, decoding tokens beside a chunk, drafts, and a
-    beginning that is shared in multiples of a core page of two groups."""
+    beginning that is shared in multiples of a core page of two groups. Chunks begin at shares."""
+    device = torch.get_default_device().type
+    monkeypatch.setitem(prompt_rule.PROMPT_LENGTHS, device, full_until)
     fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": "device", "core_mass": True}
+    fetch["fetch_share"] = 6
     config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
     config.speculative_config = SimpleNamespace(
         method="ngram",

@@ -118,6 +118,13 @@ CASES = {
         "speculative_config": NGRAMS,
     },
 }
+# Chunks begin at multiples of a share where requests run one by one.
+CASES["fetch, shared choices"] = {
+    **CASES["fetch"],
+    "fetch": {"prefill": "auto", "fetch_share": 8},
+    "full_until": 24,
+    "max_num_seqs": 1,
+}
 CASES["fetch, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2"}}
 # Heads that keep every token: in a layer, in another layer, in a whole layer.
 CASES["raw heads"] = {
@@ -297,11 +304,11 @@ def is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> b
     """Whether each token of an answer is the likeliest by one forward over all of them."""
     tokens = torch.tensor([prompt + answer[:-1]], device=model.device)
     if model.config.cca["fetch_groups"]:
-        # The prompt sees all tokens, each token of the answer chooses, as a draft does.
-        cached = max(0, len(prompt) - 2)
+        # The prompt is read by its rule, each token of the answer chooses, as a draft does.
+        share = model.config.cca["fetch_share"]
+        cached = max(0, len(prompt) - 2) // share * share
         past = model(tokens[:, :cached], use_cache=True).past_key_values if cached else None
-        count = len(answer)
-        rest = {"past_key_values": past, "use_cache": True, "logits_to_keep": count}
+        rest = {"past_key_values": past, "use_cache": True, "logits_to_keep": len(answer)}
         logits = model(tokens[:, cached:], **rest).logits[0]
     else:
         logits = model(tokens, use_cache=False).logits[0, len(prompt) - 1 :]
@@ -331,6 +338,7 @@ def run(name: str, options: dict) -> dict:
     family = options.pop("family", "llama")
     short = options.pop("short", False)
     paged_chunk.LONG_CHUNK = options.pop("long_chunk", LONG_CHUNK)
+    prompt_rule.PROMPT_LENGTHS["cuda" if GPU else "cpu"] = options.pop("full_until", 8192)
     COUNTS.update(accepted=0, preempted=0)
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
     settings = {

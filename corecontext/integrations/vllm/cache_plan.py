@@ -34,7 +34,19 @@ class LayerCache(AttentionLayerBase):
         self.layer_name = layer_name
         self.spec = spec
         self.backend = backend
+        self.pages: Any = None
+        """Views of the cache and of its layer's own; None until a step has made them."""
         self.kv_cache = torch.tensor([])
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """The cache that vLLM made; it is freed when vLLM sets another, and so are the views."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, kv_cache: Tensor) -> None:
+        self._kv_cache = kv_cache
+        self.pages = None
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the cache that vLLM made."""

@@ -27,13 +27,14 @@ ARCHITECTURES = (
 WAY_OUT = "Change it by --hf-overrides, or serve the model by `corecontext serve`."
 TAKEN = (
     *("group_size", "layer_group_sizes", "head_group_sizes", "window_size", "sink_size"),
-    *("core_position", "core_bias", "core_mass", "fetch_groups", "fetch_index", "store"),
+    *("core_position", "core_bias", "core_mass"),
+    *("fetch_groups", "fetch_index", "fetch_share", "store"),
 )
 """Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
-UNUSED = ("fetch_share", "fetch_slots", "backend")
-"""Settings without an effect here: prompts have no shared choice, and there is one backend."""
+UNUSED = ("fetch_slots", "backend")
+"""Settings without an effect here: there is one backend."""
 PREFILL = {False: "fetch", True: "full"}
-"""The value of `prefill` that is the same as "auto" here, without fetch and with it."""
+"""A value of `prefill` besides "auto": without fetch it is the same."""
 
 FETCH_ONLY = {"layer_group_sizes": None, "head_group_sizes": None, "core_bias": 0.0}
 """Values that settings must have with fetch."""

@@ -1,8 +1,8 @@
 """Attend in vLLM from pages of raw tokens and of core tokens.
 
 A layer attends to its core tokens and the window, then from KV heads that keep every token to all
-tokens. With fetch it has all raw tokens: those of a prompt see all before them, and each token of
-an answer chooses. `cache_plan.py` has the caches. Needs vLLM.
+tokens. With fetch it has all raw tokens: those of a prompt see the past by the rule of prompts, and
+each token of an answer chooses. `cache_plan.py` has the caches. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from corecontext.integrations.vllm.fetch_pages import index_pages_of
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.row_buffers import RowBuffers
+from corecontext.integrations.vllm.shared_chunks import attend_longest, attend_sharing
 from corecontext.integrations.vllm.start_check import check_group, check_table
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.capability import is_captured
+from corecontext.ops.fetch.prompt_rule import NO_END, reading_of
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
@@ -40,7 +42,7 @@ from corecontext.ops.triton.paged.attend_rows import Work, attend_rows, rotation
 from corecontext.ops.triton.paged.batch_parts import AttendWhole, Kind, Part, attend_parts, parts_of
 from corecontext.ops.triton.paged.chunk import attend_longest_chunk
 from corecontext.ops.triton.paged.index_pages import write_index
-from corecontext.ops.triton.paged.pages import Batch, Pages
+from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
 from corecontext.ops.triton.paged.token_rows import Rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
@@ -124,8 +126,10 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         dtype, head_size = vllm_config.model_config.dtype, kv_cache_spec.head_size
         self.attend_whole = flash_attention(dtype, head_size, device)
         self.rows = None
+        self.full_until = NO_END
         if config.fetch_groups and isinstance(kv_cache_spec, RawSpec):
-            self.rows = RowBuffers(vllm_config, device)
+            self.full_until = reading_of(config, device.type, True).full_until
+            self.rows = RowBuffers(vllm_config, device, self.full_until)
             if kv_cache_spec.block_size % 16:  # a page of FlashAttention's
                 self.attend_whole = None
         self.most_whole = 0
@@ -172,7 +176,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         starts = common.query_start_loc_cpu.tolist()
         # Exact for chunks of prompts; other sequences may be shorter than that.
         lengths = common.seq_lens_cpu_upper_bound.tolist()
-        split = parts_of(starts, lengths, batch, self.most_decoded, self.most_whole)
+        sizes = (self.most_decoded, self.most_whole, self.full_until)
+        split = parts_of(starts, lengths, batch, *sizes)
         if self.rows is not None:
             return split
         return split if {part.kind for part in split} & {Kind.LONG, Kind.WHOLE} else []
@@ -294,6 +299,25 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         self.is_compiled |= compiles
         return output
 
+    def _pages(
+        self,
+        raw: tuple[Tensor, StepMetadata],
+        cores: tuple[Tensor, StepMetadata],
+        dtype: torch.dtype,
+    ) -> tuple[Pages, Pages, IndexPages | None]:
+        """Return the pages of raw tokens and of core tokens, and with fetch their index, for
+        queries of this dtype. Views of the caches are made once: they take the host longer than a
+        launch."""
+        cache = self.caches.cores
+        if cache.pages is None:
+            page_bytes = cache.spec.page_size_bytes if self.config.core_mass else None
+            index = index_pages_of(cores[0], dtype, self.spec) if self.spec.fetch_groups else None
+            placed = pages_of(cores[0], cores[1].table, page_bytes)
+            cache.pages = (pages_of(raw[0], raw[1].table), placed, index)
+        raw_pages, core_pages, index = cache.pages
+        tables = (raw[1].table, cores[1].table)
+        return raw_pages._replace(table=tables[0]), core_pages._replace(table=tables[1]), index
+
     def _attend_compact(
         self,
         query: Tensor,
@@ -310,9 +334,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         queries, keys and values, and pages have the room.
         """
         step = window[1]
-        raw = pages_of(window[0], step.table)
-        page_bytes = self.caches.cores.spec.page_size_bytes if self.config.core_mass else None
-        cores = pages_of(cores[0], cores[1].table, page_bytes)
+        raw, cores, _ = self._pages(window, cores, query.dtype)
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec, self.config.core_bias)
         store_tokens(key, value, step.slots, raw)
@@ -329,12 +351,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         raw: tuple[Tensor, StepMetadata],
         cores: tuple[Tensor, StepMetadata],
     ) -> None:
-        """Attend from prompts to all tokens, and from each token of an answer by its own choice."""
+        """Attend from prompts by their rule, and from each token of an answer by its own choice."""
         step = raw[1]
-        index = index_pages_of(cores[0], query.dtype, self.spec)
-        page_bytes = self.caches.cores.spec.page_size_bytes if self.config.core_mass else None
-        raw = pages_of(raw[0], step.table)
-        cores = pages_of(cores[0], cores[1].table, page_bytes)
+        raw, cores, index = self._pages(raw, cores, query.dtype)
         store_tokens(key, value, step.slots, raw)
         pool_pages(query, step.batch, raw, cores, self.spec)
         write_index(len(query), step.batch, raw, cores.table, index, self.spec)
@@ -349,6 +368,11 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         for run in step.parts:
             if run.kind is Kind.DECODING:
                 choose(run.tokens)
+            elif run.kind is Kind.SHARING:
+                new = (query[run.tokens], key[run.tokens], value[run.tokens])
+                pages = tuple(x._replace(table=x.table[run.sequences]) for x in (raw, cores))
+                reading = reading_of(self.config, query.device.type, True)
+                attend_sharing(new, run.past, pages, self.spec, reading, out[run.tokens])
             elif step.attend_whole is not None:
                 table = raw.table[run.sequences]
                 q, results = query[run.tokens], out[run.tokens]
@@ -407,7 +431,12 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec, 0.0)
 
     def _prepare_fetch(self, query: Tensor) -> None:
-        """Take the memory of a step in which as many requests as there may be decode."""
+        """Take the memory of a step in which as many requests as there may be decode, and of the
+        last chunk of the longest prompt."""
+        reading = reading_of(self.config, query.device.type, True)
+        if reading.full_until < self.longest:
+            sizes = (self.num_kv_heads, self.vllm_config.cache_config.block_size, self.longest)
+            attend_longest(query, *sizes, self.spec, reading)
         most = self.vllm_config.scheduler_config.max_num_seqs
         most *= 1 + num_drafts(self.vllm_config)
         rotations_of(self.spec.index.bits, self.head_size, query.dtype, query.device)

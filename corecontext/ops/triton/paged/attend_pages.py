@@ -304,8 +304,7 @@ def compile_for_any_batch(
             _launch(q, batch, (raw, cores), spec, core_bias, out, tiles, num_parts)
     for exponent in range(2, power_of_2(MOST_SPLITS).bit_length()):
         acc, lse = _parts(q, kv_heads, 1 << exponent)
-        with torch.cuda.device_of(q):
-            merge((acc, lse), out)
+        merge((acc, lse), out)
 
 
 def _tiles_of(q: Tensor, kv_heads: int, most_new: int) -> Tiles:
@@ -350,38 +349,37 @@ def _launch(
     if num_parts > 1:
         acc, lse = _parts(q, kv_heads, num_parts)
     mass = cores.k if cores.mass is None else cores.mass
-    with torch.cuda.device_of(q):
-        launch(
-            _attend_pages_kernel,
-            (_blocks_of(q, kv_heads, batch, tiles), kv_heads, num_parts),
-            (
-                *(q, (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
-                *(batch.starts, batch.lengths, (out, acc, lse)),
-                ints(batch.lengths.shape[0], spec.window_size),
-                *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
-            ),
-            (
-                (q.stride()[:2], *strides_of(raw, cores, mass)),
-                (raw.k.shape[1], cores.k.shape[1]),
-            ),
-            GROUP=spec.group_size,
-            SINKS=spec.sinks,
-            HEADS=heads,
-            HAS_BIAS=core_bias != 0,
-            HAS_MASS=cores.mass is not None,
-            HAS_SOFTCAP=spec.softcap is not None,
-            IN_PARTS=num_parts > 1,
-            ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v),
-            HEAD_DIM=dim,
-            BLOCK_Q=tiles.block_m // heads,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_D=max(16, power_of_2(dim)),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
-        if num_parts > 1:
-            merge((acc, lse), out)
+    launch(
+        _attend_pages_kernel,
+        (_blocks_of(q, kv_heads, batch, tiles), kv_heads, num_parts),
+        (
+            *(q, (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
+            *(batch.starts, batch.lengths, (out, acc, lse)),
+            ints(batch.lengths.shape[0], spec.window_size),
+            *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
+        ),
+        (
+            (q.stride()[:2], *strides_of(raw, cores, mass)),
+            (raw.k.shape[1], cores.k.shape[1]),
+        ),
+        GROUP=spec.group_size,
+        SINKS=spec.sinks,
+        HEADS=heads,
+        HAS_BIAS=core_bias != 0,
+        HAS_MASS=cores.mass is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        IN_PARTS=num_parts > 1,
+        ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v),
+        HEAD_DIM=dim,
+        BLOCK_Q=tiles.block_m // heads,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=max(16, power_of_2(dim)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_parts > 1:
+        merge((acc, lse), out)
 
 
 def _num_parts(q: Tensor, kv_heads: int, batch: Batch, spec: Spec, tiles: Tiles) -> int:

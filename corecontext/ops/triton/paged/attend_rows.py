@@ -254,75 +254,74 @@ def attend_rows(
     sizes = (kv_heads, work.num_groups, spec.group_size, spec.window_size)
     length = (rows.pads, rows.pads)
     mass = cores.k if cores.mass is None else cores.mass
-    with torch.cuda.device_of(q):
-        if plan.scoring.whole:
-            launch(
-                rotate_kernel,
-                (count,),
-                (q, index.rotations[0], work.rotated, kv_heads),
-                (q.stride()[:2],),
-                INDEX=plan.index,
-                SCORING=plan.scoring,
-                TILE=plan.tile,
-                num_warps=ROTATE_WARPS,
-            )
+    if plan.scoring.whole:
         launch(
-            score_kernel,
-            (count, plan.num_scoring),
-            (
-                *(q, index.rotations[0], work.rotated, (index.codes, index.scales)),
-                *((cores.table, rows.sequences), work.scores, length, ints(0, *sizes)),
-                float(spec.scale),
-            ),
-            (
-                q.stride()[:2],
-                (
-                    *(index.codes.stride()[:3], index.scales.stride()[:3]),
-                    (cores.table.stride(0), cores.k.shape[1]),
-                ),
-            ),
-            ON_DEVICE=False,
-            PAGED=True,
-            SINKS=spec.sinks,
+            rotate_kernel,
+            (count,),
+            (q, index.rotations[0], work.rotated, kv_heads),
+            (q.stride()[:2],),
             INDEX=plan.index,
             SCORING=plan.scoring,
             TILE=plan.tile,
-            num_warps=SCORE_WARPS,
+            num_warps=ROTATE_WARPS,
         )
-        launch(
-            select_kernel,
-            (count,),
+    launch(
+        score_kernel,
+        (count, plan.num_scoring),
+        (
+            *(q, index.rotations[0], work.rotated, (index.codes, index.scales)),
+            *((cores.table, rows.sequences), work.scores, length, ints(0, *sizes)),
+            float(spec.scale),
+        ),
+        (
+            q.stride()[:2],
             (
-                *(q, _centres(raw, spec)[rows.sequences], work.scores, work.choice, length),
-                *(ints(0, *sizes), float(spec.scale)),
+                *(index.codes.stride()[:3], index.scales.stride()[:3]),
+                (cores.table.stride(0), cores.k.shape[1]),
             ),
-            (num_chosen, q.stride()[:2]),
-            ON_DEVICE=False,
-            SINKS=spec.sinks,
-            TILE=plan.tile,
-            BLOCK=plan.scoring.width,
-            BLOCK_K=power_of_2(num_chosen),
-            num_warps=plan.select_warps,
-        )
-        launch(
-            _attend_rows_kernel,
-            (count, work.partial[0].shape[1]),
-            (
-                *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table)),
-                *(tuple(rows), work.choice, work.partial),
-                *(ints(kv_heads, spec.window_size), float(spec.scale)),
-            ),
-            (
-                (q.stride()[:2], *strides_of(raw, cores, mass)),
-                (raw.k.shape[1], cores.k.shape[1]),
-                num_chosen,
-            ),
-            GROUP=spec.group_size,
-            SINKS=spec.sinks,
-            WIDTH=plan.scoring.width,
-            HAS_MASS=cores.mass is not None,
-            ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v),
-            TILE=plan.tile,
-            **plan.attend_options,
-        )
-        merge(work.partial, out)
+        ),
+        ON_DEVICE=False,
+        PAGED=True,
+        SINKS=spec.sinks,
+        INDEX=plan.index,
+        SCORING=plan.scoring,
+        TILE=plan.tile,
+        num_warps=SCORE_WARPS,
+    )
+    launch(
+        select_kernel,
+        (count,),
+        (
+            *(q, _centres(raw, spec)[rows.sequences], work.scores, work.choice, length),
+            *(ints(0, *sizes), float(spec.scale)),
+        ),
+        (num_chosen, q.stride()[:2]),
+        ON_DEVICE=False,
+        SINKS=spec.sinks,
+        TILE=plan.tile,
+        BLOCK=plan.scoring.width,
+        BLOCK_K=power_of_2(num_chosen),
+        num_warps=plan.select_warps,
+    )
+    launch(
+        _attend_rows_kernel,
+        (count, work.partial[0].shape[1]),
+        (
+            *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table)),
+            *(tuple(rows), work.choice, work.partial),
+            *(ints(kv_heads, spec.window_size), float(spec.scale)),
+        ),
+        (
+            (q.stride()[:2], *strides_of(raw, cores, mass)),
+            (raw.k.shape[1], cores.k.shape[1]),
+            num_chosen,
+        ),
+        GROUP=spec.group_size,
+        SINKS=spec.sinks,
+        WIDTH=plan.scoring.width,
+        HAS_MASS=cores.mass is not None,
+        ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v),
+        TILE=plan.tile,
+        **plan.attend_options,
+    )
+    merge(work.partial, out)

@@ -3,6 +3,7 @@
 - Long chunks of prompts are attended from gathered entries (`paged_chunk`).
 - Whole prompts that see no core token have plain causal attention, which the caller may have a
   function for.
+- Chunks of long prompts with fetch are left to the caller.
 - The others stay with `attend_pages`, in runs of neighbouring sequences, so that decoding tokens
   beside a chunk, long or short, get tiles of their size.
 
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from corecontext.ops.fetch.prompt_rule import NO_END
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged.attend_pages import attend_pages
@@ -35,6 +37,8 @@ class Kind(enum.Enum):
     """A long chunk by itself."""
     WHOLE = enum.auto()
     """Whole prompts whose tokens see each other and nothing else."""
+    SHARING = enum.auto()
+    """A chunk by itself of a prompt with fetch, whose neighbouring tokens share a choice."""
 
 
 class Part(NamedTuple):
@@ -48,7 +52,7 @@ class Part(NamedTuple):
     batch: Batch
     """The sequences as a batch of their own."""
     past: int
-    """Tokens before the new ones of the sequence of a long chunk."""
+    """Tokens before the new ones of a sequence that is a part by itself."""
 
 
 AttendWhole = Callable[..., None]
@@ -63,6 +67,7 @@ def parts_of(
     batch: Batch,
     most_decoded: int = 1,
     most_whole: int = 0,
+    full_until: int = NO_END,
 ) -> list[Part]:
     """Split a batch into long chunks and runs of sequences of another kind.
 
@@ -73,12 +78,15 @@ def parts_of(
             of other rows.
         most_whole: Tokens of a whole prompt at most: 0, or at most s + g - 1, since longer ones see
             a core token.
+        full_until: Tokens of a prompt that see all tokens before them; later ones share a choice.
     """
     counts = [end - start for start, end in itertools.pairwise(starts)]
 
     def kind_of(row: int) -> Kind:
         if counts[row] <= most_decoded:
             return Kind.DECODING
+        if lengths[row] > full_until:
+            return Kind.SHARING
         if lengths[row] == counts[row] <= most_whole:
             return Kind.WHOLE
         return Kind.LONG if counts[row] >= paged_chunk.LONG_CHUNK else Kind.SHORT
@@ -87,7 +95,7 @@ def parts_of(
     for kind, run in itertools.groupby(range(len(counts)), kind_of):
         rows = list(run)
         # Each long chunk is a part by itself.
-        runs = [[row] for row in rows] if kind is Kind.LONG else [rows]
+        runs = [[row] for row in rows] if kind in (Kind.LONG, Kind.SHARING) else [rows]
         for neighbours in runs:
             first, end = neighbours[0], neighbours[-1] + 1
             tokens = slice(starts[first], starts[end])

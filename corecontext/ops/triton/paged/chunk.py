@@ -25,18 +25,25 @@ def attend_longest_chunk(
     pages are one page of zeros: a run before there are caches takes the memory of the longest
     gathered entries. It compiles the kernels that gather and read them, with a far past and
     without."""
-    shape = (1, page_size, kv_heads, q.shape[2])
-    page = torch.zeros(shape, dtype=q.dtype, device=q.device)
-    table = torch.zeros(1, ceil_div(longest, page_size), dtype=torch.int32, device=q.device)
-    raw = Pages(page, page, table)
-    mass = torch.zeros(shape[:3], device=q.device) if spec.core_mass else None
-    cores = raw._replace(mass=mass)
-    new = page.new_zeros(q.shape[0], *shape[2:])
+    raw, cores = longest_pages(q, kv_heads, page_size, longest, spec)
+    new = raw.k.new_zeros(q.shape[0], *raw.k.shape[2:])
     out = torch.empty_like(q)
     past = max(0, longest - q.shape[0])
     attend_chunk((q, new, new), past, raw, cores, spec, core_bias, out)
     few = slice(0, spec.window_size)
     attend_chunk((q[few], new[few], new[few]), 0, raw, cores, spec, core_bias, out[few])
+
+
+def longest_pages(
+    q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec
+) -> tuple[Pages, Pages]:
+    """Return the pages of a sequence of `longest` tokens, raw tokens and core tokens: each is the
+    same page of zeros."""
+    shape = (1, page_size, kv_heads, q.shape[2])
+    page = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    table = torch.zeros(1, ceil_div(longest, page_size), dtype=torch.int32, device=q.device)
+    mass = torch.zeros(shape[:3], device=q.device) if spec.core_mass else None
+    return Pages(page, page, table), Pages(page, page, table, mass)
 
 
 def attend_chunk(

@@ -166,30 +166,27 @@ def gather_chunk(
     if has_bias:
         bias = torch.empty((kv_heads, 1, num_far), dtype=torch.float32, device=k.device)
     mass = cores.k if cores.mass is None else cores.mass
-    with torch.cuda.device_of(k):
-        launch(
-            _gather_kernel,
-            (ceil_div(total, BLOCK_E), kv_heads),
-            (
-                *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
-                (gathered[0], gathered[1], bias),
-                ints(
-                    *(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group)
-                ),
-                float(core_bias),
-            ),
-            (
-                (k.stride()[:2], v.stride()[:2], *strides_of(raw, cores, mass)[:3]),
-                (raw.k.shape[1], cores.k.shape[1]),
-            ),
-            HAS_BIAS=has_bias,
-            HAS_MASS=cores.mass is not None,
-            ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v),
-            HEAD_DIM=dim,
-            BLOCK_E=BLOCK_E,
-            BLOCK_D=max(16, power_of_2(dim)),
-            num_warps=4,
-        )
+    launch(
+        _gather_kernel,
+        (ceil_div(total, BLOCK_E), kv_heads),
+        (
+            *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
+            (gathered[0], gathered[1], bias),
+            ints(*(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group)),
+            float(core_bias),
+        ),
+        (
+            (k.stride()[:2], v.stride()[:2], *strides_of(raw, cores, mass)[:3]),
+            (raw.k.shape[1], cores.k.shape[1]),
+        ),
+        HAS_BIAS=has_bias,
+        HAS_MASS=cores.mass is not None,
+        ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v),
+        HEAD_DIM=dim,
+        BLOCK_E=BLOCK_E,
+        BLOCK_D=max(16, power_of_2(dim)),
+        num_warps=4,
+    )
     near_k, near_v = gathered[:, :, :num_near]
     far_k, far_v = gathered[:, :, num_near:]
     return near_k, near_v, FarPast(far_k, far_v, bias if has_bias else None)

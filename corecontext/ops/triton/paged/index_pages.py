@@ -7,7 +7,6 @@ mean of a sequence's first keys; it is computed from their pages whenever an ind
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -126,25 +125,24 @@ def write_index(
     block_d = max(16, power_of_2(dim))
     # Queries and entries have no part in it.
     tile = Tile(1, dim, 1, 1, block_d, vector=False, stages=1)
-    with torch.cuda.device_of(raw.k):
-        launch(
-            _index_pages_kernel,
-            (num_blocks(num_new, batch.lengths.shape[0], spec.group_size), raw.k.shape[2]),
+    launch(
+        _index_pages_kernel,
+        (num_blocks(num_new, batch.lengths.shape[0], spec.group_size), raw.k.shape[2]),
+        (
+            *(raw.k, (index.codes, index.scales, index.rotations[1]), (raw.table, table)),
+            (batch.starts, batch.lengths),
+            ints(batch.lengths.shape[0], spec.num_centred),
+        ),
+        (
             (
-                *(raw.k, (index.codes, index.scales, index.rotations[1]), (raw.table, table)),
-                (batch.starts, batch.lengths),
-                ints(batch.lengths.shape[0], spec.num_centred),
+                *(x.stride()[:3] for x in (raw.k, index.codes, index.scales)),
+                (raw.table.stride(0), table.stride(0)),
             ),
-            (
-                (
-                    *(x.stride()[:3] for x in (raw.k, index.codes, index.scales)),
-                    (raw.table.stride(0), table.stride(0)),
-                ),
-                (raw.k.shape[1], index.codes.shape[1]),
-            ),
-            SINKS=spec.sinks,
-            GROUP=spec.group_size,
-            INDEX=index_form(spec, dim),
-            TILE=tile,
-            num_warps=4,
-        )
+            (raw.k.shape[1], index.codes.shape[1]),
+        ),
+        SINKS=spec.sinks,
+        GROUP=spec.group_size,
+        INDEX=index_form(spec, dim),
+        TILE=tile,
+        num_warps=4,
+    )

@@ -4,7 +4,8 @@ them.
 The new tokens of all sequences are in one tensor, those of a sequence side by side: a chunk of a
 prompt, one token, or a token with drafts. Blocks of them never cross sequences: sequence i has the
 blocks starts[i] // BLOCK + i .. starts[i+1] // BLOCK + i, of which it may need fewer. So a launch
-depends on the number of tokens and of sequences only, and can be captured in a graph.
+depends on the number of tokens and of sequences only, and can be captured in a graph. All launches
+go to the current device, which is that of vLLM's worker.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@ values from window pages."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -216,17 +215,16 @@ def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
     """
     k, v = map(contiguous_rows, (k, v))
     heads, dim = k.shape[1:]
-    with torch.cuda.device_of(k):
-        launch(
-            _store_kernel,
-            (slots.shape[0],),
-            (k, v, pages.k, pages.v, slots, heads),
-            (k.stride()[:2], v.stride()[:2], pages.k.stride()[:3], pages.k.shape[1]),
-            HEAD_DIM=dim,
-            BLOCK_H=power_of_2(heads),
-            BLOCK_D=power_of_2(dim),
-            num_warps=4,
-        )
+    launch(
+        _store_kernel,
+        (slots.shape[0],),
+        (k, v, pages.k, pages.v, slots, heads),
+        (k.stride()[:2], v.stride()[:2], pages.k.stride()[:3], pages.k.shape[1]),
+        HEAD_DIM=dim,
+        BLOCK_H=power_of_2(heads),
+        BLOCK_D=power_of_2(dim),
+        num_warps=4,
+    )
 
 
 def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) -> None:
@@ -248,29 +246,28 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
     tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
     sequences = batch.lengths.shape[0]
-    with torch.cuda.device_of(q):
-        launch(
-            _pool_pages_kernel,
-            (num_blocks(q.shape[0], sequences, g), kv_heads),
-            (
-                *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table), tables),
-                *((batch.starts, batch.lengths), sequences),
-                *(float(spec.scale), float(spec.softcap or 1.0)),
-            ),
-            (
-                (q.stride()[:2], *strides_of(raw, cores, mass)),
-                (raw.k.shape[1], cores.k.shape[1]),
-            ),
-            SINKS=spec.sinks,
-            HEADS=heads,
-            HEAD_DIM=dim,
-            HALF=0 if spec.rotary is None else tables[0].shape[1],
-            INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
-            HAS_MASS=cores.mass is not None,
-            HAS_SOFTCAP=spec.softcap is not None,
-            GROUP=g,
-            BLOCK_R=power_of_2(heads),
-            BLOCK_G=tiles.block_g,
-            BLOCK_P=tiles.block_p,
-            num_warps=tiles.num_warps,
-        )
+    launch(
+        _pool_pages_kernel,
+        (num_blocks(q.shape[0], sequences, g), kv_heads),
+        (
+            *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table), tables),
+            *((batch.starts, batch.lengths), sequences),
+            *(float(spec.scale), float(spec.softcap or 1.0)),
+        ),
+        (
+            (q.stride()[:2], *strides_of(raw, cores, mass)),
+            (raw.k.shape[1], cores.k.shape[1]),
+        ),
+        SINKS=spec.sinks,
+        HEADS=heads,
+        HEAD_DIM=dim,
+        HALF=0 if spec.rotary is None else tables[0].shape[1],
+        INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
+        HAS_MASS=cores.mass is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        GROUP=g,
+        BLOCK_R=power_of_2(heads),
+        BLOCK_G=tiles.block_g,
+        BLOCK_P=tiles.block_p,
+        num_warps=tiles.num_warps,
+    )

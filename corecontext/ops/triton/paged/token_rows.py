@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,7 +35,7 @@ class Rows(NamedTuple):
 def _rows_kernel(
     starts_ptr,
     lengths_ptr,
-    exact_ptr,
+    full_until_ptr,
     rows_ptr,
     numbers,
     BLOCK: tl.constexpr,
@@ -61,7 +60,7 @@ def _rows_kernel(
     end = tl.load(starts_ptr + low + 1)
     exists = token < end
     position = tl.where(exists, tl.load(lengths_ptr + low) - end + token, 0)
-    chooses = exists & (tl.load(exact_ptr + low) == 0)
+    chooses = exists & (position >= tl.load(full_until_ptr + low))
     inside = token < num_tokens
     tl.store(rows_ptr + token, low, mask=inside)
     tl.store(rows_ptr + room + token, position, mask=inside)
@@ -70,22 +69,21 @@ def _rows_kernel(
     tl.store(rows_ptr + 2 * room + token, pads, mask=inside)
 
 
-def write_rows(batch: Batch, exact: Tensor, num_tokens: int, buffer: Tensor) -> Rows:
+def write_rows(batch: Batch, full_until: Tensor, num_tokens: int, buffer: Tensor) -> Rows:
     """Describe the first `num_tokens` new tokens of a batch, by one launch.
 
     Args:
-        exact: [B] in int32, 1 for sequences whose new tokens see all tokens raw.
+        full_until: [B] in int32: tokens of a sequence before this position see all tokens raw.
         buffer: [3, at least num_tokens] in int32, written.
     """
-    with torch.cuda.device_of(buffer):
-        launch(
-            _rows_kernel,
-            (ceil_div(num_tokens, BLOCK),),
-            (
-                *(batch.starts, batch.lengths, exact, buffer),
-                ints(batch.lengths.shape[0], num_tokens, buffer.stride(0)),
-            ),
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+    launch(
+        _rows_kernel,
+        (ceil_div(num_tokens, BLOCK),),
+        (
+            *(batch.starts, batch.lengths, full_until, buffer),
+            ints(batch.lengths.shape[0], num_tokens, buffer.stride(0)),
+        ),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
     return Rows(*buffer[:, :num_tokens])

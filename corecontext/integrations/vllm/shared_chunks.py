@@ -1,0 +1,66 @@
+"""Attend from long prompts whose neighbouring tokens share a choice: what a chunk sees is gathered
+from pages, and the kernels of a prompt read it, as in a cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corecontext.ops.fetch import attend as fetch
+from corecontext.ops.fetch.prompt_rule import Reading
+from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.triton import backend
+from corecontext.ops.triton.paged.chunk import longest_pages
+from corecontext.ops.triton.paged.gather import Span, gather_chunk
+from corecontext.ops.triton.paged.pages import Pages
+
+
+def attend_sharing(
+    new: tuple[Tensor, Tensor, Tensor],
+    past: int,
+    pages: tuple[Pages, Pages],
+    spec: Spec,
+    reading: Reading,
+    out: Tensor,
+) -> None:
+    """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
+    follow `past` earlier ones.
+
+    Args:
+        pages: Raw tokens and core tokens of the sequence, which hold the new tokens and what they
+            complete.
+        reading: How a prompt is read.
+        out: [T, H, D], written in place.
+    """
+    kv_heads = new[1].shape[1]
+    q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
+    heads, count = q.shape[1:3]
+    end = past + count
+    first_group = spec.sinks // spec.group_size
+    num_cores = max(0, end // spec.group_size - first_group)
+    k, v, far = gather_chunk(new[1:], Span(0, past, end, 0, first_group, num_cores), *pages, 0.0)
+    cores = Cores(far.k[:, None], far.v[:, None])
+    tokens = Tokens(q, k, v, past)
+    # The beginning of a prompt sees all tokens before it.
+    num_full = max(0, min(reading.full_until - past, count))
+    if num_full:
+        none = Cores(cores.k[:, :, :0], cores.v[:, :, :0])
+        results = backend.attend(tokens.until(num_full), none, spec.of_full(end))[0]
+        grouped_out[:, :, :num_full] = results
+    if num_full < count:
+        # mutant vllm: neighbours of a prompt choose each by itself
+        spec = spec.replace(fetch_share=reading.share)
+        bias = None if far.bias is None else far.bias.expand(-1, heads, -1)
+        results = fetch.attend(backend, tokens.after(num_full), cores, spec, bias)[0]
+        grouped_out[:, :, num_full:] = results
+
+
+def attend_longest(
+    q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec, reading: Reading
+) -> None:
+    """Attend from new tokens [T, H, D] as the last ones of a prompt of `longest` tokens, as
+    `chunk.attend_longest_chunk` does."""
+    pages = longest_pages(q, kv_heads, page_size, longest, spec)
+    new = pages[0].k.new_zeros(q.shape[0], *pages[0].k.shape[2:])
+    past = max(0, longest - q.shape[0])
+    attend_sharing((q, new, new), past, pages, spec, reading, torch.empty_like(q))
