@@ -401,7 +401,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types["index"] = ("u8", "fp16", "fp32")
     sizes = {"SINKS": 16, "GROUP": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
     yield Kernel(paged_index._index_pages_kernel, sizes, types)
-    names = ("starts_ptr", "lengths_ptr", "exact_ptr", "rows_ptr")
+    names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
     yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
     blocks = {"BLOCK": plan.scoring.width, "BLOCK_K": 64, "TILE": plan.tile}

@@ -218,8 +218,8 @@ def score_kernel(
             products = tl.where(is_key, products, -float("inf"))
         scores = tl.max(products, 0) * factor  # [N, M]
         at = heads[None, :] * SCORING.width + groups[:, None]
-        mask = (heads < HEADS)[None, :] & (groups < end)[:, None]
-        tl.store(scores_ptr + at, scores, mask=mask)
+        is_score = (heads < HEADS)[None, :] & (groups < end)[:, None]
+        tl.store(scores_ptr + at, scores, mask=is_score)
 
 
 @triton.jit

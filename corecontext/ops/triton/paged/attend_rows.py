@@ -122,8 +122,8 @@ def _attend_rows_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, total)
 
-    acc = tl.zeros([TILE.block_m, TILE.block_d], tl.float32)
-    running_sum = tl.zeros([TILE.block_m], tl.float32)
+    acc = tl.full([TILE.block_m, TILE.block_d], 0.0, tl.float32)
+    running_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     running_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     dims = tl.arange(0, TILE.block_d)
     for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.stages):

@@ -76,7 +76,7 @@ def _index_pages_kernel(
         in_dims = dims < TILE.dim
 
         # The mean key of the first tokens.
-        total = tl.zeros([TILE.block_d], tl.float32)
+        total = tl.full([TILE.block_d], 0.0, tl.float32)
         rows = tl.arange(0, _CENTRE_ROWS)
         for start in range(0, num_centred, _CENTRE_ROWS):
             inside = start + rows < num_centred
@@ -89,7 +89,7 @@ def _index_pages_kernel(
         # The means of the group's parts, without it.
         key = tl.arange(0, INDEX.block_p)
         mask = tile_mask(key, KEYS, dims, TILE.dim)
-        means = tl.zeros([INDEX.block_p, TILE.block_d], tl.float32)
+        means = tl.full([INDEX.block_p, TILE.block_d], 0.0, tl.float32)
         SIZE: tl.constexpr = GROUP // KEYS
         for i in range(SIZE):
             token = group * GROUP + key * SIZE + i
