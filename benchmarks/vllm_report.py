@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.tables import (
@@ -36,11 +37,20 @@ METHODS = {"full": "FlashAttention", "cca": "core context", "fetch": "fetch"}
 
 
 def vllm_markdown(records: Sequence[Record]) -> str:
-    """Return the table, and under it the device and vLLM's release.
+    """Return a table for each device and release of vLLM, the newest first, which are under it.
 
     Methods that were sent other numbers of requests have a row each, without a gain, until both
     were sent one number.
     """
+    runs: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: record.date, reverse=True):
+        release = record.versions.get("vllm", "unknown")
+        runs.setdefault(f"{record.device}, vLLM {release}", []).append(record)
+    return "\n".join(_table(run, where) for where, run in runs.items())
+
+
+def _table(records: Sequence[Record], where: str) -> str:
+    """Return the table of one device and release."""
     rows = rows_by([Key("", _place)], records)
     compared = {(row[0].name, _load(row[0])) for row in rows if len(_methods(row)) > 1}
     rows = [
@@ -48,12 +58,12 @@ def vllm_markdown(records: Sequence[Record]) -> str:
         for row in rows
         if len(_methods(row)) > 1 or (row[0].name, _load(row[0])) not in compared
     ]
-    columns = COLUMNS
-    if any("fetch" in _methods(row) for row in rows):
-        columns += (_method("fetch"),)
-    newest = max(records, key=lambda record: record.date)
-    text = f"{newest.device}, vLLM {newest.versions.get('vllm', 'unknown')}"
-    return "\n".join([*markdown(columns, rows), "", f"{text}.", ""])
+    measured = set().union(*map(_methods, rows))
+    columns = [*COLUMNS, _method("full")]
+    for method in ("cca", "fetch"):
+        if method in measured:
+            columns += [_method(method), Column("gain", partial(_gain, method))]
+    return "\n".join([*markdown(columns, rows), "", f"{where}.", ""])
 
 
 def _methods(row: Row) -> set[str]:
@@ -75,12 +85,12 @@ def _method(method: str) -> Column:
     return Column(METHODS[method], cell)
 
 
-def _gain(row: Row) -> str:
-    """Show how many times better core context is."""
-    full, cca = (_value(row, method) for method in ("full", "cca"))
-    if full is None or cca is None:
+def _gain(method: str, row: Row) -> str:
+    """Show how many times better a method is."""
+    full, own = (_value(row, name) for name in ("full", method))
+    if full is None or own is None:
         return ""
-    return shown_times(cca / full if QUANTITIES[row[0].name].more_is_better else full / cca)
+    return shown_times(own / full if QUANTITIES[row[0].name].more_is_better else full / own)
 
 
 def _place(record: Record) -> tuple[Any, ...]:
@@ -122,6 +132,4 @@ def _loads(row: Row) -> str:
 COLUMNS = (
     Column("", lambda row: QUANTITIES[row[0].name].title, left=True),
     Column("load", _loads, left=True),
-    *map(_method, ("full", "cca")),
-    Column("gain", _gain),
 )

@@ -24,7 +24,7 @@ pytestmark = [
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 CASES = ["plain", "mass", "long chunks", "small cache", "drafts"]
-CASES += ["fetch", "fetch, small cache", "fetch, drafts"]
+CASES += ["fetch", "fetch, shared choices", "fetch, small cache", "fetch, drafts"]
 CASES += ["raw heads", "raw heads, small cache", "raw heads, drafts", "raw pairs"]
 CASES += ["llama 2", "llama 3", "mistral", "qwen2", "qwen3", "two workers"]
 CASES += ["two workers, raw heads", "two stages, raw heads"]
