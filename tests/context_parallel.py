@@ -334,7 +334,7 @@ def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
         (fetching.replace(store="host", fetch_index="bits:2", core_bias=0.4), 110, {"process": 1}),
         (fetching.replace(head_group_sizes=(4, 8)), 95, {"max_length": 200}),
         (fetching.replace(sink_size=16), 12, {}),
-        (fetching.replace(fetch_share=1), 90, {}),
+        (fetching.replace(prefill="fetch"), 90, {}),
         (fetching.replace(prefill="full"), 75, {}),
     ]
     # What a process sends does not depend on the dtype: three prompts show float32.

@@ -128,7 +128,8 @@ def test_slots_without_a_group_are_taken_first():
     assert read(2, 3) == [0, 1, 2, 3]
     store.forget(torch.tensor([4 * 3 + 1], device=store.owner.device))
     assert read(2, 4) == [0, 1, 2, 4]
-    assert read(5, FREE) == [FREE, 2, 4, 5]
+    assert read(5, FREE) == [1, 2, 4, 5]
+    assert read(FREE, FREE) == [1, 2, 4, 5]
     assert read(6, 5) == [2, 4, 5, 6]
 
 

@@ -19,6 +19,7 @@ import pyarrow  # noqa: E402
 from tiny_model import save_tiny_model  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
+from corecontext.data import corpus as corpus_module  # noqa: E402
 from corecontext.data.corpus import read_beginning, read_corpus  # noqa: E402
 from corecontext.data.documents import Fields  # noqa: E402
 from corecontext.data.packing import run_order, upsampled  # noqa: E402
@@ -112,6 +113,17 @@ def test_hub_datasets_and_files_together(tmp_path, tokenizer, monkeypatch):
         UserError, match="file 'some/name', line 1: field 'text' is missing, got body, n"
     ):
         corpus(tmp_path, tokenizer, "hub:some/name")
+
+
+def test_the_line_of_an_error_is_found_behind_errors_that_do_not_name_it():
+    def make():
+        try:
+            raise UserError("line 2 is broken")
+        except UserError:
+            raise RuntimeError("a generator failed")  # noqa: B904
+
+    with pytest.raises(UserError, match="^line 2 is broken$"):
+        corpus_module._with_user_errors(make)
 
 
 def test_what_is_broken_is_said_with_file_and_line(tmp_path, tokenizer):

@@ -305,6 +305,13 @@ def test_the_backward_takes_the_choice_of_the_forward():
     assert not torch.allclose(grads[0], truth[0])
 
 
+def test_a_text_without_a_group_asks_for_no_choice(monkeypatch):
+    monkeypatch.delattr(query_blocks, "choose")
+    results_and_gradients(functools.partial(FETCH, group_size=80), make_inputs(75))
+    with pytest.raises(AttributeError, match="choose"):
+        FETCH(*make_inputs(75)[:3])
+
+
 def test_the_registered_operator_has_the_settings():
     """What torch.compile runs: the same results and gradients as eager code."""
     x = make_inputs(50)

@@ -57,6 +57,16 @@ def test_a_record_survives_the_file(tmp_path):
     )
 
 
+def test_names_end_with_their_units():
+    endings = {"ms": "ms", "us": "us", "s": "s", "bytes": "bytes", "perplexity": "perplexity"}
+    endings |= {"accuracy": "fraction", "kept": "fraction", "share": "fraction"}
+    endings |= {"skipped": "count", "failed": "count"}
+    for name, unit in UNITS.items():
+        quantity, _, per = name.partition("_per_")
+        ending = re.split("[._]", quantity)[-1]
+        assert unit == (f"{ending}/{per}" if per else endings.get(ending, unit)), name
+
+
 def test_all_records_or_none(tmp_path):
     path = tmp_path / "r.jsonl"
     good = make_record("demo.cache_bytes", 7, {})

@@ -672,8 +672,16 @@ def test_models_that_cannot_be_served_are_refused(model):
         ):
             Scheduler(taken_back)
         Scheduler(taken_back, full=True)
-    with pytest.raises(ValueError, match="^max_rows must be at least 1, got 0"):
-        Scheduler(model, max_rows=0)
+    for name in (
+        "cache_bytes",
+        "host_bytes",
+        "max_rows",
+        "rows_per_pool",
+        "chunk_size",
+        "max_length",
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must be at least 1, got 0"):
+            Scheduler(model, **{name: 0})
 
 
 def held_bytes(scheduler):

@@ -178,7 +178,7 @@ def test_programs_share_the_entries_of_a_block(monkeypatch):
 
 def test_masses_bias_and_softcap():
     config = CCAConfig.pooling(group_size=3, window_size=4, sink_size=3, core_mass=True)
-    check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, bias=0.5, softcap=2.0)
+    check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, bias=-0.5, softcap=2.0)
 
 
 def test_half_precision_without_rotation():
@@ -222,7 +222,7 @@ def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass, l
     check(config, halves(), steps, kv_heads=2, bias=0.5 * mass)
 
 
-@pytest.mark.parametrize("bias, mass", [(0.0, False), (0.5, False), (0.0, True), (-2.0, True)])
+@pytest.mark.parametrize("bias, mass", [(0.0, False), (-0.5, False), (0.0, True), (2.0, True)])
 @pytest.mark.parametrize("past, sinks", [(0, 4), (9, 4), (70, 8), (71, 0)])
 def test_a_chunk_gets_each_entry_once(past, sinks, bias, mass):
     """Raw tokens before it and its own, first tokens, core tokens and their biases, bit for bit."""

@@ -1,7 +1,7 @@
 """A change of a cache that fails, refused or out of memory, leaves the cache as it was.
 
 Random lives of a cache, each beside a twin: every change of the one first fails at a random
-allocation, then both make it and give the same, bit for bit. `pytest tests/test_unchanged.py
+allocation, then both make it, or another, and give the same, bit for bit. `pytest tests/test_unchanged.py
 --fuzz 1000 --first 5000 -n 0` draws more lives, from a number on.
 """
 
@@ -18,7 +18,7 @@ from budgets import make_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corecontext import CCAConfig, Rotary
-from corecontext.cache import new_layer
+from corecontext.cache import CompactKVCache, new_layer
 
 ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 120
@@ -27,7 +27,7 @@ KINDS = (
     {},
     {"core_mass": True, "sink_size": 6, "core_bias": 0.5},
     {"cache_dtype": "int8"},
-    {"head_group_sizes": (4, 4)},
+    {"head_group_sizes": (4, 8)},
     {"fetch_groups": 3, "fetch_index": "bits:2"},
     {"fetch_groups": 2, "fetch_index": "mean", "prefill": "full"},
     {"fetch_groups": 3, "fetch_index": "pairs:2", "store": "host"},
@@ -41,16 +41,17 @@ class NoMemory(RuntimeError):
 
 
 class FailingAllocation(TorchDispatchMode):
-    """Fail each operator that makes a new tensor, after a number of them."""
+    """Fail each operator that makes a new tensor, or only one, after a number of them."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, left: int, once: bool = False) -> None:
         super().__init__()
         self.left = left
+        self.once = once
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(result.alias_info is None for result in function._schema.returns):
             self.left -= 1
-            if self.left < 0:
+            if self.left == -1 or (self.left < 0 and not self.once):
                 raise NoMemory(str(function))
         return function(*args, **(kwargs or {}))
 
@@ -63,6 +64,8 @@ def tokens() -> list[torch.Tensor]:
 
 def append(layer, size: int, pads: tuple[int, ...] = (), **options) -> torch.Tensor:
     """Append the next tokens of the text, the first of them behind padding."""
+    if isinstance(layer, CompactKVCache):
+        return torch.cat([append(each, size, pads, **options) for each in layer.layers])
     start = layer.seq_len
     rows = len(pads) or len(layer.pads) or 2
     pieces = [x[:rows, :, start : start + size] for x in tokens()]
@@ -74,28 +77,28 @@ def append(layer, size: int, pads: tuple[int, ...] = (), **options) -> torch.Ten
 
 def draw_change(draw: random.Random, layer) -> Change:
     """Draw a change that layers of this state may take or refuse."""
-    rows = len(layer.pads) or 2
+    rows = len(getattr(layer, "layers", [layer])[0].pads) or 2
     order = [draw.randrange(rows) for _ in range(draw.choice((rows, rows, 1)))]
     size = draw.choice((1, 1, 1, 2, 7, 25))
     if layer.seq_len == 0:
         pads = tuple(draw.randint(0, 6) for _ in range(rows)) if draw.random() < 0.3 else ()
-        return lambda x: append(x, 25, pads)
+        return functools.partial(append, size=25, pads=pads)
+    appends: list[Change] = [
+        *[functools.partial(append, size=size)] * 3,
+        functools.partial(append, size=size, is_prompt=False),
+        functools.partial(append, size=size, pads=(3,) * rows),
+        functools.partial(append, size=size, pads=(0,) * (rows + 1)),
+    ]
+    window = draw.randint(0, 11)
+    state = copy.deepcopy(layer.state_dict())
     changes: list[Change] = [
-        lambda x: append(x, size),
-        lambda x: append(x, size),
-        lambda x: append(x, size),
-        lambda x: append(x, size, is_prompt=False),
-        lambda x: append(x, size, (3,) * rows),
-        lambda x: append(x, size, (0,) * (rows + 1)),
         lambda x: x.crop(size),
-        lambda x: x.shrink_window(draw_window),
+        lambda x: x.shrink_window(window),
         lambda x: x.select(torch.tensor(order)),
         lambda x: x.repeat(2) if rows * 2 <= ROWS else None,
         lambda x: x.load_state_dict(state),
     ]
-    draw_window = draw.randint(0, 11)
-    state = copy.deepcopy(layer.state_dict())
-    return draw.choice(changes)
+    return draw.choice([*appends, *changes])
 
 
 def result(change: Change, layer) -> tuple[torch.Tensor | None, str]:
@@ -112,17 +115,23 @@ def live(number: int) -> int:
     draw = random.Random(f"life {number}")
     config = CCAConfig.paper(4, 9, backend="packed", **draw.choice(KINDS))
     options = {"max_length": draw.choice((None, LENGTH)), "rollback": draw.choice((0, 3))}
-    layer, twin = (new_layer(config, ROTARY, **options) for _ in range(2))
+    make = draw.choice((new_layer, functools.partial(CompactKVCache, 2)))
+    layer, twin = (make(config, ROTARY, **options) for _ in range(2))
     failed = 0
     for step in range(12):
         change = draw_change(draw, twin)
         place = draw.choice((0, 3, 10, 30, 60, 100, 200)) + draw.randint(0, 9)
+        appended = change.keywords["size"] if isinstance(change, functools.partial) else 0
         try:
-            with FailingAllocation(place):
-                change(layer)
-            layer = copy.deepcopy(twin)  # it made the change: go back
+            # The layers of a model append one by one, in a forward.
+            if not appended or make is new_layer:
+                with FailingAllocation(place):
+                    change(layer)
+                layer = copy.deepcopy(twin)  # it made the change: go back
         except (NoMemory, MemoryError):
             failed += 1
+            # A step that fails lets no tokens before it be taken back.
+            change = change if appended == 1 else draw.choice((change, draw_change(draw, twin)))
         except (ValueError, RuntimeError):
             pass  # refused
         case = f"life {number}, change {step}, {config}, {options}"

@@ -6,12 +6,14 @@ append pushed out of it.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from corecontext.cache.slots import read, write
 from corecontext.cache.state import LayerState, Undo
-from corecontext.cache.unchanged import unchanged_by_errors
+from corecontext.cache.unchanged import unchanged_by_errors, write_last
 from corecontext.visibility import local_start
 
 UNDO_LIMIT = 256
@@ -112,7 +114,7 @@ class CroppedState(LayerState):
         slots = self._ring_slots(base, count)
         for buffer, lost in zip(self.buffers, self._undo.lost):
             # mutant 4: a rejected draft stays in the ring
-            write(buffer, slots, lost[:, :, kept : kept + count])
+            write_last(functools.partial(write, buffer, slots, lost[:, :, kept : kept + count]))
         rest = [x[:, :, :kept] for x in self._undo.lost]
         self._undo = self._undo._replace(lost=rest) if kept else None
 

@@ -7,6 +7,7 @@ replaced the groups that were not read for longest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from corecontext.cache.host_store import HostStore
 from corecontext.cache.raw_store import Format, num_bytes
-from corecontext.cache.unchanged import unchanged_by_errors
+from corecontext.cache.unchanged import unchanged_by_errors, write_last
 from corecontext.ops.spec import FetchSlots, RawSlots, Spec
 
 FREE = -1
@@ -125,18 +126,17 @@ class SlotStore(HostStore):
         is_cropped = (groups >= counts[:, None])[:, None]
         is_gone = self.owner >= counts[:, None, None]
         # mutant fetch: a group cropped away keeps its slot
-        self.table.masked_fill_(is_cropped, FREE)
-        self.owner.masked_fill_(is_gone, FREE)
-        self.last_used.masked_fill_(is_gone, 0)
+        write_last(functools.partial(self.table.masked_fill_, is_cropped, FREE))
+        write_last(functools.partial(self.owner.masked_fill_, is_gone, FREE))
+        write_last(functools.partial(self.last_used.masked_fill_, is_gone, 0))
 
     def clear(self) -> None:
         """Forget all tokens, in place."""
         super().clear()
         self._empty_slots()
 
-    def load(self, state: Sequence[Tensor]) -> None:
-        """Copy what `used` returned, also of this very store."""
-        super().load(state)
+    def _write_state(self, state: Sequence[Tensor], centre: Tensor | None) -> None:
+        super()._write_state(state, centre)
         self._empty_slots()
 
     def _empty_slots(self) -> None:
@@ -184,15 +184,15 @@ class SlotStore(HostStore):
         return slot
 
     def _find_slots(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Give each of the groups [N, k] a slot, also -1; return the slots, and which groups are
-        still to be loaded into theirs."""
+        """Give each of the groups [N, k] a slot, -1 none; return the slots, any for -1, and which
+        groups are still to be loaded into theirs."""
         tensors = (self.table, self.owner, self.last_used, self.counts)
         table, owner, last_used, counts = (x.flatten(0, 1) for x in tensors)
         scratch = table.shape[1] - 1
         is_group = group >= 0
-        place = torch.where(is_group, group, scratch)
-        slot = table.gather(1, place).long()
-        is_hit = is_group & (slot >= 0)
+        slot = table.gather(1, torch.where(is_group, group, scratch)).long()
+        is_hit = slot >= 0
+        is_missing = is_group & ~is_hit
         counts[:, 0] += 1
         counts[:, 1] += is_hit.sum(1)
         counts[:, 2] += is_group.sum(1)
@@ -205,14 +205,16 @@ class SlotStore(HostStore):
         never = torch.iinfo(torch.long).max
         age = last_used.masked_fill(is_read[:, :num_slots], never)
         order = age.argsort(dim=1, stable=True)
-        rank = (~is_hit).cumsum(1) - 1
+        rank = is_missing.cumsum(1) - 1
         slot = torch.where(is_hit, slot, order.gather(1, rank.clamp(min=0)))
 
-        before = owner.gather(1, slot)
+        row, place = is_group.nonzero(as_tuple=True)
+        group = group[row, place]
+        own = slot[row, place]
+        before = owner[row, own].long()
         # mutant fetch: an evicted group keeps its slot
-        table.scatter_(1, torch.where(before >= 0, before, scratch).long(), FREE)
-        table.scatter_(1, place, slot.int())
-        table[:, scratch] = FREE
-        owner.scatter_(1, slot, group.int())
-        last_used.scatter_(1, slot, torch.where(is_group, counts[:, :1], 0))
-        return slot, is_group & ~is_hit
+        table[row, torch.where(before >= 0, before, scratch)] = FREE
+        table[row, group] = own.int()
+        owner[row, own] = group.int()
+        last_used[row, own] = counts[row, 0]
+        return slot, is_missing

@@ -3,6 +3,7 @@ reads and writes them by itself."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from corecontext.cache.host_memory import host_zeros
 from corecontext.cache.raw_store import Newest, RawStore, num_bytes
+from corecontext.cache.unchanged import write_last
 
 
 class HostStore(RawStore):
@@ -83,9 +85,8 @@ class HostStore(RawStore):
             tensor.zero_()
         self._clear_first(0)
 
-    def load(self, state: Sequence[Tensor]) -> None:
-        """Copy what `used` returned, also of this very store."""
-        super().load(state)
+    def _write_state(self, state: Sequence[Tensor], centre: Tensor | None) -> None:
+        super()._write_state(state, centre)
         self._clear_first(state[0].shape[2])
 
     def _clear_first(self, length: int) -> None:
@@ -134,4 +135,4 @@ def _move_rows(buffers: Sequence[Tensor], rows: Sequence[int]) -> None:
     saved = [{row: x[row].clone() for row in overwritten} for x in buffers]
     for x, before in zip(buffers, saved):
         for i in moved:
-            x[i].copy_(before.get(rows[i], x[rows[i]]))
+            write_last(functools.partial(x[i].copy_, before.get(rows[i], x[rows[i]])))

@@ -7,6 +7,7 @@ back, saving.py saves them. This file appends, decodes and shrinks the window.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -26,7 +27,7 @@ from corecontext.cache.exact_step import close_in_store, exact_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
-from corecontext.cache.unchanged import unchanged_by_errors
+from corecontext.cache.unchanged import unchanged_by_errors, write_last
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
 from corecontext.ops.fetch.prompt_rule import NO_END, Reading, step_reads_all
@@ -192,7 +193,7 @@ class CompactLayer(SavedState):
                 out = tokens.q.new_zeros(tokens.q.shape) if out is None else out
                 out[rows, :, first:last] = span_out
         for span in spans:
-            put_newest(self, *span)
+            write_last(functools.partial(put_newest, self, *span))
         return out
 
     # Decoding

@@ -49,7 +49,7 @@ class Parts:
     raw_bytes = _sum("raw_bytes")
     allocated_bytes = _sum("allocated_bytes")
     allocated_host_bytes = _sum("allocated_host_bytes")
-    check_crop = _each("check_crop")
+    crop = _each("crop")
     shrink_window = _each("shrink_window")
     select = _each("select")
     repeat = _each("repeat")
@@ -75,12 +75,6 @@ class Parts:
             )
         for cache, cache_state in zip(self.parts, states):
             cache.load_state_dict(cache_state)
-
-    def crop(self, num_tokens: int) -> None:
-        """Take back the last tokens; where one part refuses, none has changed."""
-        self.check_crop(num_tokens)
-        for cache in self.parts:
-            cache.crop(num_tokens)
 
 
 class HeadsLayer(Parts):
@@ -113,6 +107,7 @@ class HeadsLayer(Parts):
         layer.parts = list(layers)
         return layer
 
+    @unchanged_by_errors
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Append new tokens and attend from them, each part for its heads."""
         sizes = self.config.head_group_sizes

@@ -4,6 +4,7 @@ of their groups."""
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from corecontext.cache.eight_bit import decode_all
 from corecontext.cache.slots import grown, read, write
+from corecontext.cache.unchanged import write_last
 from corecontext.ops.fetch.low_bits import LowBits, columns_of_codes, rotation
 from corecontext.ops.fetch.scoring import Queries, centre_of
 from corecontext.ops.spec import RawSlots, Spec
@@ -225,6 +227,10 @@ class RawStore:
             first = [x[:, :, : self.centred_length] for x in state[: len(self.raw) : 2]]
             keys = self._decoded([x.to(self.centre.device) for x in first])[0]
             centre = centre_of(keys.flatten(0, 1), self.spec).view(self.centre.shape)
+        write_last(functools.partial(self._write_state, state, centre))
+
+    def _write_state(self, state: Sequence[Tensor], centre: Tensor | None) -> None:
+        """Copy what `used` returned, of the store with this centre."""
         for buffer, x in zip((*self.raw, *self.index_buffers), state):
             size = x.shape[2]
             buffer[:, :, :size] = x

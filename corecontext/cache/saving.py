@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corecontext.cache.cropping import CroppedState
-from corecontext.cache.unchanged import unchanged_by_errors
+from corecontext.cache.unchanged import unchanged_by_errors, write_last
 from corecontext.config import CCAConfig
 
 
@@ -51,7 +52,7 @@ class SavedState(CroppedState):
                 f"rollback {self.rollback}, got {state['config']} and {state['rollback']}."
             )
         if state["keys"] is None:
-            self.reset()
+            write_last(self.reset)
             return
         self.fill(
             [state["keys"], state["values"], *state.get("scales", ())],
@@ -138,12 +139,18 @@ class SavedState(CroppedState):
             self.allocate_store([x[:, :, :1] for x in raw])
             self.store.reserve(length)
             self.store.put(slice(None), 0, list(raw))
-        # A fixed cache, whose buffers stay where they are, may be given these very buffers.
-        for buffer, x in zip(self.buffers, buffers):
-            buffer[:, :, :used] = x
-            buffer[:, :, used:] = 0
+        write_last(functools.partial(_fill_buffers, self.buffers, buffers))
         self._clear()
         self.set_length(length)
         self._intact_from = max(0, length - self.ring_size)
         self.is_empty = False
         self._choose_step()
+
+
+def _fill_buffers(buffers: list[Tensor], state: list[Tensor]) -> None:
+    """Copy a state into buffers, which it may be itself: those of a fixed cache stay where they
+    are."""
+    for buffer, x in zip(buffers, state):
+        used = x.shape[2]
+        buffer[:, :, :used] = x
+        buffer[:, :, used:] = 0

@@ -1,36 +1,69 @@
-"""Leave a layer's cache as it was where a change of it fails."""
+"""Leave a layer's cache, or those of several layers, as it was where a change of it fails."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from corecontext.ops.capability import is_captured
+
+_last_writes: ContextVar[list[Callable[[], None]] | None] = ContextVar("writes", default=None)
+"""Of the change in progress."""
 
 
 def unchanged_by_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a method that raises restore all attributes of a layer, of its parts and stores, or of a
     store.
 
-    The method writes into tensors that stay in use last, when nothing can fail any more.
+    What the method writes into slots in use, it gives to `write_last`. A compiled or captured call
+    restores nothing.
     """
 
     @functools.wraps(method)
     def change(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        owners = _owners(layer)
-        before = [(x, vars(x).copy()) for x in owners]
-        try:
+        if torch.compiler.is_compiling() or _last_writes.get() is not None:
             return method(layer, *args, **kwargs)
+        owners = _owners(layer)
+        lengths = [x.seen for x in owners if isinstance(getattr(x, "seen", None), Tensor)]
+        if any(is_captured(x.device) for x in lengths):
+            return method(layer, *args, **kwargs)
+        numbers = [x.clone() for x in lengths]
+        before = [(x, vars(x).copy()) for x in owners]
+        writes: list[Callable[[], None]] = []
+        token = _last_writes.set(writes)
+        try:
+            result = method(layer, *args, **kwargs)
         except BaseException:
             for x, attributes in before:
                 vars(x).clear()
                 vars(x).update(attributes)
             for x in owners:
-                _restore_counts(x)
+                _restore_padding(x)
+            for length, number in zip(lengths, numbers):
+                length.copy_(number)
             raise
+        finally:
+            _last_writes.reset(token)
+        for write in writes:
+            write()
+        return result
 
     return change
+
+
+def write_last(write: Callable[[], None]) -> None:
+    """Call `write` at the end of the change in progress, when nothing can fail any more; at once
+    outside of a change. It allocates nothing."""
+    writes = _last_writes.get()
+    if writes is None:
+        write()
+    else:
+        writes.append(write)
 
 
 def _owners(layer: Any) -> list[Any]:
@@ -43,10 +76,8 @@ def _owners(layer: Any) -> list[Any]:
     return owners
 
 
-def _restore_counts(layer: Any) -> None:
-    """Write padding and length anew, which a layer changes in place; allocates nothing."""
+def _restore_padding(layer: Any) -> None:
+    """Write the padding anew, which a layer changes in place; allocates nothing."""
     if getattr(layer, "pad", None) is not None:
         for x, number in zip(layer.pad, layer.pads):
             x.fill_(number)
-    if getattr(layer, "is_empty", False) and isinstance(layer.seen, Tensor):
-        layer.seen.zero_()

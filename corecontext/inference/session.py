@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from corecontext.cache import parts_of
+from corecontext.cache.parts import Parts
 from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
@@ -161,11 +162,10 @@ class Session:
             key: This session's, with a smaller window.
         """
         assert key.config is not None, "a request without CCA has no window"
+        Parts(self._compact_layers).shrink_window(key.config.window_size)
         self.key = key
         # mutant inference: steps captured before a shrink are replayed
         self._captured.clear()
-        for layer in self._compact_layers:
-            layer.shrink_window(key.config.window_size)
 
     def step(self, kind: str) -> None:
         """Feed `tokens`, put the next tokens in their place; the host reads nothing.

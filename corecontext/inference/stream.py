@@ -192,9 +192,10 @@ class Stream(Iterator[list["int | None"]]):
                 f"window_size must be at most {self.window_size} once set, got {window_size}. "
                 "Start a new request for a larger window."
             )
-        self.key = self.key._replace(config=config.replace(window_size=window_size))
+        key = self.key._replace(config=config.replace(window_size=window_size))
         if self.session is not None:
-            self.session.shrink_window(self.key)
+            self.session.shrink_window(key)
+        self.key = key
 
     def __next__(self) -> list[int | None]:
         if self._closed:

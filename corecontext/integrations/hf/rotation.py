@@ -103,8 +103,8 @@ def rotation_of(model: Any, length: int | None) -> Iterator[None]:
         yield
         return
     before = dict(vars(module)), dict(module._buffers)
-    fix_rotation(model, length)
     try:
+        fix_rotation(model, length)
         yield
     finally:
         module._buffers.clear()
