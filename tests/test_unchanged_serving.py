@@ -40,7 +40,7 @@ def draw_config(draw: random.Random, kind: str) -> CCAConfig:
 
 def draw_place(draw: random.Random) -> int:
     """Draw how many allocations pass before one fails; a step of a tiny model has about 200."""
-    return draw.choice((draw.randint(0, 30), draw.randint(0, 400)))
+    return draw.choice((draw.randint(0, 30), draw.randint(0, 400), 10**9))
 
 
 def state_of(model: Any) -> tuple:
@@ -51,19 +51,20 @@ def state_of(model: Any) -> tuple:
 
 def draw_call(draw: random.Random, engines: list[Engine], streams: list[list]) -> Callable:
     """Draw a call that engine or stream 0 or 1 may take or refuse."""
-    if not streams or draw.random() < 0.25:
-        ids = tokens(draw.choice((1, 2)), draw.choice((10, 37)), draw.randint(0, 9))
+    running = [pair for pair in streams if not pair[0]._closed]
+    if not running or draw.random() < 0.1:
+        ids = tokens(draw.choice((1, 2)), draw.choice((10, 37, 70)), draw.randint(0, 9))
         options = {
-            "max_new_tokens": draw.choice((1, 4, 9, 10**6)),
-            "group_size": draw.choice((None, None, 5, 0)),
+            "max_new_tokens": draw.choice((1, 9, 20, 20, 10**6)),
+            "group_size": draw.choice((None, None, None, 5, 0)),
             "window_size": draw.choice((None, None, 12)),
         }
         return lambda i: engines[i].stream(ids, **options)
-    pair = draw.choice(streams)
-    window = draw.choice((0, 3, 10, 19, 50))
-    calls = [lambda i: pair[i].configure(window_size=window), lambda i: pair[i].close()]
-    calls += [lambda i: engines[i].clear()]
-    return draw.choice([*calls, *[lambda i: next(pair[i], "end")] * 5])
+    pair = draw.choice([*running, *streams])
+    window = draw.choice((0, 3, 10, 15, 19, 50))
+    calls = [lambda i: pair[i].close(), lambda i: engines[i].clear()]
+    calls += [lambda i: pair[i].configure(window_size=window)] * 4
+    return draw.choice([*calls, *[lambda i: next(pair[i], "end")] * 8])
 
 
 def result(call: Callable, which: int) -> Any:
@@ -85,7 +86,7 @@ def engine_life(number: int) -> int:
         engines = [Engine(model, static=static, chunk_size=16) for _ in range(2)]
         before = state_of(model)
         streams: list[list] = []
-        for step in range(12):
+        for step in range(20):
             case = f"engine {number}, step {step}, {kind}, {model.config.cca}, static={static}"
             call = draw_call(draw, engines, streams)
             found = None
