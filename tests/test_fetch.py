@@ -307,7 +307,7 @@ def test_the_backward_takes_the_choice_of_the_forward():
 
 def test_a_text_without_a_group_asks_for_no_choice(monkeypatch):
     monkeypatch.delattr(query_blocks, "choose")
-    results_and_gradients(functools.partial(FETCH, group_size=80), make_inputs(75))
+    results_and_gradients(functools.partial(FETCH, group_size=80, return_lse=True), make_inputs(75))
     with pytest.raises(AttributeError, match="choose"):
         FETCH(*make_inputs(75)[:3])
 

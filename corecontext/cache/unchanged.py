@@ -49,8 +49,9 @@ def unchanged_by_errors(method: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             _last_writes.reset(token)
-        for write in writes:
-            write()
+        with torch.no_grad():
+            for write in writes:
+                write()
         return result
 
     return change
