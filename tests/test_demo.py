@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from families import tiny_model as family_model
@@ -13,10 +12,11 @@ from transformers import AutoTokenizer
 
 from corecontext.cli import main
 from corecontext.config import CCAConfig
+from corecontext.cost import ModelCost
 from corecontext.data.needles import ANSWER, ANSWER_TOKENS
 from corecontext.demo import compare, report
 from corecontext.demo.compare import ASSETS, DemoSettings, plan, run_demo
-from corecontext.demo.pace import Pace
+from corecontext.demo.pace import Pace, rates_of
 from corecontext.demo.prompts import Prompt
 from corecontext.demo.report import print_report
 from corecontext.files import UserError
@@ -29,6 +29,7 @@ DOCUMENT = (
     "It was a bright cold day, and the clocks in the hall struck one after another without end. "
     * 40
 )
+COST = ModelCost(2, 4, 2, 16, 1000, 100)
 POOLING = {"preset": "pooling", "group_size": 8, "window_size": 64, "sinks": 0}
 TEMPLATE = (
     "{% for m in messages %}[USER]{{ m.content }}[END]{% endfor %}"
@@ -275,27 +276,52 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
     assert json.loads(records.read_text().splitlines()[0])["name"] == "demo.first_token_s"
 
 
-@pytest.mark.parametrize("beginning_s, count", [(1.0, 3), (6.0, 2), (50.0, 1)])
-def test_a_slow_machine_asks_fewer_questions(of_a_user, monkeypatch, capsys, beginning_s, count):
+@pytest.mark.parametrize("token_s, count", [(0.01, 3), (0.02, 2), (0.2, 1)])
+def test_a_slow_machine_asks_fewer_questions(of_a_user, monkeypatch, capsys, token_s, count):
     """As many as the time allows, at least one, and as many as asked for."""
-    pace = Pace(SimpleNamespace(prefill_flops=float), 1.0, 250, beginning_s, 0.01)
+    pace = Pace(COST, 1.0, token_s / 2000, 0.0, 0.0)
     monkeypatch.setattr(Pace, "of", lambda *given: pace)
     by_default = dataclasses.replace(of_a_user, num_questions=None)
-    prompts = compare._within_budget(by_default, plan(by_default), 4)
+    methods = {"full": {}, "window": {"window_size": 20}, "default": {}, "adapted": {}}
+    prompts = compare._within_budget(by_default, plan(by_default), methods)
     assert len(prompts) == count
     length = len(prompts[0].token_ids)
-    seconds = round(4 * (1 + count * length / 250 * beginning_s + (36 + count * 16) * 0.01))
+    # The output head takes a tenth of the layers' operations, for perplexity.
+    readings = max(count, min(3, int(12 / (length * token_s))))
+    seconds = round(4 * (1 + (readings + count / 10) * length * token_s))
     shown = capsys.readouterr().err
     assert f"{length} tokens: about {seconds} seconds" in shown
     assert seconds < 111 or count == 1
     asked = dataclasses.replace(of_a_user, num_questions=3)
-    assert len(compare._within_budget(asked, plan(asked), 4)) == 3
+    assert len(compare._within_budget(asked, plan(asked), methods)) == 3
 
 
-def test_the_pace_is_measured_on_a_beginning(of_a_user):
-    pace = Pace.of(of_a_user.source, "auto", "cpu", [1] * 600)
-    assert pace.tokens == 512 and pace.start_s > 0
-    assert 0 < pace.step_s < pace.run_seconds(1, 1, 512) < pace.run_seconds(2, 1, 512)
+def test_the_pace_is_measured_on_two_beginnings(of_a_user):
+    pace = Pace.of(of_a_user.source, "auto", "cpu", [1] * 1200)
+    assert min(pace.start_s, pace.weights_s, pace.byte_s) > 0 and pace.attention_s >= 0
+    seconds = [pace.seconds(pace.full(length), 1, length) for length in (10**4, 10**5)]
+    assert pace.start_s < seconds[0] < seconds[1]
+    given = [(n, 3e-9 * 2000 * n + 1e-9 * (COST.prefill_flops(n) - 2000 * n)) for n in (512, 4096)]
+    assert rates_of(COST, *given) == pytest.approx((3e-9, 1e-9))
+    # Attention that seems to take no time, or more than the weights.
+    assert rates_of(COST, (512, 1.0), (4096, 2.0))[1] == 0
+    assert rates_of(COST, (512, 0.0), (512, 2.0))[1] == 0
+    assert min(rates_of(COST, (512, 0.1), (4096, 99.0))) > 0
+
+
+def test_the_pace_knows_what_each_method_reads():
+    pace = Pace(COST, 0.0, 1.0, 1.0, 1.0)
+    full, window = pace.full(20000), pace.window(600, 20000)
+    assert window.cache_bytes == COST.cache_bytes(600)
+    assert window.attention < full.attention / 15
+    cca = pace.settings(CCAConfig.pooling(), 20000, "cpu")
+    assert cca.attention < full.attention / 4 and cca.cache_bytes < full.cache_bytes / 8
+    # Full attention reads short prompts of fetch on a CPU, and its steps.
+    fetch = CCAConfig()
+    assert pace.settings(fetch, 4000, "cpu") == pace.full(4000)
+    assert pace.settings(fetch, 20000, "cpu").attention < full.attention
+    steps = pace.settings(fetch, 20000, "cuda")
+    assert steps.cache_bytes < full.cache_bytes / 5
 
 
 @needs_assets

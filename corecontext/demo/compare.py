@@ -94,7 +94,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     device = pick_device(settings.device)
     measure = _measure_apart if device == "cpu" else _measure_here
     methods = _methods(settings, len(prompts[0].token_ids))
-    prompts = _within_budget(settings, prompts, len(methods))
+    prompts = _within_budget(settings, prompts, methods)
     results = {
         method: measure(title_of(method), settings.source, options, prompts)
         for method, options in methods.items()
@@ -166,26 +166,30 @@ def same_bytes_window(settings: DemoSettings, config: CCAConfig, length: int) ->
     return max(1, entries - CCAConfig.sink_size)
 
 
-def _within_budget(settings: DemoSettings, prompts: list[Prompt], methods: int) -> list[Prompt]:
+def _within_budget(
+    settings: DemoSettings, prompts: list[Prompt], methods: Mapping[str, Mapping[str, Any]]
+) -> list[Prompt]:
     """Say how long the run takes; return fewer prompts where the default number takes too long on a
     CPU."""
-    is_cpu = pick_device(settings.device) == "cpu"
+    device = pick_device(settings.device)
     pace = Pace.of(settings.source, settings.dtype, settings.device, prompts[0].token_ids)
     length = len(prompts[0].token_ids)
+    ours = pace.settings(_config(settings), length, device)
+    window = pace.window(methods["window"]["window_size"], length)
+    works = {"full": pace.full(length), "window": window}
+
+    def seconds(count: int) -> float:
+        return sum(pace.seconds(works.get(method, ours), count, length) for method in methods)
+
     most = len(prompts)
-    while (
-        is_cpu
-        and settings.num_questions is None
-        and most > 1
-        and pace.run_seconds(methods, most, length) > BUDGET_S
-    ):
+    can_be_fewer = device == "cpu" and settings.num_questions is None
+    while can_be_fewer and most > 1 and seconds(most) > BUDGET_S:
         most -= 1
     if most < len(prompts):
         prompts = plan(replace(settings, num_questions=most))
-    seconds = pace.run_seconds(methods, most, length)
     print(
-        f"{methods} methods read {most} prompt{'s' * (most > 1)} of {length} tokens: about "
-        f"{round(seconds)} seconds, by a measured beginning",
+        f"{len(methods)} methods read {most} prompt{'s' * (most > 1)} of {length} tokens: about "
+        f"{round(seconds(most))} seconds, by measured beginnings",
         file=sys.stderr,
     )
     return prompts
