@@ -41,6 +41,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("real, indices", "real", index_markdown, SMOLLM2),
     PageTable("real, extended", "real", extended_markdown, SMOLLM2),
     PageTable("presets", "real user?", presets_markdown),
+    PageTable("presets, short", "real user?", partial(presets_markdown, short=True)),
     PageTable("presets, groups", "real", groups_markdown),
     PageTable("presets, prompts", "real", prompts_markdown),
     PageTable("rivals, as it is", "rivals", partial(rivals_markdown, trained=False)),

@@ -47,22 +47,29 @@ PROMPTS = {
 }
 
 
-def presets_markdown(records: Sequence[Record]) -> str:
+def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
     """Return the presets beside full attention and windows of their bytes: what they keep on two
-    models, and what they cost on a large one where that was measured."""
+    models, and what they cost on a large one where that was measured.
+
+    Args:
+        short: With one length of needles; bytes are the large model's of the longest text alone,
+            where they were measured.
+    """
     records = [
         r for r in records if r.params["method"] in METHODS and not r.params.get("trained_tokens")
     ]
     needles = {"model": PLACES[0][0], "task": "needles"}
+    has_user = any(r.name.startswith("user.") and r.params["model"] == SHAPE for r in records)
     columns = [
         *(_gain(f"gain, {_place(*place)}", *place) for place in PLACES),
         *(
             newest(f"needles, {length:,}", "real.accuracy", _percent, **needles, length=length)
-            for length in NEEDLES
+            for length in (NEEDLES[-1:] if short else NEEDLES)
         ),
-        *(Column(title, partial(_mib, size=size)) for title, size in BYTES.items()),
     ]
-    if any(r.name.startswith("user.") and r.params["model"] == SHAPE for r in records):
+    if not (short and has_user):
+        columns += [Column(title, partial(_mib, size=size)) for title, size in BYTES.items()]
+    if has_user:
         columns += [
             newest(f"{title}, {shown_tokens(length)}", name, show, model=SHAPE, length=length)
             for title, name, show in (
@@ -71,7 +78,7 @@ def presets_markdown(records: Sequence[Record]) -> str:
                 ("device", "user.device_bytes", shown_bytes),
                 ("host", "user.host_bytes", shown_bytes),
             )
-            for length in LENGTHS
+            for length in (LENGTHS[-1:] if short and show is shown_bytes else LENGTHS)
         ]
     return "\n".join(grouped((_method(METHODS),), columns, records)) + "\n"
 
