@@ -1461,7 +1461,7 @@ limits = (
     ),
     Fault(
         "vllm: neighbours of a prompt choose each by itself",
-        "spec = spec.replace(fetch_share=1)",
+        "spec = reading._replace(share=1).settings(spec)",
         f"{PAGED_FETCH}::test_neighbours_of_a_prompt_share_a_choice",
     ),
     Fault(

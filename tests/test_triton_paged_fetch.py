@@ -139,7 +139,8 @@ def check(config, steps, dtype=torch.float32, prompts=(), rotary=None, **options
     reading = options.get("reading") or Reading(0, 1)
     for i, (out, tensors) in enumerate(zip(outs, qkv)):
         prompt = prompts[i] if i < len(prompts) else reading.full_until
-        expected = reference(config, rotary, tensors, prompt, reading.share)
+        shared = config.replace(fetch_groups=reading.times * config.fetch_groups)
+        expected = reference(shared, rotary, tensors, prompt, reading.share)
         rows = (out.double() - expected).norm(dim=-1)
         assert rows.max() <= WORST[dtype] * expected.norm(dim=-1).max()
     return qkv, cache
@@ -164,7 +165,7 @@ def test_neighbours_of_a_prompt_share_a_choice():
     config = CCAConfig(**FETCH)
     steps = [{0: 12}, {0: 18}, {0: 11}]
     rotary = Rotary.from_theta(100.0, DIM)
-    check(config, steps, rotary=rotary, reading=Reading(15, 6))
+    check(config, steps, rotary=rotary, reading=Reading(15, 6, 2))
 
 
 def test_shares_of_the_entries_are_merged(monkeypatch):

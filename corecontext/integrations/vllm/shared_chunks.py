@@ -49,7 +49,7 @@ def attend_sharing(
         grouped_out[:, :, :num_full] = results
     if num_full < count:
         # mutant vllm: neighbours of a prompt choose each by itself
-        spec = spec.replace(fetch_share=reading.share)
+        spec = reading.settings(spec)
         bias = None if far.bias is None else far.bias.expand(-1, heads, -1)
         results = fetch.attend(backend, tokens.after(num_full), cores, spec, bias)[0]
         grouped_out[:, :, num_full:] = results
