@@ -6,10 +6,12 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.hf import gguf_files as hf_gguf
+from corecontext.integrations.hf.gguf_check import set_head_size
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.loading import load, load_config
 
@@ -255,6 +258,26 @@ def test_the_rotation_is_that_of_the_file(tmp_path, add, expected):
     found = load_config(path).rope_parameters
     assert {name: found.get(name) for name in expected} == expected
     assert found["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_random_file_is_the_model_that_wrote_it(tmp_path, number):
+    from fuzz_gguf import check
+
+    assert re.search("equal$|Install a newer transformers", check(number, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "architecture, layers, scalar", [("gemma2", 46, 168), ("gemma3", 62, 168), ("gemma3", 48, 128)]
+)
+def test_the_largest_gemma_scales_by_the_width_of_a_head(architecture, layers, scalar):
+    fields = {"block_count": layers, "embedding_length": 5376, "attention.head_count": 32}
+    file = SimpleNamespace(
+        architecture=architecture, own={**fields, "attention.key_length": 128}.get
+    )
+    config = SimpleNamespace(query_pre_attn_scalar=256)
+    set_head_size(file, config)
+    assert (config.head_dim, config.query_pre_attn_scalar) == (128, scalar)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

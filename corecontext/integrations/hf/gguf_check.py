@@ -32,6 +32,9 @@ ROPE = ("dimension_count", "freq_base", "dimension_count_swa", "freq_base_swa")
 """Other fields of rope that are understood."""
 FREQUENCIES = "rope_freqs.weight"
 """Tensor of the factors by which Llama 3.1 divides its frequencies."""
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models, by architecture, whose scale counts the embedding's share of a head; that
+of the others counts the length of a key. No field says so."""
 NORMS = {
     "output_norm": "norm",
     "blk.0.attn_norm": "layers.0.input_layernorm",
@@ -102,6 +105,21 @@ def set_rotation(file: GGUF, config: Any) -> None:
     scaling = _scaling(file, config)
     if scaling:
         full.update(scaling)
+
+
+def set_head_size(file: GGUF, config: Any) -> None:
+    """Give a config the size of its heads, and of Gemma the scale of its attention, which
+    transformers drops or takes from other fields."""
+    width = file.own("embedding_length")
+    heads = file.own("attention.head_count")
+    size = file.own("attention.key_length")
+    has_two_sizes = file.own("attention.key_length_swa") is not None
+    if not isinstance(heads, int) or width is None or has_two_sizes:
+        return
+    config.head_dim = int(size or width // heads)
+    if hasattr(config, "query_pre_attn_scalar"):
+        is_27b = file.own("block_count") == LAYERS_OF_27B.get(file.architecture)
+        config.query_pre_attn_scalar = width // heads if is_27b else config.head_dim
 
 
 def _rotations(config: Any) -> dict[str, dict[str, Any]]:

