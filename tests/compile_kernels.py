@@ -485,13 +485,13 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         **dict.fromkeys(("q_desc", "grad_desc"), tile(unions.QUERIES, 64)),
         **dict.fromkeys(("k_desc", "v_desc"), tile(32, 64)),
     }
-    pointers = dict.fromkeys(("groups_ptr", "queries_ptr", "counts_ptr"), "i32")
-    pointers |= {"lse_ptr": "fp32", **GRADIENTS, **descriptors}
-    sizes = {"GROUP_SIZE": 32, "HEAD_DIM": dim, **kind}
-    stages = {"STAGES": hopper_union.STAGES}
-    yield Kernel(hopper_union.union_fwd_hopper, {**sizes, **stages}, pointers)
-    stages = {"STAGES": hopper_union_dq.STAGES, "HAS_GRAD_LSE": True}
-    yield Kernel(hopper_union_dq.union_dq_hopper, {**sizes, **stages}, pointers)
+    united = {**descriptors, "unions": ("i32", "i32", "i32")}
+    sizes = {"GROUP_SIZE": 32, "HEAD_DIM": dim}
+    results = {"results": ("", "fp32")}
+    yield Kernel(hopper_union.union_fwd_hopper, sizes, {**united, **results})
+    pointers = {"inputs": ("", "", "fp32", "fp32"), "results": ("fp32", "fp32")}
+    sizes["HAS_GRAD_LSE"] = True
+    yield Kernel(hopper_union_dq.union_dq_hopper, sizes, {**united, **pointers})
     bytes_of = {"q_desc": tile(64, dim, torch.int8), "k_desc": tile(128, dim, torch.int8)}
     floats = ("unit_ptr", "offset_ptr", "group_unit_ptr", "scores_ptr", "best_ptr")
     bytes_of |= dict.fromkeys(floats, "fp32")

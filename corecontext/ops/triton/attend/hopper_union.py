@@ -11,6 +11,8 @@ would.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,11 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Call
 from corecontext.ops.triton.attend.hopper_forward import num_programs
-from corecontext.ops.triton.attend.unions import QUERIES, Unions
+from corecontext.ops.triton.attend.unions import QUERIES as UNION_QUERIES
+from corecontext.ops.triton.attend.unions import Unions
 from corecontext.ops.triton.launch import ceil_div, launch
 from corecontext.ops.triton.primitives import LN2, LOG2E
 from corecontext.ops.triton.tensor_memory import (
-    DTYPES,
     aligned,
     barriers,
     copy_in,
@@ -36,26 +38,36 @@ from corecontext.ops.triton.tensor_memory import (
     reinterpreted,
 )
 
+QUERIES = gl.constexpr(UNION_QUERIES)
 ROWS = gl.constexpr(64)  # queries of a consumer: of two heads
-HEADS_PER_ITEM = 4
+HEADS = gl.constexpr(4)  # of an item
 TOKENS = gl.constexpr(128)  # of a tile
 COLUMNS = gl.constexpr(64)  # of a tile in shared memory
-STAGES = 2  # tiles in shared memory
+STAGES = gl.constexpr(2)  # tiles in shared memory
 
 
 @gluon.jit
-def union_of_item(item, work):
-    """Return of an item the KV head, the first head, the number of its union and the groups there.
+def num_items_of(shape):
+    """Return the number of items of queries [N, r, T, D]: QUERIES queries of HEADS heads."""
+    heads = (shape[1] + HEADS - 1) // HEADS
+    return shape[0] * ((shape[2] + QUERIES - 1) // QUERIES) * heads
+
+
+@gluon.jit
+def union_of_item(item, shape, unions):
+    """Return of an item the KV head, the first head, the number of its union, and of the groups
+    there the place of the first and their number.
 
     Args:
-        work: num_items, unions of a KV head, items of a union, and pointers to groups, queries and
-            counts of unions, and groups of a row.
+        shape: Of the queries, [N, r, T, D].
+        unions: As of `union_fwd_hopper`.
     """
-    _, num_unions, row_blocks, unions = work
+    num_unions = (shape[2] + QUERIES - 1) // QUERIES
+    row_blocks = (shape[1] + HEADS - 1) // HEADS
     union = item // row_blocks
-    n = union // num_unions
     count = gl.load(unions[2] + union)
-    return n, item % row_blocks * 4, union % num_unions, union.to(gl.int64) * unions[3], count
+    first = union.to(gl.int64) * unions[3]
+    return union // num_unions, item % row_blocks * HEADS, union % num_unions, first, count
 
 
 @gluon.jit
@@ -73,47 +85,48 @@ def copy_unions(
     GROUP_SIZE: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
-    source,
+    descs,
     queries,
     memory,
-    work,
+    unions,
+    sink_groups,
 ):
     """Copy the queries of each item, then the tokens of its union's groups: the producer warp.
 
     Args:
-        source: Descriptors of keys and values, number of tokens, and of groups that stay raw.
+        descs: Descriptors of keys and values.
         queries: A tuple of descriptors and their shared memory, then barriers `ready` and `free` of
             both consumers.
         memory: Shared memory of keys and of values; barriers `ready` and `free` of each.
-        work: As of `union_of_item`.
+        unions: As of `union_fwd_hopper`.
     """
-    k_desc, v_desc, num_tokens, sink_groups = source
-    descs, places, q_ready, q_free = queries
+    k_desc, v_desc = descs
+    q_descs, places, q_ready, q_free = queries
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
-    groups_ptr = work[3][0]
-    num_bytes: gl.constexpr = len(descs) * 2 * HALVES * descs[0].block_type.nbytes
+    shape = q_descs[0].shape
+    num_bytes: gl.constexpr = len(q_descs) * 2 * HALVES * q_descs[0].block_type.nbytes
     step = 0
     count = 0
-    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
-        n, head, union, first, num_groups = union_of_item(item, work)
+    for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
+        n, head, union, first, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:
             for half in gl.static_range(2):
                 mbarrier.wait(q_free.index(half), (count & 1) ^ 1)
                 mbarrier.expect(q_ready.index(half), num_bytes)
-                for i in gl.static_range(len(descs)):
+                for i in gl.static_range(len(q_descs)):
                     for j in gl.static_range(2 * HALVES):
-                        row = union * descs[i].block_type.shape[2]
+                        row = union * q_descs[i].block_type.shape[2]
                         at = [n, head + 2 * half + j % 2, row, j // 2 * COLUMNS]
                         place = places[i].index(half * 2 * HALVES + j)
-                        copy_in(descs[i], at, q_ready.index(half), place)
+                        copy_in(q_descs[i], at, q_ready.index(half), place)
             count += 1
             for i in range((num_groups + GROUPS - 1) // GROUPS):
                 tokens = ()
                 for j in gl.static_range(GROUPS):
                     inside = i * GROUPS + j < num_groups
-                    group = gl.load(groups_ptr + first + i * GROUPS + j, mask=inside, other=0)
+                    group = gl.load(unions[0] + first + i * GROUPS + j, mask=inside, other=0)
                     # Behind the last token zeros are read.
-                    token = gl.where(inside, (sink_groups + group) * GROUP_SIZE, num_tokens)
+                    token = gl.where(inside, (sink_groups + group) * GROUP_SIZE, k_desc.shape[2])
                     tokens = tokens + (token,)
                 slot = step % STAGES
                 phase = (step // STAGES & 1) ^ 1
@@ -204,24 +217,25 @@ def _attend_unions(
     HALF: gl.constexpr,
     HALVES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     target,
     q_memory,
     turns,
     memory,
-    work,
+    shape,
+    unions,
 ):
     """Attend from ROWS rows of an item at a time to the raw tokens of its union, and merge with out
     and lse, in place: a consumer.
 
     Args:
-        target: Pointers to out and log-sum-exp, scale, heads of a KV head and number of queries.
+        target: Pointers to out and log-sum-exp, and scale.
         q_memory: Shared memory of queries; barriers `ready` and `free` of both consumers.
         turns: Barriers of the consumers' turns.
-        memory, work: As of `copy_unions`.
+        memory: As of `copy_unions`.
+        shape, unions: As of `union_of_item`.
     """
-    out_ptr, lse_ptr, scale, heads, num_queries = target
+    out_ptr, lse_ptr, scale = target
     q_smem, q_ready, q_free = q_memory
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
@@ -241,12 +255,13 @@ def _attend_unions(
     lanes = gl.arange(0, ROWS, rows)
     query = lanes % (ROWS // 2)
     dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
+    heads, num_queries = shape[1], shape[2]
     step = 0
     count = 0
-    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
-        n, first_head, union, first_group, num_groups = union_of_item(item, work)
+    for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
+        n, first_head, union, first_group, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:
-            chosen = work[3][1] + first_group
+            chosen = unions[1] + first_group
             running_max = gl.full([ROWS], -float("inf"), gl.float32, rows)
             sums = (running_max, gl.zeros([ROWS], gl.float32, rows))
             first = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
@@ -325,69 +340,64 @@ def _attend_unions(
                 gl.store(out_ptr + place, second.to(dtype), mask=has_second)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("num_tokens", "num_items", "num_unions", "row_blocks", "most", "heads", "num_queries"),
-        "sink_groups",
-    ]
-)
+@gluon.jit
+def tile_memory(k_desc, v_desc, STAGES: gl.constexpr, TILES: gl.constexpr):
+    """Return shared memory of STAGES tiles of keys and of values, each of TILES copies, and their
+    barriers: the producer arrives at `ready`, both consumers at `free`."""
+    shape: gl.constexpr = [STAGES * TILES] + k_desc.block_type.shape
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
+    k_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, 2)
+    v_ready = barriers(STAGES, 1)
+    v_free = barriers(STAGES, 2)
+    return k_smem, v_smem, k_ready, k_free, v_ready, v_free
+
+
+@gluon.jit(do_not_specialize=["most", "sink_groups"])
 def union_fwd_hopper(
     q_desc,
     k_desc,
     v_desc,
-    out_ptr,
-    lse_ptr,
-    groups_ptr,
-    queries_ptr,
-    counts_ptr,
-    num_tokens,
-    num_items,
-    num_unions,
-    row_blocks,
+    results,
+    unions,
     most,
-    heads,
-    num_queries,
     sink_groups,
     scale,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    DTYPE: gl.constexpr,
 ):
     """Attend to the raw tokens of chosen groups and merge with out and lse, in place.
 
     Grid: as many programs as the chip has multiprocessors; items of four heads of a union's queries
     are dealt out to them. KV heads come one after the other, so that the keys and values in use are
     few.
+
+    Args:
+        results: Pointers to out and log-sum-exp.
+        unions: Pointers to groups, queries and counts; `most` groups are in a row.
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    q_smem = gl.allocate_shared_memory(DTYPE, [4 * HALVES, 1, 1, ROWS // 2, COLUMNS], q_desc.layout)
-    shape: gl.constexpr = [STAGES * HALVES * GROUPS, 1, 1, GROUP_SIZE, COLUMNS]
-    k_smem = gl.allocate_shared_memory(DTYPE, shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, shape, v_desc.layout)
-    # Barriers: the producer arrives at `ready`, both consumers at `free` of keys and values.
+    shape: gl.constexpr = [4 * HALVES] + q_desc.block_type.shape
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    memory = tile_memory(k_desc, v_desc, STAGES, HALVES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
     turns = barriers(2, 1)
-    k_ready = barriers(STAGES, 1)
-    k_free = barriers(STAGES, 2)
-    v_ready = barriers(STAGES, 1)
-    v_free = barriers(STAGES, 2)
     fence_async_shared()
 
     # Arguments of a group of warps: constants, its own, those of all.
-    source = (k_desc, v_desc, num_tokens, sink_groups)
-    memory = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
-    work = (num_items, num_unions, row_blocks, (groups_ptr, queries_ptr, counts_ptr, most))
     queries = ((q_desc,), (q_smem,), q_ready, q_free)
-    target = (out_ptr, lse_ptr, scale, heads, num_queries)
-    consumers = (target, (q_smem, q_ready, q_free), turns, memory, work)
+    unions += (most,)
+    target = results + (scale,)
+    consumers = (target, (q_smem, q_ready, q_free), turns, memory, q_desc.shape, unions)
+    producer = ((k_desc, v_desc), queries, memory, unions, sink_groups)
     gl.warp_specialize(
         [
-            (_attend_unions, (0, HALVES, GROUP_SIZE, STAGES, HEAD_DIM) + consumers),
-            (_attend_unions, (1, HALVES, GROUP_SIZE, STAGES, HEAD_DIM) + consumers),
-            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES, source, queries, memory, work)),
+            (_attend_unions, (0, HALVES, GROUP_SIZE, HEAD_DIM) + consumers),
+            (_attend_unions, (1, HALVES, GROUP_SIZE, HEAD_DIM) + consumers),
+            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES) + producer),
         ],
         [4, 1],
         [240, 24],
@@ -399,27 +409,45 @@ def takes(call: Call) -> bool:
     return call.tokens.q.shape[3] <= 128 and call.spec.group_size in (8, 16, 32, 64)
 
 
+def launch_items(
+    kernel: Any,
+    call: Call,
+    unions: Unions,
+    queries: tuple[Tensor, ...],
+    pointers: tuple[tuple[Tensor, ...], ...],
+    factors: tuple[float, ...],
+    **constants: Any,
+) -> None:
+    """Launch a kernel over the items of unions.
+
+    Args:
+        queries: Tensors [N, r, T, D], aligned, of which a program copies an item's rows.
+        pointers: Arguments before the unions.
+        factors: Arguments behind `sink_groups`.
+    """
+    k, v = (aligned(x[:, None]) for x in call.tokens[1:3])
+    n, r, _, dim = call.tokens.q.shape
+    group_size, _, sink_groups = rule_of(call.spec)
+    num_unions, most = unions.groups.shape[1:]
+    num_items = n * num_unions * ceil_div(r, HEADS.value)
+    launch(
+        kernel,
+        (min(num_programs(k.device), num_items),),
+        (
+            *(descriptor(x, QUERIES.value, COLUMNS.value) for x in queries),
+            *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
+            *(*pointers, tuple(unions), most, sink_groups, *factors),
+        ),
+        **constants,
+        GROUP_SIZE=group_size,
+        HEAD_DIM=dim,
+        num_warps=4,
+    )
+
+
 def attend(call: Call, unions: Unions, out: Tensor, lse: Tensor) -> None:
     """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
     in place."""
-    q, k, v = (aligned(x) for x in (call.tokens.q, *(x[:, None] for x in call.tokens[1:3])))
-    n, r, num_queries, dim = q.shape
-    group_size, _, sink_groups = rule_of(call.spec)
-    num_unions = unions.counts.shape[1]
-    row_blocks = ceil_div(r, HEADS_PER_ITEM)
-    num_items = n * num_unions * row_blocks
-    launch(
-        union_fwd_hopper,
-        (min(num_programs(q.device), num_items),),
-        (
-            descriptor(q, QUERIES, COLUMNS.value),
-            *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
-            *(out, lse, *unions, k.shape[2], num_items, num_unions, row_blocks),
-            *(unions.groups.shape[2], r, num_queries, sink_groups, call.spec.scale * LOG2E.value),
-        ),
-        GROUP_SIZE=group_size,
-        HEAD_DIM=dim,
-        STAGES=STAGES,
-        DTYPE=DTYPES[q.dtype],
-        num_warps=4,
-    )
+    scale = call.spec.scale * LOG2E.value
+    queries = (aligned(call.tokens.q),)
+    launch_items(union_fwd_hopper, call, unions, queries, ((out, lse),), (scale,))

@@ -16,34 +16,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from corecontext.ops.spec import Upstream
-from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Call
-from corecontext.ops.triton.attend.hopper_forward import num_programs
 from corecontext.ops.triton.attend.hopper_union import (
     COLUMNS,
-    HEADS_PER_ITEM,
     ROWS,
     add_values,
     chosen_by,
     copy_unions,
+    launch_items,
     load_bits,
+    num_items_of,
     products,
+    tile_memory,
     union_of_item,
     wait_values,
 )
-from corecontext.ops.triton.attend.unions import QUERIES
-from corecontext.ops.triton.launch import ceil_div, launch
 from corecontext.ops.triton.primitives import LOG2E
-from corecontext.ops.triton.tensor_memory import (
-    DTYPES,
-    aligned,
-    barriers,
-    descriptor,
-    reinterpreted,
-)
+from corecontext.ops.triton.tensor_memory import aligned, barriers, reinterpreted
 
 TOKENS = gl.constexpr(64)  # of a tile
-STAGES = 3  # tiles in shared memory
+STAGES = gl.constexpr(3)  # tiles in shared memory
 
 
 @gluon.jit
@@ -84,29 +76,30 @@ def _gradients_of_unions(
     HALF: gl.constexpr,
     HALVES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HAS_GRAD_LSE: gl.constexpr,
     inputs,
     results,
-    numbers,
+    factors,
     q_memory,
     memory,
-    work,
+    shape,
+    unions,
 ):
     """Add the gradients of ROWS rows of an item at a time: a consumer.
 
     Args:
         inputs: Pointers to out, its gradient, log-sum-exp and its gradient.
         results: Pointers to the gradient of queries and delta.
-        numbers: Scales of scores and of the gradient, heads of a KV head, and number of queries.
+        factors: Scales of scores and of the gradient.
         q_memory: Shared memory of queries and of the output's gradient; barriers `ready` and `free`
             of both consumers.
-        memory, work: As of `copy_unions`.
+        memory: As of `copy_unions`.
+        shape, unions: As of `union_of_item`.
     """
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr = inputs
     dq_ptr, delta_ptr = results
-    scale, query_scale, heads, num_queries = numbers
+    scale, query_scale = factors
     q_smem, grad_smem, q_ready, q_free = q_memory
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
@@ -124,12 +117,13 @@ def _gradients_of_unions(
     lanes = gl.arange(0, ROWS, rows)
     query = lanes % (ROWS // 2)
     dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
+    heads, num_queries = shape[1], shape[2]
     step = 0
     count = 0
-    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
-        n, first_head, union, first_group, num_groups = union_of_item(item, work)
+    for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
+        n, first_head, union, first_group, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:
-            chosen = work[3][1] + first_group
+            chosen = unions[1] + first_group
             head = first_head + 2 * HALF + lanes // (ROWS // 2)
             row = union * (ROWS // 2) + query
             exists = (head < heads) & (row < num_queries)
@@ -190,84 +184,53 @@ def _gradients_of_unions(
                 gl.store(at + COLUMNS, before + second * query_scale, mask=mask)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("num_tokens", "num_items", "num_unions", "row_blocks", "most", "heads", "num_queries"),
-        "sink_groups",
-    ]
-)
+@gluon.jit(do_not_specialize=["most", "sink_groups"])
 def union_dq_hopper(
     q_desc,
     grad_desc,
     k_desc,
     v_desc,
-    out_ptr,
-    grad_ptr,
-    lse_ptr,
-    grad_lse_ptr,
-    dq_ptr,
-    delta_ptr,
-    groups_ptr,
-    queries_ptr,
-    counts_ptr,
-    num_tokens,
-    num_items,
-    num_unions,
-    row_blocks,
+    inputs,
+    results,
+    unions,
     most,
-    heads,
-    num_queries,
     sink_groups,
     scale,
     query_scale,
     HAS_GRAD_LSE: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    DTYPE: gl.constexpr,
 ):
     """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
     dq, in place; write delta = sum(grad out) - grad lse of the queries that chose any.
 
     Grid: as that of `union_fwd_hopper`. All tensors are contiguous.
+
+    Args:
+        inputs, results: As of `_gradients_of_unions`.
+        unions, most: As of `union_fwd_hopper`.
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    rows: gl.constexpr = [4 * HALVES, 1, 1, ROWS // 2, COLUMNS]
-    q_smem = gl.allocate_shared_memory(DTYPE, rows, q_desc.layout)
-    grad_smem = gl.allocate_shared_memory(DTYPE, rows, grad_desc.layout)
-    shape: gl.constexpr = [STAGES * HALVES * GROUPS, 1, 1, GROUP_SIZE, COLUMNS]
-    k_smem = gl.allocate_shared_memory(DTYPE, shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, shape, v_desc.layout)
-    # Barriers: the producer arrives at `ready`, both consumers at `free` of keys and values.
+    shape: gl.constexpr = [4 * HALVES] + q_desc.block_type.shape
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    grad_smem = gl.allocate_shared_memory(grad_desc.dtype, shape, grad_desc.layout)
+    memory = tile_memory(k_desc, v_desc, STAGES, HALVES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
-    k_ready = barriers(STAGES, 1)
-    k_free = barriers(STAGES, 2)
-    v_ready = barriers(STAGES, 1)
-    v_free = barriers(STAGES, 2)
     fence_async_shared()
 
     # Arguments of a group of warps: constants, its own, those of all.
-    source = (k_desc, v_desc, num_tokens, sink_groups)
-    memory = (k_smem, v_smem, k_ready, k_free, v_ready, v_free)
-    work = (num_items, num_unions, row_blocks, (groups_ptr, queries_ptr, counts_ptr, most))
     queries = ((q_desc, grad_desc), (q_smem, grad_smem), q_ready, q_free)
-    inputs = (out_ptr, grad_ptr, lse_ptr, grad_lse_ptr)
-    numbers = (scale, query_scale, heads, num_queries)
     q_memory = (q_smem, grad_smem, q_ready, q_free)
-    consumers = (inputs, (dq_ptr, delta_ptr), numbers, q_memory, memory, work)
+    unions += (most,)
+    consumers = (inputs, results, (scale, query_scale), q_memory, memory, q_desc.shape, unions)
+    producer = ((k_desc, v_desc), queries, memory, unions, sink_groups)
     gl.warp_specialize(
         [
-            (
-                _gradients_of_unions,
-                (0, HALVES, GROUP_SIZE, STAGES, HEAD_DIM, HAS_GRAD_LSE) + consumers,
-            ),
-            (
-                _gradients_of_unions,
-                (1, HALVES, GROUP_SIZE, STAGES, HEAD_DIM, HAS_GRAD_LSE) + consumers,
-            ),
-            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES, source, queries, memory, work)),
+            (_gradients_of_unions, (0, HALVES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
+            (_gradients_of_unions, (1, HALVES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
+            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES) + producer),
         ],
         [4, 1],
         [240, 24],
@@ -280,29 +243,15 @@ def add_query_gradient(
     """Add the gradient through raw tokens of chosen groups, times query_scale, to dq [N, r, T, D]
     in float32, in place; fill delta [N, r, T] of the queries that chose any group."""
     unions = call.unions(call.marks())
-    q, k, v = (aligned(x) for x in (call.tokens.q, *(x[:, None] for x in call.tokens[1:3])))
     grad_out = upstream.grad_out.contiguous()
     lse = upstream.lse.contiguous()
     grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
-    n, r, num_queries, dim = q.shape
-    group_size, _, sink_groups = rule_of(call.spec)
-    num_unions = unions.counts.shape[1]
-    row_blocks = ceil_div(r, HEADS_PER_ITEM)
-    num_items = n * num_unions * row_blocks
-    launch(
+    launch_items(
         union_dq_hopper,
-        (min(num_programs(q.device), num_items),),
-        (
-            *(descriptor(x, QUERIES, COLUMNS.value) for x in (q, grad_out)),
-            *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
-            *(upstream.out.contiguous(), grad_out, lse, grad_lse, dq, delta, *unions),
-            *(k.shape[2], num_items, num_unions, row_blocks, unions.groups.shape[2]),
-            *(r, num_queries, sink_groups, call.spec.scale * LOG2E.value, query_scale),
-        ),
+        call,
+        unions,
+        (aligned(call.tokens.q), grad_out),
+        ((upstream.out.contiguous(), grad_out, lse, grad_lse), (dq, delta)),
+        (call.spec.scale * LOG2E.value, query_scale),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
-        GROUP_SIZE=group_size,
-        HEAD_DIM=dim,
-        STAGES=STAGES,
-        DTYPE=DTYPES[q.dtype],
-        num_warps=4,
     )
