@@ -1,18 +1,16 @@
 """The processes of test_context_parallel.py: python context_parallel.py COUNT PORT TRAINING.
 
-TRAINING is the settings of a run as JSON, for training and its benchmark; empty for the operator, a
-model and its prefill.
+TRAINING is the settings of a run as JSON, for training and its benchmark; empty for the operator
+and a model.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -24,12 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from families import tiny_model, tokens
+from families import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Cache
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import corecontext
@@ -37,15 +33,10 @@ from benchmarks.traffic import context_parallel_traffic, ring_traffic
 from benchmarks.training import run_training_bench
 from benchmarks.training_settings import TrainingBench
 from corecontext import CCAConfig, Rotary, cca_attention
-from corecontext.cache import CompactLayer, HeadsLayer
 from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 from corecontext.distributed.halo import Shape
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
-from corecontext.inference import Prefilled, prefill
-from corecontext.inference.sharded_prefill import context_parallel_prefill
-from corecontext.integrations.hf.cache_name import with_cache
-from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.spec import Inputs, Spec
 from corecontext.train.arguments import checkpointing_name
 
@@ -289,109 +280,6 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
             raise AssertionError("positions that nobody gave were accepted")
 
 
-def continued(model: torch.nn.Module, ids: torch.Tensor, read: Prefilled) -> torch.Tensor:
-    """The prompt and eight tokens chosen greedily from a filled cache."""
-    ids = torch.cat((ids, read.logits.argmax(-1, keepdim=True)), 1)
-    return model.generate(ids, **with_cache(read.cache), max_new_tokens=7, do_sample=False)
-
-
-def parts_of(cache: Cache) -> list[CompactLayer]:
-    """The compact layers of a cache; several where heads have group sizes of their own."""
-    return [
-        part
-        for layer in cache.layers
-        for part in (
-            layer.compact.parts if isinstance(layer.compact, HeadsLayer) else [layer.compact]
-        )
-    ]
-
-
-def prefilled(rank: int, pair: dist.ProcessGroup) -> None:
-    """A prompt read by two processes leaves each the cache that one process makes, and the same
-    next tokens."""
-    config, wire = CCAConfig.paper(group_size=4, window_size=9), Wire(pair)
-    fetching = config.replace(sink_size=4, core_mass=True, fetch_groups=3, fetch_share=4)
-    # Full attention reads the beginning only, and no step.
-    prompt_rule.PROMPT_LENGTHS.update(cpu=40)
-    prompt_rule.STEP_LENGTHS.update(cpu=0)
-    prompts = [
-        (config, 157, {}),
-        (config.replace(sink_size=5, core_mass=True), 160, {"max_length": 200}),
-        (config.replace(sink_size=16), 6, {}),
-        (config, 3, {}),
-        (config.replace(core_bias=0.7, sink_size=4), 90, {"process": 1}),
-        (
-            config.replace(group_size=5, window_size=40),
-            67,
-            {"process": 0},
-        ),  # the ring lies on both processes
-        (config.replace(num_groups=7, window_size=8), 61, {}),
-        (config.replace(core_position="token", layer_group_sizes=(4, 8)), 75, {}),
-        (config.replace(layer_group_sizes=((1, 4), 8)), 70, {}),
-        (config.replace(head_group_sizes=(5, 1)), 80, {"max_length": 200}),
-        (config.replace(sink_size=16, core_mass=True), 90, {}),
-        (fetching, 120, {}),
-        (fetching.replace(store="host", fetch_index="bits:2", core_bias=0.4), 110, {"process": 1}),
-        (fetching.replace(head_group_sizes=(4, 8)), 95, {"max_length": 200}),
-        (fetching.replace(sink_size=16), 12, {}),
-        (fetching.replace(prefill="fetch"), 90, {}),
-        (fetching.replace(prefill="full"), 75, {}),
-    ]
-    # What a process sends does not depend on the dtype: three prompts show float32.
-    calls = [(prompt, torch.float64) for prompt in prompts]
-    calls += [(prompt, torch.float32) for prompt in prompts[:3]]
-    # Two pairs share the calls.
-    for (settings, length, options), dtype in calls[rank // 2 :: 2]:
-        model, rtol = tiny_model().to(dtype), {torch.float64: 1e-9, torch.float32: 2e-4}[dtype]
-        handle = corecontext.enable(model, settings, rollback=3 if length == 67 else 0)
-        for name, x in model.named_parameters():
-            if ".cca." in name:
-                torch.nn.init.normal_(x, 0, 0.3, generator=torch.Generator().manual_seed(3))
-        ids = tokens(1, length, length)
-        cache = DynamicCache(config=model.config)
-        if "max_length" in options:
-            cache = StaticCache(model.config, max_cache_len=200)
-        want = prefill(model, ids, cache=cache)
-        got = context_parallel_prefill(model, ids, wire, **options)
-        assert handle.shard is None and (got is None) == (
-            options.get("process", wire.rank) != wire.rank
-        )
-        if got is None:
-            continue
-        same = functools.partial(torch.testing.assert_close, rtol=rtol, atol=rtol)
-        same(got.logits, want.logits)
-        assert got.positions.tolist() == [length] and type(got.cache) is type(want.cache)
-        for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
-            assert (
-                int(one.get_seq_length()) == length and one.is_compileable == other.is_compileable
-            )
-        for one, other in zip(parts_of(got.cache), parts_of(want.cache), strict=True):
-            state, expected = one.state_dict(), other.state_dict()
-            for name, value in expected.items():
-                if isinstance(value, torch.Tensor | list):
-                    same(
-                        state[name],
-                        value,
-                        msg=lambda text, name=name: f"{name} of {length} tokens: {text}",
-                    )
-                else:
-                    assert state[name] == value, name
-            assert [x.shape for x in one.buffers] == [x.shape for x in other.buffers]
-        assert continued(model, ids, got).tolist() == continued(model, ids, want).tolist()
-    others = tokens(1, 40, wire.rank)
-    for wrong, message in (
-        (others, "the same on every process"),
-        (others[:, : 30 + wire.rank], "got lengths"),
-        (others[:, : 3 + wire.rank], r"got lengths \[3, 4"),
-    ):
-        try:
-            context_parallel_prefill(model, wrong, wire)
-        except ValueError as error:
-            assert re.search(message, str(error)), error
-        else:
-            raise AssertionError("different prompts were accepted")
-
-
 def train(settings: str) -> None:
     """A whole run by Trainer, two rows a step, each on two processes; the last step twice, after it
     was lost."""
@@ -455,7 +343,6 @@ def process(rank: int, world: int, port: str, settings: str) -> None:
         for group in (dist.group.WORLD, pairs[rank // 2]):
             traffic(group)
         model(world, rank, pairs[rank // 2])
-        prefilled(rank, pairs[rank // 2])
     dist.destroy_process_group()
 
 

@@ -96,8 +96,6 @@ class _Attend(torch.autograd.Function):
         all_masses = None
         if call.has_mass:
             all_masses = wait_for_masses()  # [1, N, 1, M, 1]
-        if call.keep is not None:
-            call.keep(all_cores, all_masses)
         for chunk, chunk_near in near.items():
             if call.far(chunk):
                 far = all_cores[:, :, :, : call.far(chunk)]

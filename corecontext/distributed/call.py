@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -21,9 +20,6 @@ class Call(NamedTuple):
     module: ModuleType
     """The backend."""
     core_bias: float
-    keep: Callable[[Tensor, Tensor | None], None] | None = None
-    """Called with the keys and values of all core tokens, [2, N, 1, M, D], and their masses, [1,
-    N, 1, M, 1] or None."""
 
     @property
     def layout(self) -> Layout:

@@ -19,7 +19,6 @@ from corecontext.distributed import fetch, first_tokens
 from corecontext.distributed.attention import attend
 from corecontext.distributed.call import Call
 from corecontext.distributed.halo import Halo, Shape
-from corecontext.distributed.kept import Keeper
 from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
 from corecontext.ops import api
@@ -36,8 +35,6 @@ class Shard:
     documents: tuple[int, ...] = ()
     """Boundaries 0, ..., L of documents packed in the sequence, which do not see each other; () for
     one document."""
-    keeper: Keeper | None = None
-    """Where given, collects the entries of compact caches."""
 
     def __post_init__(self) -> None:
         edges = self.documents
@@ -51,16 +48,11 @@ class Shard:
             raise ValueError(
                 f"documents must rise from 0 to the length {self.layout.seq_len}, got {edges[:8]}."
             )
-        if self.keeper is not None and (edges or not self.layout.is_shared):
-            raise ValueError(
-                "keeper must be None where documents are packed, or one process holds the whole "
-                "sequence."
-            )
 
 
 @torch.compiler.disable  # the exchanges are Python
 def context_parallel_attention(
-    inputs: Inputs, shard: Shard, spec: Spec, backend: str = "auto", full_until: int = 0
+    inputs: Inputs, shard: Shard, spec: Spec, backend: str = "auto"
 ) -> Tensor:
     """Run `cca_attention` on the whole sequence, for the tokens of this process. A collective call.
 
@@ -68,9 +60,7 @@ def context_parallel_attention(
         inputs: Queries, keys and values of this process's tokens, [B, H or Hkv, T, D], rotary
             applied at their positions in their document; T is the layout's share of this process.
             bias is a number.
-        spec, backend: The same on every process. Chunks begin at multiples of spec.fetch_share.
-        full_until: With fetch, tokens before this position see all tokens before them; they get no
-            gradients.
+        spec, backend: The same on every process.
 
     Returns:
         [B, H, T, D] in the dtype of q; differentiable in q, k and v, whose gradients are those of
@@ -91,10 +81,10 @@ def context_parallel_attention(
     inputs = Inputs(q, k, v, bias)
     with context:
         if not isinstance(spec.group_size, tuple):
-            return _by_document(inputs, shard, spec, backend, full_until)
+            return _by_document(inputs, shard, spec, backend)
         sizes, heads = heads_of_each(spec.group_size)
         outs = [
-            _by_document(share, shard, spec.replace(group_size=g), backend, full_until)
+            _by_document(share, shard, spec.replace(group_size=g), backend)
             for g, share in zip(sizes, split_inputs(inputs, heads))
         ]
         return gather_heads(outs, heads)
@@ -104,10 +94,10 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
     """Raise unless the inputs are a process's share, under settings that can be spread."""
     q, k = inputs[:2]
     layout = shard.layout
-    if spec.fetch_groups and any(start % spec.fetch_share for start in layout.starts[:-1]):
+    if spec.fetch_groups and spec.fetch_share > 1:
         raise NotImplementedError(
-            f"chunks must begin at multiples of fetch_share {spec.fetch_share}, whose queries are "
-            f"on one process, got {layout.starts[:-1]}. Use Layout.balanced(..., share=...)."
+            f"fetch_share must be 1 in context parallelism, got {spec.fetch_share}: neighbours may "
+            "be on several processes."
         )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)
@@ -119,11 +109,11 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
         )
 
 
-def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str, full_until: int) -> Tensor:
+def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tensor:
     """Attend within each document; all processes meet at the documents that several of them
     hold."""
     tokens = inputs[:3]
-    run = functools.partial(_attend_document, inputs, shard, spec, backend, full_until)
+    run = functools.partial(_attend_document, inputs, shard, spec, backend)
     if len(shard.documents) <= 2:
         return run(shard.layout, tokens)
     layout = shard.layout
@@ -153,7 +143,6 @@ def _attend_document(
     shard: Shard,
     spec: Spec,
     backend: str,
-    full_until: int,
     layout: Layout,
     tokens: Sequence[Tensor],
 ) -> Tensor:
@@ -165,11 +154,8 @@ def _attend_document(
     spec = spec.for_length(layout.seq_len)
     if spec.fetch_groups and spec.group_size > 1:
         module = api.backend_module(backend, q)
-        keep = None
-        if shard.keeper is not None:
-            keep = functools.partial(shard.keeper.keep_document, shard.wire, spec)
         bias = float(inputs.bias or 0.0)
-        call = fetch.FetchCall(shard.wire, layout, spec, module, bias, keep, full_until)
+        call = fetch.FetchCall(shard.wire, layout, spec, module, bias)
         return fetch.attend(q, k, v, call)
     # The first tokens are on every process; those after them are a sequence of their own.
     n = min(spec.sinks, layout.seq_len)
@@ -185,9 +171,6 @@ def _attend_document(
         layout = layout.clip(n, layout.seq_len)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3])
     halo = Halo(shard.wire, layout, spec.replace(sink_size=0), shape)
-    keep = None
-    if shard.keeper is not None:
-        keep = functools.partial(shard.keeper.keep, halo, k, v, first, spec.sinks)
-    call = Call(halo, api.backend_module(backend, q), float(inputs.bias or 0.0), keep)
+    call = Call(halo, api.backend_module(backend, q), float(inputs.bias or 0.0))
     outs.append(attend(q, k, v, call, first))
     return torch.cat(outs, 2)

@@ -9,7 +9,7 @@ gradient to the process that holds the token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -36,12 +36,6 @@ class FetchCall(NamedTuple):
     module: ModuleType
     """The backend."""
     core_bias: float
-    keep: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
-    """Called with keys and values of the whole document [2, B, Hkv, L, D], its core tokens
-    [2, B Hkv, w, M, D] and their masses [1, B Hkv, w, M, 1] or None."""
-
-    full_until: int = 0
-    """Tokens before this position see all tokens before them."""
 
     def group_ends(self, device: torch.device) -> Tensor:
         """Mask this process's tokens that are the last of a group, [T]."""
@@ -83,10 +77,6 @@ class _Document:
             wide = torch.promote_types(q.dtype, torch.float32)
             bias = torch.full((len(self.k), heads), call.core_bias, dtype=wide, device=q.device)
         self.core_bias = add_to_bias(bias, mass, heads)
-        if call.keep is None:
-            return
-        masses = None if mass is None else mass[None, ..., None]
-        call.keep(keys, torch.stack(self.cores), masses)
 
     def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Tensor | None]]:
         """Yield the call of each of this process's chunks, with its rows of q [N, r, T, D]: raw and
@@ -116,15 +106,6 @@ class _Attend(torch.autograd.Function):
         lses = [queries.new_zeros(*queries.shape[:2], 0, dtype=torch.float32)]
         groups = []
         for _, tokens, cores, bias in document.calls(queries):
-            num_full = max(0, min(call.full_until - tokens.q_start, tokens.q.shape[2]))
-            if num_full:
-                out, lse = _attend_fully(call, tokens.until(num_full))
-                outs.append(out)
-                lses.append(lse)
-            if num_full == tokens.q.shape[2]:
-                groups.append(None)
-                continue
-            tokens = tokens.after(num_full)
             out, lse, choice = fetch.attend(call.module, tokens, cores, call.spec, bias)
             outs.append(out)
             lses.append(lse)
@@ -139,8 +120,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         q, k, v, out, lse, *groups = ctx.saved_tensors
-        share = call.spec.fetch_share
-        choices = [None if x is None else Choice(x, share) for x in groups]
+        choices = [None if x is None else Choice(x, 1) for x in groups]
         with torch.autocast(q.device.type, enabled=False):
             document = _Document(q, k, v, call)
             upstream = Upstream(by_head(grad_out, k.shape[1]), None, out, lse)
@@ -156,12 +136,6 @@ class _Attend(torch.autograd.Function):
             grad_q[:, :, call.group_ends(q.device)] += grad_ends
         grad_k, grad_v = grad_keys
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
-
-
-def _attend_fully(call: FetchCall, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Attend from queries to all raw tokens up to their own, without gradients."""
-    none = tokens.k.new_zeros(len(tokens.k), 1, 0, tokens.k.shape[2])
-    return call.module.attend(tokens, Cores(none, none), call.spec.of_full(tokens.k.shape[1]))
 
 
 def _gradients(

@@ -52,20 +52,15 @@ class Layout:
         return cls(tuple(lengths), tuple(range(len(lengths))), rank)
 
     @classmethod
-    def balanced(cls, seq_len: int, num_processes: int, rank: int, share: int = 1) -> Layout:
+    def balanced(cls, seq_len: int, num_processes: int, rank: int) -> Layout:
         """Balance the work: of 2 N chunks of nearly equal length, process i holds the i-th and the
         i-th from the end.
 
         A late token sees more core tokens than an early one, so with one chunk each the last
         process would do most.
-
-        Args:
-            share: Chunks begin at its multiples.
         """
         num_chunks = 2 * num_processes
-        # mutant context parallelism: a share of queries on two processes
-        edges = [seq_len * i // num_chunks // share * share for i in range(num_chunks)]
-        edges.append(seq_len)
+        edges = [seq_len * i // num_chunks for i in range(num_chunks + 1)]
         return cls(
             tuple(b - a for a, b in pairwise(edges)),
             tuple(min(i, num_chunks - 1 - i) for i in range(num_chunks)),

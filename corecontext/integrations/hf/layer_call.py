@@ -14,7 +14,7 @@ from corecontext.config import CCAConfig
 from corecontext.integrations.hf.attention_interface import check_dropout
 from corecontext.ops.api import attend
 from corecontext.ops.batch import has_restarts
-from corecontext.ops.fetch.prompt_rule import reading_of, reads_prompts_apart
+from corecontext.ops.fetch.prompt_rule import reads_prompts_apart
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Inputs, Ragged, Spec
 
@@ -118,13 +118,7 @@ class CCACall:
         # Imported here: not every build of PyTorch has torch.distributed.
         from corecontext.distributed.context_parallel import context_parallel_attention
 
-        backend = self.config.backend
-        if self.shard.keeper is None:
-            return context_parallel_attention(inputs, self.shard, spec, backend)
-        # A prompt is read into a cache.
-        reading = reading_of(self.config, inputs.q.device.type, True)
-        spec = reading.settings(spec)
-        return context_parallel_attention(inputs, self.shard, spec, backend, reading.full_until)
+        return context_parallel_attention(inputs, self.shard, spec, self.config.backend)
 
     def _close_cache(self) -> None:
         """Make the cache read-only: it cannot hold several documents in one row."""
