@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.check import short
 from benchmarks.floor import floor_seconds, step_bytes
+from benchmarks.head_budget import Shape
 from benchmarks.model_check import check_model
 from benchmarks.model_methods import (
     CCA_METHODS,
@@ -40,7 +41,6 @@ from benchmarks.timing import copy_bytes_per_s, matmul_flops_per_s
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
 from corecontext.files import is_out_of_memory, one_line
-from corecontext.heads.budget import Shape
 from corecontext.inference.chunk_size import free_bytes
 from corecontext.inference.limits import check_length
 from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes

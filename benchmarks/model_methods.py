@@ -16,13 +16,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
+from benchmarks.head_budget import Shape, Unit, at_equal_cache, raw_heads
 from benchmarks.methods import DECODING, KERNELS
 from benchmarks.model_settings import ModelBench
 from benchmarks.shapes import make_prompt
 from benchmarks.timing import capture
 from corecontext.cache.full import FullLayer
 from corecontext.config import CCAConfig
-from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads
 from corecontext.inference import Engine, prefill
 from corecontext.inference.session import SessionKey
 from corecontext.integrations.hf.cache_layers import GivenLayer

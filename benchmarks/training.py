@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.attention import sdpa_kernel
 
 from benchmarks.check import short
+from benchmarks.head_budget import Shape
 from benchmarks.methods import KERNELS
 from benchmarks.model_methods import CCA_RAW, raw_config
 from benchmarks.operator_settings import backend_of_cca
@@ -30,13 +31,12 @@ from benchmarks.training_settings import OURS, TrainingBench
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
 from corecontext.files import is_out_of_memory
-from corecontext.heads.budget import Shape
 from corecontext.measure import PeakMemory
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
 DEFAULT = "cca_default"
-"""The recipe `raw` of `corecontext train`: heads that keep every token, and a teacher."""
+"""KV heads that keep every token, and a teacher."""
 LOSS_CHUNK = 2048
 TEACHES = 0.5  # the teacher's share of the loss, which makes no difference to time
 # After the first step, which compiles: a GPU's first steps of a length are slower than later ones.

@@ -39,7 +39,7 @@ class Step:
     more attention to compute per token, so tokens per second alone would not compare."""
     received: Record | None
     default: Record | None
-    """CCA by the recipe `raw` of `corecontext train`: raw heads and a teacher."""
+    """CCA with raw heads and a teacher."""
 
     @property
     def speedup(self) -> float | None:
@@ -142,7 +142,8 @@ COLUMNS = (
     Column("", lambda step: optional(shown_times)(step.speedup)),
     Column("of allowed", lambda step: percent(step.of_allowed)),
     Column(
-        "recipe raw, tokens/s", lambda step: f"{step.default.value:.0f}" if step.default else ""
+        "raw heads and teacher, tokens/s",
+        lambda step: f"{step.default.value:.0f}" if step.default else "",
     ),
     Column("full attention, GiB", lambda step: gib(step.full_bytes)),
     Column("CCA, GiB", lambda step: gib(step.cca_bytes)),

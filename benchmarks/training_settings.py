@@ -23,8 +23,8 @@ class TrainingBench:
     """llama-1b, llama2-7b, llama3.1-8b, qwen2.5-7b or tiny."""
     methods: tuple[str, ...] = option((), name="method")
     """cca, full, sdpa_flash, sdpa_cudnn, cca_raw (some KV heads keep every token, at the same cache
-    size) or cca_default (these, and distilled, as corecontext train raw does). Default: cca
-    and the full attention that suits."""
+    size) or cca_default (these, and distilled). Default: cca and the full attention that
+    suits."""
     context_parallel: bool = False
     """One sequence on all processes that torchrun started."""
     group_size: int = PAPER_RULE["group_size"]

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from corecontext.data.needles import ANSWER_TOKENS, make_needles
 from corecontext.files import UserError, cache_folder
-from corecontext.heads.search import Findings, Trial, find_units, least_length, rounds_of
 from corecontext.loading import Loaded
 from corecontext.record import Record, make_record
 from corecontext.terminal import console
+from reproduction.head_search import Findings, Trial, find_units, least_length, rounds_of
 
 
 def find_layers(

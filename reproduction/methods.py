@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from benchmarks.head_budget import COARSE, MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.baselines import LMInfinite, StreamingLLM, WindowOnly
 from corecontext.config import CCAConfig
-from corecontext.heads.budget import COARSE, MORE_ENTRIES, Shape, Unit, at_equal_cache
 from corecontext.visibility import num_complete_groups, window_capacity
 from reproduction.attentions.duo_attention import DuoAttention
 from reproduction.attentions.minference import MInference, Pattern

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from benchmarks.head_budget import COARSE, Shape, Unit, spread
 from corecontext.files import atomic_path, write_text
-from corecontext.heads.budget import COARSE, Shape, Unit, spread
-from corecontext.heads.search import search_units
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.record import Record, device_name, read_records
 from corecontext.terminal import progress
 from corecontext.visibility import group_size_for
 from reproduction import scoring
 from reproduction.attentions.pooled import Pooled
+from reproduction.head_search import search_units
 from reproduction.layers import layer_records
 from reproduction.miniature import add_lora, attention, merge_lora
 from reproduction.plan import Stage, adapt_steps, base_of, sizes_of

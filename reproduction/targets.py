@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from benchmarks.head_budget import MORE_ENTRIES
 from benchmarks.tables import Column
-from corecontext.heads.budget import MORE_ENTRIES
 from corecontext.record import Record
 from reproduction.html_page import DASH, Page, format_of, percent, table
 from reproduction.methods import DUO, PAPER_RIVALS, Method, alike, methods

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.head_budget import Unit
 from corecontext.files import UserError, atomic_path
-from corecontext.heads.budget import Unit
 from corecontext.inference.fuse import Fused
 from corecontext.record import Record, device_name, make_record
 from reproduction import scoring

@@ -28,7 +28,6 @@ LAYERS = [
     ("methods",),
     ("loading",),
     ("perplexity", "info"),
-    ("heads",),
     ("train",),
     ("eval", "serve", "generation"),
     ("demo",),

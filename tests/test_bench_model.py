@@ -23,11 +23,11 @@ from benchmarks import (
 )
 from benchmarks.command import main
 from benchmarks.floor import step_bytes
+from benchmarks.head_budget import Shape
 from benchmarks.model_settings import ModelBench, model_defaults
 from corecontext.cache import host_store
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
-from corecontext.heads.budget import Shape
 from corecontext.inference import chunk_size
 from corecontext.record import Record, append_records, read_records
 from corecontext.visibility import num_visible_cores

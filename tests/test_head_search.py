@@ -15,12 +15,7 @@ from families import tiny_model, tokens
 from tiny_model import save_tiny_model
 
 import corecontext
-from corecontext import CCAConfig
-from corecontext.cache import CompactLayer
-from corecontext.cli import main as corecontext_main
-from corecontext.files import UserError
-from corecontext.heads import search
-from corecontext.heads.budget import (
+from benchmarks.head_budget import (
     COARSE,
     Shape,
     Unit,
@@ -28,13 +23,18 @@ from corecontext.heads.budget import (
     raw_heads,
     spread,
 )
-from corecontext.heads.search import Trial, far_loss, num_trials, rounds_of, search_units
+from corecontext import CCAConfig
+from corecontext.cache import CompactLayer
+from corecontext.cli import main as corecontext_main
+from corecontext.files import UserError
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records
 from corecontext.visibility import num_complete_groups, window_capacity
+from reproduction import head_search as search
 from reproduction.command import main
+from reproduction.head_search import Trial, far_loss, num_trials, rounds_of, search_units
 from reproduction.layers import find_layers, needle_rows
 
 MODEL, TEXT = "corecontext/assets/demo_model", "corecontext/assets/document.txt"

@@ -3,7 +3,6 @@ report."""
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +10,13 @@ import torch
 from families import tiny_model, tokens
 
 import corecontext
+from benchmarks.head_budget import Shape, Unit, at_equal_cache, raw_heads
 from corecontext import CCAConfig
-from corecontext.data.packing import fill_row
 from corecontext.files import UserError
-from corecontext.heads import choose, search
-from corecontext.heads.budget import Shape, Unit, at_equal_cache, raw_heads, untrained_heads
-from corecontext.heads.search import search_units
 from corecontext.integrations.hf.enabling import handle_of
-from corecontext.train import TrainConfig
+from reproduction import head_search as search
 from reproduction import layers
+from reproduction.head_search import search_units
 
 
 def test_a_loss_is_the_mean_over_all_tokens_of_second_halves(monkeypatch):
@@ -96,11 +93,6 @@ def test_more_than_half_of_the_window_stays():
     assert at_equal_cache(shape, heads[:2], config, 200, raw=True).window_size > 4
 
 
-def test_heads_of_random_weights_are_upwards_from_five_eighths():
-    layers = [unit.layer for unit in untrained_heads(Shape(8, 1), 8)]
-    assert layers == [5, 6, 7, 4, 3, 2, 1, 0]
-
-
 @pytest.mark.parametrize("raw", [False, True])
 def test_heads_are_looked_for_in_the_best_quarter_of_the_layers(raw, monkeypatch, capsys):
     """With the losses of a table: layers 6 and 2 are best alone, of their heads 2.1, and beside it
@@ -163,60 +155,6 @@ def test_heads_are_looked_for_in_the_best_quarter_of_the_layers(raw, monkeypatch
     assert {c.layer_group_sizes.count(64) for c in measured[2:17]} == {6, 7}
 
 
-# The heads of a training run
-
-
-def rows_of(*rows):
-    """Rows of documents with so many tokens; a document's tokens are its number."""
-    numbers = itertools.count()
-    filled = []
-    for lengths in rows:
-        pieces = [torch.full((n,), next(numbers)).numpy() for n in lengths]
-        filled.append(fill_row(sum(lengths), pieces, 0))
-    return filled
-
-
-@pytest.mark.parametrize(
-    "rows, limit, shapes",
-    [
-        ([(30, 10), (15, 25), (40,)], None, {4: 40, 0: 30, 3: 25}),
-        ([(20, 20), (19, 21)], None, {3: 21, 0: 20, 1: 20}),  # 20 tokens are enough
-        ([(21, 22), (23, 24), (25, 26)], None, {5: 26, 4: 25, 3: 24, 2: 23}),  # of four at most
-        ([(60, 20)], 33, {0: 33, 1: 20}),
-        ([(19, 20)] * 65, None, {1: 20, 3: 20, 5: 20, 7: 20}),
-        ([(19, 20)] * 64 + [(39,)], None, {1: 20, 3: 20, 5: 20, 7: 20}),  # in 64 rows
-    ],
-)
-def test_the_longest_documents_are_looked_at(rows, limit, shapes):
-    config = CCAConfig.paper(2, 2)  # of which a search needs 20 tokens
-    texts = choose._longest_documents(rows_of(*rows), config, limit)
-    assert {int(text[0, 0]): text.shape[1] for text in texts} == shapes
-    assert all(text.shape[0] == 1 and bool((text == text[0, 0]).all()) for text in texts)
-
-
-def test_documents_too_short_for_a_search_are_refused():
-    with pytest.raises(
-        UserError, match="20 tokens or more in a row, .* 19 tokens at most in 2 row"
-    ):
-        choose._longest_documents(rows_of((19,), (3, 16)), CCAConfig.paper(2, 2), None)
-
-
-def test_a_run_with_random_weights_or_known_sizes_does_not_search():
-    run = TrainConfig.preset("pooling", context_length=8192)
-    assert choose.with_heads(run, None, None, None, None) is run
-    hf_config = tiny_model("llama", num_hidden_layers=8, num_key_value_heads=4).config
-    scratch = run.replace(strategy="scratch", raw_heads=3)
-    found = choose.with_heads(scratch, hf_config, None, None, {"window_size": 1})
-    units = untrained_heads(Shape(8, 4), 3)
-    wanted = at_equal_cache(Shape(8, 4), units, run.cca(), 8192, raw=True)
-    assert found.cca() == wanted and found.raw_heads == 0 and found.strategy == "scratch"
-    default = choose.with_heads(scratch.replace(raw_heads=None), hf_config, None, None, None)
-    every = untrained_heads(Shape(8, 4), raw_heads(Shape(8, 4), run.cca(), 8192))
-    assert default.cca() == at_equal_cache(Shape(8, 4), every, run.cca(), 8192, raw=True)
-    with pytest.raises(UserError, match="^raw_heads: what keeps every token .* --raw-heads 0"):
-        choose.with_heads(scratch.replace(raw_heads=31), hf_config, None, None, None)
-
-
 # The command
 
 
@@ -248,26 +186,3 @@ def test_rows_of_the_text_have_the_length_asked_for(length, most_rows, rows, mon
     loaded.max_length = length - 1
     with pytest.raises(UserError, match=f"at most the model's {length - 1} tokens, got {length}"):
         layers.find_layers(loaded, "", length, most_rows, 3)
-
-
-def test_other_processes_hear_of_a_search_that_failed(monkeypatch):
-    """Else they would wait for ever; with the first process's result they go on."""
-    published = []
-    announcement = SimpleNamespace(
-        publish=published.append, wait=lambda: published[-1] if published else None
-    )
-    monkeypatch.setattr(choose, "Announcement", lambda topic, rank: announcement)
-
-    def fail(*call):
-        raise UserError("no such text")
-
-    first, second = SimpleNamespace(process_index=0), SimpleNamespace(process_index=1)
-    monkeypatch.setattr(choose, "_find", fail)
-    with pytest.raises(UserError, match="no such text"):
-        choose._find_together(None, first, None, None)
-    with pytest.raises(UserError, match="the first process says why"):
-        choose._find_together(None, second, None, None)
-    sizes = {"window_size": 7}
-    monkeypatch.setattr(choose, "_find", lambda *call: sizes)
-    assert choose._find_together(None, first, None, None) == sizes
-    assert choose._find_together(None, second, None, None) == sizes

@@ -18,6 +18,7 @@ from test_eval import write_lines
 from tiny_model import save_tiny_model
 from transformers import AutoTokenizer
 
+from benchmarks.head_budget import Shape, Unit
 from corecontext import Rotary
 from corecontext.baselines import enabled
 from corecontext.cache import CompactLayer
@@ -25,7 +26,6 @@ from corecontext.config import CCAConfig
 from corecontext.data.needles import ANSWER, QUESTION, SENTENCE, make_needles
 from corecontext.data.readers import read_lines
 from corecontext.files import UserError
-from corecontext.heads.budget import Shape, Unit
 from corecontext.inference.engine import Engine
 from corecontext.integrations.hf.adapter import add_adapter
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache

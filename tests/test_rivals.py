@@ -12,9 +12,9 @@ from tiny_model import save_tiny_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
+from benchmarks.head_budget import Shape, Unit
 from corecontext.baselines import enabled
 from corecontext.cost import cache_bytes
-from corecontext.heads.budget import Shape, Unit
 from corecontext.inference import prefill
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.loading import load, one_line

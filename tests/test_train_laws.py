@@ -131,7 +131,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(
                 train(config)
         assert not (tmp_path / "run").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(run, "with_heads", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(run, "_make_trainer", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(config)
     assert not (tmp_path / "run").exists()
@@ -176,11 +176,11 @@ def test_the_help_has_groups_and_options_take_what_they_show(capsys, monkeypatch
     parsed = []
     monkeypatch.setattr(run, "train", lambda config: parsed.append(config) or sys.exit(0))
     for options in (
-        ("--raw-heads", "auto", "--sinks", "4"),
-        ("--raw-heads", "2", "--sink-size", "8"),
+        ("--raw-heads", "0", "--sinks", "4"),
+        ("--lora-rank", "2", "--sink-size", "8"),
     ):
         with pytest.raises(SystemExit):
             main(["train", "paper", *options])
-    assert [(config.raw_heads, config.sink_size) for config in parsed] == [(None, 4), (2, 8)]
+    assert [(config.lora_rank, config.sink_size) for config in parsed] == [(8, 4), (2, 8)]
     assert main(["train", "--shape", "{x}"]) == 2
     assert "error: shape must be JSON, got '{x}': Expecting" in capsys.readouterr().err

@@ -1,19 +1,13 @@
-"""What a run begins with: heads found on its text, a teacher, what the checkpoint says, and the
-default of it all."""
+"""What a run begins with: a teacher, what the checkpoint says, and the default of it all."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from tiny_model import save_tiny_model
 from train_runs import assert_equal, stop_at, weights
@@ -21,8 +15,6 @@ from train_runs import assert_equal, stop_at, weights
 import corecontext
 from corecontext.cli import main
 from corecontext.config import PRESETS
-from corecontext.files import UserError
-from corecontext.heads import choose
 from corecontext.inference import Engine
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.train import TrainConfig
@@ -96,100 +88,6 @@ def test_distilled_it_continues_bit_for_bit(sharp, tmp_path):
         assert_equal(weights(stopped), weights(config))
 
 
-@pytest.fixture(scope="module")
-def one_head(sharp, tmp_path_factory) -> TrainConfig:
-    """A model of whose four KV heads one attends, and a run that is to find it."""
-    name = save_tiny_model(tmp_path_factory.mktemp("one_head") / "model")
-    model = transformers.AutoModelForCausalLM.from_pretrained(sharp.model)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-        model.model.layers[1].self_attn.o_proj.weight[:, :32] = 0
-    model.save_pretrained(name)
-    return sharp.replace(
-        model=name,
-        output=f"{name}-run",
-        distil=0.0,
-        context_length=128,
-        window_size=32,
-        raw_heads=None,
-        steps=4,
-    )
-
-
-def test_the_head_that_keeps_every_token_is_found_once_on_the_runs_text(
-    one_head, tmp_path, monkeypatch, capsys
-):
-    train(one_head)
-    assert "keep every token (layer.head): 1.1; s = " in capsys.readouterr().out
-    written = json.loads(Path(one_head.output, "train_config.json").read_text())
-    sizes = written["heads"]
-    assert sizes["layer_group_sizes"] == [16, [16, 1]] and 16 < sizes["window_size"] < 32
-    assert written["config"]["raw_heads"] is None and written["config"]["window_size"] == 32
-    assert handle_of(
-        corecontext.from_pretrained(f"{one_head.output}/model")
-    ).config == corecontext.CCAConfig.paper(
-        4, sizes["window_size"], layer_group_sizes=(16, (16, 1))
-    )
-    assert "g = [16, (16, 1)] by layer" in Path(one_head.output, "model/README.md").read_text()
-
-    # The same as a run that is told; and a continued one does not look again.
-    told = one_head.replace(
-        output=str(tmp_path / "told"),
-        raw_heads=0,
-        window_size=sizes["window_size"],
-        layer_group_sizes=(16, (16, 1)),
-    )
-    train(told)
-    assert_equal(weights(told), weights(one_head))
-    stopped = one_head.replace(output=str(tmp_path / "stopped"))
-    stop_at(3, stopped)
-    monkeypatch.setattr(choose, "_find", mock.Mock(side_effect=AssertionError))
-    assert train(stopped).resumed_from == 2
-    assert_equal(weights(stopped), weights(one_head))
-
-
-def test_heads_cannot_be_found_in_short_text_or_paid_for_in_a_short_context(one_head, tmp_path):
-    changes = {"output": str(tmp_path / "run"), "steps": 1}
-    with pytest.raises(
-        UserError,
-        match=r"documents of 136 tokens or more .* got 128 tokens at most in \d+ rows\. Give "
-        r"longer .* the paper's rule, which needs none: --raw-heads 0\.$",
-    ):
-        train(one_head.replace(window_size=52, **changes))
-    for many, window, told in (
-        (None, 10, "what keeps every token must be at most 0 of 4 KV heads"),
-        (2, 32, "count must be 1 .. 1 of 2 to choose from, got 2"),
-    ):
-        with pytest.raises(UserError, match=rf"^raw_heads: {told}.* --raw-heads 0\.$"):
-            train(one_head.replace(raw_heads=many, window_size=window, **changes))
-
-
-def test_processes_wait_for_the_one_that_finds_the_heads(one_head, tmp_path, monkeypatch):
-    store, found = dist.HashStore(), {"window_size": 9, "layer_group_sizes": [8, [8, 1]]}
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    config = one_head.replace(output=str(tmp_path))
-
-    def process(rank):
-        return choose.with_heads(
-            config, None, SimpleNamespace(world_size=2, process_index=rank), None, None
-        )
-
-    def find(*_):
-        time.sleep(0.1)
-        return found
-
-    monkeypatch.setattr(choose, "_find", find)
-    with ThreadPoolExecutor(2) as pool:
-        for one in pool.map(process, (1, 0), timeout=200):
-            assert (one.window_size, one.layer_group_sizes, one.raw_heads) == (9, (8, (8, 1)), 0)
-        monkeypatch.setattr(choose, "_find", mock.Mock(side_effect=UserError("too short")))
-        second, first = pool.submit(process, 1), pool.submit(process, 0)
-        with pytest.raises(UserError, match="too short"):
-            first.result(20)
-        with pytest.raises(UserError, match="the first process says why"):
-            second.result(20)
-
-
 def trained(setting, model, output, *options):
     """The exit code of a run of one step by the command."""
     paths = ["--model", model, "--output", str(output)]
@@ -206,14 +104,8 @@ def trained(setting, model, output, *options):
         (("--group-size", "2"), {"group_size": 2, "window_size": 13}),
         (
             ("--strategy", "scratch"),
-            # None of it: a new model, whose window pays for one head and more first tokens.
-            {
-                "group_size": 16,
-                "window_size": 999,
-                "sink_size": 16,
-                "core_mass": True,
-                "layer_group_sizes": (64, (1, 64)),
-            },
+            # None of it: a new model.
+            {"group_size": 16, "window_size": 1024, "sink_size": 16, "core_mass": True},
         ),
         (("--method", "full"), None),
     ],
@@ -239,17 +131,17 @@ def test_the_command_keeps_a_checkpoints_own_settings(setting, tmp_path, options
         )
 
 
-def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
+def test_without_a_recipe_a_run_has_what_works_best(sharp, tmp_path, capsys):
     """As far as it can have it; the paper's rule by its name, and what options say."""
 
     def run(name, *options):
         command = [
             "train",
-            *([name] if name in ("paper", "raw") else []),
+            *([name] if name == "paper" else []),
             "--model",
-            one_head.model,
+            sharp.model,
             "--data",
-            one_head.data[0],
+            sharp.data[0],
             "--output",
             str(tmp_path / name),
             "--steps",
@@ -261,53 +153,44 @@ def test_without_a_recipe_a_run_has_what_works_best(one_head, tmp_path, capsys):
             "--window-size",
             "32",
             "--cache-dir",
-            one_head.cache_dir,
+            sharp.cache_dir,
             *options,
         ]
         assert main(command) == 0
         config = json.loads((tmp_path / name / "train_config.json").read_text())["config"]
-        return config["fetch_groups"], config["raw_heads"], config["distil"]
+        return config["fetch_groups"], config["distil"]
 
     def saved_by(name):
         return corecontext.CCAConfig.from_dict(
             transformers.AutoConfig.from_pretrained(tmp_path / name / "model").cca
         )
 
-    assert run("best") == (64, 0, 0.5)
+    assert run("best") == (64, 0.5)
     assert (
         "by default: raw tokens of 64 groups for each query, the model as it was teaches, rate "
         "0.0001. " in capsys.readouterr().out
     )
     assert saved_by("best") == corecontext.CCAConfig(4, 32)
-    # With masses, the model's one head reads random text no better raw.
-    assert run("raw", "--no-core-mass") == (0, None, 0.5)
-    assert "by default" not in capsys.readouterr().out
-    saved = saved_by("raw")
-    assert saved.layer_group_sizes == (16, (16, 1)) and saved.store == "device"
-    assert saved.sink_size == 16 and not saved.core_mass
-    assert run("paper") == (0, 0, 0.0) and "by default" not in capsys.readouterr().out
+    assert run("paper") == (0, 0.0) and "by default" not in capsys.readouterr().out
     assert saved_by("paper") == corecontext.CCAConfig.paper(4, 32)
-    assert run("none", "--fetch-groups", "0", "--distil", "0") == (0, 0, 0.0)
+    assert run("none", "--fetch-groups", "0", "--distil", "0") == (0, 0.0)
     assert saved_by("none") == corecontext.CCAConfig.pooling(4, 32)
     assert "by default: rate 0.0001. " in capsys.readouterr().out
     assert (
-        run("window", "--method", "window") == (0, 0, 0.0)
+        run("window", "--method", "window") == (0, 0.0)
         and "by default" not in capsys.readouterr().out
     )
-    assert run("scratch", "--strategy", "scratch") == (0, None, 0.0)
-    assert saved_by("scratch") == saved.replace(layer_group_sizes=(16, (1, 16)), core_mass=True)
+    assert run("scratch", "--strategy", "scratch") == (0, 0.0)
+    assert saved_by("scratch") == corecontext.CCAConfig.pooling(4, 32)
     few = ("--fetch-groups", "3")
-    assert run("lora", "--strategy", "lora", "--distil", "0.25", *few) == (3, 0, 0.25)
-    config = json.loads(Path(one_head.model, "config.json").read_text())
+    assert run("lora", "--strategy", "lora", "--distil", "0.25", *few) == (3, 0.25)
+    config = json.loads(Path(sharp.model, "config.json").read_text())
     short = tmp_path / "short"
-    shutil.copytree(one_head.model, short)
+    shutil.copytree(sharp.model, short)
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
-    assert run("long", "--model", str(short)) == (
-        64,
-        0,
-        0.0,
-    )  # it cannot teach what it was not built for
-    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (64, 0, 0.5)
+    # It cannot teach what it was not built for.
+    assert run("long", "--model", str(short)) == (64, 0.0)
+    assert run("sized", "--layer-group-sizes", "8", "--layer-group-sizes", "8") == (64, 0.5)
 
 
 def test_a_model_of_the_default_recipe_generates_what_it_predicts(sharp, tmp_path, caplog):
@@ -354,7 +237,7 @@ def test_the_default_schedule_is_for_trained_weights_and_the_models_length(tmp_p
     )
     scratch = TrainConfig(model=model, strategy="scratch")
     pooling = PRESETS["pooling"].settings
-    assert best_settings(scratch, {}) == {**pooling, "raw_heads": None}
+    assert best_settings(scratch, {}) == pooling
     window = best_settings(TrainConfig(model=model, method="window"), {})
     assert window == {"window_size": 1024, "fetch_groups": 0}
 
@@ -394,10 +277,10 @@ def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are
     held["cca"] = corecontext.CCAConfig.paper(8, 13, layer_group_sizes=(4, 8)).to_dict()
     (tmp_path / "model/config.json").write_text(json.dumps(held))
     run = ["train", "--model", model, "--data", setting.data[0]]
-    run += ["--output", str(tmp_path / "run"), "--raw-heads", "2"]
+    run += ["--output", str(tmp_path / "run"), "--method", "window"]
     assert main(run) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: raw_heads must be 0 with layer_group_sizes")
+    assert error.startswith("error: layer_group_sizes must be left out with method 'window'")
     assert error.endswith(
         f"'{model}' was adapted with layer_group_sizes of its own: leave the option out, or begin "
         "with a model that was not adapted."

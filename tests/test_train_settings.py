@@ -35,7 +35,7 @@ from corecontext.train.train_config import load_recipe
         *((name, 1) for name in ("steps", "batch_size", "accumulation", "workers")),
         *((name, 1) for name in ("context_parallel", "lora_rank", "loss_chunk", "long_tokens")),
         *((name, 1) for name in ("shuffle_documents", "save_every", "keep", "log_every")),
-        *((name, 0) for name in ("warmup_steps", "eval_every", "raw_heads")),
+        *((name, 0) for name in ("warmup_steps", "eval_every")),
         ("context_length", 2),
     ],
 )
@@ -79,13 +79,11 @@ def test_settings_that_exclude_each_other_are_refused_in_both_forms():
         {"deepspeed": "z", "fsdp": True},
         {"deepspeed": "z", "context_parallel": 2},
         {"streaming": True, "long_tokens": 5},
-        {"raw_heads": None, "method": "full"},
-        {"raw_heads": None, "layer_group_sizes": (4,)},
     ):
-        with pytest.raises(ValueError, match="must be (left out|0)"):
+        with pytest.raises(ValueError, match="must be left out"):
             TrainConfig(**settings)
         for name in settings:
-            if name != "method" and (name, settings[name]) != ("raw_heads", None):
+            if name != "method":
                 TrainConfig(**{name: settings[name]})
 
 
@@ -138,7 +136,7 @@ def test_the_card_names_all_of_the_attention():
 @pytest.mark.parametrize(
     "options, settings",
     [
-        (("--warmup-steps", "0", "--raw-heads", "0"), {"warmup_steps": 0, "raw_heads": 0}),
+        (("--warmup-steps", "0"), {"warmup_steps": 0}),
         (("--no-checkpointing", "--fuse"), {"checkpointing": False, "fuse": True}),
         (("--dtype", "float32"), {"precision": "float32"}),
         (("--precision", "bfloat16", "--sinks", "4"), {"precision": "bfloat16", "sink_size": 4}),
@@ -146,7 +144,7 @@ def test_the_card_names_all_of_the_attention():
         (("--lora-targets", "x", "--lora-targets", "y"), {"lora_targets": ("x", "y")}),
         (
             ("--layer-group-sizes", "4", "--layer-group-sizes", "8"),
-            {"layer_group_sizes": (4, 8), "raw_heads": 0},
+            {"layer_group_sizes": (4, 8)},
         ),
         (
             ("--learning-rate", "1e-4", "--core-bias", "2"),
@@ -222,13 +220,19 @@ def test_an_option_that_is_gone_is_refused_in_one_line(recipe, tmp_path, monkeyp
     result = run.Result(Path("out"), 1, [(1, 3.0)], {}, {}, 0)
     monkeypatch.setattr(run, "train", lambda config: result)
     capsys.readouterr()
-    for name, value, harmless in (("pooling", "mean", "cca"), ("fetch-index", "core", "mean")):
+    for name, value, harmless in (
+        ("pooling", "mean", "cca"),
+        ("fetch-index", "core", "mean"),
+        ("raw-heads", "auto", "0"),
+    ):
         argv = ["train", *recipe, "--model", model, f"--{name}"]
         assert main([*argv, harmless]) == 0
         assert main([*argv, value]) == 2
         error = capsys.readouterr().err
         assert f"error: {name.replace('-', '_')} must not be '{value}', " in error
         assert "removed in version" in error and error.count("\n") == 1
+    assert main(["train", "raw", "--model", model]) == 2
+    assert "error: recipe must not be 'raw', the recipe of KV heads" in capsys.readouterr().err
     assert main(["train", "--help"]) == 0
     assert "--pooling" not in capsys.readouterr().out
 
@@ -245,7 +249,7 @@ def test_an_option_that_is_gone_is_refused_in_one_line(recipe, tmp_path, monkeyp
         ((), ("--checkpointing",), False),
         ((), ("--batch-size", "2", "--fit-memory"), True),
         ((), ("--no-fit-memory",), False),
-        (("raw",), (), True),
+        (("fetch",), (), True),
         (("fetch",), ("--no-checkpointing",), False),
         (("mine.json",), (), False),
         (("mine.json",), ("--fit-memory",), True),
@@ -279,8 +283,8 @@ def test_an_adapted_checkpoint_is_trained_by_the_memory_too(tmp_path, monkeypatc
 
 
 def test_an_option_that_is_no_json_is_named_as_it_was_given(capsys):
-    assert main(["train", "paper", "--raw-heads", "{2"]) == 2
-    assert "error: raw-heads must be JSON, got '{2': " in capsys.readouterr().err
+    assert main(["train", "paper", "--shape", "{2"]) == 2
+    assert "error: shape must be JSON, got '{2': " in capsys.readouterr().err
 
 
 def test_the_help_shows_the_default_recipes_values_and_lists(capsys, monkeypatch):
@@ -434,7 +438,7 @@ def test_the_folder_of_a_run_says_whose_it_is(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="must be a new or empty folder"):
         folder.claim(tmp_path, config, {})
     (tmp_path / folder.SETTINGS).write_text(json.dumps({"config": config.to_dict()}))
-    facts = {"processes": 2, "rows": "r", "heads": {"window_size": 9}}
+    facts = {"processes": 2, "rows": "r"}
     folder.claim(tmp_path, config, facts)
     saved = json.loads((tmp_path / folder.SETTINGS).read_text())
     assert saved == {
@@ -444,8 +448,6 @@ def test_the_folder_of_a_run_says_whose_it_is(tmp_path, monkeypatch):
         "dirty": True,
         "versions": {"torch": "9"},
     }
-    assert folder.saved_heads(tmp_path) == {"window_size": 9}
-    assert folder.saved_heads(tmp_path / "none") is None
     assert not (tmp_path / ".saving").exists()
     for facts, message in (
         ({"processes": 1, "rows": "r"}, "a run of 2 processes, got 1: a step"),
@@ -453,6 +455,10 @@ def test_the_folder_of_a_run_says_whose_it_is(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             folder.check_folder(tmp_path, config, facts)
+    old = saved | {"config": {**saved["config"], "raw_heads": None}}
+    (tmp_path / folder.SETTINGS).write_text(json.dumps(old))
+    with pytest.raises(UserError, match="cannot be read: raw_heads must not be None, a search"):
+        folder.check_folder(tmp_path, config)
     (tmp_path / "runs").mkdir()
     (tmp_path / "checkpoint-3").mkdir()
     folder.release(tmp_path)  # a checkpoint holds the folder

@@ -211,8 +211,8 @@ POOLING = PRESETS["pooling"].settings
         ({"fetch_groups": 0}, ("fetch_groups",), {*FETCH, "distil"} - {"fetch_groups"}),
         ({"group_size": 8}, ("group_size",), {*FETCH, "distil"} - {"group_size"}),
         ({"window_size": 64}, ("window_size",), {*FETCH, "distil"} - {"window_size"}),
-        ({"context_parallel": 2}, (), {*FETCH, "raw_heads"}),
-        ({"strategy": "scratch"}, (), {*FETCH, "raw_heads"}),
+        ({"context_parallel": 2}, (), {*FETCH}),
+        ({"strategy": "scratch"}, (), {*FETCH}),
         ({"context_length": 8192}, ("context_length",), {*FETCH, "distil"}),
         ({"context_length": 8193}, ("context_length",), {*FETCH}),
         ({"layer_group_sizes": (4, 4)}, ("layer_group_sizes",), {*FETCH, "distil"}),
@@ -224,8 +224,9 @@ def test_the_best_settings_are_those_that_a_run_can_have(tiny, changes, given, n
     config = TrainConfig(**{"model": tiny, **changes})
     best = best_settings(config, given)
     chosen = {name: value for name, value in best.items() if name not in SCHEDULE}
-    is_pooling = bool({"raw_heads", "method"} & {*names, *changes}) or not config.fetch_groups
-    recipe = {"raw_heads": None, "distil": 0.5, **(POOLING if is_pooling else FETCH)}
+    has_no_fetch = {"context_parallel", "strategy", "method"} & changes.keys()
+    is_pooling = has_no_fetch or not config.fetch_groups
+    recipe = {"distil": 0.5, **(POOLING if is_pooling else FETCH)}
     assert chosen == {name: recipe[name] for name in names}
     config.replace(**best)
 

@@ -19,6 +19,7 @@ from corecontext.config.removed import (
     MOVED_OPTIONS,
     REMOVED,
     Removed,
+    check_not_removed,
     refuses_removed,
     without_removed,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Removed",
     "check_choice",
     "check_int",
+    "check_not_removed",
     "did_you_mean",
     "field_help",
     "listed",

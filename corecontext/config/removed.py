@@ -16,8 +16,8 @@ class Removed(NamedTuple):
     """Describe values of a setting that an earlier version had."""
 
     field: str
-    """Of `CCAConfig` or `TrainConfig`, in that version; a saved config may have others of its
-    values."""
+    """Of `CCAConfig` or `TrainConfig`, in that version, whose saved configs may have others of its
+    values; or "recipe"."""
     values: str
     """A regular expression of all that are gone."""
     what: str
@@ -30,6 +30,10 @@ class Removed(NamedTuple):
     """Whether the field is no more. Other values of it are ignored."""
 
 
+_SEARCH = (
+    "In a clone, `python -m reproduction layers TEXT --model MODEL --heads --raw --output NEW` "
+    "finds them: train from NEW."
+)
 REMOVED = (
     Removed("fetch_index", "core", "the index of core tokens", "Use 'mean' or 'pairs:2'."),
     Removed("fetch_index", "bounds", "the index of least and largest values", "Use 'pairs:2'."),
@@ -58,6 +62,19 @@ REMOVED = (
         "learned parameters of core tokens",
         "Leave it out, and train the model's own weights.",
         is_field_gone=True,
+    ),
+    Removed(
+        "raw_heads",
+        "(?!0$).*",
+        "a search before training for KV heads that keep every token",
+        _SEARCH,
+        is_field_gone=True,
+    ),
+    Removed(
+        "recipe",
+        "raw",
+        "the recipe of KV heads that keep every token",
+        _SEARCH,
     ),
     Removed(
         "push_to",

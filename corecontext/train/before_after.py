@@ -13,10 +13,10 @@ from torch import Tensor
 
 from corecontext.data.needles import ANSWER_TOKENS, Needle, make_needles
 from corecontext.files import UserError, is_out_of_memory
-from corecontext.heads.search import far_loss
 from corecontext.inference.engine import Engine
 from corecontext.integrations.hf.weights import load_weights
 from corecontext.loading import load_config
+from corecontext.perplexity import document_nll
 from corecontext.terminal import progress
 from corecontext.train.student import prepare_config, replace_attention
 from corecontext.train.train_config import TrainConfig
@@ -87,7 +87,8 @@ class _Measurement:
         count = len(self.windows) + len(self.needles)
         with progress(f"comparison, {title}, {count} texts", count) as advance:
             for window in self.windows:  # all of one length
-                losses.append(far_loss(model, [window[None].to(device)]))
+                far = document_nll(model, window[None].to(device))[len(window) // 2 - 1 :]
+                losses.append(float(far.double().mean()))
                 advance(1)
             for needle in self.needles:
                 ids = torch.tensor([needle.ids], device=device)

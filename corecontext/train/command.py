@@ -40,8 +40,6 @@ _NAMES = {"sink_size": ("--sinks", "--sink-size"), "precision": ("--dtype", "--p
 """Options with another name than their field's."""
 _OF_SPLIT = {"batch_size", "accumulation", "checkpointing"}
 """Options that say how a step's rows are split."""
-_SEARCHED = "auto"
-"""What `--raw-heads` takes for None."""
 
 
 def train_command() -> Callable[..., None]:
@@ -58,10 +56,6 @@ def train_command() -> Callable[..., None]:
         with one_line():
             if "shape" in given:
                 given["shape"] = _parsed("shape", given["shape"])
-            if given.get("raw_heads") == _SEARCHED:
-                given["raw_heads"] = None
-            elif "raw_heads" in given:
-                given["raw_heads"] = _parsed("raw_heads", given["raw_heads"])
             if PRESET in given:
                 check_choice(PRESET, given[PRESET], tuple(PRESETS))
                 given = PRESETS[given.pop(PRESET)].settings | given
@@ -84,11 +78,11 @@ def train_command() -> Callable[..., None]:
     recipe = typer.Argument(
         help="fetch (each query sees raw tokens of its best groups, and the original model "
         f"teaches; {SCHEDULE['steps']} steps of {SCHEDULE['accumulation']} rows of "
-        f"{SCHEDULE['context_length']} tokens, rate {SCHEDULE['learning_rate']:g}), raw (the same, "
-        "but some KV heads keep every token instead) or paper (its rule alone); FILE.py:FUNCTION "
-        "that returns a TrainConfig; or a run's train_config.json. Default: CCA's settings in the "
-        f"checkpoint, or else {DEFAULT_RECIPE}, as far as possible. The options' defaults are "
-        f"those of {DEFAULT_RECIPE}."
+        f"{SCHEDULE['context_length']} tokens, rate {SCHEDULE['learning_rate']:g}) or paper "
+        "(its rule alone); FILE.py:FUNCTION that returns a TrainConfig; or a run's "
+        "train_config.json. Default: CCA's settings in the checkpoint, or else "
+        f"{DEFAULT_RECIPE}, as far as possible. The options' defaults are those of "
+        f"{DEFAULT_RECIPE}."
     )
     # Each field becomes an option with the field's docstring as its help, or CCAConfig's.
     texts = field_help(TrainConfig)
@@ -182,7 +176,6 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
             "fetch_groups": f"raw tokens of {config.fetch_groups} groups for each query",
             "group_size": f"groups of {config.group_size} tokens",
             "window_size": f"a window of {config.window_size} tokens",
-            "raw_heads": "KV heads that keep every token",
             "distil": "the model as it was teaches",
             "steps": f"{config.steps} steps",
             "context_length": f"rows of {config.context_length} tokens",
@@ -214,8 +207,6 @@ def _annotation(setting: Field, text: str, panel: str) -> Any:
         kind = list[int] if "int" in str(setting.type) else list[str]
         default = " ".join(map(str, default))
         text += " May be repeated."
-    if setting.name == "raw_heads":
-        kind = str
     if default not in (None, "", {}, False):
         text += f" Default: {default}."
     names = _NAMES.get(setting.name, ())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from corecontext.config import PAPER_RULE
+from corecontext.config import PAPER_RULE, without_removed
 from corecontext.files import UserError, alone_in, write_text
 from corecontext.record import source_version, versions
 from corecontext.train.checkpoint import clear_staging, latest
@@ -20,15 +20,6 @@ MODEL = "model"
 MAY_CHANGE = {"output", "workers", "cache_dir", "report_to"}
 MAY_CHANGE |= {"save_every", "keep", "log_every", "eval_every", "fit_memory"}
 """Fields that may change in a continued run: they do not affect its results, but for rounding."""
-
-
-def saved_heads(folder: Path) -> dict[str, Any] | None:
-    """Return the sizes by head of a run's earlier start, None without any; `check_folder` has read
-    the file before."""
-    path = folder / SETTINGS
-    if not path.is_file():
-        return None
-    return json.loads(path.read_text(encoding="utf-8")).get("heads")
 
 
 def check_folder(folder: Path, config: TrainConfig, facts: dict[str, Any] | None = None) -> None:
@@ -57,7 +48,7 @@ def _check_same_run(folder: Path, config: TrainConfig, facts: dict[str, Any]) ->
     try:
         saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         # Older versions had fewer fields.
-        before = TrainConfig().to_dict() | PAPER_RULE | saved["config"]
+        before = TrainConfig().to_dict() | PAPER_RULE | without_removed(saved["config"])
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(
             f"output '{folder}' must hold a run's settings in {SETTINGS}, which cannot be read: "

@@ -22,7 +22,6 @@ from corecontext.data.documents import Fields
 from corecontext.data.packing import PackedRows, collate, shuffled, upsampled
 from corecontext.distributed.announcement import Announcement
 from corecontext.files import UserError, install_command, make_folder
-from corecontext.heads.choose import with_heads
 from corecontext.terminal import progress
 from corecontext.train import card
 from corecontext.train.arguments import arguments_of, set_split
@@ -41,7 +40,6 @@ from corecontext.train.folder import (
     claim,
     locked,
     release,
-    saved_heads,
 )
 from corecontext.train.memory_fit import split_for_memory
 from corecontext.train.student import export, make_model, make_tokenizer, prepare_config
@@ -139,18 +137,12 @@ def _check_packages(config: TrainConfig) -> None:
             )
 
 
-def _run(given: TrainConfig, job: _Job) -> Result:
+def _run(config: TrainConfig, job: _Job) -> Result:
     """Train in a folder that only this run writes to, and export the model."""
     from corecontext.inference.fuse import Fused
 
-    folder = Path(given.output)
-    # The folder keeps the given settings and the sizes found, so that a continued run has both.
-    config = with_heads(given, job.hf_config, job.arguments, job.rows, saved_heads(folder))
+    folder = Path(config.output)
     facts = {"processes": job.arguments.world_size, "rows": job.rows.mark()}
-    if given.raw_heads != 0:
-        facts["heads"] = {
-            name: getattr(config, name) for name in ("window_size", "layer_group_sizes")
-        }
     if config.is_idle() and job.is_first_rank:
         logging.getLogger(__name__).warning(
             "no query of a row of %d tokens sees a core token: CCA is full attention in this run. "
@@ -161,7 +153,7 @@ def _run(given: TrainConfig, job: _Job) -> Result:
     # The first rank claims the folder before the others look for a checkpoint in it.
     with job.arguments.main_process_first(desc="run folder"):
         if job.is_first_rank:
-            claim(folder, given, facts)  # after all other checks: from here on the folder is used
+            claim(folder, config, facts)  # after all other checks: from here on the folder is used
 
     resume = latest(folder)
     # Train; a run without a checkpoint leaves its folder as it was.

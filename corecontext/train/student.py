@@ -116,11 +116,9 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     """Return the settings of the recipe `fetch` that the run supports, for options that are not
     given.
 
-    A run without fetch has the other settings of `CCAConfig.pooling`, a rival its window.
-
-    From scratch and in context parallelism, where fetch sends all raw tokens to every process,
-    these are `raw_heads` of the recipe `raw`, unless core tokens per query head or given sizes by
-    layer exclude it. Rivals support none of them. `distil` needs trained weights, rows within the
+    A run without fetch has the other settings of `CCAConfig.pooling`, a rival its window. From
+    scratch and in context parallelism, where fetch sends all raw tokens to every process, there is
+    no fetch. `distil` needs trained weights, rows within the
     model's length and one process a row. The schedule is for trained weights, and its rows are no
     longer than the model.
     """
@@ -133,11 +131,8 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     if not config.model:
         return {}
     best = dict(RECIPES[DEFAULT_RECIPE])
-    if config.strategy == "scratch" or config.context_parallel > 1:
-        best = dict(RECIPES["raw"])
-    if "layer_group_sizes" in given:
-        best.pop("raw_heads", None)
-    if "fetch_groups" in given and not config.fetch_groups:
+    has_no_fetch = "fetch_groups" in given and not config.fetch_groups
+    if has_no_fetch or config.strategy == "scratch" or config.context_parallel > 1:
         best |= pooling
     hf_config = load_config(config.model)
     limit = position_limit(hf_config)

@@ -25,6 +25,7 @@ from corecontext.config import (
     CCAConfig,
     check_choice,
     check_int,
+    check_not_removed,
     did_you_mean,
     refuses_removed,
     without_removed,
@@ -46,23 +47,20 @@ SCHEDULE = {
 """Length, rate and rows of an adaptation in minutes (docs/real-model.md)."""
 RECIPES: dict[str, dict[str, Any]] = {
     "fetch": {**PRESETS["default"].settings, "distil": 0.5, **SCHEDULE},
-    "raw": {**PRESETS["pooling"].settings, "raw_heads": None, "distil": 0.5, **SCHEDULE},
     "paper": PAPER_RULE,
 }
 """The recipes of `corecontext train`: the best settings on a pretrained model (docs/real-model.md),
-those of the miniature (docs/reproduction.md) with the same schedule, and the paper's rule."""
+and the paper's rule."""
 DEFAULT_RECIPE = "fetch"
 """The recipe of a run that names none, as far as the run can have it."""
 _LEAST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "workers", "context_parallel"), 1),
     **dict.fromkeys(("lora_rank", "loss_chunk", "shuffle_documents", "long_tokens"), 1),
     **dict.fromkeys(("save_every", "keep", "log_every"), 1),
-    **dict.fromkeys(("warmup_steps", "eval_every", "raw_heads"), 0),
+    **dict.fromkeys(("warmup_steps", "eval_every"), 0),
     "context_length": 2,
 }
 """Lower bounds of whole numbers."""
-_OPTIONAL = ("long_tokens", "raw_heads")
-"""Whole numbers that may be None."""
 _NUMBERS = (
     "learning_rate",
     "min_learning_rate",
@@ -103,10 +101,6 @@ class TrainConfig:
     store: str = CCAConfig.store
     layer_group_sizes: tuple[int | tuple[int, ...], ...] = ()
     sink_size: int = CCAConfig.sink_size
-    raw_heads: int | None = 0
-    """KV heads that keep every token, found on the training text before the first step (from
-    scratch: those of middle layers); the other heads and the window pay for them. None
-    (option: auto), as in the recipe `raw`: a sixteenth, or those that take half of the cache."""
     untested: bool = False
     """Accept a model of an architecture that no test has, after a check on the model."""
     distil: float = 0.0
@@ -204,7 +198,8 @@ class TrainConfig:
         self._check_data()
         self._check_processes()
         self._check_teacher()
-        self._check_heads_and_fetch()
+        if self.method != "cca" and self.fetch_groups != CCAConfig.fetch_groups:
+            self._check_off("fetch_groups", f"method {self.method!r}, which has no core tokens")
         if not isinstance(self.shape, dict):
             raise TypeError(
                 f'shape must be a JSON object, as {{"hidden_size": 64}}, got {self.shape!r}.'
@@ -219,9 +214,8 @@ class TrainConfig:
         """Raise unless each number is of its kind and within its bounds."""
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            check_int(name, value, least)
+            if name != "long_tokens" or value is not None:
+                check_int(name, value, least)
         for name in _NUMBERS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -275,18 +269,6 @@ class TrainConfig:
         if self.context_parallel > 1:
             reason = f"context_parallel {self.context_parallel}: the teacher needs the whole row"
             self._check_off("distil", reason)
-
-    def _check_heads_and_fetch(self) -> None:
-        """Raise where heads that keep every token cannot be looked for, or have been already, and
-        where no group can be fetched."""
-        if self.method != "cca":
-            reason = f"method {self.method!r}, which has no core tokens"
-            self._check_off("raw_heads", reason)
-            if self.fetch_groups != CCAConfig.fetch_groups:
-                self._check_off("fetch_groups", reason)
-        if self.layer_group_sizes:
-            reason = "layer_group_sizes, which say which heads keep every token"
-            self._check_off("raw_heads", reason)
 
     def _check_off(self, name: str, reason: str) -> None:
         """Raise unless a setting is 0, which turns it off."""
@@ -364,12 +346,13 @@ def load_recipe(name: str) -> TrainConfig:
     """Return the TrainConfig of a recipe.
 
     Args:
-        name: "fetch", "raw" or "paper"; FILE.py:FUNCTION, or FILE.py with a function of the file's
+        name: "fetch" or "paper"; FILE.py:FUNCTION, or FILE.py with a function of the file's
             name; or the train_config.json of a run.
 
     Raises:
         UserError: there is no such recipe.
     """
+    check_not_removed("recipe", name)
     if name in RECIPES:
         return TrainConfig().replace(**RECIPES[name])
     file = name

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from benchmarks.head_budget import Shape, Unit, at_equal_cache
 from corecontext import cost
 from corecontext.baselines.sink_methods import StreamingLLM, WindowOnly
 from corecontext.config import PAPER_RULE, CCAConfig
-from corecontext.heads.budget import Shape, Unit, at_equal_cache
 from corecontext.visibility import num_sinks
 from reproduction.attentions.duo_attention import DuoAttention
 

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.head_budget import Shape, Unit
 from corecontext.baselines import enabled
 from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.eval.runner import fingerprint
 from corecontext.files import cache_folder
-from corecontext.heads.budget import Shape, Unit
-from corecontext.heads.search import find_units
 from corecontext.integrations.hf.attention_interface import full_layers
 from corecontext.loading import Loaded, load_config, one_line
 from corecontext.model_sizes import ModelSizes
@@ -38,6 +37,7 @@ from corecontext.record import (
     source_version,
 )
 from corecontext.terminal import progress
+from reproduction.head_search import find_units
 from reproduction.layers import needle_rows
 from reproduction.real.attention import NO_CACHE, AttentionRun, batches, tokens_of
 from reproduction.real.hits import hit_rates

@@ -165,7 +165,6 @@ def adapt(
             model=name,
             output=scratch,
             method="full",
-            raw_heads=0,
             distil=0.0,
             context_length=len(windows[0].ids),
             steps=adaptation.steps,

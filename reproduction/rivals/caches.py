@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.head_budget import COARSE, Unit, spread
 from corecontext.baselines import enabled
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes, entry_bytes, store_bytes
 from corecontext.files import UserError
-from corecontext.heads.budget import COARSE, Unit, spread
 from corecontext.inference import prefill
 from corecontext.inference.prefill import end_prompt, new_cache, read_chunk
 from corecontext.integrations.hf.cache_layers import cache_bytes as bytes_of

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from statistics import fmean
 from typing import Any
 
+from benchmarks.head_budget import Shape
 from corecontext.config import listed
 from corecontext.files import UserError
-from corecontext.heads.budget import Shape
 from corecontext.loading import Loaded
 from corecontext.record import Record, append_records, device_name, make_record, read_records
 from reproduction.real.methods import Heads

@@ -85,18 +85,6 @@ def at_equal_cache(
     )
 
 
-def untrained_heads(shape: Shape, count: int) -> tuple[Unit, ...]:
-    """Return the KV heads that keep every token in a model with random weights.
-
-    Such heads are all alike; these are in the layers from five eighths of the depth on, where the
-    miniature has its one (docs/reproduction.md).
-    """
-    first = 5 * shape.layers // 8
-    layers = [*range(first, shape.layers), *range(first - 1, -1, -1)]
-    heads = [Unit(layer, head) for layer in layers for head in range(shape.kv_heads)]
-    return tuple(heads[:count])
-
-
 def raw_heads(shape: Shape, config: CCAConfig, length: int) -> int:
     """Return how many KV heads keep every token by default.
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from benchmarks.head_budget import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
 from corecontext.config import CCAConfig
 from corecontext.files import UserError, write_text
-from corecontext.heads.budget import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
 from corecontext.integrations.hf.enabling import Handle, handle_of
 from corecontext.loading import one_line
 from corecontext.model_sizes import ModelSizes

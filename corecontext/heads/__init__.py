@@ -1,1 +1,0 @@
-"""The heads that keep every token: their budget, and the search for them."""
