@@ -128,6 +128,7 @@ RAW_TYPES = {
         "chosen_ptr": "i32",
         "upstream": ("", "fp32", "", "fp32"),
         "results": ("fp32", "fp32"),
+        "factors": 3,
     },
     fetch_kernels.fetch_dkv_kernel: {
         **RAW,
@@ -306,7 +307,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     )
     index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
     blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
-    wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16"}
+    wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16", "strides": 2}
     if dim <= fetch_index_keys.MAX_DIM:
         yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
     sizes = {"RUN": byte_keys.RUN, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
@@ -466,13 +467,13 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         )
         return f"tensordesc<{NAMES[of]}[1,1,{rows},{columns}],{layout!r}>"
 
-    keys, kind = 128 if dim <= 128 else 64, {"DTYPE": tensor_memory.DTYPES[dtype]}
+    keys = 128 if dim <= 128 else 64
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
-    types = {"lse_ptr": "fp32", "bias_ptr": "fp32", "marks_ptr": "i32", **queries}
+    types = {"pointers": ("fp32", "fp32", "i32"), **queries}
     kinds = ("k_desc", "v_desc", "far_k_desc", "far_v_desc")
     for added, marked in itertools.product(("nothing", "bias", "masses"), (False, True)):
         has = {"HAS_MASSES": added == "masses", "HAS_BIAS": added == "bias", "HAS_MARKS": marked}
-        sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "STAGES": 2, **kind}
+        sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "DTYPE": tensor_memory.DTYPES[dtype]}
         masses = tile(keys, MASS_PARTS if has["HAS_MASSES"] else dim)
         yield Kernel(
             hopper_forward._attend_fwd_hopper,
@@ -493,30 +494,32 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     sizes["HAS_GRAD_LSE"] = True
     yield Kernel(hopper_union_dq.union_dq_hopper, sizes, {**united, **pointers})
     bytes_of = {"q_desc": tile(64, dim, torch.int8), "k_desc": tile(128, dim, torch.int8)}
-    floats = ("unit_ptr", "offset_ptr", "group_unit_ptr", "scores_ptr", "best_ptr")
-    bytes_of |= dict.fromkeys(floats, "fp32")
-    sizes = {"HEADS": HEADS, "PARTS": 32, "STAGES": hopper_scores.STAGES, "MERGES": True}
-    yield Kernel(hopper_scores.score_bytes_hopper, {**sizes, "BLOCK_D": dim}, bytes_of)
+    bytes_of |= {"rounded": ("fp32",) * 3, "results": ("fp32", "fp32")}
+    bytes_of |= {"segments": 3, "rows": 5, "shares": 3, "rule": 3}
+    sizes = {"HEADS": HEADS, "PARTS": 32, "MERGES": True, "BLOCK_D": dim}
+    yield Kernel(hopper_scores.score_bytes_hopper, sizes, bytes_of)
     one = torch.float32
     sums = {
         "numbers": 2,
-        "sum_ptr": "fp32",
-        "stats_ptr": "fp32",
-        "lse_ptr": "fp32",
-        "grad_lse_ptr": "fp32",
+        "upstream": ("", "fp32", "", "fp32"),
+        "results": ("fp32", "fp32"),
+        "gradients": ("fp32", "", ""),
+        "strides": (3, 3),
     }
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
     for bias, share in itertools.product((False, True), (0, 1, 16)):
         yield Kernel(
             hopper_backward._attend_bwd_hopper,
-            {"HAS_BIAS": bias, "SHARE": share, "STAGES": 2, **sizes, **kind},
+            {"HAS_BIAS": bias, "SHARE": share, **sizes},
             {
                 **types,
                 **dict.fromkeys(kinds, tile(64, dim)),
                 "stats_desc": tile(1, 128, one),
                 "sum_desc": tile(64, dim // 2, one),
-                "far_grad_ptr": "fp32",
-                "dbias_ptr": "fp32",
+                "inputs": ("fp32", "i32"),
+                "results": ("fp32", "", "", "fp32"),
+                "numbers": 5,
+                "rule": 3,
             },
         )
     sizes["BLOCK"] = hopper_backward.BLOCK_M.value
@@ -536,6 +539,8 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     for name in names:
         if name in constants:
             signature[name] = "constexpr"
+        elif name == "factors":
+            signature[name] = ("fp32",) * kernel.types.get(name, 2)
         elif name == "numbers":
             signature[name] = ("i32",) * (kernel.types.get(name) or NUMBERS[kernel.function])
         elif isinstance(kernel.types.get(name), (tuple, int)):

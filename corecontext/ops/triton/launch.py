@@ -34,8 +34,8 @@ def launch(
         kernel: Its constants come last, in the order given here.
         grid: Programs along one or two dimensions.
         arguments: Tensors, tuples of tensors, descriptors, floats, `ints`, and integers that the
-            kernel has in `do_not_specialize`. Descriptors of other
-            tiles need another constant that tells them apart. Tensors that begin anywhere belong in
+            kernel has in `do_not_specialize`. Descriptors of other tiles or dtypes need a constant,
+            or a tensor, that tells them apart. Tensors that begin anywhere belong in
             `do_not_specialize_on_alignment`: others are launched by Triton where they are not
             aligned.
         specialized: The arguments after them, for whose values Triton may compile a kernel of its

@@ -46,6 +46,13 @@ wait_out = tma.store_wait
 
 
 @gluon.jit
+def tiles(desc, COUNT: gl.constexpr):
+    """Return shared memory for COUNT tiles of a descriptor."""
+    shape: gl.constexpr = [COUNT] + desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return barriers in shared memory, each completed by some arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

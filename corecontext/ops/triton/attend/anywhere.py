@@ -187,8 +187,7 @@ def _attend_fwd_kernel(
     far,
     results,
     numbers,
-    scale,
-    softcap,
+    factors,
     strides,
     heads,
     rule,
@@ -206,6 +205,7 @@ def _attend_fwd_kernel(
         far: Pointers to keys and values of the far past [N, E, D], the biases of its entries [N, E]
             or [N r, E], and marks.
         results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T] in float32.
+        factors: Scale and softcap.
         strides: Of q, k and v, and of keys and values of the far past.
         heads: Query heads in all, of each KV head, and those that share biases.
         rule: group_size, window_size and sink_groups.
@@ -233,7 +233,6 @@ def _attend_fwd_kernel(
     place = (num_queries, first, q_start, k_start, num_keys, num_entries)
     marking = (share, num_shares, num_words)
     keys, begins, ends = _walks(tokens, far, strides, head, heads, place, rule, marking, FORM)
-    factors = (scale, softcap)
     for i in tl.static_range(5):
         state = _attend_keys(
             state, q, keys[i], begins[i], ends[i], factors, i < 2, i != 0 and i != 3, FORM
@@ -302,8 +301,7 @@ def _attend_dq_kernel(
     upstream,
     results,
     numbers,
-    scale,
-    softcap,
+    factors,
     strides,
     heads,
     rule,
@@ -318,7 +316,7 @@ def _attend_dq_kernel(
     grad lse for the other kernels.
 
     Args:
-        tokens, far, heads, rule, FORM: As of the forward.
+        tokens, far, factors, heads, rule, FORM: As of the forward.
         upstream: Pointers to out, log-sum-exp and the gradients of both.
         results: Pointers to the gradient of q [N, r, T, D] and delta [N, r, T] in float32.
         strides: As of the forward, then those of the gradient of out.
@@ -356,12 +354,11 @@ def _attend_dq_kernel(
     place = (num_queries, first, 0, 0, num_keys, num_entries)
     marking = (share, num_shares, num_words)
     keys, begins, ends = _walks(tokens, far, strides, head, heads, place, rule, marking, FORM)
-    factors = (scale, softcap)
     for i in tl.static_range(5):
         dq = _query_gradients(
             dq, queries, keys[i], begins[i], ends[i], factors, i < 2, i != 0 and i != 3, FORM
         )
-    dq = (dq * scale).to(dq_ptr.dtype.element_ty)
+    dq = (dq * factors[0]).to(dq_ptr.dtype.element_ty)
     tl.store(dq_ptr + flat[:, None] * FORM.dim + dims[None, :], dq, mask=mask)
 
 
@@ -442,8 +439,7 @@ def _attend_dkv_kernel(
     upstream,
     results,
     numbers,
-    scale,
-    softcap,
+    factors,
     strides,
     heads,
     rule,
@@ -530,13 +526,13 @@ def _attend_dkv_kernel(
         state = (dk, dv, tl.zeros([BLOCK_M], tl.float32))
         for j in tl.static_range(3):
             state = _key_gradients(
-                state, keys, queries, bounds[j], (scale, softcap), rule, FAR, j != 1, FORM
+                state, keys, queries, bounds[j], factors, rule, FAR, j != 1, FORM
             )
         dk, dv, dbias = state
         if FORM.has_bias:
             tl.store(dbias_ptr + head * num_keys + index, dbias, mask=index < num_keys)
     flat = (n * num_keys + index)[:, None] * FORM.dim + dims[None, :]
-    tl.store(dk_ptr + flat, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dk_ptr + flat, (dk * factors[0]).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + flat, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
@@ -592,7 +588,7 @@ def attend_list(
                 *(num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start),
                 *shape_of(marks),
             ),
-            *(float(spec.scale), float(spec.softcap or 1.0)),
+            (float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
@@ -649,7 +645,7 @@ def attend_backward(
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, bias, words), results, (dq, delta)),
-            *(ints(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), *factors),
+            *(ints(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), factors),
         ),
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
@@ -675,7 +671,7 @@ def attend_backward(
             (ceil_div(count, tiles.block_m) * n,),
             (
                 *((q, key, value), (bias, words), (lse, grad_out, delta), (dkey, dvalue, dbias)),
-                *(ints(num_queries, count, *shape_of(marks)), *factors),
+                *(ints(num_queries, count, *shape_of(marks)), factors),
             ),
             (
                 tuple(x.stride()[:-1] for x in (q, key, value, grad_out)),

@@ -133,7 +133,7 @@ def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
                 *(q.shape[2], cores.k.shape[2], count),
                 *(tokens.q_start // choice.share, tokens.q_start),
             ),
-            *call.factors(),
+            call.factors(),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),
         **constants,
@@ -171,7 +171,7 @@ def add_raw_gradients(
         (ceil_div(spec.group_size, constants["FORM"].block_m) * num_groups * q.shape[0],),
         (
             *((q, k, v), (lse, grad_out, delta), (order, begin), (dk, dv)),
-            *(ints(q.shape[2], k.shape[1], num_groups, order.shape[1]), *call.factors()),
+            *(ints(q.shape[2], k.shape[1], num_groups, order.shape[1]), call.factors()),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         **constants,
@@ -194,7 +194,7 @@ def _add_query_gradient(
         (n * count * ceil_div(call.rows, constants["FORM"].block_m),),
         (
             *((q, k, v), chosen, (upstream.out.contiguous(), lse, grad_out, grad_lse), (dq, delta)),
-            *(ints(q.shape[2], call.cores.k.shape[2], count), *call.factors(), query_scale),
+            *(ints(q.shape[2], call.cores.k.shape[2], count), (*call.factors(), query_scale)),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, grad_out)), *call.specialized()),
         HAS_GRAD_LSE=upstream.grad_lse is not None,

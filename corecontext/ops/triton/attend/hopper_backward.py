@@ -47,19 +47,19 @@ from corecontext.ops.triton.primitives import (
     tile_mask,
 )
 from corecontext.ops.triton.tensor_memory import (
-    DTYPES,
     add_out,
     aligned,
     barriers,
     copy_in,
     descriptor,
+    tiles,
     wait_out,
 )
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 HALF_N = gl.constexpr(64)  # keys of a consumer
 BLOCK_N = gl.constexpr(128)  # keys of a program
-STAGES = 2  # query tiles in shared memory
+STAGES = gl.constexpr(2)  # query tiles in shared memory
 HEADS_PER_TURN = 4  # query heads whose far tiles run together: their sums fit the L2 cache
 SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4 % more memory
 # At least so many bytes of sums: a launch takes as long as its first far tile, which all queries
@@ -69,15 +69,10 @@ MIN_BYTES = 288 << 20
 
 @triton.jit
 def _prepare_kernel(
-    out_ptr,
-    grad_ptr,
-    lse_ptr,
-    grad_lse_ptr,
-    stats_ptr,
-    sum_ptr,
+    upstream,
+    results,
     numbers,
-    out_strides,
-    grad_strides,
+    strides,
     HAS_GRAD_LSE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -88,7 +83,15 @@ def _prepare_kernel(
     Grid: (query tiles, N r). A program reads a tile's output and gradient and writes its -lse in
     units of log 2 and grad lse - sum(out grad), 2 x BLOCK float32 side by side, -infinity and 0
     where no query is; and zeros where its queries' gradients will be added up.
+
+    Args:
+        upstream: Pointers to out, log-sum-exp and the gradients of both.
+        results: Pointers to these numbers and to the sums.
+        strides: Of out and of its gradient.
     """
+    out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
+    stats_ptr, sum_ptr = results
+    out_strides, grad_strides = strides
     num_queries, heads_per_n = integers(numbers)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -117,9 +120,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _finish_kernel(
-    sum_ptr,
-    last_ptr,
-    grad_ptr,
+    gradients,
     numbers,
     scale,
     group_size,
@@ -133,7 +134,11 @@ def _finish_kernel(
 
     Grid: (query tiles, N r). A program reads a tile's float32 sum, scales it and, at the end of
     each group, adds the gradient from its pooling.
+
+    Args:
+        gradients: Pointers to the sums, to those from pooling, and to the result.
     """
+    sum_ptr, last_ptr, grad_ptr = gradients
     num_queries, num_groups = integers(numbers)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -156,7 +161,7 @@ def _finish_kernel(
 
 
 @gluon.jit
-def _copy_queries(STAGES: gl.constexpr, source, memory, tile):
+def _copy_queries(source, memory, tile):
     """Copy the keys and values of the program, then the queries that see them, latest first, so
     that programs that run together read the same queries: the producer warp.
 
@@ -206,11 +211,10 @@ def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
         memory: Tiles of keys, of the scores' gradients and of the sum, and the barriers of the
             scores' gradients.
         place: Sequence, query head and first row of the tile.
-        sizes: HALF, BLOCK_D, STAGES.
+        sizes: HALF, BLOCK_D.
     """
     HALF: gl.constexpr = sizes[0]
     BLOCK_D: gl.constexpr = sizes[1]
-    STAGES: gl.constexpr = sizes[2]
     tiles_smem, scores_smem, sum_smem, scores_ready, scores_free = memory
     n, head, row = place
     COLUMNS: gl.constexpr = BLOCK_D // 2
@@ -255,7 +259,6 @@ def _key_gradients(
     SHARE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
     sum_smem,
     scores,
     results,
@@ -289,7 +292,7 @@ def _key_gradients(
     num_queries, group_size, window_size, sink_groups = places
     tiles_smem, stats_smem, ready, free = memory
     n, first_head, num_heads, key, is_far, last_row, tiles = tile
-    sizes: gl.constexpr = (HALF, BLOCK_D, STAGES)
+    sizes: gl.constexpr = (HALF, BLOCK_D)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
@@ -405,12 +408,7 @@ def _key_gradients(
     wait_out(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("num_queries", "num_entries", "far_programs", "num_words", "num_n", "heads_per_n"),
-        *("heads_per_bias", "heads_per_turn", "group_size", "window_size", "sink_groups"),
-    ]
-)
+@gluon.jit
 def _attend_bwd_hopper(
     q_desc,
     grad_desc,
@@ -420,30 +418,15 @@ def _attend_bwd_hopper(
     far_k_desc,
     far_v_desc,
     sum_desc,
-    bias_ptr,
-    marks_ptr,
-    far_grad_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    dbias_ptr,
-    num_queries,
-    num_entries,
-    far_programs,
-    num_words,
-    num_n,
-    heads_per_n,
-    heads_per_bias,
-    heads_per_turn,
-    group_size,
-    window_size,
-    sink_groups,
+    inputs,
+    results,
+    numbers,
+    rule,
     scale,
     HAS_BIAS: gl.constexpr,
     SHARE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    DTYPE: gl.constexpr,
 ):
     """Compute the gradients of keys and values, and sums of the queries' gradients.
 
@@ -454,21 +437,25 @@ def _attend_bwd_hopper(
     that their sums stay in the L2 cache.
 
     Args:
-        heads_per_bias: Neighbouring query heads whose entries have the same biases.
-        marks_ptr: Marks of entries by SHARE queries, a power of 2 up to BLOCK_M; 0 for none.
+        inputs: Pointers to biases, and to marks of entries by SHARE queries, a power of 2 up to
+            BLOCK_M; 0 for none.
+        results: Pointers to gradients of the far past, of keys, of values and of biases.
+        numbers: Entries, programs of the far past, words of marks of an entry, neighbouring query
+            heads whose entries have the same biases, and heads_per_turn; of `launch.ints`, as
+            `rule`.
+        rule: group_size, window_size and sink_groups.
     """
-    dtype: gl.constexpr = DTYPE
-    tiles_smem = gl.allocate_shared_memory(
-        dtype, [2 * STAGES + 4, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout
-    )
-    stats_smem = gl.allocate_shared_memory(
-        gl.float32, [STAGES, 1, 1, 1, 2 * BLOCK_M], stats_desc.layout
-    )
+    bias_ptr, marks_ptr = inputs
+    far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr = results
+    num_entries, far_programs, num_words, heads_per_bias, heads_per_turn = integers(numbers)
+    group_size, window_size, sink_groups = integers(rule)
+    num_n, heads_per_n, num_queries, _ = q_desc.shape
+    dtype: gl.constexpr = q_desc.dtype
+    tiles_smem = tiles(q_desc, 2 * STAGES + 4)
+    stats_smem = tiles(stats_desc, STAGES)
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_N, BLOCK_M], dtype)
     scores_smem = gl.allocate_shared_memory(dtype, [4, HALF_N, BLOCK_M], scores_layout)
-    sum_smem = gl.allocate_shared_memory(
-        gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D // 2], sum_desc.layout
-    )
+    sum_smem = tiles(sum_desc, 2)
     ready = barriers(STAGES + 1, 1)  # the last one for the keys and values
     free = barriers(STAGES, 2)
     scores_ready = barriers(2, 2)
@@ -507,7 +494,7 @@ def _attend_bwd_hopper(
         end = gl.minimum(last_query_of_token(last_key, group_size, window_size), num_queries)
         offset = n.to(gl.int64) * num_queries
         value_offset = offset
-    tiles = gl.maximum((end + BLOCK_M - 1) // BLOCK_M - begin // BLOCK_M, 0)
+    num_tiles = gl.maximum((end + BLOCK_M - 1) // BLOCK_M - begin // BLOCK_M, 0)
     last_row = (end - 1) // BLOCK_M * BLOCK_M
     # Arguments of a group of warps: constants, its own, those of all.
     scores = (scores_smem, scores_ready, scores_free)
@@ -517,21 +504,15 @@ def _attend_bwd_hopper(
     places = (num_queries, group_size, window_size, sink_groups)
     source = (q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc)
     memory = (tiles_smem, stats_smem, ready, free)
-    tile = (n, first_head, num_heads, key, is_far, last_row, tiles)
+    tile = (n, first_head, num_heads, key, is_far, last_row, num_tiles)
     consumers = (scores, results, inputs, keys_of, places, scale, memory, tile)
     first = sum_smem.index(0)
     second = sum_smem.index(1)
     gl.warp_specialize(
         [
-            (
-                _key_gradients,
-                (0, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES, first) + consumers,
-            ),
-            (
-                _key_gradients,
-                (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, STAGES, second) + consumers,
-            ),
-            (_copy_queries, (STAGES, source, memory, tile)),
+            (_key_gradients, (0, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, first) + consumers),
+            (_key_gradients, (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, second) + consumers),
+            (_copy_queries, (source, memory, tile)),
         ],
         [4, 1],
         [240, 24],
@@ -651,8 +632,8 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     launch(
         _prepare_kernel,
         (tiles, n * r),
-        (out, grad_out, lse, lse_gradient, stats, sums, ints(num_queries, r)),
-        (out.stride()[:3], grad_out.stride()[:3]),
+        ((out, lse, grad_out, lse_gradient), (stats, sums), ints(num_queries, r)),
+        ((out.stride()[:3], grad_out.stride()[:3]),),
         HAS_GRAD_LSE=grad_lse is not None,
         HEAD_DIM=dim,
         BLOCK_D=block_d,
@@ -684,7 +665,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     launch(
         _finish_kernel,
         (tiles, n * r),
-        (sums, last_gradient, chunk.dq, ints(num_queries, num_groups), float(spec.scale)),
+        ((sums, last_gradient, chunk.dq), ints(num_queries, num_groups), float(spec.scale)),
         (spec.group_size, spec.sinks // spec.group_size),
         HAS_LAST=grad_last is not None,
         HEAD_DIM=dim,
@@ -723,19 +704,19 @@ def _attend_backward(
     )
     words = bias if marks is None else marks.words
     num_words = 0 if marks is None else marks.words.shape[2]
-    pointers = (bias, words, far_gradients, chunk.dk, chunk.dv, dbias)
-    sizes = (num_queries, num_entries, far_programs, num_words, n, r)
-    sizes += (chunk.far.heads_per_bias(r), HEADS_PER_TURN, *rule_of(spec))
+    heads_per_bias = chunk.far.heads_per_bias(r)
+    numbers = ints(num_entries, far_programs, num_words, heads_per_bias, HEADS_PER_TURN)
     launch(
         _attend_bwd_hopper,
         (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
-        (*descriptors, *pointers, *sizes, spec.scale * LOG2E.value),
+        (
+            *(*descriptors, (bias, words), (far_gradients, chunk.dk, chunk.dv, dbias)),
+            *(numbers, ints(*rule_of(spec)), spec.scale * LOG2E.value),
+        ),
         HAS_BIAS=chunk.far.bias is not None,
         SHARE=0 if marks is None else marks.share,
         HEAD_DIM=dim,
         BLOCK_D=power_of_2(dim),
-        STAGES=STAGES,
-        DTYPE=DTYPES[q.dtype],
         num_warps=4,
     )
     return far_gradients

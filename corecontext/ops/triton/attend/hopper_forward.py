@@ -39,13 +39,14 @@ from corecontext.ops.triton.tensor_memory import (
     copy_in,
     copy_out,
     descriptor,
+    tiles,
     wait_out,
 )
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 ITEM_ROWS = gl.constexpr(128)  # queries of both consumers
 MASS_COLUMNS = gl.constexpr(MASS_PARTS)  # the least inner size of a product
-STAGES = 2  # key tiles in shared memory
+STAGES = gl.constexpr(2)  # key tiles in shared memory
 CACHE_BYTES = (
     16 << 20
 )  # of entries of the far past in use at a time, which then stay in the L2 cache
@@ -84,15 +85,7 @@ def _work_item(index, work, places, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _copy_tiles(
-    HAS_MASSES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    source,
-    queries,
-    sizes,
-    ring,
-    work,
-    places,
+    HAS_MASSES: gl.constexpr, BLOCK_N: gl.constexpr, source, queries, sizes, ring, work, places
 ):
     """Copy the queries of each item, then each key tile and value tile in turn, into rings of
     STAGES: the producer warp.
@@ -283,7 +276,6 @@ def _attend_rows(
     OWN_OUT: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
     mine,
     target,
     marking,
@@ -417,9 +409,9 @@ def _attend_rows(
 
 @gluon.jit(
     do_not_specialize=[
-        *("num_items", "num_tiles", "num_heads", "heads_per_turn", "heads_per_n"),
-        *("num_queries", "num_entries", "share", "num_shares", "num_words", "q_start", "k_start"),
-        *("group_size", "window_size", "sink_groups"),
+        *("num_items", "num_tiles", "num_heads", "heads_per_turn"),
+        *("q_start", "k_start", "num_entries"),
+        *("group_size", "window_size", "sink_groups", "share", "num_shares", "num_words"),
     ]
 )
 def _attend_fwd_hopper(
@@ -430,31 +422,26 @@ def _attend_fwd_hopper(
     far_v_desc,
     mass_desc,
     out_desc,
-    lse_ptr,
-    bias_ptr,
-    marks_ptr,
+    pointers,
     num_items,
     num_tiles,
     num_heads,
     heads_per_turn,
-    heads_per_n,
-    num_queries,
-    num_entries,
     q_start,
     k_start,
-    scale,
-    share,
-    num_shares,
-    num_words,
+    num_entries,
     group_size,
     window_size,
     sink_groups,
+    share,
+    num_shares,
+    num_words,
+    scale,
     HAS_MASSES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_MARKS: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
     """Attend.
@@ -462,22 +449,26 @@ def _attend_fwd_hopper(
     Grid: as many programs as the chip has multiprocessors; items of ITEM_ROWS queries of one head
     are dealt out to them. A program reads an item's queries and the keys and values they see once,
     keeps output and sums in float32, and writes output and log-sum-exp.
+
+    Args:
+        pointers: To log-sum-exp, biases and marks.
+        q_start, k_start: Positions of the first query and of the first raw token. Integers are no
+            tuples here: a kernel reads its parameters anew, for which it has no registers.
     """
+    lse_ptr, bias_ptr, marks_ptr = pointers
     # Shared memory: queries, their output, rings of keys and values.
     dtype: gl.constexpr = DTYPE
-    q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    q_smem = tiles(q_desc, 2)
     OWN_OUT: gl.constexpr = BLOCK_D <= 128  # else the output waits where the queries were
     out_smem = q_smem
     if OWN_OUT:
-        out_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+        out_smem = tiles(q_desc, 2)
+    k_smem = tiles(k_desc, STAGES)
+    v_smem = tiles(v_desc, STAGES)
     mass_smem = k_smem  # not read without masses, as `ones`
     ones = q_smem
     if HAS_MASSES:
-        mass_smem = gl.allocate_shared_memory(
-            dtype, [STAGES, 1, 1, BLOCK_N, MASS_COLUMNS], mass_desc.layout
-        )
+        mass_smem = tiles(mass_desc, STAGES)
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, MASS_COLUMNS], dtype)
         ones = gl.allocate_shared_memory(dtype, [BLOCK_M, MASS_COLUMNS], layout)
         threads: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -502,26 +493,21 @@ def _attend_fwd_hopper(
     source = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, mass_desc)
     queries = (q_smem, q_ready, q_free)
     ring = (k_smem, v_smem, mass_smem, k_ready, k_free, v_ready, v_free)
-    work = (num_items, num_tiles, num_heads, heads_per_turn, heads_per_n)
-    places = (q_start, num_queries, group_size, window_size, sink_groups)
+    work = (num_items, num_tiles, num_heads, heads_per_turn, q_desc.shape[1])
+    places = (q_start, q_desc.shape[2], group_size, window_size, sink_groups)
     sizes = (k_start, num_entries)
     shared = (target, marking, scale, ring, work, places)
     gl.warp_specialize(
         [
             (
                 _attend_rows,
-                (0, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, first)
-                + shared,
+                (0, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, first) + shared,
             ),
             (
                 _attend_rows,
-                (1, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, STAGES, second)
-                + shared,
+                (1, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, second) + shared,
             ),
-            (
-                _copy_tiles,
-                (HAS_MASSES, BLOCK_N, STAGES, source, queries, sizes, ring, work, places),
-            ),
+            (_copy_tiles, (HAS_MASSES, BLOCK_N, source, queries, sizes, ring, work, places)),
         ],
         [4, 1],
         [240, 24],
@@ -571,14 +557,14 @@ def attend_list(
     masses = None
     if far.mass is not None and num_entries:
         masses = mass_parts(far.mass, spec.scale, q.dtype)
+    bias = lse if far.bias is None else far.bias  # a launch needs pointers
     block_d = power_of_2(dim)
     block_n = 128 if block_d <= 128 else 64
     num_tiles = ceil_div(num_queries, ITEM_ROWS.value)
-    num_items = num_tiles * n * r
     heads_per_turn = r * max(1, CACHE_BYTES // (2 * far_k.shape[2] * dim * far_k.element_size()))
     launch(
         _attend_fwd_hopper,
-        (min(num_programs(q.device), num_items),),
+        (min(num_programs(q.device), num_tiles * n * r),),
         (
             descriptor(q, BLOCK_M.value),
             *(
@@ -586,20 +572,17 @@ def attend_list(
                 for x in (k, v, far_k, far_v, k if masses is None else masses)
             ),
             descriptor(out, BLOCK_M.value),
-            lse,
-            lse if far.bias is None else far.bias,
-            lse if marks is None else marks.words,
-            *(num_items, num_tiles, n * r, min(heads_per_turn, n * r), r),
-            *(num_queries, num_entries, tokens.q_start, tokens.k_start),
-            *(spec.scale * LOG2E.value, 1 if marks is None else marks.share),
-            *(*shape_of(marks), *rule_of(spec)),
+            (lse, bias, lse if marks is None else marks.words),
+            *(num_tiles * n * r, num_tiles, n * r, min(heads_per_turn, n * r)),
+            *(tokens.q_start, tokens.k_start, num_entries),
+            *(*rule_of(spec), 1 if marks is None else marks.share, *shape_of(marks)),
+            spec.scale * LOG2E.value,
         ),
         HAS_MASSES=masses is not None,
         HAS_BIAS=far.bias is not None and masses is None,
         HAS_MARKS=marks is not None,
         BLOCK_D=block_d,
         BLOCK_N=block_n,
-        STAGES=STAGES,
         DTYPE=DTYPES[q.dtype],
         num_warps=4,
     )

@@ -36,6 +36,7 @@ from corecontext.ops.triton.tensor_memory import (
     copy_in,
     descriptor,
     reinterpreted,
+    tiles,
 )
 
 QUERIES = gl.constexpr(UNION_QUERIES)
@@ -344,9 +345,8 @@ def _attend_unions(
 def tile_memory(k_desc, v_desc, STAGES: gl.constexpr, TILES: gl.constexpr):
     """Return shared memory of STAGES tiles of keys and of values, each of TILES copies, and their
     barriers: the producer arrives at `ready`, both consumers at `free`."""
-    shape: gl.constexpr = [STAGES * TILES] + k_desc.block_type.shape
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
+    k_smem = tiles(k_desc, STAGES * TILES)
+    v_smem = tiles(v_desc, STAGES * TILES)
     k_ready = barriers(STAGES, 1)
     k_free = barriers(STAGES, 2)
     v_ready = barriers(STAGES, 1)
@@ -379,8 +379,7 @@ def union_fwd_hopper(
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    shape: gl.constexpr = [4 * HALVES] + q_desc.block_type.shape
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    q_smem = tiles(q_desc, 4 * HALVES)
     memory = tile_memory(k_desc, v_desc, STAGES, HALVES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)

@@ -32,7 +32,7 @@ from corecontext.ops.triton.attend.hopper_union import (
     wait_values,
 )
 from corecontext.ops.triton.primitives import LOG2E
-from corecontext.ops.triton.tensor_memory import aligned, barriers, reinterpreted
+from corecontext.ops.triton.tensor_memory import aligned, barriers, reinterpreted, tiles
 
 TOKENS = gl.constexpr(64)  # of a tile
 STAGES = gl.constexpr(3)  # tiles in shared memory
@@ -212,9 +212,8 @@ def union_dq_hopper(
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    shape: gl.constexpr = [4 * HALVES] + q_desc.block_type.shape
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
-    grad_smem = gl.allocate_shared_memory(grad_desc.dtype, shape, grad_desc.layout)
+    q_smem = tiles(q_desc, 4 * HALVES)
+    grad_smem = tiles(grad_desc, 4 * HALVES)
     memory = tile_memory(k_desc, v_desc, STAGES, HALVES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)

@@ -74,8 +74,7 @@ def fetch_fwd_kernel(
     chosen_ptr,
     results,
     numbers,
-    scale,
-    softcap,
+    factors,
     strides,
     sizes,
     rule,
@@ -91,6 +90,7 @@ def fetch_fwd_kernel(
         tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
         chosen_ptr: The groups chosen, [N, C, k].
         results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T].
+        factors: Scale and softcap.
         strides: Of q, k, v and out.
         sizes: k, queries of a share, and that number rounded up to a power of 2.
         rule: group_size, window_size and sink_groups.
@@ -99,6 +99,7 @@ def fetch_fwd_kernel(
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_groups, num_shares, first_share, q_start = integers(numbers)
+    scale, softcap = factors
     q_ptr, k_ptr, v_ptr = tokens
     out_ptr, lse_ptr = results
     q_strides, k_strides, v_strides, out_strides = strides
@@ -163,9 +164,7 @@ def fetch_dq_kernel(
     upstream,
     results,
     numbers,
-    scale,
-    softcap,
-    query_scale,
+    factors,
     strides,
     sizes,
     rule,
@@ -181,11 +180,13 @@ def fetch_dq_kernel(
         tokens, chosen_ptr, sizes, rule: As of the forward.
         upstream: Pointers to out, log-sum-exp and the gradients of both.
         results: Pointers to dq [N, r, T, D] and delta [N, r, T] in float32.
+        factors: Scale, softcap and query_scale.
         strides: Of q, k, v and the gradient of out.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_groups, num_shares = integers(numbers)
+    scale, softcap, query_scale = factors
     q_ptr, k_ptr, v_ptr = tokens
     out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
     dq_ptr, delta_ptr = results
@@ -245,8 +246,7 @@ def fetch_dkv_kernel(
     choices,
     results,
     numbers,
-    scale,
-    softcap,
+    factors,
     strides,
     sizes,
     rule,
@@ -259,7 +259,7 @@ def fetch_dkv_kernel(
     the queries of all shares that chose it, block_n rows at a time; scores are held transposed.
 
     Args:
-        tokens, strides, sizes, rule: As of `fetch_dq_kernel`.
+        tokens, strides, sizes, rule: As of `fetch_dq_kernel`; `factors` as of the forward.
         upstream: Pointers to log-sum-exp, the gradient of out, and delta.
         choices: Pointers to the places of the choice [C k] of each sequence, sorted by group, and
             to where each group's places begin, [N, M + 1].
@@ -268,6 +268,7 @@ def fetch_dkv_kernel(
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_keys, num_groups, num_choices = integers(numbers)
+    scale, softcap = factors
     q_ptr, k_ptr, v_ptr = tokens
     lse_ptr, grad_ptr, delta_ptr = upstream
     order_ptr, begin_ptr = choices

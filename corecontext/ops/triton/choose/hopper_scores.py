@@ -27,15 +27,22 @@ from corecontext.ops.triton.attend.hopper_forward import num_programs
 from corecontext.ops.triton.attend.shares import Choosing, groups_of_share
 from corecontext.ops.triton.choose.byte_keys import MAX_DIM, TILE_KEYS, Bytes, block_of
 from corecontext.ops.triton.choose.byte_keys import RUN as GROUP_RUN
-from corecontext.ops.triton.launch import ceil_div, launch
-from corecontext.ops.triton.tensor_memory import aligned, barriers, copy_in, descriptor
+from corecontext.ops.triton.launch import ceil_div, ints, launch
+from corecontext.ops.triton.primitives import integers
+from corecontext.ops.triton.tensor_memory import (
+    aligned,
+    barriers,
+    copy_in,
+    descriptor,
+    tiles,
+)
 
 ROWS = gl.constexpr(64)  # shares of a consumer
 KEYS = gl.constexpr(TILE_KEYS)
 RUN = gl.constexpr(GROUP_RUN)
 MOST_HEADS = 4  # query heads whose queries are in shared memory
 _SEGMENT = 128  # blocks of groups of an item
-STAGES = 8  # tiles of keys in shared memory
+STAGES = gl.constexpr(8)  # tiles of keys in shared memory
 
 
 @gluon.jit
@@ -47,7 +54,7 @@ def _blocks_of_item(item, work, places, GROUPS: gl.constexpr):
         work: num_items, number of segments, items of a segment, and blocks of a segment.
         places: first_row, num_rows, shares as of `groups_of_share`, rule and num_groups.
     """
-    _, num_segments, row_tiles, segment, _ = work
+    _, num_segments, row_tiles, segment = work
     first_row, num_rows, shares, rule, num_groups = places
     n = item // (num_segments * row_tiles)
     row = item % row_tiles * (2 * ROWS)
@@ -59,16 +66,7 @@ def _blocks_of_item(item, work, places, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(
-    HEADS: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    descs,
-    first_head,
-    memory,
-    work,
-    places,
-):
+def _copy_keys(HEADS: gl.constexpr, PARTS: gl.constexpr, descs, first_head, memory, work, places):
     """Copy the queries of each item, then its tiles of keys: the producer warp."""
     q_desc, k_desc = descs
     q_smem, k_smem, q_ready, q_free, k_ready, k_free = memory
@@ -126,7 +124,6 @@ def _score_items(
     HALF: gl.constexpr,
     HEADS: gl.constexpr,
     PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
     MERGES: gl.constexpr,
     target,
     heads,
@@ -138,11 +135,11 @@ def _score_items(
 
     Args:
         target: Pointers to the units and offsets of queries, the units of groups, scores and the
-            largest of each run, and elements of a row.
+            largest of each run, elements of a row of scores, and units of a KV head.
         heads: Query heads in all, and the first of this launch; number of shares in the call.
         memory, work, places: As of `_copy_keys`.
     """
-    unit_ptr, offset_ptr, group_unit_ptr, scores_ptr, best_ptr, stride_row = target
+    unit_ptr, offset_ptr, group_unit_ptr, scores_ptr, best_ptr, stride_row, stride_unit = target
     num_heads, first_head, num_shares = heads
     q_smem, k_smem, q_ready, q_free, k_ready, k_free = memory
     first_row, num_rows, shares, rule, num_groups = places
@@ -176,7 +173,7 @@ def _score_items(
             mbarrier.wait(q_ready.index(HALF), count & 1)
             for i in range(begin, end):
                 group = i * GROUPS + within
-                group_unit = gl.load(group_unit_ptr + n * work[4] + group)
+                group_unit = gl.load(group_unit_ptr + n * stride_unit + group)
                 scores = gl.full([ROWS, SETS, RUN], -float("inf"), gl.float32, whole)
                 if MERGES:
                     scores = gl.load(place + group, mask=exists[:, None, None], other=0.0)
@@ -201,42 +198,18 @@ def _score_items(
             count += 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("stride_row", "num_heads", "first_head", "num_shares", "num_items", "num_segments"),
-        *("row_tiles", "segment", "stride_unit", "first_row", "num_rows", "first_share", "share"),
-        *("q_end", "group_size", "window_size", "sink_groups", "num_groups"),
-    ]
-)
+@gluon.jit
 def score_bytes_hopper(
     q_desc,
     k_desc,
-    unit_ptr,
-    offset_ptr,
-    group_unit_ptr,
-    scores_ptr,
-    best_ptr,
-    stride_row,
-    num_heads,
-    first_head,
-    num_shares,
-    num_items,
-    num_segments,
-    row_tiles,
-    segment,
-    stride_unit,
-    first_row,
-    num_rows,
-    first_share,
-    share,
-    q_end,
-    group_size,
-    window_size,
-    sink_groups,
-    num_groups,
+    rounded,
+    results,
+    segments,
+    rows,
+    shares,
+    rule,
     HEADS: gl.constexpr,
     PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
     MERGES: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
@@ -246,9 +219,20 @@ def score_bytes_hopper(
 
     Grid: as many programs as the chip has multiprocessors; items of 2 ROWS shares and a segment of
     groups are dealt out to them, KV heads one after the other.
+
+    Args:
+        rounded: Pointers to the units and offsets of queries, and to the units of groups.
+        results: Pointers to scores and to the largest of each run.
+        segments: Number of segments, blocks of each, and groups; of `launch.ints`, as all below.
+        rows: First head, first_row, num_rows, elements of a row of scores, and units of a KV head.
+        shares: As of `groups_of_share`.
+        rule: group_size, window_size and sink_groups.
+        BLOCK_D: Columns of a tile, by which `launch` knows the descriptors.
     """
-    q_smem = gl.allocate_shared_memory(gl.int8, [2 * HEADS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, KEYS, BLOCK_D], k_desc.layout)
+    num_segments, segment, num_groups = integers(segments)
+    first_head, first_row, num_rows, stride_row, stride_unit = integers(rows)
+    q_smem = tiles(q_desc, 2 * HEADS)
+    k_smem = tiles(k_desc, STAGES)
     # Barriers: the producer arrives at `ready`, both consumers at `free` of keys.
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
@@ -257,18 +241,19 @@ def score_bytes_hopper(
     fence_async_shared()
 
     memory = (q_smem, k_smem, q_ready, q_free, k_ready, k_free)
-    work = (num_items, num_segments, row_tiles, segment, stride_unit)
-    shares = (first_share, share, q_end)
-    places = (first_row, num_rows, shares, (group_size, window_size, sink_groups), num_groups)
-    target = (unit_ptr, offset_ptr, group_unit_ptr, scores_ptr, best_ptr, stride_row)
-    heads = (num_heads, first_head, num_shares)
+    row_tiles = (num_rows + 2 * ROWS - 1) // (2 * ROWS)
+    num_items = q_desc.shape[0] * num_segments * row_tiles
+    work = (num_items, num_segments, row_tiles, segment)
+    places = (first_row, num_rows, integers(shares), integers(rule), num_groups)
+    target = rounded + results + (stride_row, stride_unit)
+    heads = (q_desc.shape[1], first_head, q_desc.shape[2])
     scoring = (target, heads, memory, work, places)
     copying = ((q_desc, k_desc), first_head, memory, work, places)
     gl.warp_specialize(
         [
-            (_score_items, (0, HEADS, PARTS, STAGES, MERGES) + scoring),
-            (_score_items, (1, HEADS, PARTS, STAGES, MERGES) + scoring),
-            (_copy_keys, (HEADS, PARTS, STAGES) + copying),
+            (_score_items, (0, HEADS, PARTS, MERGES) + scoring),
+            (_score_items, (1, HEADS, PARTS, MERGES) + scoring),
+            (_copy_keys, (HEADS, PARTS) + copying),
         ],
         [4, 1],
         [240, 24],
@@ -300,29 +285,28 @@ class ByteScorer(NamedTuple):
         does not see, and the largest of each run of groups, [N, rows, groups / RUN]."""
         numbers = self.numbers
         q, k = aligned(numbers.queries), aligned(numbers.keys)
-        n, r, count, dim = q.shape
+        n, r = q.shape[:2]
         rows, width = scores.shape[1:]
         blocks = width // block_of(numbers.num_keys)
         segments = ceil_div(blocks, _SEGMENT)
-        row_tiles = ceil_div(rows, 2 * ROWS.value)
-        num_items = n * segments * row_tiles
+        num_items = n * segments * ceil_div(rows, 2 * ROWS.value)
         for first_head in range(0, r, MOST_HEADS):
             launch(
                 score_bytes_hopper,
                 (min(num_programs(q.device), num_items),),
                 (
                     *(descriptor(q, ROWS.value), descriptor(k, KEYS.value)),
-                    *(numbers.units, numbers.offsets, numbers.group_units, scores, best, width),
-                    *(r, first_head, count, num_items, segments, row_tiles),
-                    *(ceil_div(blocks, segments), numbers.group_units.shape[1], first_row, rows),
-                    *(settings.first_share, settings.share, settings.q_end, *settings.rule),
-                    numbers.num_groups,
+                    (numbers.units, numbers.offsets, numbers.group_units),
+                    (scores, best),
+                    ints(segments, ceil_div(blocks, segments), numbers.num_groups),
+                    ints(first_head, first_row, rows, width, numbers.group_units.shape[1]),
+                    ints(settings.first_share, settings.share, settings.q_end),
+                    ints(*settings.rule),
                 ),
                 HEADS=min(MOST_HEADS, r - first_head),
                 PARTS=numbers.num_keys,
-                STAGES=STAGES,
                 MERGES=first_head > 0,
-                BLOCK_D=dim,
+                BLOCK_D=q.shape[3],
                 num_warps=4,
             )
 

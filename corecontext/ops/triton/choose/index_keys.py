@@ -54,8 +54,7 @@ def index_keys_kernel(
     keys_ptr,
     num_groups,
     unit,
-    stride_n,
-    stride_token,
+    strides,
     GROUP_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -86,10 +85,10 @@ def index_keys_kernel(
     # Means of the parts, without the centre.
     SIZE: tl.constexpr = GROUP_SIZE // PARTS
     token = (group * GROUP_SIZE + part_idx * SIZE).to(tl.int64)
-    place = k_ptr + n * stride_n + token[:, None] * stride_token + dims[None, :]
+    place = k_ptr + n * strides[0] + token[:, None] * strides[1] + dims[None, :]
     x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SIZE):
-        x += tl.load(place + i * stride_token, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(place + i * strides[1], mask=mask, other=0.0).to(tl.float32)
     centre = tl.load(centre_ptr + n * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     x = tl.where(mask, x / SIZE - centre[None, :], 0.0)
 
@@ -153,7 +152,7 @@ def build(
         index_keys_kernel,
         (ceil_div(num_groups, block_g), n),
         (k, centre.float().contiguous(), signs, keys, num_groups, unit),
-        tuple(k.stride()[:-1]),
+        (k.stride()[:-1],),
         GROUP_SIZE=group_size,
         PARTS=count,
         SHARED=index.shares_scale,

@@ -34,9 +34,7 @@ def _select_kernel(
     numbers,
     num_chosen,
     share,
-    group_size,
-    window_size,
-    sink_groups,
+    rule,
     RUN: tl.constexpr,
     FROM_RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,7 +57,6 @@ def _select_kernel(
     row = tl.program_id(0) % num_rows
     offs = tl.arange(0, BLOCK)
     shares = (first_share, share, q_end)
-    rule = (group_size, window_size, sink_groups)
     count = groups_of_share(first_row + row, shares, rule, num_groups)
     first = (n * num_rows + row) * stride_row
     if FROM_RUNS:
@@ -192,7 +189,7 @@ def _launch_select(
             *(scores, chosen if runs is None else runs, chosen),
             ints(*places, rows, width, chosen.stride(0)),
         ),
-        (k, settings.share, *settings.rule),
+        (k, settings.share, settings.rule),
         RUN=1 if of_groups else RUN,
         FROM_RUNS=runs is not None,
         BLOCK=block,

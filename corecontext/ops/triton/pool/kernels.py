@@ -51,8 +51,7 @@ def pool_fwd_kernel(
     cores,
     tables,
     numbers,
-    scale,
-    softcap,
+    factors,
     strides,
     SHAPE: tl.constexpr,
 ):
@@ -68,6 +67,7 @@ def pool_fwd_kernel(
         cores: Pointers to the keys and values of core tokens [N, 1, M, D], and to masses [N, 1, M]
             in float32.
         tables: Pointers to cosines and sines [g, R / 2] in float32.
+        factors: Scale and softcap.
         strides: Of q, k, v and of the keys and values of core tokens.
         SHAPE: `launcher.Shape`.
     """
@@ -85,7 +85,7 @@ def pool_fwd_kernel(
 
     # Weigh them by the mean of the heads' weights.
     query = (q_ptr + n * q_strides[0], q_strides, tile)
-    weights = _mean_weights(query, k, rows, group_size, (scale, softcap), SHAPE)
+    weights = _mean_weights(query, k, rows, group_size, factors, SHAPE)
     w = weights[:, :, None]
     core = n * core_strides[0]
     store_row(cores[0] + core, pool_pairs(w, k, cos, sin), core_strides[2], tile, SHAPE.dim)
@@ -102,8 +102,7 @@ def pool_bwd_kernel(
     tables,
     gradients,
     numbers,
-    scale,
-    softcap,
+    factors,
     strides,
     ADD: tl.constexpr,
     SHAPE: tl.constexpr,
@@ -117,7 +116,7 @@ def pool_bwd_kernel(
     Args:
         upstream: Pointers to the gradients of core keys and values [N, 1, M, D], and of masses [N,
             1, M].
-        tokens, tables, SHAPE: As of `pool_fwd_kernel`.
+        tokens, tables, factors, SHAPE: As of `pool_fwd_kernel`.
         gradients: Pointers to those of `tokens`.
         strides: Of the gradients of core keys and values, of tokens, and of their gradients.
     """
@@ -130,7 +129,6 @@ def pool_bwd_kernel(
     grad_core_k_strides, grad_core_v_strides = strides[:2]
     q_strides, k_strides, v_strides = strides[2:5]
     grad_q_strides, grad_k_strides, grad_v_strides = strides[5:]
-    factors = (scale, softcap)
     n, groups = owned_groups(num_groups, SHAPE.block_m)
     rows = tl.arange(0, SHAPE.block_g).to(tl.int64)
     pairs, a, b = column_pairs(SHAPE.block_p, SHAPE.dim, SHAPE.half, SHAPE.interleaved)
@@ -173,7 +171,7 @@ def pool_bwd_kernel(
         q = load_row(head_at(q_ptr, h, q_strides[1]), q_strides[2], tile, SHAPE.dim)
         z, slope = token_scores(q, k, rows, group_size, factors, SHAPE.has_softcap)
         probs = softmax(z)
-        grad_z = probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * scale
+        grad_z = probs * (grad_probs - tl.sum(probs * grad_probs, 1)[:, None]) * factors[0]
         if SHAPE.has_softcap:
             grad_z *= slope
         grad_z = grad_z[:, :, None]

@@ -123,7 +123,7 @@ def _launch(
         (batch * ceil_div(num_groups, tiles.block_m),),
         (
             *(*tensors[:2], tables, *tensors[2:], ints(num_groups, group_size)),
-            *(float(spec.scale), float(spec.softcap or 1.0)),
+            (float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (tuple(x.stride()[:3] for x in strided),),
         num_warps=tiles.num_warps,
