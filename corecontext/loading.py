@@ -16,9 +16,9 @@ from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.methods import (
     CCA_SETTINGS,
     METHODS,
-    bounded,
     cca_config,
     check_settings,
+    cut_to_positions,
     field_of,
     name_of,
     pick_rival,
@@ -185,7 +185,7 @@ def load(
     config = rival
     if method == "cca":
         config = cca_config(hf_config, settings)
-    config = bounded(config, position_limit(hf_config) or MOST)
+    config = cut_to_positions(config, position_limit(hf_config) or MOST)
     adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
     with one_line():
         enable(model, config, untested=untested, warn=warn and method == "cca")

@@ -63,7 +63,7 @@ def takes(method: str | Method) -> tuple[str, ...]:
     return RIVALS[method].takes
 
 
-def settings_for(
+def settings_taken(
     method: str | Method, methods: Sequence[str | Method], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the given settings without those that only other methods of a comparison take, for
@@ -123,7 +123,7 @@ def pick_rival(method: str | Method, given: Mapping[str, Any]) -> Any:
         return replace(method, **settings)  # type: ignore[type-var]
 
 
-def bounded(config: Any, most: int) -> Any:
+def cut_to_positions(config: Any, most: int) -> Any:
     """Cut the window, the first tokens and the groups of CCA or of a rival to `most` tokens, the
     positions of the model: larger sizes change no number, but a cache would allocate them."""
 

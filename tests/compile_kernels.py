@@ -491,8 +491,8 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     results = {"results": ("", "fp32")}
     yield Kernel(hopper_union.union_fwd_hopper, sizes, {**united, **results})
     pointers = {"inputs": ("", "", "fp32", "fp32"), "results": ("fp32", "fp32")}
-    sizes["HAS_GRAD_LSE"] = True
-    yield Kernel(hopper_union_dq.union_dq_hopper, sizes, {**united, **pointers})
+    more = {**sizes, "HAS_GRAD_LSE": True}
+    yield Kernel(hopper_union_dq.union_dq_hopper, more, {**united, **pointers})
     bytes_of = {"q_desc": tile(64, dim, torch.int8), "k_desc": tile(128, dim, torch.int8)}
     bytes_of |= {"rounded": ("fp32",) * 3, "results": ("fp32", "fp32")}
     bytes_of |= {"segments": 3, "rows": 5, "shares": 3, "rule": 3}

@@ -267,22 +267,3 @@ def test_sizes_by_head_and_constant_groups_of_a_checkpoint_are_not_lost(setting,
         in capsys.readouterr().err
     )
     assert run("sized", "--group-size", "4", num_groups=4) == (0, corecontext.CCAConfig.paper(4))
-
-
-def test_options_that_a_checkpoints_own_settings_do_not_allow_say_whose_they_are(
-    setting, tmp_path, capsys
-):
-    model = save_tiny_model(tmp_path / "model")
-    held = json.loads((tmp_path / "model/config.json").read_text())
-    held["cca"] = corecontext.CCAConfig.paper(8, 13, layer_group_sizes=(4, 8)).to_dict()
-    (tmp_path / "model/config.json").write_text(json.dumps(held))
-    run = ["train", "--model", model, "--data", setting.data[0]]
-    run += ["--output", str(tmp_path / "run"), "--method", "window"]
-    assert main(run) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: layer_group_sizes must be left out with method 'window'")
-    assert error.endswith(
-        f"'{model}' was adapted with layer_group_sizes of its own: leave the option out, or begin "
-        "with a model that was not adapted."
-    )
-    assert not (tmp_path / "run").exists()

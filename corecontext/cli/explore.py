@@ -209,13 +209,13 @@ def perplexity(
 
     text = read_text(file)
     from corecontext.loading import load
-    from corecontext.methods import settings_for
+    from corecontext.methods import settings_taken
     from corecontext.perplexity import Perplexity, measure, print_table, to_records
 
     results: dict[str, Perplexity] = {}
 
     def run(name: str, method: str, **changes: Any) -> CCAConfig | None:
-        given = settings_for(method, methods, {**settings, **changes})
+        given = settings_taken(method, methods, {**settings, **changes})
         loaded = load(model, method=method, **given, **vars(options))
         results[name] = measure(loaded, text, name, chunk_size)
         return loaded.config

@@ -13,7 +13,7 @@ from corecontext.eval.subject import ModelSubject
 from corecontext.eval.task_table import Task
 from corecontext.files import UserError
 from corecontext.loading import WHOLE, load
-from corecontext.methods import settings_for
+from corecontext.methods import settings_taken
 from corecontext.record import Record
 
 
@@ -119,13 +119,13 @@ def evaluate(
     # One model at a time; of several methods, each gets the settings that it has.
     records = []
     for method in methods:
-        given = settings_for(method, methods, options.settings)
+        given = settings_taken(method, methods, options.settings)
         loaded = load(model, method=method, dtype=options.dtype, device=options.device, **given)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
             raise UserError(WHOLE)
         # A number of groups stands in for their size, so the same methods have it.
         as_size = {"group_size": options.num_groups}
-        num_groups = settings_for(method, methods, as_size).get("group_size")
+        num_groups = settings_taken(method, methods, as_size).get("group_size")
         subject = ModelSubject(
             loaded,
             num_groups=num_groups,

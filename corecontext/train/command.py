@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any
 
@@ -148,25 +147,7 @@ def _default_config(given: dict[str, Any]) -> TrainConfig:
     from corecontext.train.student import best_settings, saved_settings
 
     saved = saved_settings(TrainConfig().replace(**given), given)
-
-    def fits(names: Collection[str]) -> bool:
-        """Whether the run can have these of the saved settings."""
-        with contextlib.suppress(ValueError):
-            TrainConfig().replace(**{name: saved[name] for name in names} | given)
-            return True
-        return False
-
-    try:
-        config = TrainConfig().replace(**saved | given)
-    except ValueError as error:
-        # Name the saved settings without which the options would do.
-        causes = [name for name in saved if fits(saved.keys() - {name})]
-        if not causes:
-            raise
-        raise UserError(
-            f"{error} '{given['model']}' was adapted with {' and '.join(causes)} of its own: leave "
-            "the option out, or begin with a model that was not adapted."
-        ) from None
+    config = TrainConfig().replace(**saved | given)
     if saved:
         return config
     best = best_settings(config, given)

@@ -32,8 +32,8 @@ class Choice(NamedTuple):
             first: Position of the first query.
             num_visible: Groups that each query sees, [T].
         """
-        share = torch.arange(first, first + len(num_visible), device=num_visible.device)
-        groups = self.groups[:, share // self.share - first // self.share]
+        positions = torch.arange(first, first + len(num_visible), device=num_visible.device)
+        groups = self.groups[:, positions // self.share - first // self.share]
         # mutant fetch: a shared choice shows groups before they are far past
         return groups.masked_fill(groups >= num_visible[:, None], -1)
 
