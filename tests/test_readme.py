@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from planted_faults import FAULTS
 
 try:
     import tomllib
@@ -201,13 +200,6 @@ def test_the_shares_in_readme_are_those_of_the_page_about_the_model():
     tables = (ROOT / "docs/real-model.md").read_text(encoding="utf-8")
     shares = re.findall(r"\d+\.\d %", README.read_text(encoding="utf-8"))
     assert len(shares) >= 5 and all(share in tables for share in shares)
-
-
-def test_the_table_of_planted_faults_names_each_fault_and_its_test():
-    page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([^|]+) \| `(test_[^`]+)` \| `", page, re.M)
-    expected = {(fault.name, fault.test.removeprefix("tests/")) for fault in FAULTS}
-    assert set(rows) == expected, "run: python tests/planted_faults.py NAME"
 
 
 def tree_writer() -> ModuleType:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -43,11 +44,12 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: 
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
 from corecontext.ops.triton.attend.chosen import Call  # noqa: E402
-from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
+from corecontext.ops.triton.attend.far_past import FarPast, far_past, near_past  # noqa: E402
 from corecontext.ops.triton.attend.mass_parts import mass_parts  # noqa: E402
 from corecontext.ops.triton.attend.shares import Choosing  # noqa: E402
 from corecontext.ops.triton.attend.unions import Unions  # noqa: E402
 from corecontext.ops.triton.choose.byte_keys import to_bytes  # noqa: E402
+from corecontext.ops.triton.launch import ints  # noqa: E402
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and best.hopper_forward is not None
@@ -62,8 +64,12 @@ class _Anywhere:
 
     pool = staticmethod(backend.pool)
     pool_backward = staticmethod(backend.pool_backward)
-    attend = staticmethod(anywhere.attend)
     attend_backward = staticmethod(backend.attend_backward)
+
+    @staticmethod
+    def attend(tokens, cores, spec, core_bias=None):
+        far = far_past(tokens, cores, spec, core_bias)
+        return anywhere.attend_list(near_past(tokens, spec), far, spec)
 
     @staticmethod
     def gradients(upstream, tokens, groups, cores, spec, core_bias=None):
@@ -496,13 +502,12 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
 
     def launch(kernel, grid, arguments, strides=(), *, num_warps, **constants):
         launched.append(kernel)
-        with_strides = (
-            2 if kernel is hopper_backward._prepare_kernel else 0
-        )  # the output and its gradient
-        assert all(x.is_contiguous() for x in arguments[with_strides:] if isinstance(x, Tensor))
+        pointers = [y for x in arguments for y in (x if isinstance(x, tuple) else (x,))]
         if kernel is hopper_backward._prepare_kernel:
             kernel[grid](*arguments, *strides, **constants, num_warps=num_warps)
-            taken.append(arguments[4])
+            taken.append(arguments[1][0])
+            del pointers[0:3:2]  # the output and its gradient, which come with their strides
+        assert all(x.is_contiguous() for x in pointers if isinstance(x, Tensor))
 
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "launch", launch)
@@ -599,7 +604,7 @@ def unions_for_hopper(monkeypatch):
         names = dict(zip(kernel.arg_names, arguments, strict=False))
         launches.append((kernel, grid, SimpleNamespace(**names), constants))
 
-    for module in (hopper_union, hopper_union_dq, hopper_scores):
+    for module in (hopper_union, hopper_scores):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "num_programs", lambda device: 132)
     return hopper_union, hopper_union_dq, hopper_scores, launches
@@ -648,17 +653,19 @@ def test_what_hoppers_kernels_of_a_union_get(unions_for_hopper, monkeypatch, wit
     for (kernel, grid, given, constants), wanted in zip(launches, kernels, strict=True):
         # 4 unions of 32 queries each, items of 4 of 8 heads, of two sequences.
         assert kernel is wanted and grid == (16,)
-        assert (given.num_items, given.num_unions, given.row_blocks) == (16, 4, 2)
-        assert (given.most, given.heads, given.num_queries, given.sink_groups) == (6, 8, 100, 1)
+        assert given.q_desc.shape == [2, 8, 100, 128]
+        assert (given.most, given.sink_groups) == (6, 1)
+        assert all(map(operator.is_, given.unions, unions))
         assert given.scale == pytest.approx(0.5 / math.log(2))
         assert given.q_desc.block_shape == [1, 1, 32, 64]
         assert given.k_desc.block_shape == given.v_desc.block_shape == [1, 1, 16, 64]
         assert (constants["GROUP_SIZE"], constants["HEAD_DIM"]) == (16, 128)
     first, second = (given for _, _, given, _ in launches)
-    assert first.out_ptr is out and first.lse_ptr is lse
-    assert (first.num_tokens, second.num_tokens, second.query_scale) == (148, 100, 0.25)
-    assert second.dq_ptr is dq and second.delta_ptr is delta
-    assert second.grad_lse_ptr is (grad_lse if with_lse else lse)
+    assert all(map(operator.is_, first.results, (out, lse)))
+    assert (first.k_desc.shape[2], second.k_desc.shape[2], second.query_scale) == (148, 100, 0.25)
+    assert all(map(operator.is_, second.results, (dq, delta)))
+    wanted = (out, out, lse, grad_lse if with_lse else lse)
+    assert all(map(operator.is_, second.inputs, wanted))
     assert launches[1][3]["HAS_GRAD_LSE"] == with_lse
     many = torch.zeros(2, 100, dtype=torch.int32)
     forward.attend(call, Unions(unions.groups, unions.queries, many), out, lse)
@@ -677,15 +684,10 @@ def test_what_hoppers_kernel_of_scores_gets(unions_for_hopper):
     for (kernel, grid, given, constants), (first, heads) in zip(launches, ((0, 4), (4, 2))):
         # 2 tiles of 128 shares and one segment of two blocks of 32 groups, of two sequences.
         assert kernel is module.score_bytes_hopper and grid == (4,)
-        assert (given.num_items, given.num_segments, given.row_tiles, given.segment) == (4, 1, 2, 2)
-        assert (given.first_head, constants["HEADS"], constants["MERGES"]) == (
-            first,
-            heads,
-            first > 0,
-        )
-        assert (given.first_row, given.num_rows, given.stride_row) == (100, 200, 64)
-        assert (given.first_share, given.share, given.q_end, given.num_groups) == (5, 2, 610, 50)
-        assert (given.stride_unit, given.num_shares, given.num_heads) == (64, 300, 6)
+        assert (constants["HEADS"], constants["MERGES"]) == (heads, first > 0)
+        assert given.segments == ints(1, 2, 50) and given.rows == ints(first, 100, 200, 64, 64)
+        assert given.shares == ints(5, 2, 610) and given.rule == ints(8, 64, 1)
+        assert given.q_desc.shape == [2, 6, 300, 128]
         assert (constants["PARTS"], constants["BLOCK_D"]) == (4, 128)
         assert given.q_desc.block_shape == [1, 1, 64, 128]
         assert given.k_desc.block_shape == [1, 1, 128, 128]

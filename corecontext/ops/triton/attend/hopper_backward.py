@@ -5,7 +5,7 @@ A program owns 128 keys, entries of the far past or raw tokens. Two consumers ow
 and keep their gradients in registers while the copying warp brings the queries that see them; the
 queries' gradients are added by the tensor memory accelerator, in any order of programs, so the last
 bits differ from run to run. Where torch is asked for deterministic algorithms,
-`attend.attend_backward` runs instead. The file is long because the groups of warps are one
+`anywhere.attend_backward` runs instead. The file is long because the groups of warps are one
 algorithm.
 
 N counts the KV heads of all rows (`num_n` in kernels), r the query heads of each (`heads_per_n`).

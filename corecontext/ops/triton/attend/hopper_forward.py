@@ -540,7 +540,7 @@ def attend_list(
     marks: Marks | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `attend.attend_list` does; an output that is given is written in place."""
+    """Attend as `best.attend_list` does; an output that is given is written in place."""
     if out is not None and aligned(out) is not out:
         results, lse = attend_list(tokens, far, spec, marks)
         return out.copy_(results), lse

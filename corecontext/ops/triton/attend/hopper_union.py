@@ -425,17 +425,16 @@ def launch_items(
         factors: Arguments behind `sink_groups`.
     """
     k, v = (aligned(x[:, None]) for x in call.tokens[1:3])
-    n, r, _, dim = call.tokens.q.shape
+    _, r, _, dim = call.tokens.q.shape
     group_size, _, sink_groups = rule_of(call.spec)
-    num_unions, most = unions.groups.shape[1:]
-    num_items = n * num_unions * ceil_div(r, HEADS.value)
+    num_items = unions.counts.numel() * ceil_div(r, HEADS.value)
     launch(
         kernel,
         (min(num_programs(k.device), num_items),),
         (
             *(descriptor(x, QUERIES.value, COLUMNS.value) for x in queries),
             *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
-            *(*pointers, tuple(unions), most, sink_groups, *factors),
+            *(*pointers, tuple(unions), unions.groups.shape[2], sink_groups, *factors),
         ),
         **constants,
         GROUP_SIZE=group_size,
