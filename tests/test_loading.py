@@ -20,7 +20,7 @@ from corecontext.integrations.hf import attention_interface as hf_attention
 from corecontext.integrations.hf import enabling as transformers
 from corecontext.integrations.hf.weights import check_keys
 from corecontext.loading import Loaded, encode, load, load_config, load_weights, pick_device
-from corecontext.methods import bounded
+from corecontext.methods import cut_to_positions
 
 NORM = "model.norm.weight"
 
@@ -377,7 +377,7 @@ def test_sizes_beyond_the_model_are_bounded(model):
     loaded = load(model, window_size=10**9, sinks=10**8, device="cpu")
     assert loaded.sizes()["window_size"] == loaded.sizes()["sinks"] == loaded.max_length
     for field, value in (("layer_group_sizes", ((10**9, 2), 3)), ("group_size", 10**9)):
-        config = bounded(CCAConfig(**{field: value, "window_size": 9}), 8)
+        config = cut_to_positions(CCAConfig(**{field: value, "window_size": 9}), 8)
         assert getattr(config, field) == (((8, 2), 3) if field.startswith("layer") else 8)
         assert config.window_size == 8
     for method in ("streaming_llm", "lm_infinite"):

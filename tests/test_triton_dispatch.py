@@ -44,7 +44,7 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: 
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
 from corecontext.ops.triton.attend.chosen import Call  # noqa: E402
-from corecontext.ops.triton.attend.far_past import FarPast, far_past, near_past  # noqa: E402
+from corecontext.ops.triton.attend.far_past import FarPast, far_past  # noqa: E402
 from corecontext.ops.triton.attend.mass_parts import mass_parts  # noqa: E402
 from corecontext.ops.triton.attend.shares import Choosing  # noqa: E402
 from corecontext.ops.triton.attend.unions import Unions  # noqa: E402
@@ -64,12 +64,8 @@ class _Anywhere:
 
     pool = staticmethod(backend.pool)
     pool_backward = staticmethod(backend.pool_backward)
+    attend = staticmethod(anywhere.attend)
     attend_backward = staticmethod(backend.attend_backward)
-
-    @staticmethod
-    def attend(tokens, cores, spec, core_bias=None):
-        far = far_past(tokens, cores, spec, core_bias)
-        return anywhere.attend_list(near_past(tokens, spec), far, spec)
 
     @staticmethod
     def gradients(upstream, tokens, groups, cores, spec, core_bias=None):

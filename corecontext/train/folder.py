@@ -48,7 +48,7 @@ def _check_same_run(folder: Path, config: TrainConfig, facts: dict[str, Any]) ->
     try:
         saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         # Older versions had fewer fields.
-        before = TrainConfig().to_dict() | PAPER_RULE | without_removed(saved["config"])
+        before = {**TrainConfig().to_dict(), **PAPER_RULE, **without_removed(saved["config"])}
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(
             f"output '{folder}' must hold a run's settings in {SETTINGS}, which cannot be read: "

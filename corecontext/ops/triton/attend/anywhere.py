@@ -23,6 +23,7 @@ from corecontext.ops.triton.attend.far_past import (
     add_to_sinks,
     bias_gradient,
     far_past,
+    near_past,
 )
 from corecontext.ops.triton.attend.marks import Marks, marked_entries, marked_keys, marks_of_rows
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
@@ -547,11 +548,23 @@ def rule_of(spec: Spec) -> tuple[int, int, int]:
     return spec.group_size, spec.window_size, spec.sinks // spec.group_size
 
 
+def attend(
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    marks: Marks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
+    float32; to no core token that is marked for the query's share."""
+    far = far_past(tokens, cores, spec, core_bias)
+    return attend_list(near_past(tokens, spec), far, spec, marks)
+
+
 def attend_list(
     tokens: Tokens, far: FarPast, spec: Spec, marks: Marks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `best.attend_list` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T]
-    in float32.
+    """Attend as `attend` does, to a far past that is listed already.
 
     Args:
         tokens: Raw tokens from the first one on that a query sees behind its far past.
