@@ -87,7 +87,6 @@ NAMES = {
 }
 FLOATS = ("unit", "scale", "softcap", "bias", "query_scale", "teacher_share")
 """Arguments that are numbers with a fraction."""
-GRADIENTS = {f"{name}_ptr": "fp32" for name in ("dq", "dk", "dv", "dbias", "delta", "grad_lse")}
 FORWARD = attend._attend_fwd_kernel
 QUERY_GRADIENTS = attend._attend_dq_kernel
 KEY_GRADIENTS = attend._attend_dkv_kernel
@@ -285,9 +284,7 @@ def kernels_of_pooling(dim: int) -> Iterator[Kernel]:
 def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those of fetch: index scores, the choice, its marks, raw tokens of the chosen groups; one
     query or 16 choose together."""
-    floats = ("lse_ptr", "bias_ptr", "scores_ptr", "best_ptr", "offsets_ptr")
-    numbers = ("runs_ptr", "chosen_ptr", "words_ptr", "order_ptr", "begin_ptr")
-    types = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(numbers, "i32"), **GRADIENTS}
+    types = {"chosen_ptr": "i32", "words_ptr": "i32"}
     tiles = choose_tiles(chip, dtype, dim)
     sizes = {
         "HEADS": HEADS,
@@ -299,7 +296,8 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-    types |= {"strides": (3, 3), "sequences": 2, "rule": 3}
+    types |= {"strides": (3, 3), "sequences": 2, "rule": 3, "pointers": ("fp32", "i32", "i32")}
+    types |= {"inputs": ("", "", "fp32"), "results": ("fp32", "fp32")}
     yield Kernel(
         fetch_score_kernels.group_scores_kernel,
         {**sizes, "MERGES": True, "SEGMENT": 1024, "RUN": byte_keys.RUN},
@@ -307,7 +305,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     )
     index = {"GROUP_SIZE": 16, "PARTS": 8, "SHARED": True, "BITS": 2, "LEVELS": low_bits.LEVELS[2]}
     blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
-    wide = {"centre_ptr": "fp32", "rotation_ptr": "bf16", "strides": 2}
+    wide = {"inputs": ("", "fp32", "bf16"), "strides": 2}
     if dim <= fetch_index_keys.MAX_DIM:
         yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
     sizes = {"RUN": byte_keys.RUN, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
@@ -317,7 +315,7 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     sizes = {"QUERIES": unions.QUERIES, "WORDS": 4, "num_warps": 1}
     yield Kernel(unions.union_kernel, sizes, united)
     if dim <= byte_keys.MAX_DIM:
-        rounded = {"signs_ptr": "bf16", "centre_ptr": "fp32", "strides": 3}
+        rounded = {"inputs": ("", "bf16", "fp32"), "strides": 3}
         rounded["results"] = ("i8", "fp32", "fp32")
         blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "num_warps": 4}
         yield Kernel(byte_keys.queries_kernel, {**blocks, "BLOCK": 64}, rounded)

@@ -46,14 +46,11 @@ class Bytes(NamedTuple):
 
 @triton.jit(do_not_specialize=["count", "heads"])
 def queries_kernel(
-    q_ptr,
-    signs_ptr,
-    centre_ptr,
+    inputs,
     results,
     count,
     heads,
-    unit,
-    scale,
+    factors,
     strides,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -64,10 +61,13 @@ def queries_kernel(
     Grid: (tiles of queries, N r).
 
     Args:
-        signs_ptr: The rotation over `unit`: numbers 1, -1 and 0.
-        centre_ptr: [N, D].
+        inputs: Pointers to queries, to the rotation over `unit`, numbers 1, -1 and 0, and to the
+            centre [N, D].
         results: Pointers to queries, units and offsets of `Bytes`.
+        factors: `unit`, and the scale of scores.
     """
+    q_ptr, signs_ptr, centre_ptr = inputs
+    unit, scale = factors
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_D)
@@ -150,8 +150,8 @@ def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> By
         queries_kernel,
         (ceil_div(count, _ROWS), n * r),
         (
-            *(q, signs, centre.float().contiguous(), (queries, units, offsets), count, r),
-            *(unit, float(scale)),
+            *((q, signs, centre.float().contiguous()), (queries, units, offsets), count, r),
+            (unit, float(scale)),
         ),
         (tuple(q.stride()[:-1]),),
         HEAD_DIM=dim,

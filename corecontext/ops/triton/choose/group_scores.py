@@ -48,7 +48,7 @@ class Keys(NamedTuple):
                 group_scores_kernel,
                 (ceil_div(rows, tiles.block_m) * n, ceil_div(width, _SEGMENT)),
                 (
-                    *(q, keys, offsets, scores, best),
+                    *((q, keys, offsets), (scores, best)),
                     ints(
                         *(count, keys.shape[1], settings.first_share, settings.q_end),
                         *(first_head, first_row, rows, width),

@@ -48,9 +48,7 @@ def _nearest_levels(x, BITS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_groups"])
 def index_keys_kernel(
-    k_ptr,
-    centre_ptr,
-    rotation_ptr,
+    inputs,
     keys_ptr,
     num_groups,
     unit,
@@ -70,10 +68,11 @@ def index_keys_kernel(
     Grid: (blocks of BLOCK_G groups, N).
 
     Args:
-        k_ptr: Raw keys from the first group on.
-        rotation_ptr: The rotation over `unit`: numbers 1, -1 and 0.
+        inputs: Pointers to raw keys from the first group on, to the centre [N, D], and to the
+            rotation over `unit`: numbers 1, -1 and 0.
         SHARED: One scale for the P keys of a group, else one for each.
     """
+    k_ptr, centre_ptr, rotation_ptr = inputs
     n = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, BLOCK_G * BLOCK_P)
     group = tl.program_id(0) * BLOCK_G + row // BLOCK_P
@@ -151,7 +150,7 @@ def build(
     launch(
         index_keys_kernel,
         (ceil_div(num_groups, block_g), n),
-        (k, centre.float().contiguous(), signs, keys, num_groups, unit),
+        ((k, centre.float().contiguous(), signs), keys, num_groups, unit),
         (k.stride()[:-1],),
         GROUP_SIZE=group_size,
         PARTS=count,

@@ -91,11 +91,8 @@ def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK
 
 @triton.jit
 def group_scores_kernel(
-    q_ptr,
-    index_ptr,
-    offsets_ptr,
-    scores_ptr,
-    best_ptr,
+    inputs,
+    results,
     numbers,
     scale,
     strides,
@@ -120,13 +117,15 @@ def group_scores_kernel(
     and SEGMENT groups.
 
     Args:
-        q_ptr: [N, r, C, D].
-        index_ptr: Index keys [N, M, KEYS, D].
-        offsets_ptr: What every product of a row has besides, times the scale, [N, r, C].
+        inputs: Pointers to q [N, r, C, D], to index keys [N, M, KEYS, D], and to what every product
+            of a row has besides, times the scale, [N, r, C].
+        results: Pointers to the scores and to the largest of each run.
         strides: Of q and of the index.
         sequences: N and r.
         rule: group_size, window_size and sink_groups.
     """
+    q_ptr, index_ptr, offsets_ptr = inputs
+    scores_ptr, best_ptr = results
     values = integers(numbers)
     num_shares, num_groups, first_share, q_end = values[:4]
     first_head, first_row, num_rows, stride_row = values[4:]

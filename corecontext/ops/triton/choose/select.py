@@ -28,9 +28,7 @@ _MOST_SELECTED = 8192  # scores that one program holds
 
 @triton.jit
 def _select_kernel(
-    scores_ptr,
-    runs_ptr,
-    chosen_ptr,
+    pointers,
     numbers,
     num_chosen,
     share,
@@ -46,12 +44,14 @@ def _select_kernel(
     chosen.
 
     Args:
-        scores_ptr: Scores of groups, or where RUN > 1 and not FROM_RUNS, the largest of each run.
-        runs_ptr: Runs whose groups can be chosen, k for each share, where FROM_RUNS.
+        pointers: To the scores of groups, or where RUN > 1 and not FROM_RUNS, the largest of each
+            run; to runs whose groups can be chosen, k for each share, where FROM_RUNS; and to the
+            choice.
         first_row, num_rows: The shares whose scores there are.
         stride_row, stride_n: Elements between the scores of two shares, and between the choices of
             two sequences.
     """
+    scores_ptr, runs_ptr, chosen_ptr = pointers
     num_groups, first_share, q_end, first_row, num_rows, stride_row, stride_n = integers(numbers)
     n = (tl.program_id(0) // num_rows).to(tl.int64)
     row = tl.program_id(0) % num_rows
@@ -186,7 +186,7 @@ def _launch_select(
         _select_kernel,
         (n * rows,),
         (
-            *(scores, chosen if runs is None else runs, chosen),
+            (scores, chosen if runs is None else runs, chosen),
             ints(*places, rows, width, chosen.stride(0)),
         ),
         (k, settings.share, settings.rule),
