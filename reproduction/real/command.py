@@ -134,6 +134,7 @@ def real(
 ) -> None:
     """Attentions on a pretrained model: far perplexity, needles and lists, as it is or trained
     for some steps (docs/real-model.md)."""
+    from dataclasses import fields
     from pathlib import Path
 
     from corecontext.cli.options import check_appended, check_least
@@ -166,48 +167,11 @@ def real(
     check_least(1, windows=windows, rows=rows, rows_at_once=rows_at_once)
     check_least(2, length=length)
     if not gains:
-        sizes = Sizes(
-            length,
-            group_size,
-            window_size,
-            sink_size,
-            core_mass,
-            fetch_groups,
-            fetch_index,
-            store,
-            fetch_slots,
-            fetch_group_size=fetch_group_size,
-        )
-        adaptation = Adaptation(
-            steps,
-            rows,
-            rows_at_once,
-            checkpointing,
-            fuse,
-            learning_rate=learning_rate,
-            seed=seed,
-            rope_theta=rope_theta,
-            distil=distil,
-            strategy=strategy,
-            lora_rank=lora_rank,
-        )
-        protocol = Protocol(
-            model,
-            data,
-            output,
-            windows=windows,
-            needles=needles,
-            needle_lengths=tuple(needle_length),
-            lists=lists,
-            hit_steps=hit_steps,
-            full_heads=full_heads,
-            head_needles=head_needles,
-            next_tokens=next_tokens,
-            train_text=train_text,
-            save=save,
-            cache=cache,
-            dtype=dtype,
-            device=device,
+        # Each field is the option of its name, as far as there is one.
+        given = {**context.params, "needle_lengths": tuple(needle_length)}
+        protocol, sizes, adaptation = (
+            kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+            for kind in (Protocol, Sizes, Adaptation)
         )
         RealModel(protocol, sizes, adaptation).run(method)
     append_gains(output, window_size)
