@@ -479,7 +479,7 @@ PERPLEXITY = "perplexity good.txt --model"
         ("reproduce --smoke", "`corecontext reproduce` has moved out of the package."),
         ("generate", "Missing option '--model'."),
         (f"{GENERATE} MODEL --chunk-size 0", "chunk-size must be at least 1, got 0."),
-        (f"{PERPLEXITY} MODEL --nope", "No such option: --nope"),
+        (f"{PERPLEXITY} MODEL --nope", "No such option"),
         ("train --model MODEL --learned bias", "learned must not be 'bias', learned parameters of"),
         (f"{PERPLEXITY} MODEL --group-size x", "Invalid value for '--group-size': "),
         (f"{PERPLEXITY} MODEL --group-size 0", "group_size must be at least 1, got 0."),
