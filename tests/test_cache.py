@@ -12,6 +12,7 @@ import torch
 import corecontext
 from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention, cost
 from corecontext.cache import UNDO_LIMIT, CompactLayer, FullLayer
+from corecontext.cache import layer as layer_module
 from corecontext.model_sizes import ModelSizes
 from corecontext.serve.rows import RowPool, RowShape
 
@@ -96,7 +97,8 @@ SIZES = {
         (5, 2, 200),
     ],
 )
-def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded):
+def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded, monkeypatch):
+    monkeypatch.setattr(layer_module, "LEAST_RING", 3)
     config = CCAConfig.pooling(g, s, sink_size=sinks)
     tensors = qkv(3, 4, 2, 90)
     mask = left_padding(3, 90) if padded else None
@@ -145,7 +147,8 @@ def test_a_cache_that_was_closed_takes_tokens_again_after_a_reset():
     torch.testing.assert_close(fed(layer, tensors, [12, 1, 7]), expected, rtol=0, atol=1e-11)
 
 
-def test_random_appends_and_crops_agree_with_the_reference():
+def test_random_appends_and_crops_agree_with_the_reference(monkeypatch):
+    monkeypatch.setattr(layer_module, "LEAST_RING", 3)
     chance = random.Random(0)
     crops = 0
     for trial in range(60):
@@ -313,6 +316,26 @@ def test_state_dict_round_trip(tmp_path, fixed, sinks):
         )
     with pytest.raises(ValueError, match="must have 3 layers, got 2"):
         CompactKVCache(3, config, ROTARY).load_state_dict(cache.state_dict())
+
+
+def test_the_ring_of_a_growing_cache_follows_its_tokens(monkeypatch):
+    """Also where a cache of either kind takes its state over."""
+    monkeypatch.setattr(layer_module, "LEAST_RING", 8)
+    config, tensors = CCAConfig.pooling(4, 60, sink_size=4), qkv(2, 4, 2, 90)
+    expected = reference(config, *tensors)
+    layer = CompactLayer(config, ROTARY)
+    out = fed(layer, tensors, [5, 1, 1, 20])
+    torch.testing.assert_close(out, expected[:, :, :27], rtol=0, atol=1e-11)
+    assert 27 <= layer.ring_size <= 34
+    for max_length in (None, 90):
+        other = CompactLayer(config, ROTARY, max_length=max_length)
+        other.load_state_dict(layer.state_dict())
+        out = fed(other, [x[:, :, 27:] for x in tensors], [1] * 20 + [43])
+        torch.testing.assert_close(out, expected[:, :, 27:], rtol=0, atol=1e-11)
+        assert other.ring_size == 63
+    huge = CompactLayer(CCAConfig.pooling(50, 10**9), ROTARY)
+    fed(huge, tensors, [20, 1, 1])
+    assert huge.allocated_bytes < 2**17
 
 
 @pytest.mark.parametrize("sinks", [0, 3])  # rounded up to 5

@@ -7,9 +7,10 @@ row's sequence, which is never stored. Along the slots lie
     C .. C + n - 1          the first n tokens (`sink_size`), position p < n in slot C + p;
     C + n + c               the core token of group c, counted behind the first n tokens.
 
-C = s + g - 1 + rollback raw tokens are all that a later query can see uncompressed. The order does
-not matter to softmax, and rotary is already applied to the keys, so a decoding step attends to one
-contiguous slice. Rows with left padding, cropping and fixed shapes follow from the positions alone.
+C = s + g - 1 + rollback raw tokens are all that a later query can see uncompressed; a growing cache
+has fewer slots while fewer tokens came. The order does not matter to softmax, and rotary is already
+applied to the keys, so a decoding step attends to one contiguous slice. Rows with left padding,
+cropping and fixed shapes follow from the positions alone.
 
 In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M, 1] follow keys and
 values. A token is rounded when it comes, and attended to and pooled as rounded, so that all ways of
@@ -59,6 +60,8 @@ class Entries:
         """Extra tokens in the ring."""
         self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
         """The same settings for kernels, with the g, scale and softcap of the last append."""
+        self.ring_room: int | None = None
+        """Most slots of the ring, at least as many as tokens came; None gives it all."""
         self._buffers: list[Tensor] = []
         self.lags = False
         """Whether the last tokens are in the store of raw tokens only (exact_step.py)."""
@@ -114,9 +117,10 @@ class Entries:
 
     @property
     def ring_size(self) -> int:
-        """Slots of the ring: C = s + g - 1 + rollback."""
+        """Slots of the ring: C = s + g - 1 + rollback, at most `ring_room`."""
         # mutant 4: the ring is one token too short
-        return window_capacity(self.group_size, self.spec.window_size) + self.rollback
+        size = window_capacity(self.group_size, self.spec.window_size) + self.rollback
+        return size if self.ring_room is None else min(size, self.ring_room)
 
     @property
     def num_sinks(self) -> int:
@@ -251,6 +255,8 @@ class Entries:
         tokens that there is room for."""
         if self.store is not None:
             self.store.reserve(length)
+        if self.ring_room is not None and length > self.ring_room:
+            self.grow_ring(max(length, self.ring_room + self.ring_room // 4))
         room = self.capacity
         needed = self.num_cores(length)
         if needed > room:
@@ -258,4 +264,24 @@ class Entries:
                 needed = max(needed, room + max(16, room // 4))
             self._buffers = [grown(x, self.raw_size + needed) for x in self._buffers]
         room = self.num_sinks + (self.capacity + 1) * self.group_size - 1
+        if self.ring_room is not None:
+            room = min(room, self.ring_room)
         return room if self.store is None else min(room, self.store.length)
+
+    def grow_ring(self, room: int | None) -> None:
+        """Give the ring its slots up to `room`, None all; tokens stay in theirs."""
+        ring = self.ring_size
+        before = self.ring_room
+        self.ring_room = room
+        try:
+            if more := self.ring_size - ring:
+                self._buffers = [_with_gap(x, ring, more) for x in self._buffers]
+        except BaseException:
+            self.ring_room = before
+            raise
+
+
+def _with_gap(buffer: Tensor, slot: int, size: int) -> Tensor:
+    """Return a buffer with `size` empty slots before a slot."""
+    empty = buffer.new_zeros(*buffer.shape[:2], size, buffer.shape[3])
+    return torch.cat((buffer[:, :, :slot], empty, buffer[:, :, slot:]), 2)

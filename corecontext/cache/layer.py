@@ -34,6 +34,8 @@ from corecontext.ops.fetch.prompt_rule import NO_END, Reading, step_reads_all
 from corecontext.ops.spec import Inputs, Ragged, Slots
 from corecontext.visibility import group_size_for
 
+LEAST_RING = 4096
+"""Slots that a growing cache gives its ring at first, if s and g ask for so many."""
 LATE_TOKENS = 16384
 """Longest prompt whose raw tokens stay on the device until its core tokens are made."""
 NO_GRADIENTS = (
@@ -335,6 +337,7 @@ class CompactLayer(SavedState):
             length = q.shape[2] - self.pads[0]
             group_size = group_size_for(length, config.window_size, config.num_groups)
         self._set_sizes(group_size, k.dtype)
+        self.ring_room = LEAST_RING if self.max_length is None else None
         shape = (*k.shape[:2], self.size(self.max_length or 0))
         like = self.encode(k[:, :, :1], k[:, :, :1])
         self.allocate_store(like)

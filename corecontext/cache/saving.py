@@ -27,6 +27,7 @@ class SavedState(CroppedState):
             "config": self.config.to_dict(),
             "rollback": self.rollback,
             "group_size": self.group_size,
+            "ring": self.ring_size,
             "seen": self.seq_len,
             "intact_from": self._intact_from,
             "ended": self._closed,
@@ -61,6 +62,7 @@ class SavedState(CroppedState):
             dtype=state.get("dtype"),
             pad=state["pad"],
             store=state.get("store", []),
+            ring=state.get("ring"),
         )
         # mutant 4: a loaded ring passes for whole
         self._intact_from = state["intact_from"]
@@ -96,6 +98,7 @@ class SavedState(CroppedState):
         pad: Tensor | None = None,
         store: Sequence[Tensor] = (),
         raw: Sequence[Tensor] = (),
+        ring: int | None = None,
     ) -> None:
         """Copy `length` tokens a row, padding included, from buffers laid out as this layer's.
 
@@ -105,6 +108,7 @@ class SavedState(CroppedState):
             store: Entries of the store for fetch.
             raw: Keys and values of all tokens, [B, Hkv, length, D], from which that store is made
                 otherwise.
+            ring: Slots of the ring in the buffers; None is all.
 
         Raises:
             NotImplementedError: the layer fetches, and has neither.
@@ -116,6 +120,7 @@ class SavedState(CroppedState):
         if self.max_length is not None:
             self._make_room(length)
         self._set_sizes(group_size, dtype or buffers[0].dtype)
+        self.ring_room = ring if self.max_length is None else None
         used = buffers[0].shape[2]
         slots = used if self.max_length is None else self.size(self.max_length)
         if pad is None:
@@ -139,7 +144,8 @@ class SavedState(CroppedState):
             self.allocate_store([x[:, :, :1] for x in raw])
             self.store.reserve(length)
             self.store.put(slice(None), 0, list(raw))
-        write_last(functools.partial(_fill_buffers, self.buffers, buffers))
+        rings = (self.ring_size, ring or self.ring_size)
+        write_last(functools.partial(_fill_buffers, self.buffers, buffers, rings))
         self._clear()
         self.set_length(length)
         self._intact_from = max(0, length - self.ring_size)
@@ -147,10 +153,13 @@ class SavedState(CroppedState):
         self._choose_step()
 
 
-def _fill_buffers(buffers: list[Tensor], state: list[Tensor]) -> None:
+def _fill_buffers(buffers: list[Tensor], state: list[Tensor], rings: tuple[int, int]) -> None:
     """Copy a state into buffers, which it may be itself: those of a fixed cache stay where they
-    are."""
+    are. `rings` are the slots of the ring of each."""
+    ring, given = rings
     for buffer, x in zip(buffers, state):
-        used = x.shape[2]
-        buffer[:, :, :used] = x
-        buffer[:, :, used:] = 0
+        end = ring + x.shape[2] - given
+        buffer[:, :, ring:end] = x[:, :, given:]
+        buffer[:, :, :given] = x[:, :, :given]
+        buffer[:, :, given:ring] = 0
+        buffer[:, :, end:] = 0

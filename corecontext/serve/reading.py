@@ -54,11 +54,12 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
         add_prompt_logprobs(slot, out.logits[0], start)
     if begins and slot.config is not None:
         # The first append has made the buffers. They would grow by a quarter at a time, beyond the
-        # row that is counted for them.
+        # row that is counted for them. A row has all slots of the ring.
         for layer in slot.cache.layers:
             for entries in parts_of(layer.compact):
                 # mutant serve: the cache of a prompt grows beyond its row
                 entries.reserve(len(prompt))
+                entries.grow_ring(None)
 
     # Keep the state for prompts that begin alike; they are found by whole chunks. A prompt that is
     # scored is read otherwise than they are.
