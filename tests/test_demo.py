@@ -287,11 +287,11 @@ def test_a_slow_machine_asks_fewer_questions(of_a_user, monkeypatch, capsys, tok
     assert len(prompts) == count
     length = len(prompts[0].token_ids)
     # The output head takes a tenth of the layers' operations, for perplexity.
-    readings = max(count, min(3, int(12 / (length * token_s))))
+    readings = max(count, min(3, int(6 / (length * token_s))))
     seconds = round(4 * (1 + (readings + count / 10) * length * token_s))
     shown = capsys.readouterr().err
     assert f"{length} tokens: about {seconds} seconds" in shown
-    assert seconds < 111 or count == 1
+    assert seconds < 96 or count == 1
     asked = dataclasses.replace(of_a_user, num_questions=3)
     assert len(compare._within_budget(asked, plan(asked), methods)) == 3
 

@@ -32,7 +32,7 @@ from corecontext.terminal import Advance, progress
 
 WARM_UP_TOKENS = 64
 PREFILLS = 3
-PREFILL_BUDGET_S = 12.0
+PREFILL_BUDGET_S = 6.0
 """Prompts are read again, up to PREFILLS times in all, only while that fits into this time."""
 DECODE_STEPS = 32
 DECODE_WARM_UP = 4
