@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, fetch_flops
@@ -18,7 +18,7 @@ from corecontext.demo.measure_method import (
     step,
 )
 from corecontext.loading import load
-from corecontext.ops.fetch.prompt_rule import reading_of, step_reads_all
+from corecontext.ops.fetch.prompt_rule import reading_of
 from corecontext.visibility import num_sinks
 
 BEGINNING = 512
@@ -71,7 +71,12 @@ class Pace:
             first_s = read(loaded.model, ids).seconds
             more = token_ids[: min(LONGEST, int(len(ids) * max(2.0, SECOND_S / first_s)))]
             second = read(loaded.model, more)
-            step_s = _step_seconds(loaded.model, second)
+            seconds = []
+            for _ in range(STEPS):
+                begin = time.perf_counter()
+                int(step(loaded.model, second.first, second.cache))
+                seconds.append(time.perf_counter() - begin)
+            step_s = statistics.median(seconds)
         rates = rates_of(cost, (len(ids), first_s), (len(more), second.seconds))
         return cls(cost, start_s, *rates, step_s / _step_bytes(cost, cost.cache_bytes(len(more))))
 
@@ -86,13 +91,15 @@ class Pace:
         return Work(_attention(sliding, length), sliding.cache_bytes(length))
 
     def settings(self, config: CCAConfig, length: int, device: str) -> Work:
-        """Return the work of CCA or fetch, by the rule of its prompts and steps."""
-        until = min(length, reading_of(config, device, True).full_until)
-        attention = _attention(self.cost, until) + _compact(self.cost, config, length)
-        attention -= _compact(self.cost, config, until)
-        if step_reads_all(config, device, length):
-            return Work(attention, self.cost.cache_bytes(length))
-        return Work(attention, self.cost.config_bytes(config, length).device)
+        """Return the work of CCA, or of fetch, which is full attention's for short prompts."""
+        if length <= reading_of(config, device, True).full_until:
+            return self.full(length)
+        cost = self.cost
+        sinks = num_sinks(config.sink_size, config.group_size)
+        attention = _attention(cost, length, config.group_size, config.window_size, sinks)
+        fetch = fetch_flops(config, length, cost.query_heads, cost.head_dim)
+        held = cost.config_bytes(config, length).device
+        return Work(attention + cost.num_layers * fetch, held)
 
     def seconds(self, work: Work, prompts: int, length: int) -> float:
         """Estimate how long a method takes to read prompts, to tell their perplexity and to answer
@@ -119,15 +126,6 @@ def rates_of(
     return rest / _weights(cost, second[0]), attention_s
 
 
-def _step_seconds(model: Any, reading: Any) -> float:
-    seconds = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        int(step(model, reading.first, reading.cache))
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
-
-
 def _weights(cost: ModelCost, length: int) -> float:
     """Count operations with the layers' weights."""
     return 2.0 * cost.linear_weights * length
@@ -136,16 +134,6 @@ def _weights(cost: ModelCost, length: int) -> float:
 def _attention(cost: ModelCost, length: int, *sizes: int) -> float:
     """Count the other operations of a prompt; sizes are g, s and first tokens."""
     return cost.prefill_flops(length, *sizes) - _weights(cost, length)
-
-
-def _compact(cost: ModelCost, config: CCAConfig, length: int) -> float:
-    """Count them under CCA or fetch by shared choices; 0 of no tokens."""
-    if not length:
-        return 0.0
-    sinks = num_sinks(config.sink_size, config.group_size)
-    fetch = fetch_flops(config, length, cost.query_heads, cost.head_dim)
-    sizes = (config.group_size, config.window_size, sinks)
-    return _attention(cost, length, *sizes) + cost.num_layers * fetch
 
 
 def _step_bytes(cost: ModelCost, cache_bytes: float) -> float:
