@@ -5,7 +5,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,14 +79,22 @@ def test_a_failing_subprocess_says_why(this_file_importable):
         peak_memory.peak_bytes_in_subprocess("allocate", "allocate", {"wrong": 1})
 
 
-def test_samples_warm_up_and_budget():
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only `clock.sleep` moves."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    return SimpleNamespace(sleep=lambda seconds: now.append(now.pop() + seconds))
+
+
+def test_samples_warm_up_and_budget(clock):
     calls = []
     assert (
         len(timing.sample_seconds(lambda: calls.append(1), repeats=4, warm_up=2)) == 4
         and len(calls) == 6
     )
-    slow = timing.sample_seconds(lambda: time.sleep(0.02), repeats=50, warm_up=0, budget_s=0.03)
-    assert len(slow) == 2 and min(slow) >= 0.02
+    slow = timing.sample_seconds(lambda: clock.sleep(2.0), repeats=50, warm_up=0, budget_s=3.0)
+    assert slow == [2.0, 2.0]
 
 
 def test_the_machines_rates_are_positive():
@@ -95,7 +102,7 @@ def test_the_machines_rates_are_positive():
     assert timing.copy_bytes_per_s(num_bytes=2**20) > 1e6
 
 
-def test_calls_take_turns_and_slow_ones_are_called_once():
+def test_calls_take_turns_and_slow_ones_are_called_once(clock):
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
     found = timing.sample_in_turns(calls, repeats=9, once={"c"})
@@ -104,10 +111,9 @@ def test_calls_take_turns_and_slow_ones_are_called_once():
     assert len(rounds) == 9 and set(rounds) == {"ab", "ba"}  # none always behind the other
     assert {name: len(samples) for name, samples in found.items()} == {"a": 9, "b": 9, "c": 1}
     found = timing.sample_in_turns(
-        {"slow": lambda: time.sleep(0.2), "quick": int}, repeats=5, budget_s=0.3
+        {"slow": lambda: clock.sleep(2.0), "quick": int}, repeats=5, budget_s=3.0
     )
-    assert {name: len(samples) for name, samples in found.items()} == {"slow": 2, "quick": 5}
-    assert min(found["slow"]) >= 0.2
+    assert found == {"slow": [2.0] * 2, "quick": [0.0] * 5}
 
 
 def test_calls_settle_before_each_sample_on_a_gpu(monkeypatch):
