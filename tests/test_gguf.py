@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.hf import gguf_files as hf_gguf
-from corecontext.integrations.hf.gguf_check import set_head_size
+from corecontext.integrations.hf.gguf_config import set_head_size
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.loading import load, load_config
 

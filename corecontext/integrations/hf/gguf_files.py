@@ -180,11 +180,11 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _file_and_config(path: Path) -> tuple[Any, Any]:
-    """Return the fields of a GGUF file (`gguf_check.GGUF`), and its config."""
+    """Return the fields of a GGUF file (`gguf_config.GGUF`), and its config."""
     import gguf
     import transformers
 
-    from corecontext.integrations.hf.gguf_check import GGUF, set_head_size, set_rotation
+    from corecontext.integrations.hf.gguf_config import GGUF, set_head_size, set_rotation
 
     try:
         file = GGUF(gguf.GGUFReader(path))
