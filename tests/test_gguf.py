@@ -19,12 +19,12 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.hf import gguf_files as hf_gguf
-from corecontext.integrations.hf.gguf_config import set_head_size
+from corecontext.integrations.hf.gguf_config import set_head_size, set_rotation
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.loading import load, load_config
 
@@ -278,6 +278,20 @@ def test_the_largest_gemma_scales_by_the_width_of_a_head(architecture, layers, s
     config = SimpleNamespace(query_pre_attn_scalar=256)
     set_head_size(file, config)
     assert (config.head_dim, config.query_pre_attn_scalar) == (128, scalar)
+
+
+def test_layers_with_a_window_have_a_rotation_of_their_own():
+    fields = {"rope.freq_base": 5e5, "rope.freq_base_swa": 2e4, "rope.scaling.type": "linear"}
+    file = SimpleNamespace(
+        own={**fields, "rope.scaling.factor": 8.0}.get,
+        names=lambda prefix: [],
+        values=lambda name: None,
+    )
+    config = Gemma3TextConfig()
+    set_rotation(file, config)
+    full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    assert full == {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}
+    assert sliding == {"rope_theta": 2e4, "rope_type": "default"}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

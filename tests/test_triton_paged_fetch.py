@@ -34,20 +34,20 @@ class Cache:
         generator = torch.Generator("cpu").manual_seed(0)
         device = torch.get_default_device()
 
-        def tables(tokens: int) -> tuple[int, torch.Tensor]:
+        def tables(tokens: int, spare: int) -> tuple[int, torch.Tensor]:
             counts = [-(-length // tokens) for length in lengths]
             order = torch.randperm(sum(counts) + 2, generator=generator, device="cpu").tolist()
             rows = [[order.pop() for _ in range(count)] for count in counts]
-            rows = [row + [2**30] * (max(counts) - len(row)) for row in rows]
+            rows = [row + [2**30] * (max(counts) + spare - len(row)) for row in rows]
             return sum(counts) + 2, torch.tensor(rows, dtype=torch.int32, device=device)
 
         def pages(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
             memory = torch.full((count, KV_HEADS, size, 2 * DIM), torch.nan, dtype=dtype)
             return memory.transpose(1, 2).chunk(2, -1)
 
-        num_raw, table = tables(PAGE)
+        num_raw, table = tables(PAGE, 0)
         self.raw = Pages(*pages(num_raw, PAGE), table)
-        num_cores, table = tables(CORE_PAGE * spec.group_size)
+        num_cores, table = tables(CORE_PAGE * spec.group_size, 3)
         mass = torch.full((num_cores, CORE_PAGE, KV_HEADS), torch.nan)
         self.cores = Pages(*pages(num_cores, CORE_PAGE), table, mass if spec.core_mass else None)
         keys, bits = spec.index.num_keys(spec.group_size), spec.index.bits
