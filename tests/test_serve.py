@@ -235,7 +235,7 @@ def test_sigterm_under_load_loses_no_accepted_request(server):
         stream = server.client.completions.create(
             model=NAME,
             prompt=DOCUMENT[: 40 * (number + 1)],
-            max_tokens=60,
+            max_tokens=200,
             temperature=0,
             stream=True,
             extra_body={"ignore_eos": True},
@@ -250,14 +250,14 @@ def test_sigterm_under_load_loses_no_accepted_request(server):
         thread.start()
     begun.wait()
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.05)
+    while httpx.get(server.url + "/ready").status_code != 503:
+        time.sleep(0.01)
     with pytest.raises(openai.InternalServerError) as refused:
         server.client.completions.create(model=NAME, prompt="late", max_tokens=1)
     assert refused.value.status_code == 503 and refused.value.code == "draining"
-    assert httpx.get(server.url + "/ready").status_code == 503
     for thread in threads:
         thread.join()
-    assert answers == dict.fromkeys(range(8), (60, "length"))
+    assert answers == dict.fromkeys(range(8), (200, "length"))
     assert server.process.wait(20) == 0
     assert [line["event"] for line in server.lines()][-1] == "stopped"
 
@@ -538,8 +538,16 @@ def test_an_event_is_one_line_for_every_client(tiny, monkeypatch):
 def test_what_is_stopped_is_not_called_late(folder):
     served = Asgi(folder)
     step = served.scheduler.run_turn
-    served.scheduler.run_turn = lambda: time.sleep(0.01) or step()
-    threading.Timer(0.2, served.worker.stop).start()
+    turns = []
+
+    def run_turn() -> bool:
+        turns.append(step())
+        if turns[-1] and sum(turns) == 5:
+            threading.Thread(target=served.worker.stop).start()
+        time.sleep(0.01)
+        return turns[-1]
+
+    served.scheduler.run_turn = run_turn
     response = served.complete(max_tokens=400)
     assert (
         response.status_code == 503
@@ -596,7 +604,7 @@ def test_an_answer_follows_the_code_of_an_error_and_not_its_words(folder, monkey
 
 
 def test_the_time_limit_and_errors_inside(folder, monkeypatch):
-    served = Asgi(folder, time_limit_s=0.2)
+    served = Asgi(folder, time_limit_s=0.5)
     original = served.scheduler.run_turn
     served.scheduler.run_turn = lambda: time.sleep(0.02) or original()
     response = served.complete(max_tokens=400)
