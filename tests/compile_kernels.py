@@ -390,14 +390,15 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes = {**place, **scoring, "num_warps": decode_plan.SCORE_WARPS}
     for paged in (False, True):
         yield Kernel(score_index.score_kernel, {**sizes, "PAGED": paged}, types)
-    types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2), "page_sizes": 2}
+    types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2, 3), "page_sizes": 3}
     types |= {"cores": ("", "", "fp32"), "tables": ("i32", "i32"), "numbers": 2}
+    types["raw"] = ("", "", "", "")
     sizes = {"GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width, "HAS_MASS": True}
-    sizes |= {"ALIGNMENT": 16, "TILE": plan.tile, **plan.attend_options}
+    sizes |= {"HAS_FAR": True, "ALIGNMENT": 16, "TILE": plan.tile, **plan.attend_options}
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
     tables = {"page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
-    types = {**types, **tables, "strides": (3, 3, 3, 2)}
-    types["index"] = ("u8", "fp16", "fp32")
+    types = {**STEP_TYPES, **tables, "strides": (3, 3, 3, 2, 2), "page_sizes": 2, "numbers": 2}
+    types["index"] = ("u8", "fp16", "fp32", "fp32")
     sizes = {"SINKS": 16, "GROUP": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
     yield Kernel(paged_index._index_pages_kernel, sizes, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")

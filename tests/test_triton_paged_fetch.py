@@ -56,6 +56,7 @@ class Cache:
         self.index = IndexPages(
             torch.full((*shape, keys * DIM * bits // 8), 255, dtype=torch.uint8),
             torch.full((*shape, scales), torch.nan, dtype=torch.float16),
+            torch.full((num_cores, KV_HEADS, DIM), torch.nan),
             rotations_of(bits, DIM, dtype, mass.device),
         )
 

@@ -125,6 +125,16 @@ CASES["fetch, shared choices"] = {
     "full_until": 24,
     "max_num_seqs": 1,
 }
+CASES["fetch, host"] = {**CASES["fetch"], "fetch": {"store": "host"}}
+CASES["fetch, host, shared choices"] = {
+    **CASES["fetch, shared choices"],
+    "fetch": {"store": "host", "prefill": "auto", "fetch_share": 8},
+}
+CASES["fetch, host, small cache"] = {
+    **CASES["fetch, small cache"],
+    "fetch": {"store": "host"},
+    "num_gpu_blocks_override": 22,
+}
 CASES["fetch, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2"}}
 # Heads that keep every token: in a layer, in another layer, in a whole layer.
 CASES["raw heads"] = {
@@ -330,7 +340,13 @@ def run(name: str, options: dict) -> dict:
     config = CCAConfig.pooling(**CCA, core_mass=mass, layer_group_sizes=sizes)
     fetch = options.pop("fetch", None)
     if fetch is not None:
-        fetch = {"fetch_groups": 2, "fetch_index": "bits:2", "prefill": "full", **fetch}
+        fetch = {
+            "fetch_groups": 2,
+            "fetch_index": "bits:2",
+            "prefill": "full",
+            "store": "device",
+            **fetch,
+        }
         config = config.replace(core_mass=True, **fetch)
     if real:
         config = CCAConfig.pooling(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)

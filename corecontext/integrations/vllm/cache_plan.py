@@ -1,8 +1,8 @@
 """Plan the caches of vLLM's attention layers.
 
-The attention layer's own cache is the window, with fetch all raw tokens. Its core tokens are a
-second cache, an object of its own in vLLM's table of layers. KV heads that keep every token have
-further caches. Needs vLLM.
+The attention layer's own cache is the window, with fetch all raw tokens unless these are in host
+memory. Its core tokens are a second cache, an object of its own in vLLM's table of layers. KV heads
+that keep every token have further caches. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
 from corecontext.integrations.vllm.engine_options import num_drafts
+from corecontext.integrations.vllm.host_pages import HostPages
 from corecontext.integrations.vllm.page_layout import PageLayout, core_entries
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.start_check import check_layout, check_start
@@ -29,29 +30,40 @@ class LayerCache(AttentionLayerBase):
     """Stand in vLLM's table of layers for a further cache of an attention layer."""
 
     def __init__(
-        self, layer_name: str, spec: AttentionSpec, backend: type[AttentionBackend]
+        self,
+        layer_name: str,
+        spec: AttentionSpec,
+        backend: type[AttentionBackend],
+        host_pages: HostPages | None = None,
     ) -> None:
         self.layer_name = layer_name
         self.spec = spec
         self.backend = backend
+        self.host_pages = host_pages
+        self.host: Tensor | None = None
+        """Raw tokens in host memory."""
         self.pages: Any = None
         """Views of the cache and of its layer's own; None until a step has made them."""
         self.kv_cache = torch.tensor([])
 
     @property
     def kv_cache(self) -> Tensor:
-        """The cache that vLLM made; it is freed when vLLM sets another, and so are the views."""
+        """The cache that vLLM made; it is freed when vLLM sets another, and so is what belongs to
+        it."""
         return self._kv_cache
 
     @kv_cache.setter
     def kv_cache(self, kv_cache: Tensor) -> None:
         self._kv_cache = kv_cache
         self.pages = None
+        self.host = None
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the cache that vLLM made."""
         check_layout(kv_cache, self.spec)
         self.kv_cache = kv_cache
+        if self.host_pages is not None:
+            self.host = self.host_pages.make(kv_cache)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Return the backend, which takes caches of each kind."""
@@ -75,10 +87,11 @@ class CacheSpecs(NamedTuple):
     """Describe the kinds of caches of a model."""
 
     window: WindowSpec | None
-    """None with fetch."""
+    """None with fetch from the device."""
     cores: CoreSpec
     raw: RawSpec | None
-    """With fetch, of all heads; else of those that keep every token, None without such ones."""
+    """With fetch from the device, of all heads; else of those that keep every token, None without
+    such ones."""
 
 
 def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list[LayerCache]:
@@ -96,13 +109,18 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
     specs = cache_specs_of(first)
     check_start([spec for spec in specs if spec is not None])
 
+    host_pages = None
+    if first.impl.config.fetches_from_host:
+        host_pages = HostPages(first.impl.vllm_config, specs.cores, len(layers))
+
     # Windows and core tokens.
     cores: dict[int, LayerCache] = {}
     holders: list[Any] = []
     for number, layer in layers.items():
         if raw_heads.pools(number):
             layer.get_kv_cache_spec = partial(_spec_of_layer, specs.window or specs.raw)
-            cores[number] = LayerCache(f"{layer.layer_name}.cores", specs.cores, backend)
+            name = f"{layer.layer_name}.cores"
+            cores[number] = LayerCache(name, specs.cores, backend, host_pages)
         else:
             layer.get_kv_cache_spec = partial(_spec_of_layer, specs.raw)
             holders.append(layer)
@@ -137,8 +155,12 @@ def cache_specs_of(layer: Any) -> CacheSpecs:
     if impl.config.fetch_groups:
         raw = RawSpec(block_size=page_size, **shape)
         entries = core_entries(impl.config, page_size, impl.head_size, dtype.itemsize)
-        shape["page_size_padded"] = raw.page_size_bytes
-        return CacheSpecs(None, CoreSpec.of(PageLayout.of(impl.config, entries), **shape), raw)
+        padded = {**shape, "page_size_padded": raw.page_size_bytes}
+        cores = CoreSpec.of(PageLayout.of(impl.config, entries), **padded)
+        if not impl.config.fetches_from_host:
+            return CacheSpecs(None, cores, raw)
+        layout = PageLayout.of(impl.config, page_size)
+        return CacheSpecs(WindowSpec.of(layout, num_drafts(impl.vllm_config), **shape), cores, None)
     layout = PageLayout.of(impl.config, page_size)
     if impl.config.core_mass:
         # A float for each core token behind the keys and values of a page.

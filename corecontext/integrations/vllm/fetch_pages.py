@@ -2,7 +2,8 @@
 
 With fetch a layer has pages of raw tokens, as full attention has, and pages of core tokens with the
 same bytes. Behind the keys and values of its core tokens such a page holds the scales and the codes
-of their groups' index, and at its end the masses. So it has fewer entries than a page of raw tokens
+of their groups' index, and at its end the masses. The centre of the index is in the first entry of
+the first page, whose group stays raw. So it has fewer entries than a page of raw tokens
 has tokens (`page_layout.core_entries`).
 """
 
@@ -35,4 +36,12 @@ def index_pages_of(cache: Tensor, dtype: torch.dtype, spec: Spec) -> IndexPages:
     first = (cache.storage_offset() + heads * entries * width) * itemsize
     scales = view(torch.float16, num_scales, first)
     codes = view(torch.uint8, num_bytes, first + 2 * heads * entries * num_scales)
-    return IndexPages(codes, scales, rotations_of(spec.index.bits, width // 2, dtype, cache.device))
+    # The first entry is that of first tokens, which have no core token.
+    strides = (cache.stride(0) * itemsize // 4, cache.stride(1) * itemsize // 4, 1)
+    numbers = torch.empty(0, dtype=torch.float32, device=cache.device)
+    numbers.set_(cache.untyped_storage())
+    first = cache.storage_offset() * itemsize // 4
+    centres = numbers.as_strided((pages, heads, width // 2), strides, first)
+    return IndexPages(
+        codes, scales, centres, rotations_of(spec.index.bits, width // 2, dtype, cache.device)
+    )

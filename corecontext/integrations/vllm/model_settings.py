@@ -122,11 +122,6 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
 
 def _check_fetch(config: CCAConfig) -> None:
     """Raise ValueError for settings of fetch that are not available in vLLM."""
-    if config.store != "device":
-        raise ValueError(
-            f"cca.store must be 'device' with fetch in vLLM, got {config.store!r}: raw tokens are "
-            f"in vLLM's pages on the GPU. {WAY_OUT}"
-        )
     for name, only in FETCH_ONLY.items():
         if getattr(config, name) != only:
             raise ValueError(
@@ -139,6 +134,11 @@ def _check_fetch(config: CCAConfig) -> None:
         raise ValueError(
             f"cca.fetch_index must have parts of one size in low bits in vLLM, as 'bits:2', got "
             f"{config.fetch_index!r} for groups of {g}. {WAY_OUT}"
+        )
+    if not config.sink_size:
+        raise ValueError(
+            f"cca.sink_size must be at least 1 with fetch in vLLM, got 0: the index has its centre "
+            f"where first tokens have no core token. {WAY_OUT}"
         )
     if config.window_size < g:
         raise ValueError(

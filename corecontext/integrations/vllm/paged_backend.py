@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
-from corecontext.integrations.vllm.cache_specs import RawSpec, WindowSpec
+from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
 from corecontext.integrations.vllm.engine_options import check_server, num_drafts
 from corecontext.integrations.vllm.fetch_pages import index_pages_of
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
@@ -127,12 +127,16 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         self.attend_whole = flash_attention(dtype, head_size, device)
         self.rows = None
         self.full_until = NO_END
-        if config.fetch_groups and isinstance(kv_cache_spec, RawSpec):
+        self.most_whole = 0
+        if config.fetch_groups and not isinstance(kv_cache_spec, CoreSpec):
             self.full_until = reading_of(config, device.type, True).full_until
             self.rows = RowBuffers(vllm_config, device, self.full_until)
-            if kv_cache_spec.block_size % 16:  # a page of FlashAttention's
+            if config.fetches_from_host:
+                # Later chunks gather the tokens before them.
+                self.most_whole = self.full_until if self.attend_whole else 0
+                self.full_until = 0
+            elif kv_cache_spec.block_size % 16:  # a page of FlashAttention's
                 self.attend_whole = None
-        self.most_whole = 0
         # New tokens of the shortest sequence that is a part of its own.
         self.shortest = paged_chunk.LONG_CHUNK
         if config.fetch_groups:
@@ -304,19 +308,21 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         raw: tuple[Tensor, StepMetadata],
         cores: tuple[Tensor, StepMetadata],
         dtype: torch.dtype,
-    ) -> tuple[Pages, Pages, IndexPages | None]:
-        """Return the pages of raw tokens and of core tokens, and with fetch their index, for
-        queries of this dtype. Views of the caches are made once: they take the host longer than a
-        launch."""
+    ) -> tuple[Pages, Pages, IndexPages | None, Pages | None]:
+        """Return the pages of raw tokens and of core tokens, with fetch their index, for queries of
+        this dtype, and the raw tokens in host memory. Views are made once: they take the host
+        longer than a launch."""
         cache = self.caches.cores
         if cache.pages is None:
             page_bytes = cache.spec.page_size_bytes if self.config.core_mass else None
             index = index_pages_of(cores[0], dtype, self.spec) if self.spec.fetch_groups else None
             placed = pages_of(cores[0], cores[1].table, page_bytes)
-            cache.pages = (pages_of(raw[0], raw[1].table), placed, index)
-        raw_pages, core_pages, index = cache.pages
-        tables = (raw[1].table, cores[1].table)
-        return raw_pages._replace(table=tables[0]), core_pages._replace(table=tables[1]), index
+            host = None if cache.host is None else pages_of(cache.host, cores[1].table)
+            cache.pages = (pages_of(raw[0], raw[1].table), placed, index, host)
+        raw_pages, core_pages, index, host = cache.pages
+        table = cores[1].table
+        host = host and host._replace(table=table)
+        return raw_pages._replace(table=raw[1].table), core_pages._replace(table=table), index, host
 
     def _attend_compact(
         self,
@@ -334,7 +340,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         queries, keys and values, and pages have the room.
         """
         step = window[1]
-        raw, cores, _ = self._pages(window, cores, query.dtype)
+        raw, cores, *_ = self._pages(window, cores, query.dtype)
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec, self.config.core_bias)
         store_tokens(key, value, step.slots, raw)
@@ -353,29 +359,34 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
     ) -> None:
         """Attend from prompts by their rule, and from each token of an answer by its own choice."""
         step = raw[1]
-        raw, cores, index = self._pages(raw, cores, query.dtype)
+        core_slots = cores[1].slots
+        raw, cores, index, host = self._pages(raw, cores, query.dtype)
         store_tokens(key, value, step.slots, raw)
+        if host is not None:
+            store_tokens(key, value, core_slots, host)
         pool_pages(query, step.batch, raw, cores, self.spec)
         write_index(len(query), step.batch, raw, cores.table, index, self.spec)
 
         def choose(tokens: slice) -> None:
             rows = step.rows.part(tokens)
-            results = out[tokens]
-            attend_rows(query[tokens], rows, (raw, cores), index, self.longest, self.spec, results)
+            q, results = query[tokens], out[tokens]
+            attend_rows(q, rows, (raw, cores), index, self.longest, self.spec, results, host)
 
         if not step.parts:
             choose(slice(None))
         for run in step.parts:
+            q, k, v, results = (x[run.tokens] for x in (query, key, value, out))
             if run.kind is Kind.DECODING:
                 choose(run.tokens)
             elif run.kind is Kind.SHARING:
-                new = (query[run.tokens], key[run.tokens], value[run.tokens])
-                pages = tuple(x._replace(table=x.table[run.sequences]) for x in (raw, cores))
+                pages = (host or raw, cores)
+                pages = tuple(x._replace(table=x.table[run.sequences]) for x in pages)
                 reading = reading_of(self.config, query.device.type, True)
-                attend_sharing(new, run.past, pages, self.spec, reading, out[run.tokens])
+                attend_sharing((q, k, v), run.past, pages, self.spec, reading, results)
+            elif run.kind is Kind.WHOLE:
+                step.attend_whole(q, k, v, run.batch, self.spec, results)
             elif step.attend_whole is not None:
                 table = raw.table[run.sequences]
-                q, results = query[run.tokens], out[run.tokens]
                 step.attend_whole(q, raw.k, raw.v, run.batch, self.spec, results, table)
             else:
                 tokens = (query, key, value)
@@ -434,7 +445,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         """Take the memory of a step in which as many requests as there may be decode, and of the
         last chunk of the longest prompt."""
         reading = reading_of(self.config, query.device.type, True)
-        if reading.full_until < self.longest:
+        if reading.full_until < self.longest or self.config.fetches_from_host:
             sizes = (self.num_kv_heads, self.vllm_config.cache_config.block_size, self.longest)
             attend_longest(query, *sizes, self.spec, reading)
         most = self.vllm_config.scheduler_config.max_num_seqs

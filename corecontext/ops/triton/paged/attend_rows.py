@@ -71,6 +71,7 @@ def _attend_rows_kernel(
     SINKS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_MASS: tl.constexpr,
+    HAS_FAR: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -80,7 +81,10 @@ def _attend_rows_kernel(
     Grid: (T Hkv, shares).
 
     Args:
-        raw, cores, strides, page_sizes: As of `_attend_pages_kernel`.
+        cores: As of `_attend_pages_kernel`.
+        raw: Pointers to keys and values of raw tokens, then to those of raw tokens before the
+            window.
+        strides, page_sizes: As there, and then those of raw tokens before the window.
         tables: Pointers to the tables of both kinds of pages.
         rows: Pointers of `Rows`.
         choice: Pointers to groups [T Hkv, num_chosen] and marks [T Hkv, WIDTH], as `select_kernel`
@@ -88,7 +92,7 @@ def _attend_rows_kernel(
         partial: Pointers to the shares' outputs [T Hkv, shares, HEADS, D] and log-sum-exp.
     """
     kv_heads, window_size = integers(numbers)
-    q_strides, page_strides, core_strides, mass_strides, table_strides = strides
+    q_strides, page_strides, core_strides, mass_strides, table_strides, far_strides = strides
     n = tl.program_id(0).to(tl.int64)
     row = n // kv_heads
     head = n % kv_heads
@@ -99,6 +103,8 @@ def _attend_rows_kernel(
     q = load_queries(q_ptr, q_strides[1], TILE)
     keys_ptr = raw[0] + head * page_strides[2]
     values_ptr = raw[1] + head * page_strides[2]
+    far_keys_ptr = raw[2] + head * far_strides[2]
+    far_values_ptr = raw[3] + head * far_strides[2]
     core_keys_ptr = cores[0] + head * core_strides[2]
     core_values_ptr = cores[1] + head * core_strides[2]
     mass_ptr = cores[2]
@@ -117,6 +123,7 @@ def _attend_rows_kernel(
     num_far = num_sinks + num_cores
     num_before = num_far + num_fetched
     total = num_before + position + 1 - window
+    nearest = visible_cores(position, GROUP, window_size) * GROUP
     tiles = tl.cdiv(total, TILE.block_n)
     share = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
     begin = tl.program_id(1) * share
@@ -139,9 +146,19 @@ def _attend_rows_kernel(
         group = entry - num_sinks
         core_entry = group + SINKS // GROUP
         core_at = page_offsets(core_table_ptr, core_entry, is_core, core_strides, page_sizes[1])
-        raw_at = page_offsets(table_ptr, token, inside & ~is_core, page_strides, page_sizes[0])
+        is_raw = inside & ~is_core
+        if HAS_FAR:
+            # First tokens have pages beside the window's.
+            is_far = is_raw & (token >= SINKS) & (token < nearest)
+            is_raw = is_raw & ~is_far
+            far_at = page_offsets(core_table_ptr, token, is_far, far_strides, page_sizes[2])
+        raw_at = page_offsets(table_ptr, token, is_raw, page_strides, page_sizes[0])
         k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
         v_at = tl.where(is_core, core_values_ptr + core_at, values_ptr + raw_at)
+        if HAS_FAR:
+            # mutant vllm: chosen tokens are read from the window's pages
+            k_at = tl.where(is_far, far_keys_ptr + far_at, k_at)
+            v_at = tl.where(is_far, far_values_ptr + far_at, v_at)
         k_at = tl.multiple_of(k_at, ALIGNMENT)
         v_at = tl.multiple_of(v_at, ALIGNMENT)
         mask = inside[:, None] & (dims < TILE.dim)[None, :]
@@ -217,15 +234,6 @@ class Work(NamedTuple):
         )
 
 
-def _centres(pages: Pages, spec: Spec) -> Tensor:
-    """Return the mean key that centres the index of each sequence, [B, Hkv, D] in float32."""
-    size = pages.k.shape[1]
-    place = spec.sinks + torch.arange(spec.num_centred, device=pages.k.device)
-    columns = (place // size).clamp(max=pages.table.shape[1] - 1)
-    table = pages.table[:, columns].clamp(min=0, max=pages.k.shape[0] - 1).long()
-    return pages.k[table, place % size].float().mean(1)
-
-
 def attend_rows(
     q: Tensor,
     rows: Rows,
@@ -234,6 +242,7 @@ def attend_rows(
     longest: int,
     spec: Spec,
     out: Tensor,
+    far: Pages | None = None,
 ) -> None:
     """Attend from new tokens to all that they see under fetch (docs/math.md, eq. 15).
 
@@ -243,9 +252,13 @@ def attend_rows(
             and its index.
         longest: At least the tokens of each sequence; launches depend on it.
         out: [T, H, D], contiguous, written.
+        far: Raw tokens before the window, by the table of core tokens; None where pages of raw
+            tokens hold them, too.
     """
     q = contiguous_rows(q)
     raw, cores = pages
+    has_far = far is not None
+    far = far or raw
     kv_heads = raw.k.shape[2]
     work = Work.of(q, kv_heads, longest, spec)
     plan = work.plan
@@ -254,6 +267,7 @@ def attend_rows(
     sizes = (kv_heads, work.num_groups, spec.group_size, spec.window_size)
     length = (rows.pads, rows.pads)
     mass = cores.k if cores.mass is None else cores.mass
+    centres = index.centres[cores.table[:, 0][rows.sequences]]
     if plan.scoring.whole:
         launch(
             rotate_kernel,
@@ -292,7 +306,7 @@ def attend_rows(
         select_kernel,
         (count,),
         (
-            *(q, _centres(raw, spec)[rows.sequences], work.scores, work.choice, length),
+            *(q, centres, work.scores, work.choice, length),
             *(ints(0, *sizes), float(spec.scale)),
         ),
         (num_chosen, q.stride()[:2]),
@@ -307,20 +321,21 @@ def attend_rows(
         _attend_rows_kernel,
         (count, work.partial[0].shape[1]),
         (
-            *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table)),
-            *(tuple(rows), work.choice, work.partial),
+            *(q, (raw.k, raw.v, far.k, far.v), (cores.k, cores.v, mass)),
+            *((raw.table, cores.table), tuple(rows), work.choice, work.partial),
             *(ints(kv_heads, spec.window_size), float(spec.scale)),
         ),
         (
-            (q.stride()[:2], *strides_of(raw, cores, mass)),
-            (raw.k.shape[1], cores.k.shape[1]),
+            (q.stride()[:2], *strides_of(raw, cores, mass), far.k.stride()[:3]),
+            (raw.k.shape[1], cores.k.shape[1], far.k.shape[1]),
             num_chosen,
         ),
         GROUP=spec.group_size,
         SINKS=spec.sinks,
         WIDTH=plan.scoring.width,
         HAS_MASS=cores.mass is not None,
-        ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v),
+        HAS_FAR=has_far,
+        ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v, far.k, far.v),
         TILE=plan.tile,
         **plan.attend_options,
     )

@@ -85,10 +85,10 @@ def parts_of(
     def kind_of(row: int) -> Kind:
         if counts[row] <= most_decoded:
             return Kind.DECODING
-        if lengths[row] > full_until:
-            return Kind.SHARING
         if lengths[row] == counts[row] <= most_whole:
             return Kind.WHOLE
+        if lengths[row] > full_until:
+            return Kind.SHARING
         return Kind.LONG if counts[row] >= paged_chunk.LONG_CHUNK else Kind.SHORT
 
     parts = []

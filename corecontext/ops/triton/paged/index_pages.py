@@ -2,7 +2,7 @@
 
 A group has its index as soon as its centre's tokens are there, as in a cache: with the group whose
 last token follows its own by the tokens that the centre counts, less a group. The centre is the
-mean of a sequence's first keys; it is computed from their pages whenever an index is written.
+mean of a sequence's first keys; it is written with the first index, and read from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from corecontext.ops.triton.paged.pages import (
 )
 from corecontext.ops.triton.primitives import integers, tile_mask
 
-_CENTRE_ROWS = tl.constexpr(16)
+_CENTRE_ROWS = tl.constexpr(32)
 
 
 @triton.jit
@@ -49,16 +49,17 @@ def _index_pages_kernel(
 
     Args:
         keys_ptr: Raw keys in pages.
-        index: Pointers to codes, scales and the rotation in float32.
+        index: Pointers to codes, scales, centres and the rotation in float32.
         page_tables, sequences: As of `_pool_pages_kernel`.
         numbers: Sequences, and tokens behind the first ones that the centre counts, whole groups.
-        strides: Of pages of raw tokens, of codes and of scales, and of both tables' rows.
+        strides: Of pages of raw tokens, of codes, of scales and of centres, and of both tables'
+            rows.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
     num_sequences, num_centred = integers(numbers)
-    codes_ptr, scales_ptr, rotation_ptr = index
+    codes_ptr, scales_ptr, centre_ptr, rotation_ptr = index
     starts_ptr, lengths_ptr = sequences
-    page_strides, codes_strides, scales_strides, table_strides = strides
+    page_strides, codes_strides, scales_strides, centre_strides, table_strides = strides
     KEYS: tl.constexpr = INDEX.keys
     BYTES: tl.constexpr = (TILE.dim * INDEX.bits + 7) // 8
     FIRST: tl.constexpr = SINKS // GROUP
@@ -75,16 +76,23 @@ def _index_pages_kernel(
         dims = tl.arange(0, TILE.block_d)
         in_dims = dims < TILE.dim
 
-        # The mean key of the first tokens.
+        # The mean key of the first tokens, which are new ones where it was not written before.
+        core_table_ptr = page_tables[1] + sequence.to(tl.int64) * table_strides[1]
+        page = tl.load(core_table_ptr).to(tl.int64)
+        centre_at = centre_ptr + page * centre_strides[0] + head * centre_strides[1] + dims
+        num_read = tl.where(past < SINKS + num_centred, 0, TILE.dim)
+        num_written = tl.where(group == FIRST, TILE.dim, 0)
         total = tl.full([TILE.block_d], 0.0, tl.float32)
         rows = tl.arange(0, _CENTRE_ROWS)
-        for start in range(0, num_centred, _CENTRE_ROWS):
+        for start in range(0, tl.where(num_read > 0, 0, num_centred), _CENTRE_ROWS):
             inside = start + rows < num_centred
             at = page_offsets(table_ptr, SINKS + start + rows, inside, page_strides, page_sizes[0])
             mask = inside[:, None] & in_dims[None, :]
             keys = tl.load(keys_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
             total += tl.sum(keys.to(tl.float32), 0)
-        centre = total / num_centred
+        # mutant vllm: an index is centred by another sequence's mean
+        centre = tl.load(centre_at, mask=dims < num_read, other=0.0) + total / num_centred
+        tl.store(centre_at, centre, mask=dims < num_written)
 
         # The means of the group's parts, without it.
         key = tl.arange(0, INDEX.block_p)
@@ -99,8 +107,7 @@ def _index_pages_kernel(
         means = tl.where(mask, means / SIZE - centre[None, :], 0.0)
 
         packed, scales = encode_keys(means, rotation_ptr, INDEX, TILE)
-        table_ptr = page_tables[1] + sequence.to(tl.int64) * table_strides[1]
-        page = tl.load(table_ptr + group // page_sizes[1]).to(tl.int64)
+        page = tl.load(core_table_ptr + group // page_sizes[1]).to(tl.int64)
         entry = group % page_sizes[1]
         cols = tl.arange(0, INDEX.block_c)
         codes_ptr += page * codes_strides[0] + entry * codes_strides[1] + head * codes_strides[2]
@@ -129,13 +136,14 @@ def write_index(
         _index_pages_kernel,
         (num_blocks(num_new, batch.lengths.shape[0], spec.group_size), raw.k.shape[2]),
         (
-            *(raw.k, (index.codes, index.scales, index.rotations[1]), (raw.table, table)),
+            *(raw.k, (*index[:3], index.rotations[1]), (raw.table, table)),
             (batch.starts, batch.lengths),
             ints(batch.lengths.shape[0], spec.num_centred),
         ),
         (
             (
                 *(x.stride()[:3] for x in (raw.k, index.codes, index.scales)),
+                index.centres.stride()[:2],
                 (raw.table.stride(0), table.stride(0)),
             ),
             (raw.k.shape[1], index.codes.shape[1]),

@@ -42,6 +42,9 @@ class IndexPages(NamedTuple):
     """[P, E, Hkv, bytes of a group] in uint8, the last dimension contiguous."""
     scales: Tensor
     """[P, E, Hkv, 1 or keys of a group] in float16."""
+    centres: Tensor
+    """Mean keys that centre the index of sequences, each in the first page of its sequence, [P,
+    Hkv, D] in float32, the last dimension contiguous."""
     rotations: tuple[Tensor, Tensor]
     """As of `spec.RawSlots`."""
 

@@ -1,0 +1,80 @@
+"""Keep the raw tokens of fetch in host memory, by the pages of their layer's core tokens: what a
+page of core tokens stands for is written, shared and evicted with it. Needs vLLM."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from corecontext.cache.host_memory import available_bytes, host_zeros
+from corecontext.integrations.vllm.cache_specs import CoreSpec
+
+OPTION = "core_context_host_gib"
+"""GiB of host memory for raw tokens of each worker, in vLLM's --additional-config; without it all
+that is available."""
+_logger = init_logger("vllm.core_context")
+
+
+class HostPages:
+    """Make the pages of all layers of a worker.
+
+    Args:
+        vllm_config: Of the server.
+        spec: Of the caches of core tokens.
+        num_layers: Layers with such caches.
+
+    Raises:
+        ValueError: the option is no number of GiB.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, spec: CoreSpec, num_layers: int) -> None:
+        self.cache_config = vllm_config.cache_config
+        self.spec = spec
+        self.shape = (spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        self.page_bytes = num_layers * math.prod(self.shape) * spec.dtype.itemsize
+        self.device_page_bytes = num_layers * spec.page_size_bytes
+        self.gib = (getattr(vllm_config, "additional_config", None) or {}).get(OPTION)
+        if self.gib is not None and not (isinstance(self.gib, int | float) and self.gib > 0):
+            raise ValueError(
+                f"{OPTION} must be a number more than 0, got {self.gib!r}. Change it by "
+                "--additional-config."
+            )
+        self.is_checked = False
+
+    def make(self, cores: Tensor) -> Tensor:
+        """Return raw tokens [P, Hkv, tokens of a page, 2 D] for a cache of core tokens.
+
+        Raises:
+            ValueError: they do not fit into the memory for them.
+        """
+        count = cores.shape[0]
+        if self.cache_config.num_gpu_blocks is None:
+            # A run that measures the memory of captured steps: all pages are one.
+            page = host_zeros((1, *self.shape), cores.dtype, cores.device)
+            return page.expand(count, *self.shape)
+        if not self.is_checked:
+            self._check(count)
+        return host_zeros((count, *self.shape), cores.dtype, cores.device)
+
+    def _check(self, count: int) -> None:
+        """Raise ValueError where the pages of all layers do not fit; else print their bytes."""
+        available = available_bytes()
+        if self.gib is not None:
+            available = int(self.gib * 2**30)
+        if available is not None and count * self.page_bytes > available:
+            raise ValueError(
+                f"raw tokens of {count} pages must fit in host memory, got {available / 2**30:.1f} "
+                f"GiB for {count * self.page_bytes / 2**30:.1f}. Pass --num-gpu-blocks-override "
+                f"{available // self.page_bytes}, or more by --additional-config "
+                f"'{{\"{OPTION}\": GIB}}'."
+            )
+        self.is_checked = True
+        _logger.info(
+            "Core context: %d pages of %d tokens, %.2f GiB of raw tokens in host memory, %.2f GiB "
+            "on the device.",
+            *(count, self.spec.block_size, count * self.page_bytes / 2**30),
+            count * self.device_page_bytes / 2**30,
+        )
