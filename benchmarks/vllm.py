@@ -46,7 +46,11 @@ class VllmBench:
     """Model, methods and load to measure."""
 
     methods: tuple[str, ...] = option(("cca", "full"), name="method")
-    """cca; fetch: the preset "device"; or full: vLLM's own FlashAttention."""
+    """cca; fetch: the preset "device" or "default"; or full: vLLM's own FlashAttention."""
+    store: str = "device"
+    """Where fetch keeps raw tokens: device or host."""
+    pages: int = 0
+    """Pages of the cache, for each of which the host holds raw tokens; 0 takes what fits."""
     shape: str = "llama3.1-8b"
     """llama3.1-8b: a model of these sizes with random weights."""
     group_size: int = PAPER_RULE["group_size"]
@@ -81,6 +85,7 @@ class VllmBench:
     def __post_init__(self) -> None:
         check_choices("method", self.methods, tuple(BACKENDS))
         check_choices("shape", (self.shape,), tuple(SERVED_SHAPES))
+        check_choices("store", (self.store,), ("device", "host"))
         check_choices("weights", (self.weights,), WEIGHTS)
         check_positive(
             length=self.lengths,
@@ -108,7 +113,7 @@ class VllmBench:
     def config(self, method: str) -> CCAConfig:
         """Return the settings of core context under a method of it."""
         if method == "fetch":
-            return CCAConfig.preset("device")
+            return CCAConfig.preset("device", store=self.store)
         return CCAConfig.pooling(group_size=self.group_size, window_size=self.window_size)
 
     def params(self, method: str, **more: Any) -> dict[str, Any]:
@@ -229,6 +234,7 @@ def make_engine(bench: VllmBench, method: str, folder: str) -> Any:
         max_num_seqs=most_requests,
         enable_prefix_caching=False,
         gpu_memory_utilization=bench.memory_share,
+        num_gpu_blocks_override=bench.pages or None,
         compilation_config=compilation,
         seed=0,
     )
@@ -275,9 +281,11 @@ class _Trial:
         if self.method == "fetch":
             head_dim = SERVED_SHAPES[self.bench.shape]["head_dim"]
             entries = core_entries(config, PAGE_SIZE, head_dim, BFLOAT16_BYTES)
-            tokens = fetched_tokens(pages, length, PAGE_SIZE, config.group_size * entries)
+            layout = PageLayout.of(config, PAGE_SIZE, entries)
+            tokens = fetched_tokens(pages, length, PAGE_SIZE, layout.core_page_tokens)
         if self.method == "cca":
             layout = PageLayout.of(config, PAGE_SIZE)
+        if self.method == "cca" or config.fetches_from_host:
             in_flight = self.engine.vllm_config.max_in_flight_tokens
             tokens = layout.cache_tokens(pages, length, in_flight)
         self.keep("cache_tokens", tokens, length=length, pages=pages)

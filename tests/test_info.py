@@ -264,6 +264,10 @@ def test_the_table_of_vllms_cache(monkeypatch):
     fetched = CCAConfig.preset("device")
     full, with_fetch = capacity.held_tokens(COST, fetched, 16384, free)
     assert full // 2 < with_fetch < full
+    host = CCAConfig.preset("default")
+    assert capacity.held_tokens(COST, host, 16384, free)[1] > 2 * full
+    table = capacity.capacity_table(hf_config, COST, host, [16384], 0.1)
+    assert "GiB of host memory" in table.caption and "--num-gpu-blocks-override" in table.caption
     hf_config.architectures = ["GPT2LMHeadModel"]
     with pytest.raises(ValueError, match="^architectures must hold one of Llama"):
         capacity.capacity_table(hf_config, COST, config, [2048], 0.01)

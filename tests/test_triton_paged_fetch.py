@@ -3,6 +3,8 @@ in Triton's interpreter."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from corecontext.ops.triton.paged.index_pages import write_index
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
 from corecontext.ops.triton.paged.token_rows import write_rows
+from corecontext.visibility import local_start
 
 pytestmark = pytest.mark.usefixtures("default_device")
 WORST = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the largest row's norm, in any row
@@ -50,6 +53,7 @@ class Cache:
         num_cores, table = tables(CORE_PAGE * spec.group_size, 3)
         mass = torch.full((num_cores, CORE_PAGE, KV_HEADS), torch.nan)
         self.cores = Pages(*pages(num_cores, CORE_PAGE), table, mass if spec.core_mass else None)
+        self.far = Pages(*pages(num_cores, CORE_PAGE * spec.group_size), table)
         keys, bits = spec.index.num_keys(spec.group_size), spec.index.bits
         shape = (num_cores, CORE_PAGE, KV_HEADS)
         scales = 1 if spec.index.shares_scale else keys
@@ -64,16 +68,26 @@ class Cache:
         """The pages of some sequences."""
         return tuple(x._replace(table=x.table[rows]) for x in (self.raw, self.cores))
 
-    def slots(self, sequence: int, start: int, end: int) -> list[int]:
-        table = self.raw.table[sequence].tolist()
-        return [table[p // PAGE] * PAGE + p % PAGE for p in range(start, end)]
+    def slots(self, sequence: int, start: int, end: int, pages: Pages | None = None) -> list[int]:
+        pages = pages or self.raw
+        table = pages.table[sequence].tolist()
+        size = pages.k.shape[1]
+        return [table[p // size] * size + p % size for p in range(start, end)]
+
+    def keep_window(self, sequence: int, past: int, spec: Spec) -> None:
+        """Forget the raw tokens that have left the window."""
+        low = local_start(past, spec.group_size, spec.window_size)
+        for slot in self.slots(sequence, spec.sinks, low):
+            for x in self.raw[:2]:
+                x[slot // PAGE, slot % PAGE] = torch.nan
 
 
-def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=None):
+def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=None, has_far=False):
     """Outputs of all sequences, whose new tokens of each step are {sequence: count}; the first
     `prompts` tokens of a sequence see all tokens before them. And the cache.
 
-    With `reading`, each step has tokens of one sequence, which are a prompt's.
+    With `reading`, each step has tokens of one sequence, which are a prompt's. With `has_far`, raw
+    tokens before the window are read from other pages.
     """
     lengths = [len(q) for q, _, _ in qkv]
     spec = Spec.of(config, rotary, DIM**-0.5)
@@ -89,11 +103,17 @@ def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=Non
         batch = Batch(counts.cumsum(0).int(), ends.int(), max(step.values()), max(lengths))
         raw, cores = cache.step(list(step))
         store_tokens(k, v, slots, raw)
+        far = cache.far._replace(table=cores.table) if has_far else None
+        if has_far:
+            places = [cache.slots(i, *span, cache.far) for i, span in spans.items()]
+            store_tokens(k, v, torch.tensor([*itertools.chain(*places)]), far)
+            for i, (a, _) in spans.items():
+                cache.keep_window(i, a, spec)
         pool_pages(q, batch, raw, cores, spec)
         write_index(len(q), batch, raw, cores.table, cache.index, spec)
         if reading is not None:
             [(i, (a, b))] = spans.items()
-            attend_sharing((q, k, v), a, (raw, cores), spec, reading, outs[i][a:b])
+            attend_sharing((q, k, v), a, (far or raw, cores), spec, reading, outs[i][a:b])
             computed[i] = b
             continue
         full_until = [prompts[i] if i < len(prompts) else 0 for i in spans]
@@ -101,7 +121,7 @@ def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=Non
         buffer = torch.full((3, len(q) + 1), 2**30, dtype=torch.int32)
         rows = write_rows(batch, torch.tensor(full_until).int(), len(q), buffer)
         out = torch.full_like(q, torch.nan)
-        attend_rows(q, rows, (raw, cores), cache.index, max(lengths), spec, out)
+        attend_rows(q, rows, (raw, cores), cache.index, max(lengths), spec, out, far)
         assert out.isfinite().all()
         for new, (i, (a, b)) in zip(out.split([*step.values(), padding]), spans.items()):
             outs[i][a:b] = new
@@ -167,6 +187,16 @@ def test_neighbours_of_a_prompt_share_a_choice():
     steps = [{0: 12}, {0: 18}, {0: 11}]
     rotary = Rotary.from_theta(100.0, DIM)
     check(config, steps, rotary=rotary, reading=Reading(15, 6, 2))
+
+
+def test_raw_tokens_before_the_window_have_other_pages():
+    """As those in host memory: for prompts, and for each token that chooses."""
+    check(CCAConfig(**FETCH, core_position="token"), STEPS, prompts=(41,), has_far=True)
+
+
+def test_neighbours_read_raw_tokens_before_the_window_from_other_pages():
+    config = CCAConfig(**FETCH, core_position="token")
+    check(config, [{0: 12}, {0: 18}, {0: 11}], reading=Reading(15, 6), has_far=True)
 
 
 def test_shares_of_the_entries_are_merged(monkeypatch):

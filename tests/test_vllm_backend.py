@@ -38,7 +38,7 @@ from vllm_planning import (
 
 from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
-from corecontext.integrations.vllm import cache_plan, capacity, paged_backend, plugin
+from corecontext.integrations.vllm import cache_plan, capacity, host_pages, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.fetch import prompt_rule
@@ -121,6 +121,7 @@ class Runner:
         groups = get_kv_cache_groups(config, specs)
         size = LAYERS * num_pages * next(iter(specs.values())).page_size_bytes
         self.caches = get_kv_cache_config_from_groups(config, groups, size)
+        config.cache_config.num_gpu_blocks = num_pages
         sizes = resolve_kv_cache_block_sizes(self.caches, config)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(sizes[1], sha256)
@@ -292,13 +293,15 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, 
     run_requests(Runner(config, 40), settings, 12)  # a core page is 12 tokens
 
 
-@pytest.mark.parametrize("full_until", [99, 13])
-def test_prompts_are_read_by_their_rule_and_answers_choose(make_layers, monkeypatch, full_until):
+@pytest.mark.parametrize("full_until, store", [(99, "device"), (13, "device"), (13, "host")])
+def test_prompts_are_read_by_their_rule_and_answers_choose(
+    make_layers, monkeypatch, full_until, store
+):
     """Chunks, a prompt's last token by itself, decoding tokens beside a chunk, drafts, and a
     beginning that is shared in multiples of a core page of two groups. Chunks begin at shares."""
     device = torch.get_default_device().type
     monkeypatch.setitem(prompt_rule.PROMPT_LENGTHS, device, full_until)
-    fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": "device", "core_mass": True}
+    fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": store, "core_mass": True}
     fetch["fetch_share"] = 6
     config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
     config.speculative_config = SimpleNamespace(
@@ -322,6 +325,26 @@ def test_prompts_are_read_by_their_rule_and_answers_choose(make_layers, monkeypa
     for request in (a, c):
         request.append_output_token_ids([9, 8])
     assert step(runner, [c, a], [1, 2], settings) == 0
+
+
+def test_host_memory_that_holds_no_pages_of_raw_tokens_is_refused(make_layers, monkeypatch):
+    """Pages of two groups, two layers: 2 x 2 x 8 x 32 numbers of 4 bytes."""
+    fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": "host", "core_mass": True}
+    config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
+    config.additional_config = {host_pages.OPTION: 4096 * 21.5 / 2**30}
+    make_layers(config)
+    with pytest.raises(ValueError, match="--num-gpu-blocks-override 21, or more by"):
+        Runner(config, 60)
+    config.cache_config.num_gpu_blocks = None
+    runner = Runner(config, 21)
+    layer = runner.layers["model.layers.0.self_attn.attn.cores"]
+    assert layer.host.shape == (21, KV_HEADS, 8, 2 * DIM)
+    config.cache_config.num_gpu_blocks = None
+    layer.bind_kv_cache(layer.kv_cache)
+    assert layer.host.stride(0) == 0, "a run that measures memory has one page"
+    config.additional_config = {host_pages.OPTION: "much"}
+    with pytest.raises(ValueError, match="core_context_host_gib must be a number more than 0"):
+        host_pages.HostPages(config, layer.spec, 1)
 
 
 def causal_within(q, k, v, batch, spec, out) -> None:

@@ -25,11 +25,12 @@ pytestmark = [
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 CASES = ["plain", "mass", "long chunks", "small cache", "drafts"]
 CASES += ["fetch", "fetch, shared choices", "fetch, small cache", "fetch, drafts"]
+CASES += ["fetch, host", "fetch, host, shared choices"]
 CASES += ["raw heads", "raw heads, small cache", "raw heads, drafts", "raw pairs"]
 CASES += ["llama 2", "llama 3", "mistral", "qwen2", "qwen3", "two workers"]
 CASES += ["two workers, raw heads", "two stages, raw heads"]
 GPU_CASES = ["captured", "graphs", "many", "real", "raw heads, captured", "real, raw heads"]
-GPU_CASES += ["fetch, captured", "fetch, many"]
+GPU_CASES += ["fetch, captured", "fetch, host, captured", "fetch, many"]
 CASES += [pytest.param(case, marks=ON_GPU) for case in GPU_CASES]
 
 

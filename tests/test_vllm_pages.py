@@ -87,7 +87,10 @@ class Request:
         self.begun[length] = (window, cores)
 
     def read(self, table: dict[int, int], number: int) -> object:
-        page, entry = divmod(number, self.layout.page_size)
+        size = self.layout.page_size
+        if table is self.cores:
+            size = self.layout.core_page_tokens // self.layout.group_size
+        page, entry = divmod(number, size)
         return self.store.contents[table[page]].get(entry)
 
     def step(self, count: int, accepted: int) -> None:
@@ -109,7 +112,7 @@ class Request:
         for group in layout.completed_groups(start, end):
             first = group * layout.group_size
             members = [self.read(self.window, first + o) for o in range(layout.group_size)]
-            page, entry = divmod(group, layout.page_size)
+            page, entry = divmod(group, layout.core_page_tokens // layout.group_size)
             self.store.write(self.cores[page], entry, members)
         for position in range(start, start + accepted):
             self.check(position)
@@ -142,6 +145,7 @@ LAYOUTS = [
     PageLayout(group_size=2, window_size=1, sinks=10, page_size=3),
     PageLayout(group_size=5, window_size=1, sinks=5, page_size=2),
     PageLayout(group_size=1, window_size=3, sinks=2, page_size=4),
+    PageLayout(group_size=2, window_size=5, sinks=4, page_size=4, core_entries=2),
 ]
 
 

@@ -188,6 +188,7 @@ if GPU:
         "num_gpu_blocks_override": 400,
     }
     CASES["fetch, captured"] = {**CASES["fetch"], **CASES["captured"]}
+    CASES["fetch, host, captured"] = {**CASES["fetch, host"], **CASES["captured"]}
     CASES["fetch, many"] = {**CASES["many"], "fetch": {}, "num_gpu_blocks_override": 600}
     CASES["real"] = {
         "real": True,

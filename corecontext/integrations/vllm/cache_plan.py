@@ -156,10 +156,10 @@ def cache_specs_of(layer: Any) -> CacheSpecs:
         raw = RawSpec(block_size=page_size, **shape)
         entries = core_entries(impl.config, page_size, impl.head_size, dtype.itemsize)
         padded = {**shape, "page_size_padded": raw.page_size_bytes}
-        cores = CoreSpec.of(PageLayout.of(impl.config, entries), **padded)
+        layout = PageLayout.of(impl.config, page_size, entries)
+        cores = CoreSpec.of(layout, **padded)
         if not impl.config.fetches_from_host:
             return CacheSpecs(None, cores, raw)
-        layout = PageLayout.of(impl.config, page_size)
         return CacheSpecs(WindowSpec.of(layout, num_drafts(impl.vllm_config), **shape), cores, None)
     layout = PageLayout.of(impl.config, page_size)
     if impl.config.core_mass:

@@ -57,7 +57,10 @@ def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> t
     if config.fetch_groups:
         entries = core_entries(pooled_settings(config), PAGE_SIZE, cost.head_dim, cost.itemsize)
         pages = free // full_page
-        return full, fetched_tokens(pages, length, PAGE_SIZE, config.group_size * entries)
+        layout = PageLayout.of(config, PAGE_SIZE, entries)
+        if config.fetches_from_host:
+            return full, layout.cache_tokens(pages, length, IN_FLIGHT)
+        return full, fetched_tokens(pages, length, PAGE_SIZE, layout.core_page_tokens)
 
     # The layers that have core tokens, and the caches of heads that keep every token.
     pooled = pooled_settings(config)
@@ -98,12 +101,21 @@ def capacity_table(
             f"gpu_memory must be more than the weights' {weights / 2**30:.1f} GiB / "
             f"{MEMORY_SHARE}, got {gib:.4g} GiB."
         )
+    host = ""
+    if config.fetches_from_host:
+        page = cost.num_layers * page_bytes(cost, CCAConfig.paper())
+        entries = core_entries(pooled_settings(config), PAGE_SIZE, cost.head_dim, cost.itemsize)
+        raw = page // PAGE_SIZE * config.group_size * entries
+        host = (
+            f"; raw tokens of {free // page:,} pages take {free // page * raw / 2**30:.1f} GiB of "
+            f"host memory, {max(1, 2**30 // raw):,} pages a GiB: --num-gpu-blocks-override"
+        )
     table = Table(
         title=f"vLLM on one GPU of {gib:.4g} GiB: tokens in the cache",
         box=SIMPLE_HEAD,
         caption=(
             f"{MEMORY_SHARE:.0%} of the memory without the weights; a step's own memory is "
-            "taken from it too"
+            f"taken from it too{host}"
         ),
     )
     for column in ("tokens of\na request", "full", "CCA", ""):

@@ -5,8 +5,8 @@ E of page p // E, and pages that no later query reads are dropped. Core pages ho
 core token of group c is entry c mod E of page c // E, so a core page covers g E tokens and has the
 bytes of a window page. First tokens kept raw stay in the first window pages, and the entries of
 their groups in the first core page stay empty: so a page's contents depend on its own tokens and
-those before them only, and both kinds can be shared by requests that begin alike. With fetch all
-raw tokens keep their pages, and a core page has fewer entries beside their index.
+those before them only, and both kinds can be shared by requests that begin alike. With fetch a core
+page has fewer entries beside their index; from the device, all raw tokens keep their pages.
 
 The functions take whole numbers; which entries a query sees is the rule of `visibility.py`.
 """
@@ -44,17 +44,20 @@ class PageLayout:
     """First tokens kept raw, a multiple of g (n)."""
     page_size: int
     """Entries of a page of either kind (E)."""
+    core_entries: int = 0
+    """Entries of a core page where they are fewer; 0 for E."""
 
     @classmethod
-    def of(cls, config: CCAConfig, page_size: int) -> PageLayout:
+    def of(cls, config: CCAConfig, page_size: int, core_entries: int = 0) -> PageLayout:
         """Make the layout of a model's settings."""
         g = config.group_size
-        return cls(g, config.window_size, num_sinks(config.sink_size, g), page_size)
+        sinks = num_sinks(config.sink_size, g)
+        return cls(g, config.window_size, sinks, page_size, core_entries)
 
     @property
     def core_page_tokens(self) -> int:
         """Tokens whose core tokens fill a core page; a shared beginning is a multiple of it."""
-        return self.group_size * self.page_size
+        return self.group_size * (self.core_entries or self.page_size)
 
     @property
     def sink_pages(self) -> int:
