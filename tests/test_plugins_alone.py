@@ -243,7 +243,7 @@ def test_settings_without_a_kernel_over_pages_are_refused(setting, value):
 @pytest.mark.parametrize(
     "setting, value",
     [
-        ("store", "host"),
+        ("sink_size", 0),
         ("prefill", "fetch"),
         ("head_group_sizes", (1, 32)),
         ("core_bias", 0.5),

@@ -215,6 +215,7 @@ def expected(tokens: list[int], layer: int, config: CCAConfig, prompt: int) -> t
         reading = reading_of(config, torch.get_default_device().type, True)
         own = [x[:, :, :prompt] for x in (q, k, v)]
         fetch["fetch_share"] = reading.share
+        fetch["fetch_groups"] *= reading.times
         out[:, :, :prompt] = cca_attention(*own, window_size=config.window_size, **fetch, **options)
         full = cca_attention(*own, window_size=prompt, **options)[:, :, : reading.full_until]
         out[:, :, : full.shape[2]] = full

@@ -130,11 +130,6 @@ CASES["fetch, host, shared choices"] = {
     **CASES["fetch, shared choices"],
     "fetch": {"store": "host", "prefill": "auto", "fetch_share": 8},
 }
-CASES["fetch, host, small cache"] = {
-    **CASES["fetch, small cache"],
-    "fetch": {"store": "host"},
-    "num_gpu_blocks_override": 22,
-}
 CASES["fetch, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2"}}
 # Heads that keep every token: in a layer, in another layer, in a whole layer.
 CASES["raw heads"] = {
