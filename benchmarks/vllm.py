@@ -293,7 +293,7 @@ class _Trial:
     def warm_up(self) -> None:
         """Run prompts of one chunk, of several, and beside others, so that kernels are compiled."""
         most = self.bench.longest - 4
-        for length in (min(10, most), min(300, most), min(self.bench.lengths)):
+        for length in (min(10, most), min(300, most), *sorted(self.bench.lengths)):
             timed(self.engine, [self.prompt(length)], 4)
         long = min(2 * self.bench.most_batched + 100, most)
         timed(self.engine, [self.prompt(long), *(self.prompt(min(40, most)) for _ in range(7))], 4)
