@@ -299,7 +299,8 @@ def test_prompts_are_read_by_their_rule_and_answers_choose(
     make_layers, monkeypatch, full_until, store
 ):
     """Chunks, a prompt's last token by itself, decoding tokens beside a chunk, drafts, and a
-    beginning that is shared in multiples of a core page of two groups. Chunks begin at shares."""
+    beginning that is shared in multiples of a core page of two groups. Chunks begin at shares, and
+    are longer than drafts where they share a choice."""
     device = torch.get_default_device().type
     monkeypatch.setitem(prompt_rule.PROMPT_LENGTHS, device, full_until)
     fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": store, "core_mass": True}
@@ -316,9 +317,10 @@ def test_prompts_are_read_by_their_rule_and_answers_choose(
     runner = Runner(config, 60)
     tokens = [(7 * i) % 31 for i in range(40)]
     a, b = runner.request("a", tokens[:31]), runner.request("b", tokens[5:16])
-    assert step(runner, [a, b], [30, 11], settings) == 0
+    last = 1 if full_until > 31 else 7
+    assert step(runner, [a, b], [31 - last, 11], settings) == 0
     b.append_output_token_ids([3])
-    assert step(runner, [a, b], [1, 1], settings) == 0
+    assert step(runner, [a, b], [last, 1], settings) == 0
     a.append_output_token_ids([4, 5, 6])
     b.append_output_token_ids([3])
     c = runner.request("c", [*tokens[:27], 1, 2])
