@@ -206,8 +206,9 @@ def test_an_adapter_is_added_to_the_weights(model, tmp_path):
     save_file(matrices, tmp_path / "adapter_model.safetensors")
     with pytest.raises(UserError, match="must fit the model"):
         hf_adapter.add_adapter(loaded, tmp_path)
-    with pytest.raises(UserError, match="must be a folder with adapter_config.json"):
-        hf_adapter.add_adapter(loaded, tmp_path / "none")
+    for name in ("none", "adapter_model.safetensors"):
+        with pytest.raises(UserError, match="must be a folder with adapter_config.json"):
+            hf_adapter.add_adapter(loaded, tmp_path / name)
 
 
 def test_the_packages_adapter_fits_its_model():
