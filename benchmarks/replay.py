@@ -76,19 +76,23 @@ def _replay_kernel(
 
 
 @contextlib.contextmanager
-def _replayed(share: float) -> Iterator[None]:
-    """Have steps with slots find `share` of their groups in a slot."""
+def replayed(share: float, length: int | None = None) -> Iterator[None]:
+    """Have steps with slots find `share` of their groups in a slot; all groups are among the first
+    `length` tokens."""
     load = fetch_decode.find_and_load
     tables: dict[Any, Tensor] = {}
 
     def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> Tensor:
         assert raw.slots is not None, "there are slots"
         rows, count = chosen.shape
-        key = (rows, count, raw.codes.shape[2])
+        num_groups = marks.shape[1]
+        num_seen = raw.codes.shape[2]
+        if length is not None:
+            num_seen = min(num_seen, (length - sinks) // raw.slots.keys.shape[3])
+        key = (rows, count, num_seen)
         if key not in tables:
             num_slots = raw.slots.owner.shape[2]
             tables[key] = repeating_choices(*key, share, num_slots, chosen.device)
-        num_groups = marks.shape[1]
         launch(
             _replay_kernel,
             (rows,),
@@ -108,7 +112,7 @@ def repeating(bench: ModelBench, method: str) -> contextlib.AbstractContextManag
     """Have a method with slots choose groups that repeat, where that is asked for."""
     if bench.hit_share is None or "fetch_slots" not in fetching(bench, method):
         return contextlib.nullcontext()
-    return _replayed(bench.hit_share)
+    return replayed(bench.hit_share)
 
 
 @contextlib.contextmanager

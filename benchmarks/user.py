@@ -7,6 +7,7 @@ raw tokens on a GPU, its uncaptured one elsewhere. Methods take turns in one pro
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CPU_LENGTHS = (512, 1024, 2048, 4096)
 ENOUGH_S = 10.0
 """No more prompts of a method at a length once they took this long together."""
+HIT_SHARE = 0.8
+"""Share of a step's groups that a real text has chosen in the step before; random weights choose as
+many at random."""
 WARM_STEPS = 4
 """Steps in which kernels are compiled and a step is captured."""
 
@@ -89,22 +93,24 @@ class EngineRun:
     def __init__(self, model: Any, input_ids: torch.Tensor, new_tokens: int) -> None:
         self.engine = Engine(model, keep=1)
         self.input_ids = input_ids
-        self.tokens = new_tokens + WARM_STEPS + 1
+        self.tokens = new_tokens + WARM_STEPS + 2  # the last step leaves the request open
         self.stream: Any = None
-        self.bytes = (0, 0)
-        """Of the cache, on the device and in host memory."""
 
     def first(self) -> None:
         """Read the prompt and make a token."""
         self.close()
         self.stream = self.engine.stream(self.input_ids, max_new_tokens=self.tokens)
         next(self.stream)
-        cache = self.stream.session.cache
-        self.bytes = cache_bytes(cache), host_bytes(cache)
 
     def step(self) -> None:
         """Make one more token."""
         next(self.stream)
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of the cache, on the device and in host memory."""
+        cache = self.stream.session.cache
+        return cache_bytes(cache), host_bytes(cache)
 
     def close(self) -> None:
         """End the request."""
@@ -124,9 +130,15 @@ def run_user_bench(
     records: list[Record] = []
     for length in bench.lengths:
         params = {**of_model, "length": length, "new_tokens": bench.new_tokens}
-        if of_model["weights"] == "random":
-            params["choices"] = "random"  # of random queries and keys
-        new = list(_measured(model, twins, bench, params))
+        with contextlib.ExitStack() as stack:
+            if of_model["weights"] == "random":
+                params["choices"] = "random"  # of random queries and keys
+                if bench.device.startswith("cuda"):
+                    from benchmarks.replay import replayed
+
+                    params["hit_share"] = HIT_SHARE
+                    stack.enter_context(replayed(HIT_SHARE, length - CCAConfig.window_size))
+            new = list(_measured(model, twins, bench, params))
         records += new
         if on_records is not None:
             on_records(new)
@@ -165,6 +177,7 @@ def _measured(
             if repeat == 0:
                 way.first_s.clear()
                 way.next_ms.clear()
+    held = {name: run.bytes for name, run in runs.items()}
     for run in runs.values():
         run.close()
 
@@ -173,7 +186,7 @@ def _measured(
     seconds = min((way.first_s for way in full if way.first_s), key=median)
     next_ms = min((way.next_ms for way in full), key=median)
     rows_of: dict[str, tuple[Any, ...]] = {FULL: (seconds, next_ms, full_bytes, 0)}
-    rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *runs[name].bytes) for name in runs}
+    rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *held[name]) for name in runs}
     for method, values in rows_of.items():
         for name, value in zip(NAMES, values, strict=True):
             yield make_record(name, value, {**params, "method": method}, device=device)

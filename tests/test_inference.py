@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 import corecontext
 from corecontext import CCAConfig
 from corecontext.cache import host_store
+from corecontext.cache.whole import WholeLayer
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
 from corecontext.inference import session as sessions
 from corecontext.inference.chunk_size import bytes_per_token, choose_chunk_size
@@ -79,6 +80,38 @@ def test_engine_generate_and_full_forward_agree(family):
         for static in (None, True):
             engine = Engine(model, static=static, chunk_size=11)
             assert engine.generate(ids, mask, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 7])
+def test_short_requests_run_under_full_attention(chunk_size):
+    model = tiny_model()
+    ids, mask, rows = ragged()
+    expected = [recompute(model, row, 12) for row in rows]
+    config = CCAConfig(group_size=2, window_size=3, sink_size=0, fetch_groups=1)
+    with corecontext.enabled(model, config):
+        engine = Engine(model, chunk_size=chunk_size)
+        for _ in range(2):  # the second request is in the buffers of the first
+            assert engine.generate(ids, mask, max_new_tokens=12) == expected
+        padded = (ids[1:2], mask[1:2])  # all rows begin with padding
+        with engine.stream(*padded, max_new_tokens=12) as stream:
+            made = [next(stream)[0], next(stream)[0]]
+            assert stream.session.whole and stream.window_size == 3
+            stream.configure(window_size=2)  # changes nothing: steps see all tokens
+            assert made + [token for (token,) in stream] == expected[1]
+            assert stream.key.config.window_size == 2
+        assert engine.host_bytes_used == engine.host_bytes_kept == 0
+        for changes in ({"prefill": "fetch"}, {"cache_dtype": "int8"}, {"fetch_groups": 0}):
+            handle_of(model).configure(**changes)
+            stream = Engine(model).stream(ids[3:], max_new_tokens=2)
+            next(stream)
+            assert not stream.session.whole, changes
+            handle_of(model).configure(**config.to_dict())
+    layer = WholeLayer(8, torch.zeros(1, dtype=torch.long), fixed=False)
+    q = torch.ones(1, 2, 5, 4)
+    layer.attend(q, q, q)
+    assert layer.nbytes == layer.allocated_bytes * 5 // 8
+    with pytest.raises(ValueError, match="^the full cache must hold at most max_length 8 tokens"):
+        layer.attend(q, q, q)
 
 
 @pytest.mark.parametrize("g, s", [(1, 9), (5, 13), (16, 10), (16, 33), (4, 8)])

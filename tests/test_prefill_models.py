@@ -211,5 +211,5 @@ def test_texts_are_not_scored_as_prompts():
             while not scheduler.idle:
                 scheduler.run_turn()
             served = -torch.tensor([record.logprob for record in records[1:40]]).mean()
-            torch.testing.assert_close(served, loss, rtol=0, atol=1e-4)
+            torch.testing.assert_close(served, loss.cpu(), rtol=0, atol=1e-4)
             assert not scheduler.memory.prefixes._nodes

@@ -178,7 +178,7 @@ def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:
     """Attend from queries [N, r, T, D] to all raw tokens up to their own."""
     spec = entries.spec
     if spec.softcap is None:
-        batch = len(tokens.q) // entries.store.raw[0].shape[1]
+        batch = len(tokens.q) // entries._buffers[0].shape[1]
         q, k, v = (x.unflatten(0, (batch, -1)) for x in tokens[:3])
         out = attend_causally(q.flatten(1, 2), k, v, spec.scale)
         return out.reshape(tokens.q.shape)

@@ -64,6 +64,27 @@ class _Pinned:
         }
 
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
+    """Copy [B, Hkv, n, D] of a device to tensors in host memory, by the device's copy engine and
+    beside all that follows on the current stream; return the event that ends it."""
+    device = sources[0].device
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    stream = _streams[device]
+    # The copy engine takes one piece without gaps at a time: the tokens of a head.
+    sources = [x.to(target.dtype).contiguous() for target, x in zip(targets, sources)]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for target, source in zip(targets, sources):
+            source.record_stream(stream)
+            for head, tokens in zip(target.flatten(0, 1), source.flatten(0, 1)):
+                head.copy_(tokens, non_blocking=True)
+    return stream.record_event()
+
+
 _TOUCHED = 64 * 2**20
 """Bytes from which threads bring pages in faster than pinning does; waking them takes 8 ms on a
 machine of 32 cores."""

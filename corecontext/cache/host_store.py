@@ -5,26 +5,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from corecontext.cache.host_memory import host_zeros
-from corecontext.cache.raw_store import Newest, RawStore, num_bytes
+from corecontext.cache.host_memory import copy_beside, host_zeros
+from corecontext.cache.raw_store import Format, Newest, RawStore, num_bytes
 from corecontext.cache.unchanged import write_last
+from corecontext.ops.spec import Spec
+
+_BESIDE = 1024
+"""Least tokens that are copied to host memory beside the device's other work."""
+
+
+@dataclass
+class _Writing:
+    """Hold the copies to host memory that may still run."""
+
+    ended: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Let all that follows on the device come after the copies."""
+        if self.ended is not None:
+            self.ended.wait()
+            self.ended = None
 
 
 class HostStore(RawStore):
     """Keys and values by position in host memory; the index on the device.
 
     On a GPU the raw tokens are tensors of the device in pinned memory: a step stores its token and
-    reads the groups that it has chosen over the bus, also in captured graphs.
+    reads the groups that it has chosen over the bus, also in captured graphs. A prompt's tokens go
+    there beside the work of the next layers.
     """
+
+    def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
+        self._writing = _Writing()  # shared by stores of some rows
+        super().__init__(spec, like, format, length)
+
+    @property
+    def raw(self) -> list[Tensor]:
+        """As of `RawStore`, written to the end."""
+        self._writing.wait()
+        return self._raw
+
+    @raw.setter
+    def raw(self, raw: list[Tensor]) -> None:
+        self._raw = raw
 
     @property
     def is_near(self) -> bool:
         """Whether device and host have one memory."""
-        return self.raw[0].device.type == "cpu"
+        return self._raw[0].device.type == "cpu"
 
     def _room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         return host_zeros(shape, like.dtype, like.device)
@@ -97,16 +130,32 @@ class HostStore(RawStore):
             # mutant fetch: tokens of a text before stay in the first group
             x[:, :, length:end] = 0
 
+    # Writing
+    # -------
+
+    def put_raw(self, rows: slice, position: int, stored: list[Tensor]) -> None:
+        """Store tokens as `put`, without an index."""
+        count = stored[0].shape[2]
+        if self.is_near or count < _BESIDE:
+            super().put_raw(rows, position, stored)
+            return
+        targets = [x[rows, :, position : position + count] for x in self.raw]
+        self._writing.ended = copy_beside(targets, stored)
+
+    def end_prompt(self) -> None:
+        """Let captured steps, which do not ask, come after what is still written."""
+        self._writing.wait()
+
     # Reading
     # -------
 
     def _read(
-        self, buffers: Sequence[Tensor], rows: slice, tokens: slice, newest: Newest | None
+        self, which: slice, rows: slice, tokens: slice, newest: Newest | None
     ) -> list[Tensor]:
         """Copy tokens to the device, where kernels may read them several times. The newest ones are
         there, so only those before them cross the bus."""
         if newest is None:
-            return [x[rows, :, tokens].clone() for x in buffers]
+            return [x[rows, :, tokens].clone() for x in self.raw[which]]
         if newest.position <= tokens.start:
             new = slice(tokens.start - newest.position, tokens.stop - newest.position)
             return [x[:, :, new] for x in newest.stored]
@@ -114,7 +163,8 @@ class HostStore(RawStore):
         position = max(start, min(newest.position, stop))
         new = slice(position - newest.position, stop - newest.position)
         read = []
-        for x, own in zip(buffers, newest.stored):
+        # Those before the newest were written to the end when these began to be.
+        for x, own in zip(self._raw[which], newest.stored):
             # mutant fetch: a chunk reads its own tokens in place of those before it
             before = x[rows, :, start:position]
             read.append(torch.cat([before, own[:, :, new].to(x.dtype)], 2))

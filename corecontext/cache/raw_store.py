@@ -251,14 +251,14 @@ class RawStore:
         Args:
             newest: The last of them.
         """
-        stored = self._read(self.raw, rows, slice(0, length), newest)
+        stored = self._read(slice(None), rows, slice(0, length), newest)
         keys, values = self._decoded(stored)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     def read(self, start: int, stop: int, newest: Newest | None = None) -> list[Tensor]:
         """Return keys and values [B, Hkv, n, D] of the tokens start .. stop - 1 of all rows, as
         stored."""
-        return self._read(self.raw, slice(None), slice(start, stop), newest)
+        return self._read(slice(None), slice(None), slice(start, stop), newest)
 
     @property
     def has_index(self) -> bool:
@@ -269,14 +269,14 @@ class RawStore:
         """Return the keys [N, n, D] of the tokens start .. stop - 1, N = rows x KV heads."""
         if newest is not None:
             newest = newest._replace(stored=newest.stored[::2])
-        stored = self._read(self.raw[::2], rows, slice(start, stop), newest)
+        stored = self._read(slice(None, None, 2), rows, slice(start, stop), newest)
         return self._decoded(stored)[0].flatten(0, 1)
 
     def _read(
-        self, buffers: Sequence[Tensor], rows: slice, tokens: slice, newest: Newest | None
+        self, which: slice, rows: slice, tokens: slice, newest: Newest | None
     ) -> list[Tensor]:
-        """Return tokens of raw buffers on the device."""
-        return [x[rows, :, tokens] for x in buffers]
+        """Return tokens on the device of the raw buffers `which`; `newest` has only theirs."""
+        return [x[rows, :, tokens] for x in self.raw[which]]
 
     def _decoded(self, stored: list[Tensor]) -> list[Tensor]:
         """Return keys, or keys and values, from their stored form."""
@@ -336,6 +336,9 @@ class RawStore:
         """Store tokens as `put`, without an index."""
         for buffer, x in zip(self.raw, stored):
             buffer[rows, :, position : position + x.shape[2]] = x
+
+    def end_prompt(self) -> None:
+        """Let captured steps come after what is still written. Nothing here."""
 
     def index_tokens(
         self, rows: slice, position: int, end: int, newest: Newest | None = None

@@ -186,7 +186,10 @@ class LayerState(Entries):
     def end_prompt(self) -> None:
         """Drop raw tokens that are kept only while full attention reads a prompt
         (`CCAConfig.prefill`); a later append is read by the settings."""
-        if self.store is not None and not self.config.fetch_groups:
+        if self.store is None:
+            return
+        self.store.end_prompt()
+        if not self.config.fetch_groups:
             # mutant prefill: raw tokens of a prompt stay
             self.store = None
 

@@ -27,6 +27,7 @@ def new_store(
     stored = Format(config.cache_dtype, dtype)
     if config.store == "device":
         return RawStore(spec, like, stored, length)
-    if not config.fetch_slots:
+    has_one_memory = config.fetch_slots is None and like[0].device.type == "cpu"
+    if not config.num_slots or has_one_memory:
         return HostStore(spec, like, stored, length)
-    return SlotStore(spec, like, stored, length, config.fetch_slots)
+    return SlotStore(spec, like, stored, length, config.num_slots)

@@ -164,10 +164,12 @@ def setting_option(name: str) -> Any:
     field = field_of(name)
     names = [f"--{setting.replace('_', '-')}" for setting in dict.fromkeys((name, field))]
     default = getattr(CCAConfig, field)
-    kind = type(default)
+    kind = int if default is None else type(default)
     if kind is bool:
         names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
         default = "yes" if default else "no"
+    if default is None:
+        default = "as many as the device needs"
     text = f"{setting_help(field)} Default: the checkpoint's, else {default}."
     option = typer.Option(*names, help=escape(text), rich_help_panel="Attention")
     return Annotated[kind | None, option]  # type: ignore[valid-type]

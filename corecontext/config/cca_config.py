@@ -92,9 +92,10 @@ class CCAConfig:
     """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
     "device", in pinned "host" memory, or "none": then a cache refuses fetch. Without fetch none
     are kept."""
-    fetch_slots: int = 0
+    fetch_slots: int | None = None
     """Slots of recently fetched groups on the device for each row and KV head with store "host", at
-    least fetch_groups; 0 has none: each step reads its groups from host memory."""
+    least fetch_groups; 0 has none: each step reads its groups from host memory. By default a GPU
+    has half as many again as fetch_groups."""
     prefill: str = "auto"
     """Attention by which a prompt is read into a cache: "auto" (with fetch full attention while it
     takes less time, then shared choices; without fetch these settings), "fetch" (these settings,
@@ -115,7 +116,7 @@ class CCAConfig:
                 "head_group_sizes must not be given with layer_group_sizes, whose entries may be "
                 "tuples."
             )
-        if 0 < self.fetch_slots < self.fetch_groups:
+        if 0 < self.num_slots < self.fetch_groups:
             raise ValueError(
                 f"fetch_slots must be 0 or at least fetch_groups {self.fetch_groups}, got "
                 f"{self.fetch_slots}."
@@ -197,10 +198,17 @@ class CCAConfig:
         return self.fetch_groups > 0 and self.store == "host"
 
     @property
+    def num_slots(self) -> int:
+        """Slots of a row and KV head, those of a GPU by default."""
+        if self.fetch_slots is None:
+            return self.fetch_groups + self.fetch_groups // 2
+        return self.fetch_slots
+
+    @property
     def fetches_by_slots(self) -> bool:
         """Whether a cache keeps fetched groups on the device. Only the fused step finds those that
         are missing on the device itself; others ask it, and are not captured."""
-        return self.fetches_from_host and self.fetch_slots > 0
+        return self.fetches_from_host and self.num_slots > 0
 
     @property
     def varies(self) -> bool:
@@ -273,6 +281,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fetch_index": check_index,
     "fetch_share": partial(check_int, least=1),
     "store": partial(check_choice, allowed=STORES),
-    "fetch_slots": partial(check_int, least=0),
+    "fetch_slots": optional(partial(check_int, least=0)),
     "prefill": partial(check_choice, allowed=PREFILLS),
 }

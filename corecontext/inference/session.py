@@ -10,17 +10,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
 from corecontext.cache.parts import Parts
+from corecontext.cache.whole import WholeLayer
 from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
 from corecontext.inference.sampling import Sampler
-from corecontext.integrations.hf.cache_layers import CCALayer, GrowingCache, layer_bytes
+from corecontext.integrations.hf.cache_layers import (
+    CCALayer,
+    GivenLayer,
+    GrowingCache,
+    layer_bytes,
+)
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import Handle
 from corecontext.integrations.hf.rotation import rotation_of
+from corecontext.ops.fetch.prompt_rule import keeps_whole
 
 
 class SessionKey(NamedTuple):
@@ -36,6 +44,17 @@ class SessionKey(NamedTuple):
     """Random streams, 1 or `batch`."""
     rotated_length: int | None = None
     """Length of the whole text, prompt and answer, where the rotation depends on it."""
+
+
+def is_whole(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
+    """Whether requests of a session run under full attention, which is the fastest for so few
+    tokens. On a CPU fixed buffers are for compiled steps, which take compact layers only."""
+    if handle is None or handle.hybrid or key.config is None or hasattr(model, "hf_device_map"):
+        return False
+    device = model.device.type
+    if static and device == "cpu":
+        return False
+    return keeps_whole(key.config, device, key.batch * key.max_length)
 
 
 @contextlib.contextmanager
@@ -82,12 +101,16 @@ class Session:
         self._all_compact = self.handle is not None and not self.handle.hybrid
         config = self.key.config
         device = self.model.device
-        from_host = config is not None and config.fetches_from_host and device.type == "cuda"
+        on_gpu = device.type == "cuda"
+        from_host = config is not None and config.fetches_from_host and on_gpu
+        self.whole = is_whole(self.model, self.handle, self.key, self.static)
+        """Whether the cache has all tokens."""
         # Pinned memory is allocated at once: its end comes before the first token.
         self.fixed = (self.static or from_host) and self._all_compact
         # A captured step would rotate as when it was captured.
         is_fixed = self.fixed and self.key.rotated_length is None
-        self.capture = self.capture and is_fixed and device.type == "cuda"
+        self.capture = self.capture and is_fixed and on_gpu
+        self.pad = torch.zeros(self.key.batch, dtype=torch.long, device=device)
         self.cache = self._new_cache()
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
@@ -100,6 +123,11 @@ class Session:
         self._captured: dict[str, CapturedStep] = {}  # by kind of sampling
 
     def _new_cache(self) -> Any:
+        if self.whole:
+            count = len(self.handle.full) if self.handle is not None else 0
+            size = self.key.max_length
+            layers = [WholeLayer(size, self.pad, fixed=self.fixed) for _ in range(count)]
+            return Cache(layers=[GivenLayer(layer) for layer in layers])
         if self.fixed:
             return new_cache(self.model, self.key.max_length)
         return GrowingCache(self.model.config, self.key.max_length)
@@ -146,6 +174,14 @@ class Session:
         self.mask = None
         self.length = 0
 
+    def begin_prompt(self, pads: list[int]) -> None:
+        """Take a prompt whose rows begin with so much padding."""
+        if not self.whole:
+            return
+        self.pad.copy_(torch.tensor(pads))
+        for layer in self._compact_layers:
+            layer.begin(pads)
+
     def begin(self, positions: Tensor, pads: list[int], length: int) -> None:
         """Take over a prefilled prompt of `length` slots; positions [B] are those of the next
         tokens."""
@@ -162,6 +198,9 @@ class Session:
             key: This session's, with a smaller window.
         """
         assert key.config is not None, "a request without CCA has no window"
+        if self.whole:
+            self.key = key  # its steps see all tokens
+            return
         Parts(self._compact_layers).shrink_window(key.config.window_size)
         self.key = key
         # mutant inference: steps captured before a shrink are replayed

@@ -223,6 +223,7 @@ class Stream(Iterator[list["int | None"]]):
         self.prompt = None
         session = engine.take(self.key)
         self.session = session
+        session.begin_prompt(prompt.pads)
         with session.configured(), engine.fused:
             logits, session.cache, positions = prefill(
                 engine.model,

@@ -17,6 +17,10 @@ STEP_LENGTHS = {"cpu": 32768, "cuda": 0}
 where they are on it. On a GPU no step of its own pools late, so that it always chooses."""
 SHARED_GROUPS = 2
 """Times k groups of a choice that neighbours share: what several queries need is more than one."""
+WHOLE_TOKENS = {"cpu": 16384, "cuda": 20480}
+"""Tokens of all rows, answers included, that a request of known length keeps on the device, by kind
+of device: full attention reads and decodes them in less time than fetch. In the shape of
+Llama-3.1-8B they take 2.5 GiB, little more than the compact cache of 131,072 tokens with slots."""
 NO_END = 2**62
 
 
@@ -62,6 +66,14 @@ def reading_of(config: CCAConfig, device: str, is_prompt: bool) -> Reading:
 def reads_prompts_apart(config: CCAConfig) -> bool:
     """Whether prompts are read in another way than other tokens."""
     return reading_of(config, "cpu", True) != EACH_BY_ITSELF
+
+
+def keeps_whole(config: CCAConfig, device: str, tokens: int) -> bool:
+    """Whether a request of so many tokens, those of its answer and of all rows counted, runs under
+    full attention from its first token to its last."""
+    if not config.fetch_groups or config.prefill == "fetch" or config.cache_dtype != "auto":
+        return False
+    return not config.varies and tokens <= WHOLE_TOKENS.get(device, 0)
 
 
 def step_reads_all(config: CCAConfig, device: str, length: int) -> bool:
