@@ -78,17 +78,17 @@ def _replay_kernel(
 @contextlib.contextmanager
 def replayed(share: float, length: int | None = None) -> Iterator[None]:
     """Have steps with slots find `share` of their groups in a slot; all groups are among the first
-    `length` tokens."""
-    load = fetch_decode.find_and_load
+    `length` tokens behind those that are never pooled."""
+    find = fetch_decode.find_slots
     tables: dict[Any, Tensor] = {}
 
-    def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> Tensor:
+    def find_slots(raw: RawSlots, chosen: Tensor, marks: Tensor) -> Tensor:
         assert raw.slots is not None, "there are slots"
         rows, count = chosen.shape
         num_groups = marks.shape[1]
         num_seen = raw.codes.shape[2]
         if length is not None:
-            num_seen = min(num_seen, (length - sinks) // raw.slots.keys.shape[3])
+            num_seen = min(num_seen, length // raw.slots.keys.shape[3])
         key = (rows, count, num_seen)
         if key not in tables:
             num_slots = raw.slots.owner.shape[2]
@@ -102,9 +102,9 @@ def replayed(share: float, length: int | None = None) -> Iterator[None]:
             BLOCK_K=power_of_2(count),
             num_warps=4,
         )
-        return load(raw, chosen, marks, sinks)
+        return find(raw, chosen, marks)
 
-    with mock.patch.object(fetch_decode, "find_and_load", find_and_load):
+    with mock.patch.object(fetch_decode, "find_slots", find_slots):
         yield
 
 

@@ -137,7 +137,9 @@ def run_user_bench(
                     from benchmarks.replay import replayed
 
                     params["hit_share"] = HIT_SHARE
-                    stack.enter_context(replayed(HIT_SHARE, length - CCAConfig.window_size))
+                    stack.enter_context(
+                        replayed(HIT_SHARE, length - CCAConfig.window_size - CCAConfig.sink_size)
+                    )
             new = list(_measured(model, twins, bench, params))
         records += new
         if on_records is not None:

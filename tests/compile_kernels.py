@@ -164,7 +164,6 @@ STEP = (
     attend_compact.attend_compact_kernel,
     attend_chosen.attend_chosen_kernel,
     find_slots.find_slots_kernel,
-    find_slots.load_slots_kernel,
 )
 STEP_TYPES = {
     "tokens": ("", "", ""),
@@ -187,10 +186,7 @@ STEP_TYPES = {
 SLOT_TYPES = {
     "choice": ("i32", "i8"),
     "slots": ("i32", "i32", "i64", "i64"),
-    "results": ("i32", "i32", "i32", "i32"),
-    "missing": ("i32", "i32", "i32"),
-    "raw": ("", ""),
-    "fetched": ("", ""),
+    "results": ("i32", "i32"),
 }
 NUMBERS = {
     FORWARD: 7,
@@ -203,10 +199,9 @@ NUMBERS = {
     fetch_choose._select_kernel: 7,
     marks._mark_kernel: 4,
     unions.union_kernel: 7,
-    attend_chosen.attend_chosen_kernel: 9,
+    attend_chosen.attend_chosen_kernel: 10,
     attend_compact.attend_compact_kernel: 10,
     find_slots.find_slots_kernel: 4,
-    find_slots.load_slots_kernel: 5,
     merge_parts.merge_kernel: 2,
     plain_step.step_kernel: 6,
     score_index.score_kernel: 5,
@@ -410,12 +405,11 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
     sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}
     yield Kernel(attend_compact.attend_compact_kernel, sizes, STEP_TYPES)
-    sizes = {**entries, "FETCHED_SINKS": spec.sinks}
-    yield Kernel(attend_chosen.attend_chosen_kernel, sizes, STEP_TYPES)
+    for fetched_sinks, has_slots in ((spec.sinks, False), (0, True)):
+        sizes = {**entries, "FETCHED_SINKS": fetched_sinks, "HAS_SLOTS": has_slots}
+        yield Kernel(attend_chosen.attend_chosen_kernel, sizes, STEP_TYPES)
     blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "num_warps": 8}
     yield Kernel(find_slots.find_slots_kernel, blocks, SLOT_TYPES)
-    blocks = {"GROUP": 16 * dim, "HEAD_DIM": dim, "BLOCK": 2048, "num_warps": 1}
-    yield Kernel(find_slots.load_slots_kernel, blocks, SLOT_TYPES)
 
 
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:

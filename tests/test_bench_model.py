@@ -283,20 +283,20 @@ def test_replayed_choices_are_in_slots_by_their_share(share, kept):
 
 
 def test_steps_choose_the_replayed_groups():
-    """The third step replaces the choice and its marks, before groups are loaded."""
+    """The third step replaces the choice and its marks, before slots are found."""
     fetch_decode = replay.fetch_decode
     loaded = []
     slots = SimpleNamespace(owner=torch.zeros(1, 4, 16), counts=torch.tensor([[[2, 0, 0]] * 4]))
     raw = SimpleNamespace(slots=slots, codes=torch.zeros(1, 4, 30, 1))
     chosen = torch.zeros(4, 5, dtype=torch.int32)
     marks = torch.ones(4, 32, dtype=torch.int8)
-    load = mock.patch.object(fetch_decode, "find_and_load", lambda *given: loaded.append(given))
-    with load, replay._replayed(0.8):
-        fetch_decode.find_and_load(raw, chosen, marks, 7)
+    find = mock.patch.object(fetch_decode, "find_slots", lambda *given: loaded.append(given))
+    with find, replay.replayed(0.8):
+        fetch_decode.find_slots(raw, chosen, marks)
     wanted = replay.repeating_choices(4, 5, 30, 0.8, 16)[2]
     assert torch.equal(chosen, wanted)
     assert torch.equal(marks, torch.zeros_like(marks).scatter(1, wanted.long(), 1))
-    assert len(loaded) == 1 and loaded[0][1] is chosen and loaded[0][3] == 7
+    assert len(loaded) == 1 and loaded[0][1] is chosen
 
 
 def test_layers_share_host_memory():

@@ -1,4 +1,4 @@
-"""The kernels that find and load slots of groups in a decoding step, against `SlotStore`."""
+"""The kernels that find slots of groups in a decoding step, and load them, against `SlotStore`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from corecontext.cache import CompactLayer
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.raw_store import Format
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.decode import find_slots as fetch_decode_slots
-from corecontext.ops.triton.decode.find_slots import find_and_load
+from corecontext.ops.triton.decode.find_slots import find_slots
 
 pytestmark = pytest.mark.usefixtures("default_device")
 
@@ -31,11 +30,8 @@ def filled_store(num_slots):
 
 
 @pytest.mark.parametrize("num_slots", [4, 7, 33])
-def test_slots_are_those_of_the_store(num_slots, monkeypatch):
+def test_slots_are_those_of_the_store(num_slots):
     """Also of groups that were chosen before, and after a crop."""
-    if num_slots == 7:  # and that a program copies in pieces, for several rows
-        monkeypatch.setattr(fetch_decode_slots, "_COPIED", 16)
-        monkeypatch.setattr(fetch_decode_slots, "_LOADING", 3)
     store, wanted = filled_store(num_slots), filled_store(num_slots)
     generator = torch.Generator("cpu").manual_seed(1)
     for step in range(24):
@@ -52,31 +48,31 @@ def test_slots_are_those_of_the_store(num_slots, monkeypatch):
             groups = torch.randperm(count, generator=generator, device="cpu")[:size].sort()[0]
             chosen[row, :size] = groups.int()
             marks[row, groups] = 1
-        raw = store.as_slots()
-        found = find_and_load(raw, chosen, marks, store.spec.sinks)
-        slots, _ = wanted._find_slots(chosen.long())
-        assert torch.equal(found.long(), torch.where(chosen < 0, -1, slots))
+        found = find_slots(store.as_slots(), chosen, marks).long()
+        slots, is_missing = wanted._find_slots(chosen.long())
+        slots = torch.where(is_missing, -2 - slots, slots)
+        assert torch.equal(found, torch.where(chosen < 0, -1, slots))
         for name in ("table", "owner", "last_used", "counts"):
             assert torch.equal(getattr(store, name), getattr(wanted, name)), name
-        keys, values = super(SlotStore, store).groups(chosen)
-        row = torch.arange(4)[:, None]
-        is_read = (chosen >= 0).repeat_interleave(4, 1)
-        for buffer, x in zip(store.slots, (keys, values)):
-            loaded = buffer.flatten(0, 1)[row, slots].flatten(1, 2)
-            assert torch.equal(loaded[is_read], x[is_read])
     assert 0 < store.hits < store.lookups < 24 * 16
     assert (store.table[..., 30] == -1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_every_step_reads_its_slots(dtype):
-    """In a cache with as many slots as a step fetches."""
-    settings = {"core_mass": True, "sink_size": 4, "store": "host", "fetch_slots": 2}
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_every_step_reads_its_slots(dtype, num_slots):
+    """Where there are as many as a step fetches, and one more; a slot holds its group's tokens."""
+    settings = {"core_mass": True, "sink_size": 4, "store": "host", "fetch_slots": num_slots}
     config = CCAConfig.paper(4, 8, backend="triton", prefill="fetch", fetch_groups=2, **settings)
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 4, 2, 40, 16, dtype)
     layer = CompactLayer(config, rotary, max_length=40)
     out = fed(layer, qkv, 33)
     assert_rows(out, reference(config, rotary, qkv)[:, :, 33:], dtype)
-    assert 0 < layer.store.hits < layer.store.lookups == 28
+    store = layer.store
+    assert 0 < store.hits < store.lookups == 28
     assert not layer.asks_device
+    groups = store.owner.flatten(0, 1)
+    assert (groups >= 0).all()
+    for slots, x in zip(store.slots, super(SlotStore, store).groups(groups)):
+        assert torch.equal(slots.flatten(0, 1).flatten(1, 2), x)

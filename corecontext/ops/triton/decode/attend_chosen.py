@@ -26,6 +26,7 @@ def attend_chosen_kernel(
     q_ptr,
     cache,
     fetched,
+    raw,
     chosen,
     length,
     partial,
@@ -35,27 +36,30 @@ def attend_chosen_kernel(
     q_strides,
     ON_DEVICE: tl.constexpr,
     FETCHED_SINKS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     CACHE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Attend to fetched tokens in parts, and to the core tokens of the groups chosen in one more.
 
     Grid: (B Hkv, programs). A program reads the tokens of groups_each groups once, for all heads,
-    the last one the core tokens of all groups chosen.
+    the last one the core tokens of all groups chosen. Where a group is missing in its slot, its
+    program loads it from host memory and leaves it there.
 
     Args:
         q_ptr: [B, H, 1, D].
         cache: As of `attend_compact_kernel`.
         fetched: Pointers to keys and values [B Hkv, fetched_room, D], raw ones behind FETCHED_SINKS
             tokens, or slots of groups.
+        raw: Where HAS_SLOTS, pointers to raw keys and values [B Hkv, raw_room, D] in host memory.
         chosen: Pointers to the groups chosen, [B Hkv, num_chosen] in int32, -1 for none, and to
-            their places in `fetched`: the same, or their slots.
+            their places in `fetched`: the same, or their slots as `find_slots_kernel` writes them.
         length, partial: As of `attend_compact_kernel`; this launch's parts are behind that of the
             new token, that of the core tokens last.
     """
     values = integers(numbers)
     seen, kv_heads, group_size, window_size, capacity = values[:5]
-    ring_size, fetched_room, num_parts, groups_each = values[5:]
+    ring_size, fetched_room, raw_room, num_parts, groups_each = values[5:]
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     program = tl.program_id(1)
     SINKS: tl.constexpr = CACHE.sinks
@@ -80,7 +84,20 @@ def attend_chosen_kernel(
         tl.where(is_core, entries, 0),
     )
     buffers = (fetched_k_ptr, fetched_v_ptr, cache[2] + n * capacity)
-    sums = _fetched_sums(q, buffers, numbers_ptr, bounds, sizes, scale, CACHE.has_mass, TILE)
+    raw_at = n * raw_room * TILE.dim
+    numbers_ptrs = (numbers_ptr, chosen[0] + n * num_chosen)
+    sums = _fetched_sums(
+        q,
+        buffers,
+        (raw[0] + raw_at, raw[1] + raw_at),
+        numbers_ptrs,
+        bounds,
+        sizes,
+        scale,
+        CACHE.has_mass,
+        SINKS if HAS_SLOTS else -1,
+        TILE,
+    )
     part = n * num_parts + 1 + program
     acc_ptr = partial[0] + part * (TILE.heads * TILE.dim)
     store_part((acc_ptr, partial[1] + part * TILE.heads), sums, TILE)
@@ -88,7 +105,16 @@ def attend_chosen_kernel(
 
 @triton.jit
 def _fetched_sums(
-    q, buffers, numbers_ptr, bounds, sizes, scale, HAS_MASS: tl.constexpr, TILE: tl.constexpr
+    q,
+    buffers,
+    raw,
+    numbers_ptrs,
+    bounds,
+    sizes,
+    scale,
+    HAS_MASS: tl.constexpr,
+    RAW_SINKS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Attend from all heads to a share of the tokens of chosen groups; return the sums for
     `store_part`.
@@ -96,8 +122,11 @@ def _fetched_sums(
     Args:
         q: [M, D].
         buffers: Pointers to the row's keys, values and masses.
-        numbers_ptr: Numbers of the row's groups, -1 for none.
+        raw: Pointers to the row's keys and values in host memory.
+        numbers_ptrs: Pointers to the places of the row's groups in `buffers`, -1 for none, and to
+            their numbers.
         bounds: The share's first token of those of all chosen groups, and one past its last.
+        RAW_SINKS: First tokens in `raw`, whose groups `buffers` has slots of; -1 for none.
         sizes: Tokens of a group, before the first group, in all, and, where HAS_MASS, with masses.
     """
     group_size, before, room, with_mass = sizes
@@ -112,15 +141,30 @@ def _fetched_sums(
     offs = tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=TILE.stages):
         place = start + offs
-        group = tl.load(numbers_ptr + place // group_size, mask=place < end, other=-1)  # [N]
+        group = tl.load(numbers_ptrs[0] + place // group_size, mask=place < end, other=-1)  # [N]
+        if RAW_SINKS >= 0:
+            is_missing = group < -1
+            group = tl.where(is_missing, -2 - group, group)
         seen = group >= 0
         # mutant fetch: a fused step reads groups as if there were no first tokens
         token = tl.where(seen, group, 0).to(tl.int64) * group_size + (place % group_size + before)
         seen = seen & (token < room)
         at = token[:, None] * TILE.dim + dims[None, :]
         exists = seen[:, None] & (dims < TILE.dim)[None, :]
-        k = tl.load(buffers[0] + at, mask=exists, other=0.0)  # [N, D]
-        v = tl.load(buffers[1] + at, mask=exists, other=0.0)
+        k_ptrs, v_ptrs = buffers[0] + at, buffers[1] + at
+        if RAW_SINKS >= 0:
+            group = tl.load(numbers_ptrs[1] + place // group_size, mask=is_missing, other=0)
+            # mutant fetch: a missing group is loaded as if there were no first tokens
+            source = group.to(tl.int64) * group_size + (place % group_size + RAW_SINKS)
+            at_raw = source[:, None] * TILE.dim + dims[None, :]
+            k_ptrs = tl.where(is_missing[:, None], raw[0] + at_raw, k_ptrs)
+            v_ptrs = tl.where(is_missing[:, None], raw[1] + at_raw, v_ptrs)
+        k = tl.load(k_ptrs, mask=exists, other=0.0)  # [N, D]
+        v = tl.load(v_ptrs, mask=exists, other=0.0)
+        if RAW_SINKS >= 0:
+            # mutant fetch: a group that a step loads is not kept
+            tl.store(buffers[0] + at, k, mask=exists & is_missing[:, None])
+            tl.store(buffers[1] + at, v, mask=exists & is_missing[:, None])
         mass = 0.0
         if HAS_MASS:
             mass = tl.load(buffers[2] + token, mask=seen & (token < with_mass), other=0.0)[None, :]

@@ -1,5 +1,4 @@
-"""Give the groups that a step has chosen slots on the device, and load those that are missing from
-host memory."""
+"""Give the groups that a step has chosen slots on the device."""
 
 from __future__ import annotations
 
@@ -15,8 +14,6 @@ from corecontext.ops.triton.primitives import integers
 MOST_SLOTS = 2048
 """Slots of a KV head that one program orders by age."""
 NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_COPIED = 2048  # numbers that a program copies at once
-_LOADING = 64  # programs that load groups: the bus needs no more, and attention runs beside them
 
 
 @triton.jit
@@ -39,8 +36,8 @@ def find_slots_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the slot of each chosen group, -1 for none, and list the groups that are still to be
-    loaded. They get the slots that were not read for longest, of equal ones the lower, as in
+    """Write the slot of each chosen group: -1 for none, -2 - slot where the group is still to be
+    loaded. These get the slots that were not read for longest, of equal ones the lower, as in
     `SlotStore._find_slots`.
 
     Grid: (B Hkv,).
@@ -49,13 +46,13 @@ def find_slots_kernel(
         choice: Pointers to the groups chosen [B Hkv, num_chosen], and to marks [B Hkv, num_groups],
             1 for these.
         slots: Pointers to `FetchSlots.table`, `owner`, `last_used` and `counts`.
-        results: Pointers to the slots of groups [B Hkv, num_chosen]; to the groups to load [B Hkv,
-            num_chosen], their slots, and their number [B Hkv].
+        results: Pointers to what is written, and to slots in the order in which they are given
+            away, [B Hkv, num_chosen] each.
     """
     num_chosen, num_groups, table_size, num_slots = integers(numbers)
     chosen_ptr, marks_ptr = choice
     table_ptr, owner_ptr, last_used_ptr, counts_ptr = slots
-    slot_ptr, missing_ptr, order_ptr, num_missing_ptr = results
+    slot_ptr, order_ptr = results
     n = tl.program_id(0).to(tl.int64)
     chosen_ptr += n * num_chosen
     marks_ptr += n * num_groups
@@ -63,7 +60,6 @@ def find_slots_kernel(
     owner_ptr += n * num_slots
     last_used_ptr += n * num_slots
     order_ptr += n * num_chosen
-    missing_ptr += n * num_chosen
 
     choices = tl.arange(0, BLOCK_K)
     inside = choices < num_chosen
@@ -96,59 +92,18 @@ def find_slots_kernel(
     tl.store(table_ptr + group, slot, mask=is_missing)
     tl.store(owner_ptr + slot, group, mask=is_missing)
     tl.store(last_used_ptr + slot, (group * 0).to(tl.int64) + clock, mask=is_group)
-    tl.store(slot_ptr + n * num_chosen + choices, slot, mask=inside)
-    tl.store(missing_ptr + rank, group, mask=is_missing)
-    tl.store(num_missing_ptr + n, num_missing)
+    tl.store(
+        slot_ptr + n * num_chosen + choices, tl.where(is_missing, -2 - slot, slot), mask=inside
+    )
     num_read = tl.sum(is_group.to(tl.int64), 0)
     tl.store(counts_ptr + 3 * n, clock)
     tl.store(counts_ptr + 3 * n + 1, hits + num_read - num_missing)
     tl.store(counts_ptr + 3 * n + 2, lookups + num_read)
 
 
-@triton.jit
-def load_slots_kernel(
-    missing,
-    raw,
-    fetched,
-    numbers,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy missing groups from host memory into their slots.
-
-    Grid: (programs that share the rows, programs that share the missing groups of a row).
-
-    Args:
-        missing: Pointers to the groups to load, their slots and their number, as in
-            `find_slots_kernel`.
-        raw: Pointers to raw keys and values [B Hkv, room, HEAD_DIM].
-        fetched: Pointers to keys and values of slots [B Hkv, num_slots, GROUP].
-        rows: B Hkv.
-        first: Tokens before the first group.
-        GROUP: Numbers of a group's keys.
-    """
-    rows, num_chosen, room, num_slots, first = integers(numbers)
-    missing_ptr, slot_ptr, num_missing_ptr = missing
-    for n in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        for i in range(tl.program_id(1), tl.load(num_missing_ptr + n), tl.num_programs(1)):
-            at = n * num_chosen + i
-            group = tl.load(missing_ptr + at).to(tl.int64)
-            # mutant fetch: a missing group is loaded as if there were no first tokens
-            source = (n * room + first) * HEAD_DIM + group * GROUP
-            target = (n * num_slots + tl.load(slot_ptr + at)) * GROUP
-            for start in tl.static_range(0, GROUP, BLOCK):
-                place = start + tl.arange(0, BLOCK)
-                mask = place < GROUP
-                k = tl.load(raw[0] + source + place, mask=mask)
-                v = tl.load(raw[1] + source + place, mask=mask)
-                tl.store(fetched[0] + target + place, k, mask=mask)
-                tl.store(fetched[1] + target + place, v, mask=mask)
-
-
-def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> Tensor:
-    """Return the slots [B Hkv, k] in int32 of the groups chosen, -1 for none, after those that were
-    missing have been loaded.
+def find_slots(raw: RawSlots, chosen: Tensor, marks: Tensor) -> Tensor:
+    """Return the slots [B Hkv, k] in int32 of the groups chosen: -1 for none, -2 - slot for a group
+    that is still to be loaded into its slot.
 
     Args:
         chosen: [B Hkv, k] in int32, -1 for none.
@@ -157,31 +112,17 @@ def find_and_load(raw: RawSlots, chosen: Tensor, marks: Tensor, sinks: int) -> T
     fetched = raw.slots
     assert fetched is not None, "there are slots"
     rows, num_chosen = chosen.shape
-    num_slots, group_size, dim = fetched.keys.shape[2:]
-    slot = torch.empty_like(chosen)
-    missing = (torch.empty_like(chosen), torch.empty_like(chosen), torch.empty_like(chosen[:, 0]))
+    num_slots = fetched.keys.shape[2]
+    places = torch.empty_like(chosen)
     launch(
         find_slots_kernel,
         (rows,),
         (
-            *((chosen, marks), fetched[2:], (slot, *missing)),
+            *((chosen, marks), fetched[2:], (places, torch.empty_like(chosen))),
             ints(num_chosen, marks.shape[1], fetched.table.shape[2], num_slots),
         ),
         BLOCK_N=max(32, power_of_2(num_slots)),
         BLOCK_K=power_of_2(num_chosen),
         num_warps=8 if num_slots > 128 else 4,
     )
-    sharing_rows = min(rows, _LOADING)
-    launch(
-        load_slots_kernel,
-        (sharing_rows, min(num_chosen, _LOADING // sharing_rows)),
-        (
-            *(missing, (raw.keys, raw.values), (fetched.keys, fetched.values)),
-            ints(rows, num_chosen, raw.keys.shape[2], num_slots, sinks),
-        ),
-        GROUP=group_size * dim,
-        HEAD_DIM=dim,
-        BLOCK=min(_COPIED, power_of_2(group_size * dim)),
-        num_warps=1,
-    )
-    return slot
+    return places

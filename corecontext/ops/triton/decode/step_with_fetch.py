@@ -3,8 +3,9 @@
 rotate          the queries, where the index has two bits (`score_index`)
 score           the visible groups (`score_index`)
 select          the groups with the largest shares (`select_groups`)
-load            them into slots, where there are any (`find_slots`)
-attend_chosen   to their raw tokens, and to their core tokens in a part apart (`attend_chosen`)
+find            slots for them, where there are any (`find_slots`)
+attend_chosen   to their raw tokens, which it loads into slots where they are missing, and to their
+                core tokens in a part apart (`attend_chosen`)
 attend_compact  to compact entries, the core tokens of all groups among them; it also appends the
                 new token, pools the group that it closes and writes an index (`attend_compact`)
 merge           the parts, and take the core tokens of the groups chosen out again (`merge_parts`)
@@ -38,7 +39,7 @@ from corecontext.ops.fetch.low_bits import LowBits
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode.attend_chosen import attend_chosen_kernel
 from corecontext.ops.triton.decode.attend_compact import attend_compact_kernel
-from corecontext.ops.triton.decode.find_slots import MOST_SLOTS, find_and_load
+from corecontext.ops.triton.decode.find_slots import MOST_SLOTS, find_slots
 from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plain_step import arguments_of, slots_of
 from corecontext.ops.triton.decode.plan import (
@@ -280,7 +281,7 @@ def _select(step: _Step) -> None:
 
 
 def _attend_chosen(step: _Step) -> None:
-    """Attend to the groups chosen, which are loaded into slots before, where there are any."""
+    """Attend to the groups chosen, which stay in slots, where there are any."""
     spec = step.spec
     raw = step.raw
     plan = step.plan
@@ -291,7 +292,7 @@ def _attend_chosen(step: _Step) -> None:
     fetched_sinks = spec.sinks
     places = chosen
     if raw.slots is not None:
-        places = find_and_load(raw, chosen, marks, spec.sinks)
+        places = find_slots(raw, chosen, marks)
         fetched = (raw.slots.keys, raw.slots.values)
         fetched_room = raw.slots.keys.shape[2] * spec.group_size
         fetched_sinks = 0
@@ -300,16 +301,19 @@ def _attend_chosen(step: _Step) -> None:
         attend_chosen_kernel,
         (step.grid, plan.num_fetching),
         (
-            *(q, step.cache, fetched, (chosen, places), step.length, step.work.partial),
+            *(q, step.cache, fetched, (raw.keys, raw.values), (chosen, places)),
+            *(step.length, step.work.partial),
             ints(
                 *(step.seen, kv_heads, spec.group_size, spec.window_size, capacity),
-                *(step.slots.ring_size, fetched_room, plan.num_parts, plan.groups_each),
+                *(step.slots.ring_size, fetched_room, raw.keys.shape[2]),
+                *(plan.num_parts, plan.groups_each),
             ),
             float(spec.scale),
         ),
         (chosen.shape[1], q.stride()[:2]),
         ON_DEVICE=step.on_device,
         FETCHED_SINKS=fetched_sinks,
+        HAS_SLOTS=raw.slots is not None,
         CACHE=cache_form(step.slots, spec),
         TILE=plan.tile,
         **plan.attend_options,
