@@ -34,9 +34,6 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CPU_LENGTHS = (512, 1024, 2048, 4096)
 ENOUGH_S = 10.0
 """No more prompts of a method at a length once they took this long together."""
-HIT_SHARE = 0.8
-"""Share of a step's groups that a real text has chosen in the step before; random weights choose as
-many at random."""
 WARM_STEPS = 4
 """Steps in which kernels are compiled and a step is captured."""
 
@@ -55,6 +52,9 @@ class UserBench:
     """Tokens made behind each prompt."""
     repeats: int = 5
     """Prompts of each method and length, fewer of long ones."""
+    hit_share: float = 0.9
+    """Share of a step's groups that are in a slot on a GPU, as of a real text (`python -m
+    reproduction real --hit-steps`): random weights choose at random."""
     dtype: str = option("float32", gpu="bfloat16")
     """Dtype of weights and activations."""
     device: str = "cpu"
@@ -64,6 +64,8 @@ class UserBench:
         check_positive(lengths=self.lengths, new_tokens=self.new_tokens, repeats=self.repeats)
         check_choices("method", self.methods, tuple(PRESETS))
         check_choice("dtype", self.dtype, DTYPES)
+        if not 0 <= self.hit_share <= 1:
+            raise ValueError(f"hit_share must be in 0 .. 1, got {self.hit_share}.")
 
 
 class Way:
@@ -136,10 +138,9 @@ def run_user_bench(
                 if bench.device.startswith("cuda"):
                     from benchmarks.replay import replayed
 
-                    params["hit_share"] = HIT_SHARE
-                    stack.enter_context(
-                        replayed(HIT_SHARE, length - CCAConfig.window_size - CCAConfig.sink_size)
-                    )
+                    params["hit_share"] = bench.hit_share
+                    seen = length - CCAConfig.window_size - CCAConfig.sink_size
+                    stack.enter_context(replayed(bench.hit_share, seen))
             new = list(_measured(model, twins, bench, params))
         records += new
         if on_records is not None:
