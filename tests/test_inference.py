@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 import corecontext
 from corecontext import CCAConfig
 from corecontext.cache import host_store
-from corecontext.cache.whole import WholeLayer
+from corecontext.cache.whole_layer import WholeLayer
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
 from corecontext.inference import session as sessions
 from corecontext.inference.chunk_size import bytes_per_token, choose_chunk_size

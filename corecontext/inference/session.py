@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
 from corecontext.cache.parts import Parts
-from corecontext.cache.whole import WholeLayer
+from corecontext.cache.whole_layer import WholeLayer
 from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
