@@ -29,6 +29,7 @@ from corecontext.cache import host_store
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, cache_bytes
 from corecontext.inference import chunk_size
+from corecontext.ops.fetch import prompt_rule
 from corecontext.record import Record, append_records, read_records
 from corecontext.visibility import num_visible_cores
 
@@ -245,7 +246,8 @@ def test_some_heads_raw_have_the_cache_of_equal_groups(tmp_path):
     assert few.name == "model.skipped" and "must be at most 0 of 4 KV heads" in few.params["reason"]
 
 
-def test_fetch_from_host_memory_counts_its_bytes_there():
+def test_fetch_from_host_memory_counts_its_bytes_there(monkeypatch):
+    monkeypatch.setattr(prompt_rule, "WHOLE_TOKENS", {})
     bench = dataclasses.replace(TINY, lengths=(96,), methods=("cca", "fetch", "fetch_host"))
     found = model.run_model_bench(bench)
     device = [value(found, "cache_bytes", method=m) for m in ("cca", "fetch_host", "fetch")]

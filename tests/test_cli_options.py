@@ -310,9 +310,11 @@ def test_an_option_of_a_setting_is_its_field():
     for name in CCA_SETTINGS:
         kind, option = get_args(options.setting_option(name))
         default = getattr(CCAConfig, field_of(name))
-        assert kind == type(default) | None
+        assert kind == (int if default is None else type(default)) | None
         assert option.help.startswith(escape(setting_help(field_of(name))))
         stated = "yes" if default is True else default
+        if default is None:
+            stated = "half as many again as groups on a GPU, none elsewhere"
         assert option.help.endswith(f" Default: the checkpoint's, else {stated}.")
 
 

@@ -619,7 +619,7 @@ def test_a_published_row_keeps_its_model(data, model, tmp_path, monkeypatch, cap
 
 def test_the_plan_has_the_default_settings_but_for_k():
     bits = real_plan.BITS
-    recipe = load_recipe("fetch").cca().replace(fetch_groups=32, prefill="fetch")
+    recipe = load_recipe("fetch").cca().replace(fetch_groups=32, fetch_slots=0, prefill="fetch")
     assert bits.fetch_equal_bytes(bits.fetch_group_size) == real_plan.RECIPE.fetch() == recipe
 
 

@@ -11,6 +11,8 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from corecontext.config.field_checks import (
     check_choice,
     check_flag,
@@ -199,10 +201,10 @@ class CCAConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a row and KV head, those of a GPU by default."""
-        if self.fetch_slots is None:
-            return self.fetch_groups + self.fetch_groups // 2
-        return self.fetch_slots
+        """Slots of a row and KV head; by default none on a machine without a GPU."""
+        if self.fetch_slots is not None:
+            return self.fetch_slots
+        return self.fetch_groups * 3 // 2 if torch.cuda.is_available() else 0
 
     @property
     def fetches_by_slots(self) -> bool:

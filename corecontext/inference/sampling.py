@@ -117,18 +117,19 @@ class Sampler:
     def choose(self, logits: Tensor, kind: str) -> Tensor:
         """Return token numbers [B, 1], int64, from logits [B, vocabulary]; `INVALID` for rows that
         are no numbers."""
-        logits = logits.float()
         if kind == "greedy":
-            return checked(logits.argmax(-1, keepdim=True), logits)
+            return checked(*logits.max(-1, keepdim=True)[::-1])
+        logits = logits.float()
         limits = (self.top_k, self.top_p) if kind == "filtered" else None
-        return checked(draw(logits / self.temperature, self.generators, limits), logits)
+        tokens = draw(logits / self.temperature, self.generators, limits)
+        return checked(tokens, logits.amax(-1, keepdim=True))
 
 
-def checked(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Return tokens [B, 1], `INVALID` where the largest of the row's logits is not finite: the
-    host sees it with the token, at no further wait for the device."""
+def checked(tokens: Tensor, largest: Tensor) -> Tensor:
+    """Return tokens [B, 1], `INVALID` where the largest of the row's logits [B, 1] is not finite:
+    the host sees it with the token, at no further wait for the device."""
     # mutant inference: a token is chosen from NaN
-    return tokens.where(logits.amax(-1, keepdim=True).isfinite(), INVALID)
+    return tokens.where(largest.isfinite(), INVALID)
 
 
 def draw(
@@ -179,7 +180,7 @@ def choose_rows(
     tokens = logits.argmax(-1, keepdim=True)
     rows = [row for row, sampling in enumerate(samplings) if sampling.kind != "greedy"]
     if not rows:
-        return checked(tokens, logits)[:, 0]
+        return checked(tokens, logits.amax(-1, keepdim=True))[:, 0]
     vocabulary = logits.shape[-1]
     sampled = [samplings[row] for row in rows]
 
@@ -196,4 +197,4 @@ def choose_rows(
     index = torch.tensor(rows, device=logits.device)
     scaled = logits[index] / column([s.temperature for s in sampled], torch.float32)
     tokens[index] = draw(scaled, [generators[row] for row in rows], limits)
-    return checked(tokens, logits)[:, 0]
+    return checked(tokens, logits.amax(-1, keepdim=True))[:, 0]

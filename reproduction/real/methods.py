@@ -30,7 +30,7 @@ class Sizes:
     fetch_groups: int = 32
     fetch_index: str = PAPER_RULE["fetch_index"]
     store: str = PAPER_RULE["store"]
-    fetch_slots: int = CCAConfig.fetch_slots
+    fetch_slots: int = 0
     head_dim: int = 64
     """Of the model; `RealModel` sets it."""
     fetch_group_size: int | None = None
@@ -184,7 +184,7 @@ def describe(attention: Any, heads: Heads) -> dict[str, Any]:
             params["fetch_groups"] = attention.fetch_groups
             params["index"] = attention.fetch_index
             params["store"] = attention.store
-        if attention.fetches_by_slots:
+        if attention.fetch_slots:
             params["slots"] = attention.fetch_slots
     else:
         params["sink_size"] = attention.sinks
