@@ -52,7 +52,7 @@ class UserBench:
     """Tokens made behind each prompt."""
     repeats: int = 5
     """Prompts of each method and length, fewer of long ones."""
-    hit_share: float = 0.9
+    hit_share: float = 0.93
     """Share of a step's groups that are in a slot on a GPU, as of a real text (`python -m
     reproduction real --hit-steps`): random weights choose at random."""
     dtype: str = option("float32", gpu="bfloat16")

@@ -215,7 +215,7 @@ def test_fetch_has_its_defaults_and_bounds():
     assert (config.fetch_share, config.fetch_slots, config.prefill) == (16, None, "auto")
     for store, groups, from_host in (("host", 1, True), ("host", 0, False), ("device", 1, False)):
         config = CCAConfig(store=store, fetch_groups=groups)
-        assert config.fetches_from_host is from_host 
+        assert config.fetches_from_host is from_host
         has_slots = from_host and torch.cuda.is_available()
         assert config.fetches_by_slots is has_slots
         assert config.replace(fetch_slots=1).fetches_by_slots is from_host

@@ -154,7 +154,7 @@ class Session:
     def configured(self) -> Iterator[None]:
         """Set the model to this session's settings, and back."""
         with (
-            configured(self.handle, self.key.config),
+            configured(self.handle, None if self.whole else self.key.config),
             rotation_of(self.model, self.key.rotated_length),
         ):
             yield
