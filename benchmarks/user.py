@@ -180,7 +180,7 @@ def _measured(
             if repeat == 0:
                 way.first_s.clear()
                 way.next_ms.clear()
-    held = {name: run.bytes for name, run in runs.items()}
+    cache_sizes = {name: run.bytes for name, run in runs.items()}
     for run in runs.values():
         run.close()
 
@@ -189,7 +189,7 @@ def _measured(
     seconds = min((way.first_s for way in full if way.first_s), key=median)
     next_ms = min((way.next_ms for way in full), key=median)
     rows_of: dict[str, tuple[Any, ...]] = {FULL: (seconds, next_ms, full_bytes, 0)}
-    rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *held[name]) for name in runs}
+    rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *cache_sizes[name]) for name in runs}
     for method, values in rows_of.items():
         for name, value in zip(NAMES, values, strict=True):
             yield make_record(name, value, {**params, "method": method}, device=device)
