@@ -810,7 +810,7 @@ def test_the_tables_of_presets(monkeypatch):
     assert " 4.5 s |" in presets_markdown([*records, timed]).splitlines()[3]
     held = make_record("user.device_bytes", 2**31, of_user)
     short = presets_markdown([*records, timed, held], short=True).splitlines()
-    assert short[3] == "| `default` | 99.0 % |  | 85.0 % | 25.0 % |  | 4.5 s |  |  | 2 GiB |  |"
+    assert short[3] == "| `default` | 99.0 % |  | 85.0 % | 25.0 % | 4.5 s |  | 2 GiB |  |"
     head, _, half, whole = groups_markdown(records).splitlines()
     assert head.endswith("| raw tokens | SmolLM2, 8,192 | Gemma, 16,384 |")
     assert half == "| 32 | 1,024 | 90.0 % |  |" and whole == "| 64 | 2,048 | 99.0 % | 85.0 % |"

@@ -36,7 +36,8 @@ SHAPE = "llama3.1-8b"
 """The model of the speeds and bytes."""
 NEEDLES = (4000, 7900)
 BYTES = {"device, SmolLM2, 8,192": "device_bytes", "host": "host_bytes"}
-LENGTHS = (32768, 131072)
+LENGTHS = (32768, 65536, 131072)
+"""Tokens of the large model's texts; a table shows the shortest and the longest measured."""
 PROMPTS = {
     "query": "each token's choice",
     "full": "full attention",
@@ -59,7 +60,12 @@ def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
         r for r in records if r.params["method"] in METHODS and not r.params.get("trained_tokens")
     ]
     needles = {"model": PLACES[0][0], "task": "needles"}
-    has_user = any(r.name.startswith("user.") and r.params["model"] == SHAPE for r in records)
+    of_user = {
+        r.params["length"]
+        for r in records
+        if r.name.startswith("user.") and r.params["model"] == SHAPE
+    }
+    measured = [length for length in LENGTHS if length in of_user]
     columns = [
         *(_gain(f"gain, {_place(*place)}", *place) for place in PLACES),
         *(
@@ -67,9 +73,10 @@ def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
             for length in (NEEDLES[-1:] if short else NEEDLES)
         ),
     ]
-    if not (short and has_user):
+    if not (short and measured):
         columns += [Column(title, partial(_mib, size=size)) for title, size in BYTES.items()]
-    if has_user:
+    if measured:
+        ends = sorted({measured[0], measured[-1]})
         columns += [
             newest(f"{title}, {shown_tokens(length)}", name, show, model=SHAPE, length=length)
             for title, name, show in (
@@ -78,7 +85,7 @@ def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
                 ("device", "user.device_bytes", shown_bytes),
                 ("host", "user.host_bytes", shown_bytes),
             )
-            for length in (LENGTHS[-1:] if short and show is shown_bytes else LENGTHS)
+            for length in (ends[-1:] if short and show is shown_bytes else ends)
         ]
     return "\n".join(grouped((_method(METHODS),), columns, records)) + "\n"
 

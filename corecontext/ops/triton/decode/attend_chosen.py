@@ -85,19 +85,10 @@ def attend_chosen_kernel(
     )
     buffers = (fetched_k_ptr, fetched_v_ptr, cache[2] + n * capacity)
     raw_at = n * raw_room * TILE.dim
-    numbers_ptrs = (numbers_ptr, chosen[0] + n * num_chosen)
-    sums = _fetched_sums(
-        q,
-        buffers,
-        (raw[0] + raw_at, raw[1] + raw_at),
-        numbers_ptrs,
-        bounds,
-        sizes,
-        scale,
-        CACHE.has_mass,
-        SINKS if HAS_SLOTS else -1,
-        TILE,
-    )
+    in_host = (raw[0] + raw_at, raw[1] + raw_at)
+    pointers = (buffers, in_host, (numbers_ptr, chosen[0] + n * num_chosen))
+    FIRST: tl.constexpr = SINKS if HAS_SLOTS else -1
+    sums = _fetched_sums(q, pointers, bounds, sizes, scale, FIRST, CACHE, TILE)
     part = n * num_parts + 1 + program
     acc_ptr = partial[0] + part * (TILE.heads * TILE.dim)
     store_part((acc_ptr, partial[1] + part * TILE.heads), sums, TILE)
@@ -105,30 +96,21 @@ def attend_chosen_kernel(
 
 @triton.jit
 def _fetched_sums(
-    q,
-    buffers,
-    raw,
-    numbers_ptrs,
-    bounds,
-    sizes,
-    scale,
-    HAS_MASS: tl.constexpr,
-    RAW_SINKS: tl.constexpr,
-    TILE: tl.constexpr,
+    q, pointers, bounds, sizes, scale, FIRST: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr
 ):
     """Attend from all heads to a share of the tokens of chosen groups; return the sums for
     `store_part`.
 
     Args:
         q: [M, D].
-        buffers: Pointers to the row's keys, values and masses.
-        raw: Pointers to the row's keys and values in host memory.
-        numbers_ptrs: Pointers to the places of the row's groups in `buffers`, -1 for none, and to
-            their numbers.
+        pointers: To the row's keys, values and masses; to its keys and values in host memory; and
+            to the places of its groups among the former, -1 for none, and to their numbers.
         bounds: The share's first token of those of all chosen groups, and one past its last.
-        RAW_SINKS: First tokens in `raw`, whose groups `buffers` has slots of; -1 for none.
-        sizes: Tokens of a group, before the first group, in all, and, where HAS_MASS, with masses.
+        sizes: Tokens of a group, before the first group, in all, and, where there are masses, with
+            them.
+        FIRST: First tokens in host memory, where places are slots; else -1.
     """
+    buffers, in_host, numbers = pointers
     group_size, before, room, with_mass = sizes
     begin, end = bounds
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -141,8 +123,8 @@ def _fetched_sums(
     offs = tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=TILE.stages):
         place = start + offs
-        group = tl.load(numbers_ptrs[0] + place // group_size, mask=place < end, other=-1)  # [N]
-        if RAW_SINKS >= 0:
+        group = tl.load(numbers[0] + place // group_size, mask=place < end, other=-1)  # [N]
+        if FIRST >= 0:
             is_missing = group < -1
             group = tl.where(is_missing, -2 - group, group)
         seen = group >= 0
@@ -152,21 +134,21 @@ def _fetched_sums(
         at = token[:, None] * TILE.dim + dims[None, :]
         exists = seen[:, None] & (dims < TILE.dim)[None, :]
         k_ptrs, v_ptrs = buffers[0] + at, buffers[1] + at
-        if RAW_SINKS >= 0:
-            group = tl.load(numbers_ptrs[1] + place // group_size, mask=is_missing, other=0)
+        if FIRST >= 0:
+            group = tl.load(numbers[1] + place // group_size, mask=is_missing, other=0)
             # mutant fetch: a missing group is loaded as if there were no first tokens
-            source = group.to(tl.int64) * group_size + (place % group_size + RAW_SINKS)
+            source = group.to(tl.int64) * group_size + (place % group_size + FIRST)
             at_raw = source[:, None] * TILE.dim + dims[None, :]
-            k_ptrs = tl.where(is_missing[:, None], raw[0] + at_raw, k_ptrs)
-            v_ptrs = tl.where(is_missing[:, None], raw[1] + at_raw, v_ptrs)
+            k_ptrs = tl.where(is_missing[:, None], in_host[0] + at_raw, k_ptrs)
+            v_ptrs = tl.where(is_missing[:, None], in_host[1] + at_raw, v_ptrs)
         k = tl.load(k_ptrs, mask=exists, other=0.0)  # [N, D]
         v = tl.load(v_ptrs, mask=exists, other=0.0)
-        if RAW_SINKS >= 0:
+        if FIRST >= 0:
             # mutant fetch: a group that a step loads is not kept
             tl.store(buffers[0] + at, k, mask=exists & is_missing[:, None])
             tl.store(buffers[1] + at, v, mask=exists & is_missing[:, None])
         mass = 0.0
-        if HAS_MASS:
+        if CACHE.has_mass:
             mass = tl.load(buffers[2] + token, mask=seen & (token < with_mass), other=0.0)[None, :]
         products = tile_products(q, k, TILE.vector)  # [M, N]
         scores, _ = log2_scores(products, scale, mass, 1.0, False)
