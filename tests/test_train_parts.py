@@ -347,7 +347,6 @@ def test_the_help_names_the_choices_of_the_tables():
 def test_first_tokens_are_raw_but_under_the_papers_rule_and_in_old_runs(tmp_path):
     assert load_recipe("paper").cca() == CCAConfig.paper()
     assert load_recipe("fetch").cca() == CCAConfig()
-    assert load_recipe("raw").cca() == CCAConfig.pooling()
     saved = tmp_path / "train_config.json"
     old = {name: x for name, x in TrainConfig().to_dict().items() if name not in PAPER_RULE}
     saved.write_text(json.dumps(old))  # of a user: today's defaults

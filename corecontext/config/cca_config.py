@@ -11,8 +11,6 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from corecontext.config.field_checks import (
     check_choice,
     check_flag,
@@ -118,7 +116,7 @@ class CCAConfig:
                 "head_group_sizes must not be given with layer_group_sizes, whose entries may be "
                 "tuples."
             )
-        if 0 < self.num_slots < self.fetch_groups:
+        if self.fetch_slots and self.fetch_slots < self.fetch_groups:
             raise ValueError(
                 f"fetch_slots must be 0 or at least fetch_groups {self.fetch_groups}, got "
                 f"{self.fetch_slots}."
@@ -204,6 +202,8 @@ class CCAConfig:
         """Slots of a row and KV head; by default none on a machine without a GPU."""
         if self.fetch_slots is not None:
             return self.fetch_slots
+        import torch  # imported here: help texts need no tensors
+
         return self.fetch_groups * 3 // 2 if torch.cuda.is_available() else 0
 
     @property
