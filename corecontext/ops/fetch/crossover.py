@@ -1,11 +1,12 @@
-"""Say for which lengths full attention takes less time than fetch by kernels."""
+"""Say for which lengths full attention takes less time than fetch by kernels, in calls without a
+cache; for prompts and steps of a cache prompt_rule.py does."""
 
 from __future__ import annotations
 
 from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.spec import Spec
 
-# Index keys of 16 tokens, and the tokens up to which full attention (cuDNN's) takes less time, by
+# Pairs: index keys for each 16 tokens, and the tokens up to which full attention (cuDNN's) takes less time, by
 # whether queries share a choice and whether gradients follow: between lengths measured on an H200
 # with 32 query and 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); the last entries hold for
 # more keys, too.
@@ -16,7 +17,7 @@ _LENGTHS = {
     (False, True): ((1, 32768), (8, 45056)),
 }
 _TOKENS = 1024
-"""Raw tokens that a query fetched then."""
+"""Raw tokens that a query fetched in these measurements."""
 
 
 def is_full_faster(spec: Spec, length: int, has_gradients: bool) -> bool:

@@ -1,5 +1,5 @@
 """Say how tokens that come into a cache see the past under fetch: all of it, by a choice that
-neighbours share, or each by its own choice."""
+neighbours share, or each by its own choice. Calls without a cache follow crossover.py."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def attend(
     core_bias: Tensor | None = None,
     marks: Marks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `packed.attend` does, to no core token that is marked."""
+    """Attend as `packed.attend` does, to no core token that is marked: the raw tokens of its group
+    come back (marks.py)."""
     far = far_past(tokens, cores, spec, core_bias)
     return attend_list(near_past(tokens, spec), far, spec, marks)
 
@@ -44,10 +45,10 @@ def attend_list(
     marks: Marks | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `attend` does, to a far past that is listed already.
+    """Attend as `attend` does, to a far past whose entries are in a list (far_past.py).
 
     Args:
-        tokens: Raw tokens from the first one on that a query sees behind its far past.
+        tokens: Queries, and the raw tokens that come behind the list.
         out: [N, r, T, D] of any strides, written in place; None makes one.
     """
     if tokens.q.numel() and takes_hopper(tokens.q, spec):
