@@ -6,10 +6,10 @@ from __future__ import annotations
 from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.spec import Spec
 
-# Pairs: index keys for each 16 tokens, and the tokens up to which full attention (cuDNN's) takes less time, by
-# whether queries share a choice and whether gradients follow: between lengths measured on an H200
-# with 32 query and 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); the last entries hold for
-# more keys, too.
+# Pairs: index keys for each 16 tokens, and the tokens up to which full attention (cuDNN's) takes
+# less time, by whether queries share a choice and whether gradients follow. Between lengths
+# measured on an H200 with 32 query and 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); the last
+# entries hold for more keys, too.
 _LENGTHS = {
     (True, False): ((1, 12288), (8, 12288)),
     (True, True): ((1, 12288), (8, 12288)),
