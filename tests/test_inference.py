@@ -114,6 +114,16 @@ def test_short_requests_run_under_full_attention(chunk_size):
         layer.attend(q, q, q)
 
 
+def test_short_requests_keep_the_softcap():
+    """Of a model all of whose layers see the whole past."""
+    model = tiny_model("gemma2", layer_types=["full_attention"] * 2, attn_logit_softcapping=0.5)
+    ids = tokens(1, 24)
+    expected = recompute(model, ids, 8)
+    with corecontext.enabled(model, CCAConfig(group_size=2, window_size=3, fetch_groups=99)):
+        assert not handle_of(model).hybrid
+        assert Engine(model).generate(ids, max_new_tokens=8) == [expected]
+
+
 @pytest.mark.parametrize("g, s", [(1, 9), (5, 13), (16, 10), (16, 33), (4, 8)])
 def test_any_chunk_size_and_setting(model, g, s):
     ids, mask, _ = ragged()

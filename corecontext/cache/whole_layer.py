@@ -62,13 +62,20 @@ class WholeLayer(FullLayer):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """As of `FullLayer`, for any batch; `begin` says its padding."""
+        """As of `FullLayer`, for any batch; `begin` says its padding.
+
+        Raises:
+            ValueError: the buffer is full.
+            NotImplementedError: `softcap` is given with a prompt.
+        """
         if not self.buffers:
             shape = (len(q), k.shape[1], self.max_length, k.shape[3])
             self.buffers = [k.new_zeros(shape), v.new_zeros(shape)]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if q.shape[2] == 1 and self.length >= max(self.pads):
             out = self._decode(q, k, v, scale, softcap)
+        elif softcap is not None:
+            raise NotImplementedError("a whole layer reads prompts without softcap.")
         else:
             out = self._append(q, k, v, scale)
             self._set_seen(self.length + q.shape[2])

@@ -49,7 +49,13 @@ class SessionKey(NamedTuple):
 def is_whole(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
     """Whether requests of a session run under full attention, which is the fastest for so few
     tokens. On a CPU fixed buffers are for compiled steps, which take compact layers only."""
-    if handle is None or handle.hybrid or key.config is None or hasattr(model, "hf_device_map"):
+    if handle is None or handle.hybrid or key.config is None:
+        return False
+    # Layers of several devices share no padding, and PyTorch's attention has no softcap.
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    text = model.config.get_text_config(decoder=True)
+    # mutant inference: a short request loses the softcap
+    if len(devices) > 1 or getattr(text, "attn_logit_softcapping", None) is not None:
         return False
     device = model.device.type
     if static and device == "cpu":
@@ -124,9 +130,9 @@ class Session:
 
     def _new_cache(self) -> Any:
         if self.whole:
-            count = len(self.handle.full) if self.handle is not None else 0
+            assert self.handle is not None, "full attention takes no requests of its own"
             size = self.key.max_length
-            layers = [WholeLayer(size, self.pad, fixed=self.fixed) for _ in range(count)]
+            layers = [WholeLayer(size, self.pad, fixed=self.fixed) for _ in self.handle.full]
             return Cache(layers=[GivenLayer(layer) for layer in layers])
         if self.fixed:
             return new_cache(self.model, self.key.max_length)
