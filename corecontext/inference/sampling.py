@@ -117,12 +117,11 @@ class Sampler:
     def choose(self, logits: Tensor, kind: str) -> Tensor:
         """Return token numbers [B, 1], int64, from logits [B, vocabulary]; `INVALID` for rows that
         are no numbers."""
-        if kind == "greedy":
-            return checked(*logits.max(-1, keepdim=True)[::-1])
-        logits = logits.float()
-        limits = (self.top_k, self.top_p) if kind == "filtered" else None
-        tokens = draw(logits / self.temperature, self.generators, limits)
-        return checked(tokens, logits.amax(-1, keepdim=True))
+        largest, tokens = logits.max(-1, keepdim=True)
+        if kind != "greedy":
+            limits = (self.top_k, self.top_p) if kind == "filtered" else None
+            tokens = draw(logits.float() / self.temperature, self.generators, limits)
+        return checked(tokens, largest)
 
 
 def checked(tokens: Tensor, largest: Tensor) -> Tensor:
@@ -177,10 +176,10 @@ def choose_rows(
     """Choose token numbers [B] from logits [B, vocabulary], each row by its own sampling and random
     stream; `INVALID` for rows that are no numbers."""
     logits = logits.float()
-    tokens = logits.argmax(-1, keepdim=True)
+    largest, tokens = logits.max(-1, keepdim=True)
     rows = [row for row, sampling in enumerate(samplings) if sampling.kind != "greedy"]
     if not rows:
-        return checked(tokens, logits.amax(-1, keepdim=True))[:, 0]
+        return checked(tokens, largest)[:, 0]
     vocabulary = logits.shape[-1]
     sampled = [samplings[row] for row in rows]
 
@@ -197,4 +196,4 @@ def choose_rows(
     index = torch.tensor(rows, device=logits.device)
     scaled = logits[index] / column([s.temperature for s in sampled], torch.float32)
     tokens[index] = draw(scaled, [generators[row] for row in rows], limits)
-    return checked(tokens, logits.amax(-1, keepdim=True))[:, 0]
+    return checked(tokens, largest)[:, 0]
