@@ -1,6 +1,6 @@
-"""Write README's tree of the code from the first docstring line of each package and module.
+"""Write the maps of the code from first docstring lines: rooms in README, files in docs/code.md.
 
-`python docs/tree.py` prints the tree, `python docs/tree.py --write` puts it into README.md.
+`python docs/tree.py` prints both, `python docs/tree.py --write` puts them into their pages.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +17,7 @@ LABORATORY = ("benchmarks", "reproduction")
 FOLDERS = {
     "recipes": "recipes of `corecontext train`; the bundled model was made by one",
     "results": "every published number: a record with device, commit and command",
-    "tests": "laws, oracles, error budgets by row, planted faults",
+    "tests": "laws, oracles, error budgets by row, mutants",
 }
 """Folders that are no packages, and what they hold."""
 
@@ -25,38 +26,62 @@ def summary(path: Path) -> str:
     """Return the first sentence of a module's docstring, without its references."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(text.split("\n\n")[0].split())
-    return re.sub(r" \(docs/[^)]*\)", "", first).split(". ")[0].rstrip(".")
+    return re.sub(r" \(docs/[^)]*\)", "", first).split(". ")[0].rstrip(".:")
 
 
-def entries(package: Path) -> list[tuple[str, str]]:
-    """Return the modules and packages of a package, each with its summary: modules first."""
-    modules = sorted(path for path in package.glob("*.py") if not path.name.startswith("_"))
-    packages = sorted(package.glob("*/__init__.py"))
-    return [(path.name, summary(path)) for path in modules] + [
-        (f"{path.parent.name}/", summary(path)) for path in packages
-    ]
+def modules_of(package: Path) -> list[Path]:
+    """Return the modules of a package that have a name of their own."""
+    return sorted(path for path in package.glob("*.py") if not path.name.startswith("_"))
 
 
-def tree() -> str:
-    """Return the tree as a Markdown block: corecontext/ in two levels, other folders in one."""
-    package = ROOT / "corecontext"
-    lines = [("corecontext/", summary(package / "__init__.py"))]
-    lines += [(f"  {name}", text) for name, text in entries(package)]
+def packages_in(package: Path, depth: int = 0) -> Iterator[tuple[int, Path]]:
+    """Yield a package and all packages in it, each with its depth."""
+    yield depth, package
+    for path in sorted(package.glob("*/__init__.py")):
+        yield from packages_in(path.parent, depth + 1)
+
+
+def rooms() -> str:
+    """Return README's tree: all packages of corecontext/, and the other folders."""
+    lines = []
+    for depth, package in packages_in(ROOT / "corecontext"):
+        lines.append((f"{'  ' * depth}{package.name}/", summary(package / "__init__.py")))
+        if not depth:
+            lines.append(("  *.py", ", ".join(path.stem for path in modules_of(package))))
     lines += [(f"{name}/", summary(ROOT / name / "__init__.py")) for name in LABORATORY]
     lines += [(f"{name}/", text) for name, text in FOLDERS.items()]
+    return as_block(lines)
+
+
+def files() -> str:
+    """Return the tree of docs/code.md: every package and module."""
+    lines = []
+    for name in ("corecontext", *LABORATORY):
+        for depth, package in packages_in(ROOT / name):
+            lines.append((f"{'  ' * depth}{package.name}/", summary(package / "__init__.py")))
+            lines += [(f"{'  ' * depth}  {x.name}", summary(x)) for x in modules_of(package)]
+    return as_block(lines)
+
+
+def as_block(lines: list[tuple[str, str]]) -> str:
+    """Return names and what they hold as a Markdown block."""
     width = max(len(name) for name, _ in lines) + 2
     body = "\n".join(f"{name:<{width}}{text}" for name, text in lines)
     return f"```text\n{body}\n```\n"
 
 
-def with_tree(page: str) -> str:
+PAGES = {ROOT / "README.md": rooms, ROOT / "docs/code.md": files}
+"""Pages, and the tree that each has between its marks."""
+
+
+def with_tree(path: Path) -> str:
     """Return a page with the tree between its marks made anew."""
-    return MARKED.sub(lambda _: tree(), page)
+    return MARKED.sub(lambda _: PAGES[path](), path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    if sys.argv[1:] == ["--write"]:
-        readme.write_text(with_tree(readme.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(tree(), end="")
+    for page, tree in PAGES.items():
+        if sys.argv[1:] == ["--write"]:
+            page.write_text(with_tree(page), encoding="utf-8")
+        else:
+            print(tree(), end="")

@@ -212,9 +212,11 @@ def tree_writer() -> ModuleType:
 
 
 def test_the_tree_is_that_of_the_packages():
-    tree, readme = tree_writer(), README.read_text(encoding="utf-8")
-    assert tree.with_tree(readme) == readme, "run: python docs/tree.py --write"
-    empty = [line for line in tree.tree().splitlines() if len(line.split()) < 2]
+    tree = tree_writer()
+    for page in tree.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert tree.with_tree(page) == text, f"{page.name}: run python docs/tree.py --write"
+    empty = [line for line in tree.files().splitlines() if len(line.split()) < 2]
     assert not [line for line in empty if not line.startswith("```")], "a docstring is missing"
 
 

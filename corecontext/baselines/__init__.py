@@ -1,4 +1,5 @@
-"""Rival methods under the contract of ours, one file each; rivals.py lists them."""
+"""Rival methods under the contract of ours, one file each: sinks and a window (sink_methods.py);
+rivals.py lists them."""
 
 from __future__ import annotations
 

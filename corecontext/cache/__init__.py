@@ -1,4 +1,5 @@
-"""The compact cache: core tokens of the far past and a ring of recent tokens, for any model."""
+"""The compact cache: layer.py is one layer's, entries.py its layout; raw tokens of fetch in
+raw_store.py and host_*.py."""
 
 from corecontext.cache.cropping import UNDO_LIMIT
 from corecontext.cache.full import FullLayer

@@ -1,4 +1,4 @@
-"""Keep tensors in host memory that a GPU reads and writes by itself."""
+"""Pin host memory: keep tensors there that a GPU reads and writes by itself."""
 
 from __future__ import annotations
 

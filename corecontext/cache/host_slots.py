@@ -1,4 +1,5 @@
-"""Keep recently fetched groups of raw tokens in host memory on the device.
+"""Assign slots: places on the device for recently fetched groups, whose raw tokens are in host
+memory.
 
 The device holds n slots of a group for each row and KV head. A table says which slot has a group; a
 step reads the groups that it has chosen from their slots, after those that are missing have

@@ -177,7 +177,7 @@ class LayerState(Entries):
     def begin_prompt(self, like: Tensor) -> None:
         """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where full
         attention reads the prompt; fetch has one."""
-        if self.config.keeps_raw_prompts:
+        if self.config.keeps_raw_while_reading:
             self._room = 0
             spec = self.spec.replace(fetch_index="oracle")
             like = like[:, :, :1]

@@ -1,4 +1,5 @@
-"""Command line: one table of commands, whose functions are in the files beside this one."""
+"""The command line: one table of commands; options.py has shared options, whose help is that of
+the settings' fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Settings, their rules and help texts, presets, the table of fetch indices."""
+"""Settings: fields, rules and help texts in cca_config.py, defaults in presets.py, removed ones in
+removed.py."""
 
 from __future__ import annotations
 

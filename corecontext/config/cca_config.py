@@ -188,7 +188,7 @@ class CCAConfig:
         return type(self).from_dict({**self.to_dict(), **changes})
 
     @property
-    def keeps_raw_prompts(self) -> bool:
+    def keeps_raw_while_reading(self) -> bool:
         """Whether raw tokens are kept only while full attention reads a prompt; fetch has them."""
         return self.prefill == "full" and not self.fetch_groups
 

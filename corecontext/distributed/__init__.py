@@ -1,1 +1,2 @@
-"""One sequence on several processes: its layout, its exchanges and its backward."""
+"""Context parallelism, one sequence on several processes: its layout, its exchanges, its
+backward."""

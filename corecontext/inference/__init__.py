@@ -1,4 +1,5 @@
-"""Engine: generate with whole models; prompts in chunks, captured decoding steps, policies."""
+"""Engine: prompts in chunks (prefill.py, chunk_size.py), captured steps (session.py), sampling,
+limits, settings by load (policy.py)."""
 
 from corecontext.inference.engine import Engine
 from corecontext.inference.policy import Load, Policy, TablePolicy

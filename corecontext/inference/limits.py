@@ -62,7 +62,7 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     # A long text, over which the slots of fetch, whose number is fixed, add next to nothing.
     length = 2**24
     token += store_bytes(cca, length, sizes.head_dim, dtype.itemsize).device / length
-    if cca.keeps_raw_prompts:
+    if cca.keeps_raw_while_reading:
         token += 2 * sizes.head_dim * dtype.itemsize
     return sizes.layers * sizes.kv_heads * token
 

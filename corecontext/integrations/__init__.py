@@ -1,1 +1,1 @@
-"""Plug-ins: transformers (enable, model families, caches), lm-evaluation-harness, vLLM."""
+"""Plug-ins: transformers (hf/), vLLM (vllm/), lm-evaluation-harness (lm_eval.py)."""

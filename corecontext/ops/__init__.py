@@ -1,1 +1,2 @@
-"""Operators: the public functions (api), the reference, backends, fetch/, kernels (triton/)."""
+"""Operators: signatures (api.py), the specification (reference.py), plain PyTorch (packed.py,
+partial.py), gradients (autograd.py)."""

@@ -1,4 +1,4 @@
-"""Combine partial softmaxes over disjoint sets of keys by their log-sum-exp."""
+"""Merge partial softmaxes over disjoint sets of keys by their log-sum-exp."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""OpenAI-compatible server: scheduler, cache rows, HTTP, metrics (docs/serving.md)."""
+"""OpenAI-compatible server: scheduler.py, rows of cache and their bytes (rows.py, memory.py),
+shared beginnings (prefix.py), HTTP, metrics."""

@@ -76,7 +76,7 @@ def _shares(slot: Slot) -> bool:
     """Whether other prompts may continue from this one's beginning. Full attention cannot where a
     node keeps no raw tokens for it to attend to."""
     # mutant prefill: a prompt goes on from a beginning without raw tokens
-    return slot.config is not None and not slot.config.keeps_raw_prompts
+    return slot.config is not None and not slot.config.keeps_raw_while_reading
 
 
 def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:

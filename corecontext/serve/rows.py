@@ -81,7 +81,7 @@ class RowShape:
         raw tokens where full attention reads it."""
         size = self.row_bytes(config, max_length)
         # mutant prefill: memory forgets the raw tokens of prompts
-        if config is not None and config.keeps_raw_prompts:
+        if config is not None and config.keeps_raw_while_reading:
             size += self.row_bytes(None, max_length)
         return size
 

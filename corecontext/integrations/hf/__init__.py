@@ -1,1 +1,2 @@
-"""CCA attention inside Hugging Face models: enable, model families, caches, files in GGUF."""
+"""CCA in Hugging Face models: enable, model families (attention_interface.py), caches, files in
+GGUF and their rotation."""

@@ -1,5 +1,5 @@
-"""Read a GGUF file's fields, and set those of its config that transformers drops: its rotation and
-the size of its heads."""
+"""Read a GGUF file's fields, and set those of its config that transformers drops: rope scaling,
+base of the rotation, size of the heads."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Serve models with Core Context Aware attention in vLLM."""
+"""CCA in vLLM: settings it takes (model_settings.py), caches in pages, attention from them
+(paged_backend.py)."""

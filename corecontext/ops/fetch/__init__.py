@@ -1,2 +1,2 @@
-"""Fetch raw tokens of the best groups, which an index chooses, into the same softmax
-(docs/fetch.md)."""
+"""Fetch: index.py scores groups, choice.py takes the best, attend.py their raw tokens;
+prompt_rule.py: which prompts are read exactly."""

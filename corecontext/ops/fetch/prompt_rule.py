@@ -1,5 +1,6 @@
-"""Say how tokens that come into a cache see the past under fetch: all of it, by a choice that
-neighbours share, or each by its own choice. Calls without a cache follow crossover.py."""
+"""Decide how a prompt, or a step, with a cache sees the past under fetch: exactly (all of it), by a
+choice that neighbours share, or each by its own choice. Calls without a cache follow crossover.py.
+"""
 
 from __future__ import annotations
 

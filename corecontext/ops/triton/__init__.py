@@ -1,2 +1,2 @@
-"""Triton kernels for GPUs. Nothing imports this folder before a call asks for it: see
-`ops/api.py`."""
+"""Kernels for GPUs: backend.py is their surface, tiles.py their sizes; nothing imports this folder
+before a call asks for it (ops/api.py)."""

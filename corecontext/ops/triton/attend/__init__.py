@@ -1,1 +1,2 @@
-"""Attention kernels: core tokens, raw tokens, chosen groups; forward and backward."""
+"""Attention of prompts and training, forward and backward: anywhere.py on every GPU, hopper_*.py
+on Hopper; raw tokens of chosen groups."""

@@ -1,1 +1,1 @@
-"""Choice kernels: index keys, scores of groups, the best of them."""
+"""The choice of groups for prompts and training: index keys, scores of groups, the best k."""

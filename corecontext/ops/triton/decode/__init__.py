@@ -1,1 +1,2 @@
-"""Decoding kernels: one step of the compact cache, with and without fetch."""
+"""One decoding step: append a token, score and select groups, give them slots, attend, merge the
+parts."""

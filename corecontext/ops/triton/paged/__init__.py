@@ -1,1 +1,1 @@
-"""Kernels over block tables: attention and pooling in pages."""
+"""Attention, pooling and fetch over block tables, the pages of vLLM's cache."""

@@ -1,1 +1,1 @@
-"""Pooling kernels: groups of keys and values into core tokens, and their masses."""
+"""Pooling of groups of keys and values into core tokens, with their masses, and its backward."""
