@@ -168,14 +168,14 @@ def test_a_gradient_of_the_log_sum_exp_under_large_scores(device, dtype):
     x = make_inputs(70, dtype=dtype, device=device, num_kv_heads=4)
     x = x._replace(q=x.q * 20, k=x.k * 10)  # scores of some hundreds
     results = []
+    scoring = partial.Scoring(0.25, is_causal=True)
     for y in (x, x.to(torch.float64)):
-        out, lse = partial.forward(y.q, y.k, y.v, scale=0.25, is_causal=True)
+        out, lse = partial.forward(y.q, y.k, y.v, scoring)
         results.append(
             partial.backward(
                 Upstream(y.grad_out, y.grad_lse, out, lse),
                 *(y.q, y.k, y.v),
-                scale=0.25,
-                is_causal=True,
+                scoring,
             )
         )
     for found, truth in zip(*results):
@@ -292,9 +292,9 @@ def test_parts_of_a_softmax(device, dtype, head_dim, queries, keys, is_causal):
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     q, k, v = draw(2, 3, queries, head_dim), draw(2, 1, keys, head_dim), draw(2, 1, keys, head_dim)
-    grad, settings = draw(*q.shape), {"scale": head_dim**-0.5, "is_causal": is_causal}
-    truth, truth_lse = partial.forward(*(x.double() for x in (q, k, v)), **settings)
-    out, lse = partial.forward(q, k, v, **settings)
+    grad, scoring = draw(*q.shape), partial.Scoring(head_dim**-0.5, is_causal=is_causal)
+    truth, truth_lse = partial.forward(*(x.double() for x in (q, k, v)), scoring)
+    out, lse = partial.forward(q, k, v, scoring)
     assert out.dtype == dtype and lse.shape == truth_lse.shape and lse.dtype == torch.float32
     tight = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=2e-4)
@@ -302,9 +302,9 @@ def test_parts_of_a_softmax(device, dtype, head_dim, queries, keys, is_causal):
     whole_lse = truth_lse + 0.4  # as if other parts had taken a share
     share = truth * math.exp(-0.4)
     upstream = Upstream(grad.double(), None, share, whole_lse)
-    wanted = partial.backward(upstream, *(x.double() for x in (q, k, v)), **settings)
+    wanted = partial.backward(upstream, *(x.double() for x in (q, k, v)), scoring)
     upstream = Upstream(grad, None, share.to(dtype), whole_lse.float())
-    got = partial.backward(upstream, q, k, v, **settings)
+    got = partial.backward(upstream, q, k, v, scoring)
     for name, one, right in zip(("q", "k", "v"), got, wanted):
         assert one.shape == right.shape
         error = (one.double() - right).norm() / right.norm()

@@ -82,14 +82,16 @@ class _Attend(torch.autograd.Function):
         out = torch.empty_like(tokens[0])
         lse = out.new_empty(out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32))
         for triangle in _triangles(window_size):
-            results = partial.forward(*_read(triangle, tokens), scale=scale, is_causal=True)
+            results = partial.forward(
+                *_read(triangle, tokens), partial.Scoring(scale, is_causal=True)
+            )
             views = [x[triangle.rows] for x in (out, lse)]
             results = [triangle.unread(x, view) for x, view in zip(results, views)]
             _write(views, results, is_first=triangle is _OWN)
         length = prompt.q.shape[2]
         out, lse = (_joined(x, length) for x in (out, lse))
         if prompt.sink_k.shape[2]:
-            results = partial.forward(*prompt[3:], scale=scale, bias=_sink_bias(prompt))
+            results = partial.forward(*prompt[3:], _sink_scoring(prompt, scale))
             _write([x[:, :, window_size:] for x in (out, lse)], results, is_first=False)
         ctx.window_size = window_size
         ctx.scale = scale
@@ -108,7 +110,7 @@ class _Attend(torch.autograd.Function):
         for triangle in _triangles(ctx.window_size):
             seen = chunked.map(lambda x, triangle=triangle: triangle.read(x, triangle.rows))
             results = partial.backward(
-                seen, *_read(triangle, tokens), scale=ctx.scale, is_causal=True
+                seen, *_read(triangle, tokens), partial.Scoring(ctx.scale, is_causal=True)
             )
             for grad, at, result in zip(
                 grads, (triangle.rows, triangle.keys, triangle.keys), results
@@ -120,8 +122,8 @@ class _Attend(torch.autograd.Function):
         sink_grads: tuple[Tensor | None, ...] = (None, None, None)
         if prompt.sink_k.shape[2]:
             seen = upstream.rows(slice(ctx.window_size, None))
-            bias = _sink_bias(prompt)
-            sink_grads = partial.backward(seen, *prompt[3:], scale=ctx.scale, bias=bias)
+            scoring = _sink_scoring(prompt, ctx.scale)
+            sink_grads = partial.backward(seen, *prompt[3:], scoring)
             sink_grads = tuple(x.to(out.dtype) for x in sink_grads)
         return *grads, *sink_grads, None, None
 
@@ -158,8 +160,9 @@ def _joined(x: Tensor, length: int) -> Tensor:
     return x.transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def _sink_bias(prompt: Prompt) -> Tensor:
-    """0 for the sinks that have left a query's window, else -inf, [L - s, n]."""
+def _sink_scoring(prompt: Prompt, scale: float) -> partial.Scoring:
+    """Let each query see the sinks that have left its window."""
     rows = torch.arange(prompt.sink_q.shape[2], device=prompt.q.device)
     slots = torch.arange(prompt.sink_k.shape[2], device=prompt.q.device)
-    return partial.mask_bias(rows[:, None] >= slots, prompt.q)
+    mask = partial.as_mask(rows[:, None] >= slots, prompt.q)
+    return partial.Scoring(scale, mask=mask)

@@ -191,28 +191,24 @@ def _merge_far(
 ) -> None:
     """Merge attention to core tokens [2, N, 1, M, D] of masses [N, r, M] into out [N, r, T, D]
     and lse [N, r, T], in place."""
-    far_out, far_lse = partial.forward(
-        q, *far.unbind(), scale=call.spec.scale, bias=mass, softcap=call.spec.softcap
-    )
+    scoring = partial.Scoring(call.spec.scale, call.spec.softcap, key_bias=mass)
+    far_out, far_lse = partial.forward(q, *far.unbind(), scoring)
     merge_into(out, lse, (far_out, far_lse + call.core_bias))
 
 
 def _merge_first(call: Call, q: Tensor, first: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge attention to the first tokens [2, B, Hkv, n, D] into out [N, r, T, D] and lse [N, r,
     T], in place."""
-    results = partial.forward(
-        q, *first_keys(first), scale=call.spec.scale, softcap=call.spec.softcap
-    )
-    merge_into(out, lse, results)
+    scoring = partial.Scoring(call.spec.scale, call.spec.softcap)
+    merge_into(out, lse, partial.forward(q, *first_keys(first), scoring))
 
 
 def _first_backward(
     call: Call, upstream: Upstream, q: Tensor, first: Tensor, first_grads: Tensor
 ) -> Tensor:
     """Add to the gradients of the first tokens; returns those of a chunk's queries [N, r, T, D]."""
-    dq, *grads = partial.backward(
-        upstream, q, *first_keys(first), scale=call.spec.scale, softcap=call.spec.softcap
-    )
+    scoring = partial.Scoring(call.spec.scale, call.spec.softcap)
+    dq, *grads = partial.backward(upstream, q, *first_keys(first), scoring)
     for total, grad in zip(first_grads, grads):
         total += grad.reshape(total.shape)
     return dq
@@ -236,9 +232,7 @@ def _far_backward(
         Upstream(grad_out, None, out, lse - call.core_bias),
         q,
         *far.unbind(),
-        scale=call.spec.scale,
-        bias=mass,
-        softcap=call.spec.softcap,
+        partial.Scoring(call.spec.scale, call.spec.softcap, key_bias=mass),
     )
     for total, grad in zip(core_grads, (dk, dv)):
         total += grad

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,9 +57,9 @@ def attend(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
-    for rows, keys, mask in call.local_blocks():
+    for rows, keys, scoring in call.local_blocks():
         out[:, :, rows], lse[:, :, rows] = partial.forward(
-            q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], **mask, **call.options
+            q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], scoring
         )
     for heads, share in call.shares():
         share.merge_core(out[heads], lse[heads])
@@ -89,14 +89,13 @@ def attend_backward(
     each_bias = None
     if core_bias is not None and call.head_bias is None:
         each_bias = torch.zeros_like(core_bias, dtype=upstream.lse.dtype)
-    for rows, keys, mask in call.local_blocks():
+    for rows, keys, scoring in call.local_blocks():
         dq, dk, dv = partial.backward(
             upstream.rows(rows),
             call.q[:, :, rows],
             call.k[:, :, keys],
             call.v[:, :, keys],
-            **mask,
-            **call.options,
+            scoring,
         )
         grad_q[:, :, rows] += dq
         grad_k[:, :, keys] += dk
@@ -173,23 +172,23 @@ def _plan(q_start: int, q_end: int, spec: Spec, device: str) -> _Plan:
 
 
 @functools.lru_cache(maxsize=8)
-def _interior_bias(
+def _interior_mask(
     rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The mask shared by all blocks that begin a pack."""
     first = first_core_query(group_size, window_size)
     like = torch.empty((), dtype=dtype, device=device)
-    return _bias(first, first + rows, group_size, window_size, like)
+    return _mask(first, first + rows, group_size, window_size, like)
 
 
-def _bias(start: int, end: int, group_size: int, window_size: int, like: Tensor) -> Tensor:
+def _mask(start: int, end: int, group_size: int, window_size: int, like: Tensor) -> Tensor:
     """Additive mask of queries start .. end-1 over the raw keys that any of them sees."""
     position = torch.arange(start, end, device=like.device)[:, None]
     key = torch.arange(local_start(start, group_size, window_size), end, device=like.device)
     # mutant 2: a token covered twice, packed
     # mutant 3: the next token is seen, packed
     seen = sees_token(key, position, group_size, window_size)
-    return partial.mask_bias(seen, like)
+    return partial.as_mask(seen, like)
 
 
 class _CorePart(NamedTuple):
@@ -217,7 +216,7 @@ class _Call:
         self.q = tokens.q
         self.k = tokens.k[:, None]
         self.v = tokens.v[:, None]
-        self.options = {"scale": spec.scale, "softcap": spec.softcap}
+        self.scoring = partial.Scoring(spec.scale, spec.softcap)
         q_end = tokens.q_start + tokens.q.shape[2]
         self.plan = _plan(tokens.q_start, q_end, spec, tokens.q.device.type)
 
@@ -225,21 +224,20 @@ class _Call:
         """Return where the queries start .. end-1 are in q."""
         return slice(start - self.tokens.q_start, end - self.tokens.q_start)
 
-    def local_blocks(self) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-        """Yield each block of queries: its rows in q, its keys in k, and its mask."""
+    def local_blocks(self) -> Iterator[tuple[slice, slice, partial.Scoring]]:
+        """Yield each block of queries: its rows in q, its keys in k, and its scoring."""
         g = self.spec.group_size
         window = self.spec.window_size
         k_start = self.tokens.k_start
         for start, end in self.plan.blocks:
             low = local_start(start, g, window)
-            if start == 0:
-                mask = {"is_causal": True}
-            elif start >= self.plan.pack_start:
-                bias = _interior_bias(end - start, g, window, self.q.dtype, self.q.device)
-                mask = {"bias": bias}
-            else:
-                mask = {"bias": _bias(start, end, g, window, self.q)}
-            yield self.rows(start, end), slice(low - k_start, end - k_start), mask
+            mask = None
+            if start and start >= self.plan.pack_start:
+                mask = _interior_mask(end - start, g, window, self.q.dtype, self.q.device)
+            elif start:
+                mask = _mask(start, end, g, window, self.q)
+            scoring = self.scoring._replace(is_causal=start == 0, mask=mask)
+            yield self.rows(start, end), slice(low - k_start, end - k_start), scoring
 
     def shares(self) -> Iterator[tuple[slice, _Call]]:
         """Yield the same call for a few sequences and KV heads at a time, each with its place in
@@ -299,27 +297,22 @@ class _Call:
         the latter."""
         q = self.q[:, :, piece.rows]
         arranged = self.arrange(q, piece.packed)
-        core_kv = self.core_kv(piece.cores)
+        scoring = self.core_scoring(piece)
         # mutant 7: softmax scale 0.2 % off in the core part
-        out, lse = partial.forward(
-            arranged,
-            *core_kv,
-            bias=self.bias_of_each(piece),
-            is_causal=piece.packed,
-            **self.options,
-        )
+        out, lse = partial.forward(arranged, *self.core_kv(piece.cores), scoring)
         out, lse = (self.restore(x, q.shape[2], piece.packed) for x in (out, lse))
         if self.head_bias is not None:
             # mutant 7: core bias rounded to the inputs' dtype, packed
             lse = lse + self.head_bias.to(lse.dtype)[:, :, None]
         return out, lse
 
-    def bias_of_each(self, piece: _CorePart) -> Tensor | None:
-        """The bias of each core token, [N, r or r g, m], None where there is none."""
-        if self.core_bias is None or self.head_bias is not None:
-            return None
-        bias = self.core_bias[:, :, piece.cores]
-        return bias.repeat_interleave(self.spec.group_size, 1) if piece.packed else bias
+    def core_scoring(self, piece: _CorePart) -> partial.Scoring:
+        """Scoring of a core part, with the bias of each core token, [N, r or r g, m]."""
+        bias = None
+        if self.core_bias is not None and self.head_bias is None:
+            bias = self.core_bias[:, :, piece.cores]
+            bias = bias.repeat_interleave(self.spec.group_size, 1) if piece.packed else bias
+        return self.scoring._replace(is_causal=piece.packed, key_bias=bias)
 
     def merge_core(self, out: Tensor, lse: Tensor) -> None:
         """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in
@@ -347,9 +340,7 @@ class _Call:
                 upstream.rows(piece.rows).map(arrange),
                 arrange(self.q[:, :, piece.rows]),
                 *self.core_kv(piece.cores),
-                bias=self.bias_of_each(piece),
-                is_causal=piece.packed,
-                **self.options,
+                self.core_scoring(piece),
             )
             # Views of the totals, added to in place.
             total_q = grad_q[:, :, piece.rows]

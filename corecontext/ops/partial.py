@@ -22,28 +22,28 @@ _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in floa
 _CUDNN_KEYS = 1024
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    bias: Tensor | None = None,
-    is_causal: bool = False,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend from every query to every key, or causally, or with an additive bias.
+class Scoring(NamedTuple):
+    """Settings that turn products into scores."""
 
-    Args:
-        q: [N, h, T, D]. k, v: [N, h or 1, S, D]. is_causal needs T == S.
-        bias: [T, S] of q's dtype, 0 where seen and -inf where not; each row sees at least one key.
-            Or an addend of the capped scores for each key, [N, h, S] in float32 or wider. Or masks
-            [N, 1, T, S] of q's dtype, whose rows may see no key: their results are undefined.
+    scale: float
+    softcap: float | None = None
+    is_causal: bool = False
+    """Query i sees keys 0 to i, of as many as there are queries."""
+    mask: Tensor | None = None
+    """0 where seen and -inf where not, in q's dtype: [T, S], each row of which sees a key, or
+    [N, 1, T, S], where results of a row that sees none are undefined."""
+    key_bias: Tensor | None = None
+    """Added to the capped scores of each key, [N, h, S] in float32 or wider."""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Attend from queries [N, h, T, D] to keys and values [N, h or 1, S, D].
 
     Returns:
         out [N, h, T, D] in q's dtype, log-sum-exp [N, h, T] in float32 (float64 for float64).
     """
-    kernel = _kernel(q, k, bias, softcap)
+    scale, _, is_causal, mask, _ = scoring
+    kernel = _kernel(q, k, scoring)
     q, k, v = map(_last_contiguous, (q, k, v))
     if kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
@@ -53,26 +53,18 @@ def forward(
     k, v = (_expand(x, q) for x in (k, v))
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
     if kernel == "flash":
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, is_causal, False, scale=scale
         )
         return out, lse
-    return _plain_forward(q, k, v, _Scoring(scale, bias, is_causal, softcap))
+    return _plain_forward(q, k, v, scoring)
 
 
 def backward(
-    upstream: Upstream,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    bias: Tensor | None = None,
-    is_causal: bool = False,
-    softcap: float | None = None,
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> tuple[Tensor, ...]:
     """Return the gradients of one part, given the output and log-sum-exp of the whole softmax.
 
@@ -80,7 +72,8 @@ def backward(
         grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v, and, for a bias of each
         key, its gradient [N, h, S].
     """
-    kernel = _kernel(q, k, bias, softcap) if upstream.grad_lse is None else "plain"
+    scale, _, is_causal, mask, _ = scoring
+    kernel = _kernel(q, k, scoring) if upstream.grad_lse is None else "plain"
     kv_shape = k.shape
     upstream = upstream._replace(
         grad_out=_last_contiguous(upstream.grad_out), out=_last_contiguous(upstream.out)
@@ -92,12 +85,12 @@ def backward(
     elif kernel == "cpu":
         grad_out, _, out, lse = upstream
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
         )
     elif kernel == "flash":
         grads = _flash_backward(upstream, q, k, v, scale, is_causal)
     else:
-        grads = _plain_backward(upstream, q, k, v, _Scoring(scale, bias, is_causal, softcap))
+        grads = _plain_backward(upstream, q, k, v, scoring)
     grad_q, grad_k, grad_v, *grad_bias = grads
     if kv_shape[1] != grad_k.shape[1]:
         wide = upstream.lse.dtype
@@ -139,16 +132,16 @@ def _flash_backward(
     )
 
 
-def _kernel(q: Tensor, k: Tensor, bias: Tensor | None, softcap: float | None) -> str:
+def _kernel(q: Tensor, k: Tensor, scoring: Scoring) -> str:
     """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and
-    later, AMD), in half precision and without a bias; or "plain"."""
+    later, AMD), in half precision and without a mask; or "plain"."""
     dim = q.shape[-1]
-    if softcap is not None or (bias is not None and bias.dim() == 3):
+    if scoring.softcap is not None or scoring.key_bias is not None:
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
     is_half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type != "cuda" or not is_half or dim > 256 or dim % 8 or bias is not None:
+    if q.device.type != "cuda" or not is_half or dim > 256 or dim % 8 or scoring.mask is not None:
         return "plain"
     capability = nvidia_capability(q.device)
     if capability is None:
@@ -175,10 +168,10 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def mask_bias(seen: Tensor, like: Tensor) -> Tensor:
+def as_mask(seen: Tensor, like: Tensor) -> Tensor:
     """Return 0 where seen and -inf where not, in the dtype of `like`."""
-    bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
-    return bias.masked_fill_(~seen, -torch.inf)
+    mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(~seen, -torch.inf)
 
 
 def _expand(x: Tensor, q: Tensor) -> Tensor:
@@ -186,17 +179,8 @@ def _expand(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)
 
 
-class _Scoring(NamedTuple):
-    """Settings that turn products into scores."""
-
-    scale: float
-    bias: Tensor | None
-    is_causal: bool
-    softcap: float | None
-
-
 def _scores(
-    q: Tensor, k: Tensor, scoring: _Scoring, rows: slice, dtype: torch.dtype
+    q: Tensor, k: Tensor, scoring: Scoring, rows: slice, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Scores of some query rows, [N, h, rows, S], and the derivative of the softcap."""
     scores = _product(q[:, :, rows], k.mT, dtype) * scoring.scale
@@ -205,9 +189,10 @@ def _scores(
         capped = torch.tanh(scores / scoring.softcap)
         scores = scoring.softcap * capped
         slope = 1 - capped.square()
-    if scoring.bias is not None:
-        each = scoring.bias[:, :, None] if scoring.bias.dim() == 3 else scoring.bias[..., rows, :]
-        scores = scores + each.to(dtype)
+    if scoring.key_bias is not None:
+        scores = scores + scoring.key_bias[:, :, None].to(dtype)
+    if scoring.mask is not None:
+        scores = scores + scoring.mask[..., rows, :].to(dtype)
     if scoring.is_causal:
         position = torch.arange(k.shape[2], device=q.device)
         scores = scores.masked_fill(position > position[rows, None], -torch.inf)
@@ -230,7 +215,7 @@ def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(i, min(i + rows, q.shape[2])) for i in range(0, q.shape[2], rows)]
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring) -> tuple[Tensor, Tensor]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Matrix products over chunks of query rows: any device, dtype and head size, softcap too."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)
@@ -243,7 +228,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring) -> tuple[
 
 
 def _plain_backward(
-    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scoring: _Scoring
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> tuple[Tensor, ...]:
     """The same chunks backward; the only path that takes a gradient of the log-sum-exp."""
     grad_out, grad_lse, out, lse = upstream
@@ -254,8 +239,8 @@ def _plain_backward(
         delta = delta - grad_lse
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
-    has_bias = scoring.bias is not None and scoring.bias.dim() == 3
-    grad_bias = [torch.zeros_like(scoring.bias, dtype=dtype)] if has_bias else []
+    has_bias = scoring.key_bias is not None
+    grad_bias = [torch.zeros_like(scoring.key_bias, dtype=dtype)] if has_bias else []
     for rows in _row_chunks(q, k):
         scores, slope = _scores(q, k, scoring, rows, dtype)
         weights = (scores - lse[:, :, rows, None]).exp()

@@ -38,22 +38,23 @@ def attend(
     q = tokens.q
     q_start = tokens.q_start
     among = q.shape[2] - rest.q.shape[2]
-    options = {"scale": spec.scale, "softcap": spec.softcap}
+    scoring = partial.Scoring(spec.scale, spec.softcap)
     results = []
     # Queries of first tokens: causal attention among these.
     if among:
         seen = q_start + among
-        mask = {"is_causal": True}
+        masked = scoring._replace(is_causal=True)
         if q_start:
             position = torch.arange(seen, device=q.device)
             # mutant sinks: the future among them is seen
-            mask = {"bias": partial.mask_bias(position <= position[q_start:, None], q)}
+            mask = partial.as_mask(position <= position[q_start:, None], q)
+            masked = scoring._replace(mask=mask)
         seen_k, seen_v = (x[:, None, :seen] for x in (sink_k, sink_v))
-        results.append(partial.forward(q[:, :, :among], seen_k, seen_v, **mask, **options))
+        results.append(partial.forward(q[:, :, :among], seen_k, seen_v, masked))
     # Later queries: the backend's attention, merged with attention to all first tokens.
     if rest.q.shape[2]:
         out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), core_bias)
-        to_sinks = partial.forward(rest.q, sink_k[:, None], sink_v[:, None], **options)
+        to_sinks = partial.forward(rest.q, sink_k[:, None], sink_v[:, None], scoring)
         # mutant sinks: later queries do not see them
         merge_into(out, lse, to_sinks)
         results.append((out, lse))
@@ -91,9 +92,7 @@ def attend_backward(
             q[:, :, rows],
             sink_k[:, None],
             sink_v[:, None],
-            scale=spec.scale,
-            softcap=spec.softcap,
-            is_causal=is_causal,
+            partial.Scoring(spec.scale, spec.softcap, is_causal),
         )
         return [dq.to(wide), dk[:, 0].to(wide), dv[:, 0].to(wide)]
 

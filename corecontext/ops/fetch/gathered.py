@@ -57,8 +57,8 @@ class Gather(NamedTuple):
             q = self.by_query(self.q[:, :, rows])
             # mutant fetch: the first group is seen where there is none
             seen = (self.choice[:, rows] >= 0).flatten(0, 1)
-            bias = partial.mask_bias(seen, q).repeat_interleave(self.k.shape[2], -1)
-            mask = bias[:, None, None].expand(-1, 1, q.shape[2], -1)
+            mask = partial.as_mask(seen, q).repeat_interleave(self.k.shape[2], -1)
+            mask = mask[:, None, None].expand(-1, 1, q.shape[2], -1)
             yield rows, (q, k[:, None], v[:, None]), mask
 
 
@@ -70,7 +70,8 @@ def forward(gather: Gather, spec: Spec) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
     for rows, tensors, mask in gather.parts():
-        results = partial.forward(*tensors, bias=mask, scale=spec.scale, softcap=spec.softcap)
+        scoring = partial.Scoring(spec.scale, spec.softcap, mask=mask)
+        results = partial.forward(*tensors, scoring)
         out[:, :, rows], lse[:, :, rows] = map(gather.by_head, results)
     return out, lse
 
@@ -86,9 +87,7 @@ def backward(upstream: Upstream, gather: Gather, spec: Spec) -> tuple[Tensor, Te
         dq, *dkv = partial.backward(
             upstream.rows(rows).map(gather.by_query),
             *tensors,
-            bias=mask,
-            scale=spec.scale,
-            softcap=spec.softcap,
+            partial.Scoring(spec.scale, spec.softcap, mask=mask),
         )
         grad_q[:, :, rows] = gather.by_head(dq)
         sequence, group = gather.places(rows)

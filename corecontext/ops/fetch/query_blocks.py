@@ -248,15 +248,14 @@ class _Parts:
         self.chosen = choice.part(heads, block.shares).of_queries(block.start, seen)
         self.fetched = to_marks(self.chosen, block.num_groups)
         self.unfetched = visible & ~self.fetched
-        self.options = {"scale": self.spec.scale, "softcap": self.spec.softcap}
 
     # The whole
     # ---------
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return out and log-sum-exp of the block's queries."""
-        k, v, bias, _ = self._local()
-        results = [partial.forward(self.q, k, v, bias=bias, **self.options)]
+        k, v, scoring, _ = self._local()
+        results = [partial.forward(self.q, k, v, scoring)]
         if self.num_groups:
             results.append(
                 core_part.forward(self.q, self.cores, self.spec, self.core_bias, self.unfetched)
@@ -267,8 +266,8 @@ class _Parts:
 
     def backward(self, upstream: Upstream, grads: Gradients) -> None:
         """Add the gradients of the block to those of its sequences."""
-        k, v, bias, spans = self._local()
-        dq, dk, dv = partial.backward(upstream, self.q, k, v, bias=bias, **self.options)
+        k, v, scoring, spans = self._local()
+        dq, dk, dv = partial.backward(upstream, self.q, k, v, scoring)
         grad_q = grads.q[:, :, self.block.rows]
         grad_q += dq
         for total, grad in ((grads.k, dk), (grads.v, dv)):
@@ -289,9 +288,14 @@ class _Parts:
     # Raw tokens seen in any case
     # ---------------------------
 
-    def _local(self) -> tuple[Tensor, Tensor, Tensor, list[slice]]:
-        """Keys and values [n, 1, S, D] of first tokens and windows, their mask [1, 1, T, S], and
-        the tokens that they are."""
+    def _scoring(self, seen: Tensor) -> partial.Scoring:
+        """Scoring of keys that queries see, [1 or n, T, S]."""
+        mask = partial.as_mask(seen, self.q)[:, None]
+        return partial.Scoring(self.spec.scale, self.spec.softcap, mask=mask)
+
+    def _local(self) -> tuple[Tensor, Tensor, partial.Scoring, list[slice]]:
+        """Keys and values [n, 1, S, D] of first tokens and windows, their scoring, and the tokens
+        that they are."""
         g = self.spec.group_size
         window = self.spec.window_size
         sinks = self.spec.sinks
@@ -311,7 +315,7 @@ class _Parts:
             torch.cat([x[:, span] for span in spans], 1) if len(spans) > 1 else x[:, spans[0]]
             for x in (self.k, self.v)
         )
-        return k[:, None], v[:, None], partial.mask_bias(mask, self.q)[None, None], spans
+        return k[:, None], v[:, None], self._scoring(mask[None]), spans
 
     # Raw tokens of the groups fetched
     # --------------------------------
@@ -332,8 +336,7 @@ class _Parts:
         if self._gathers:
             out, lse = gathered.forward(self._gather(), self.spec)
         else:
-            k, v, bias = self._masked()
-            out, lse = partial.forward(self.q, k, v, bias=bias, **self.options)
+            out, lse = partial.forward(self.q, *self._masked())
         has_any = self.fetched.any(-1)[:, None]
         return torch.where(has_any[..., None], out, 0), torch.where(has_any, lse, -torch.inf)
 
@@ -342,8 +345,7 @@ class _Parts:
         if self._gathers:
             dq, dk, dv = gathered.backward(upstream, self._gather(), self.spec)
         else:
-            k, v, bias = self._masked()
-            dq, dk, dv = partial.backward(upstream, self.q, k, v, bias=bias, **self.options)
+            dq, dk, dv = partial.backward(upstream, self.q, *self._masked())
         self._groups(grads.k).add_(dk.flatten(1, -2))
         self._groups(grads.v).add_(dv.flatten(1, -2))
         return dq
@@ -354,8 +356,7 @@ class _Parts:
         elements = _ELEMENTS.get(self.q.device.type, _ELEMENTS_DEFAULT)
         return gathered.Gather(self.q, *groups, self.chosen, elements)
 
-    def _masked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [n, 1, M g, D] of all visible groups, and the mask [n, 1, T, M g]."""
+    def _masked(self) -> tuple[Tensor, Tensor, partial.Scoring]:
+        """Keys and values [n, 1, M g, D] of all visible groups, and their scoring."""
         k, v = (self._groups(x)[:, None] for x in (self.k, self.v))
-        bias = partial.mask_bias(self.fetched, self.q).repeat_interleave(self.spec.group_size, -1)
-        return k, v, bias[:, None]
+        return k, v, self._scoring(self.fetched.repeat_interleave(self.spec.group_size, -1))
