@@ -1022,23 +1022,24 @@ def test_a_full_cache_decodes_rows_of_different_lengths(fixed, softcap):
     assert int(layer.seen) == 15
 
 
-def test_a_full_cache_reads_one_prompt_in_chunks():
-    tensors = qkv(1, 4, 2, 20)
-    expected = reference(CCAConfig.paper(1, 1), *tensors, scale=0.4)
-    for sizes in ([20], [7, 13], [1, 9, 1, 9]):
-        out = fed(FullLayer(20), tensors, sizes, scale=0.4)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+def test_a_full_cache_reads_prompts_in_chunks():
+    tensors = qkv(2, 4, 2, 20)
+    for pads in ([0, 0], [0, 7], [7, 7]):
+        tokens = slice(max(pads), None)  # of all rows
+        mask = (torch.arange(20) >= torch.tensor(pads)[:, None]).long()
+        expected = reference(CCAConfig.paper(1, 1), *tensors, attention_mask=mask, scale=0.4)
+        for sizes in ([20], [7, 13], [1, 9, 1, 9], [1] * 20):
+            layer = FullLayer(20, torch.tensor(pads))
+            layer.begin(pads)
+            out = fed(layer, tensors, sizes, scale=0.4)
+            right = expected[:, :, tokens]
+            torch.testing.assert_close(out[:, :, tokens], right, rtol=0, atol=1e-11)
     out = fed(FullLayer(20), tensors, [8, 12])
     torch.testing.assert_close(out, reference(CCAConfig.paper(1, 1), *tensors), rtol=0, atol=1e-11)
-    two = qkv(2, 4, 2, 5)
-    mask = torch.ones(1, 5)
-    for wrong, options in ((tensors, {"softcap": 2.0}), (two, {})):
-        with pytest.raises(NotImplementedError, match="one prompt at a time"):
-            FullLayer(20).attend(*(x[:, :, :5] for x in wrong), **options)
-    for count in (1, 5):
-        with pytest.raises(NotImplementedError, match="without padding and softcap"):
-            new = [x[:, :, :count] for x in tensors]
-            FullLayer(20).attend(*new, attention_mask=mask[:, :count])
+    mask = torch.ones(2, 5)
+    for count, options in ((5, {"softcap": 2.0}), (1, {"attention_mask": mask[:, :1]})):
+        with pytest.raises(NotImplementedError, match="without masks and softcap"):
+            FullLayer(20).attend(*(x[:, :, :count] for x in tensors), **options)
 
 
 def test_heads_of_several_group_sizes_are_one_layer():

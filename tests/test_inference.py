@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 import corecontext
 from corecontext import CCAConfig
 from corecontext.cache import host_store
-from corecontext.cache.whole_layer import WholeLayer
+from corecontext.cache.full import FullLayer
 from corecontext.inference import Engine, Load, Sampling, TablePolicy, fuse, prefill
 from corecontext.inference import session as sessions
 from corecontext.inference.chunk_size import bytes_per_token, choose_chunk_size
@@ -106,7 +106,7 @@ def test_short_requests_run_under_full_attention(chunk_size):
             next(stream)
             assert not stream.session.whole, changes
             handle_of(model).configure(**config.to_dict())
-    layer = WholeLayer(8, torch.zeros(1, dtype=torch.long), fixed=False)
+    layer = FullLayer(8, torch.zeros(1, dtype=torch.long), fixed=False)
     q = torch.ones(1, 2, 5, 4)
     layer.attend(q, q, q)
     assert layer.nbytes == layer.allocated_bytes * 5 // 8

@@ -1,12 +1,16 @@
-"""Cache one layer's keys and values under full attention, in a static buffer: the baseline of the
-compact cache."""
+"""Cache all keys and values of one layer under full attention, in a static buffer: for requests
+under full attention, for those so short that it is the fastest (ops/fetch/prompt_rule.py), and as
+the baseline of the compact cache."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from corecontext.cache.raw_store import num_bytes
 from corecontext.cache.slots import write
 from corecontext.ops.api import backend_module, choose_backend
 from corecontext.ops.attend_buffer import attend_buffer
@@ -17,11 +21,13 @@ class FullLayer:
     """Every key and value of one layer, the token at position p in slot p; rows may have different
     lengths.
 
-    Prompts are read one row at a time, by PyTorch's attention. Decoding steps take all rows, by the
-    kernel that also decodes from the compact cache, where there is one.
+    Prompts are read by PyTorch's attention, all rows together. Decoding steps use the kernel that
+    also decodes from the compact cache, where there is one.
 
     Args:
         max_length: Slots of a row, tokens.
+        pad: Left padding of each row, [B], which layers of one device share; the first append makes
+            one of zeros where it is None.
         fixed: Keep the length in a tensor, so that a decoding step can be captured.
     """
 
@@ -29,17 +35,40 @@ class FullLayer:
     is_empty = False  # the first append is like later ones
     padding_known = True  # no mask is ever needed
     asks_device = False
+    host_bytes = allocated_host_bytes = 0
+    raw_bytes = 0  # all entries grow with the text
 
-    def __init__(self, max_length: int, *, fixed: bool = False) -> None:
+    def __init__(self, max_length: int, pad: Tensor | None = None, *, fixed: bool = False) -> None:
         self.max_length = max_length
         self.fixed = fixed
         self.buffers: list[Tensor] = []
         """Keys and values, [B, Hkv, max_length, D]."""
-        self.pad: Tensor | None = None
+        self.pad = pad
         """[B]; a row's length is seen - pad."""
-        self.pads: list[int] = []
+        self.pads = [] if pad is None else [0] * len(pad)
         """The same on the host."""
         self.seen: int | Tensor = 0
+        self.length = 0
+        """Tokens of a row, padding included, that the host has counted: all of a prompt's."""
+
+    def begin(self, pads: Sequence[int]) -> None:
+        """Take prompts of this padding, whose tensor holds the same."""
+        self.pads = list(pads)
+
+    def reset(self) -> None:
+        """Forget all tokens; buffers stay where they are."""
+        self.length = 0
+        self.seen = self.seen.zero_() if isinstance(self.seen, Tensor) else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use on the device."""
+        return num_bytes([x[:, :, : int(self.seen)] for x in self.buffers])
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all tensors on the device."""
+        return num_bytes(self.buffers)
 
     def attend(
         self,
@@ -51,39 +80,70 @@ class FullLayer:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Append n new tokens and attend from them to all tokens so far, causally.
+        """Append n new tokens of each row and attend from them to all of the row so far, causally.
 
         Args:
-            q: [B, H, n, D], rotary applied; B is 1 where n is more than 1. k, v: [B, Hkv, n, D].
+            q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
 
         Raises:
             ValueError: the buffer is full.
-            NotImplementedError: `softcap`, or a mask, is given with a prompt.
+            NotImplementedError: a mask is given, or `softcap` with a prompt.
         """
-        if not self.buffers:
-            shape = (len(q), k.shape[1], self.max_length, k.shape[3])
-            self.buffers = [k.new_zeros(shape), v.new_zeros(shape)]
-            self.pad = torch.zeros(len(q), dtype=torch.long, device=q.device)
-            self.pads = [0] * len(q)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if q.shape[2] == 1 and attention_mask is None:
-            return self._decode(q, k, v, scale, softcap)
-        if softcap is not None or attention_mask is not None or len(q) > 1:
+        count = q.shape[2]
+        if attention_mask is not None or (softcap is not None and count > 1):
             raise NotImplementedError(
-                "the static full cache reads one prompt at a time, without padding and softcap."
+                "the static full cache reads prompts without masks and softcap."
             )
-        return self._append(q, k, v, scale)
+        if not self.buffers:
+            self._allocate(k)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if count == 1:
+            out = self._decode(q, k, v, scale, softcap)
+        else:
+            out = self._append(q, k, v, scale)
+            self.seen += count
+        self.length += count
+        return out
+
+    def _allocate(self, like: Tensor) -> None:
+        """Make the buffers for keys such as `like` [B, Hkv, n, D]."""
+        shape = (*like.shape[:2], self.max_length, like.shape[3])
+        self.buffers = [like.new_zeros(shape), like.new_zeros(shape)]
+        if self.pad is None:
+            self.pad = torch.zeros(len(like), dtype=torch.long, device=like.device)
+            self.pads = [0] * len(like)
+        if self.fixed:
+            self.seen = torch.zeros((), dtype=torch.long, device=like.device)
 
     def _append(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Append a chunk of one prompt."""
-        start = int(self.seen)
-        end = start + q.shape[2]
-        self._check_room(end)
+        """Append a chunk of all prompts."""
+        # mutant inference: a short request goes on beyond its room
+        self._check_room(self.length + q.shape[2])
+        if not any(self.pads):
+            return self._append_rows(slice(None), self.length, (q, k, v), scale)
+        out = q.new_zeros(q.shape)
+        for row, pad in enumerate(self.pads):
+            rows = slice(row, row + 1)
+            # mutant inference: a short request attends to padding
+            first = max(0, pad - self.length)
+            if first < q.shape[2]:
+                tokens = tuple(x[rows, :, first:] for x in (q, k, v))
+                out[rows, :, first:] = self._append_rows(
+                    rows, self.length + first - pad, tokens, scale
+                )
+        return out
+
+    def _append_rows(
+        self, rows: slice, position: int, tokens: tuple[Tensor, ...], scale: float
+    ) -> Tensor:
+        """Append tokens of rows that have the same length."""
+        q, k, v = tokens
+        end = position + q.shape[2]
         for buffer, x in zip(self.buffers, (k, v)):
-            buffer[:, :, start:end] = x
-        self.seen += end - start
-        keys, values = (buffer[:, :, :end] for buffer in self.buffers)
-        return attend_causally(q, keys, values, scale)
+            buffer[rows, :, position:end] = x
+        if position:
+            k, v = (x[rows, :, :end] for x in self.buffers)
+        return attend_causally(q, k, v, scale)
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
@@ -140,7 +200,7 @@ def step_on_all(
         return module.decode_step(q, k, v, Slots(*buffers, seen, pad, room), spec)
     end = room
     if isinstance(seen, int):
-        end = seen + 1 - min(pads)
+        end = max(1, seen + 1 - min(pads))  # rows whose padding is still read see a slot, too
         if softcap is None and seen + 1 - max(pads) == end:
             for buffer, x in zip(buffers, (k, v)):
                 buffer.narrow(2, end - 1, 1).copy_(x)

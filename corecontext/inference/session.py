@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
+from corecontext.cache.full import FullLayer
 from corecontext.cache.parts import Parts
-from corecontext.cache.whole_layer import WholeLayer
 from corecontext.config import CCAConfig
 from corecontext.graphs import CapturedStep
 from corecontext.inference.prefill import new_cache
@@ -132,7 +132,7 @@ class Session:
         if self.whole:
             assert self.handle is not None, "full attention takes no requests of its own"
             size = self.key.max_length
-            layers = [WholeLayer(size, self.pad, fixed=self.fixed) for _ in self.handle.full]
+            layers = [FullLayer(size, self.pad, fixed=self.fixed) for _ in self.handle.full]
             return Cache(layers=[GivenLayer(layer) for layer in layers])
         if self.fixed:
             return new_cache(self.model, self.key.max_length)
