@@ -17,7 +17,7 @@ from corecontext.ops import partial
 from corecontext.ops.api import cca_attention, choose_backend, pool_core_tokens
 from corecontext.ops.autograd import cca_attention_backward_op, cca_attention_op
 from corecontext.ops.merge import merge
-from corecontext.ops.packed import _interior_bias
+from corecontext.ops.packed import _interior_mask
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
 
@@ -359,10 +359,10 @@ def test_masks_made_in_inference_mode_serve_training(device):
         cca_attention, group_size=4, window_size=9, rotary=rotary, return_lse=True
     )
     first = results_and_gradients(run, x)
-    _interior_bias.cache_clear()
+    _interior_mask.cache_clear()
     with torch.inference_mode():
         run(x.q, x.k, x.v)
-    assert _interior_bias.cache_info().currsize == 1
+    assert _interior_mask.cache_info().currsize == 1
     again = results_and_gradients(run, x)
     assert all(torch.equal(again[name], first[name]) for name in first)
 
