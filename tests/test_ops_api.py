@@ -506,7 +506,8 @@ def test_every_generation_has_kernels_that_it_can_run(
     chips._capability.cache_clear()
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 2000, 64))
     try:
-        assert choose_backend("auto", q) == backend and partial._kernel(q, q, None, None) == kernel
+        assert choose_backend("auto", q) == backend
+        assert partial._kernel(q, q, partial.Scoring(1.0)) == kernel
         reason = hopper.unsupported_reason(q, Spec(16, 64, scale=1.0))
         assert (reason is None) == (capability == (9, 0) and hip is None)
         if backend != "triton":
@@ -524,9 +525,10 @@ def test_each_kernel_gets_the_parts_that_it_takes(monkeypatch):
     monkeypatch.setattr(partial, "nvidia_capability", lambda device: capability[0])
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
 
-    def kernel(dim=64, keys=2000, bias=None, softcap=None, dtype=torch.bfloat16, kind="cuda"):
+    def kernel(dim=64, keys=2000, dtype=torch.bfloat16, kind="cuda", **scoring):
         q = SimpleNamespace(device=torch.device(kind), dtype=dtype, shape=(1, 2, 32, dim))
-        return partial._kernel(q, SimpleNamespace(shape=(1, 2, keys, dim)), bias, softcap)
+        k = SimpleNamespace(shape=(1, 2, keys, dim))
+        return partial._kernel(q, k, partial.Scoring(1.0, **scoring))
 
     mask, masks = torch.zeros(32, 40), torch.zeros(1, 1, 32, 40)
     assert [kernel(dim) for dim in (8, 12, 128, 136, 256, 264)] == [
@@ -537,9 +539,9 @@ def test_each_kernel_gets_the_parts_that_it_takes(monkeypatch):
         *("cudnn", "plain", "plain")
     ]
     assert kernel(softcap=3.0) == kernel(softcap=3.0, kind="cpu") == "plain"
-    assert kernel(kind="cpu") == kernel(kind="cpu", bias=mask, dtype=torch.float64) == "cpu"
-    assert kernel(bias=torch.zeros(1, 2, 40), kind="cpu") == kernel(bias=mask) == "plain"
-    assert kernel(bias=masks) == "plain"
+    assert kernel(kind="cpu") == kernel(kind="cpu", mask=mask, dtype=torch.float64) == "cpu"
+    assert kernel(key_bias=torch.zeros(1, 2, 40), kind="cpu") == kernel(mask=mask) == "plain"
+    assert kernel(mask=masks) == "plain"
     torch.use_deterministic_algorithms(True)
     try:
         assert kernel() == "flash"

@@ -32,7 +32,7 @@ GROWTH = 48 * 2**20  # bytes that the process may grow by after the first tenth 
 def live_tensors() -> int:
     """Tensors that Python still holds."""
     # A few are kept on purpose, their number depends on the tests before.
-    for kept in (packed._interior_bias, low_bits.levels, low_bits.rotation):
+    for kept in (packed._interior_mask, low_bits.levels, low_bits.rotation):
         kept.cache_clear()
     gc.collect()
     return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
