@@ -98,11 +98,11 @@ def cache_entries(
     sinks: int = 0,
 ) -> int:
     """Count cached tokens per layer, sequence and KV head: (L - n) // g + n + s + g - 1, of which
-    n = `sinks` are first tokens kept raw; or L for full attention (group_size=1)."""
+    n = `sinks` are first tokens kept raw, at most L; or L for full attention (group_size=1)."""
     if group_size == 1:
         return seq_len
     cores = num_complete_groups(seq_len - sinks, group_size)
-    return cores + sinks + window_capacity(group_size, window_size)
+    return cores + min(sinks, seq_len) + window_capacity(group_size, window_size)
 
 
 def cache_bytes(entries: int, num_layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

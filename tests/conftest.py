@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
+import sys
 
 import pytest
 
@@ -84,9 +86,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let this process have the children of its children that end before them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let the interpreter free all objects at its exit."""
+    """End what a test that failed has started, such as the ranks of a launcher; let the interpreter
+    free all objects at its exit."""
     gc.unfreeze()
+    is_controller = config.getoption("numprocesses", 0) and not hasattr(config, "workerinput")
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        for process in () if is_controller else psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def test_bytes_equal_the_formula_from_the_first_token_on(fixed, sinks):
     token = 2 * 2 * (2 * D + 1) * 4  # rows, KV heads, key, value and mass, bytes of a number
 
     def entries(length):
-        return max(0, length // g - sinks // g) + sinks + s + g - 1
+        return max(0, length // g - sinks // g) + min(sinks, length) + s + g - 1
 
     layer = CompactLayer(config, ROTARY, max_length=length if fixed else None)
     for t in range(length):
@@ -318,24 +318,31 @@ def test_state_dict_round_trip(tmp_path, fixed, sinks):
         CompactKVCache(3, config, ROTARY).load_state_dict(cache.state_dict())
 
 
-def test_the_ring_of_a_growing_cache_follows_its_tokens(monkeypatch):
-    """Also where a cache of either kind takes its state over."""
+@pytest.mark.parametrize("sinks", [4, 40])
+def test_a_cache_follows_its_tokens(sinks, monkeypatch):
+    """Also where a cache of either kind takes its state over, and under settings of any size."""
     monkeypatch.setattr(layer_module, "LEAST_RING", 8)
-    config, tensors = CCAConfig.pooling(4, 60, sink_size=4), qkv(2, 4, 2, 90)
+    config, tensors = CCAConfig.pooling(4, 60, sink_size=sinks), qkv(2, 4, 2, 90)
     expected = reference(config, *tensors)
-    layer = CompactLayer(config, ROTARY)
-    out = fed(layer, tensors, [5, 1, 1, 20])
-    torch.testing.assert_close(out, expected[:, :, :27], rtol=0, atol=1e-11)
-    assert 27 <= layer.ring_size <= 34
     for max_length in (None, 90):
-        other = CompactLayer(config, ROTARY, max_length=max_length)
-        other.load_state_dict(layer.state_dict())
-        out = fed(other, [x[:, :, 27:] for x in tensors], [1] * 20 + [43])
-        torch.testing.assert_close(out, expected[:, :, 27:], rtol=0, atol=1e-11)
-        assert other.ring_size == 63
-    huge = CompactLayer(CCAConfig.pooling(50, 10**9), ROTARY)
-    fed(huge, tensors, [20, 1, 1])
-    assert huge.allocated_bytes < 2**17
+        layer = CompactLayer(config, ROTARY, max_length=max_length)
+        out = fed(layer, tensors, [5, 1, 1, 20])
+        torch.testing.assert_close(out, expected[:, :, :27], rtol=0, atol=1e-11)
+        assert max_length or 27 <= layer.ring_size <= 34
+        for other_length in (None, 90, 50):
+            other = CompactLayer(config, ROTARY, max_length=other_length)
+            other.load_state_dict(layer.state_dict())
+            sizes = [1] * 20 + [3] * (1 if other_length == 50 else 14)
+            out = fed(other, [x[:, :, 27:] for x in tensors], sizes)
+            seen = expected[:, :, 27 : other.seq_len]
+            torch.testing.assert_close(out, seen, rtol=0, atol=1e-11)
+            assert other_length is not None or other.ring_size == 63 or sinks == 40
+    for sizes in ((50, 10**9), (4, 9, 10**9), (10**6, 9), (10**6, 10**9, 10**9)):
+        names = ("group_size", "window_size", "sink_size")
+        for make, length in itertools.product((CCAConfig.pooling, CCAConfig), (None, 50)):
+            layer = CompactLayer(make(**dict(zip(names, sizes))), ROTARY, max_length=length)
+            fed(layer, tensors, [20, 1, 1])
+            assert layer.allocated_bytes < 2**17
 
 
 @pytest.mark.parametrize("sinks", [0, 3])  # rounded up to 5

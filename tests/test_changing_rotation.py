@@ -12,6 +12,9 @@ from corecontext.inference import Engine, prefill
 from corecontext.perplexity import document_nll
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
+from corecontext.train.student import make_model, prepare_config
+from corecontext.train.teacher import load_teacher
+from corecontext.train.train_config import TrainConfig
 
 ORIGINAL = 64
 """Tokens up to which frequencies are the plain ones."""
@@ -108,6 +111,22 @@ def test_a_served_answer_does_not_depend_on_its_neighbours(kind):
 
     alone, together = answers(40)[0], answers(40, 120, 60)
     assert together[0] == alone and len(alone) == 12
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_training_row_does_not_depend_on_its_neighbours(kind, tmp_path):
+    model_of(kind).save_pretrained(tmp_path)
+    config = TrainConfig(
+        model=str(tmp_path), core_position="token", group_size=4, window_size=8, fetch_groups=0,
+        context_length=200,
+    )  # fmt: skip
+    teacher = load_teacher(config, bfloat16=False, device=torch.device("cpu")).model
+    for model in (make_model(config, prepare_config(config), bfloat16=False), teacher):
+        text = prompt(200)
+        with torch.no_grad():
+            parts = [model.eval()(text[:, :n], use_cache=False).logits for n in (40, 200, 40)]
+        for part in parts[1:]:
+            torch.testing.assert_close(part[:, :40], parts[0], rtol=1e-4, atol=1e-4)
 
 
 def test_sliding_windows_are_kept_whatever_layer_is_first():

@@ -193,7 +193,7 @@ def test_first_tokens_count_as_seen_by_all_that_follow(length, n):
     model = cost.ModelCost(3, 6, 2, 8, linear_weights=100, head_weights=70, itemsize=2)
     weights = 2 * (100 * length + 70)
     assert model.prefill_flops(length, g, s, n) == weights + 3 * (attention + pooling)
-    entries = max(0, length - n) // g + n + s + g - 1
+    entries = max(0, length - n) // g + min(n, length) + s + g - 1
     assert model.cache_bytes(length, g, s, n) == 2 * 3 * 2 * 8 * 2 * entries
 
 

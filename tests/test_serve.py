@@ -229,7 +229,7 @@ def test_logs_and_metrics_say_what_happened_without_the_text(server):
 @needs_assets
 def test_sigterm_under_load_loses_no_accepted_request(server):
     """The last test on this server: it ends it."""
-    begun, answers = threading.Barrier(9), {}
+    begun, answers = threading.Barrier(9, timeout=200), {}
 
     def ask(number: int) -> None:
         stream = server.client.completions.create(

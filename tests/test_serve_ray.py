@@ -83,7 +83,7 @@ def test_a_killed_replica_takes_only_its_own_requests_with_it(tmp_path):
         alone = {n: ask("abc" * n, 8).choices[0].text for n in range(1, 9)}
         assert "".join(p.choices[0].text for p in ask("abc", 8, stream=True)) == alone[1]
 
-        begun, outcome = threading.Barrier(17), {}
+        begun, outcome = threading.Barrier(17, timeout=200), {}
 
         def long(number: int) -> None:
             stream = ask("abc" * number, 3000, stream=True)

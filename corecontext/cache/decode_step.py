@@ -115,7 +115,8 @@ def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
     # mutant sinks: decoding sees the ring's old slots
     see_raw = sees_token(later - age, later, *sizes)
     if n:
+        first = torch.arange(entries.raw_size - ring, device=device)
         # mutant sinks: decoding sees those to come
-        see_first = sees_token(torch.arange(n, device=device), position, *sizes, n)
+        see_first = sees_token(first, position, *sizes, n)
         see_raw = torch.cat((see_raw, see_first), -1)
     return torch.cat((see_raw, see_core), -1)[:, None]

@@ -7,10 +7,11 @@ row's sequence, which is never stored. Along the slots lie
     C .. C + n - 1          the first n tokens (`sink_size`), position p < n in slot C + p;
     C + n + c               the core token of group c, counted behind the first n tokens.
 
-C = s + g - 1 + rollback raw tokens are all that a later query can see uncompressed; a growing cache
-has fewer slots while fewer tokens came. The order does not matter to softmax, and rotary is already
-applied to the keys, so a decoding step attends to one contiguous slice. Rows with left padding,
-cropping and fixed shapes follow from the positions alone.
+C = s + g - 1 + rollback raw tokens are all that a later query can see uncompressed. The ring and
+the first tokens have no more slots than tokens may come: those of a fixed cache, or so far. The
+order does not matter to softmax, and rotary is already applied to the keys, so a decoding step
+attends to one contiguous slice. Rows with left padding, cropping and fixed shapes follow from the
+positions alone.
 
 In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M, 1] follow keys and
 values. A token is rounded when it comes, and attended to and pooled as rounded, so that all ways of
@@ -118,9 +119,13 @@ class Entries:
     @property
     def ring_size(self) -> int:
         """Slots of the ring: C = s + g - 1 + rollback, at most `ring_room`."""
+        return self.whole_ring if self.ring_room is None else min(self.whole_ring, self.ring_room)
+
+    @property
+    def whole_ring(self) -> int:
+        """Slots that the ring has at most."""
         # mutant 4: the ring is one token too short
-        size = window_capacity(self.group_size, self.spec.window_size) + self.rollback
-        return size if self.ring_room is None else min(size, self.ring_room)
+        return window_capacity(self.group_size, self.spec.window_size) + self.rollback
 
     @property
     def num_sinks(self) -> int:
@@ -129,12 +134,15 @@ class Entries:
 
     @property
     def raw_size(self) -> int:
-        """Slots before the core tokens: C + n."""
-        return self.ring_size + self.num_sinks
+        """Slots before the core tokens: C + n, or fewer while fewer than n tokens came."""
+        size = self.ring_size + self.num_sinks
+        return min(size, self._buffers[0].shape[2]) if self._buffers else size
 
     def size(self, length: int) -> int:
         """Slots for a row of `length` tokens: C + n + M."""
-        return self.raw_size + self.num_cores(length)
+        # mutant 4: a slot for each first token that may ever come
+        first = min(self.num_sinks, length)
+        return self.ring_size + first + self.num_cores(length)
 
     def num_cores(self, length: int) -> int:
         """Complete groups of a row of `length` tokens: M."""
@@ -257,13 +265,15 @@ class Entries:
             self.store.reserve(length)
         if self.ring_room is not None and length > self.ring_room:
             self.grow_ring(max(length, self.ring_room + self.ring_room // 4))
-        room = self.capacity
-        needed = self.num_cores(length)
-        if needed > room:
-            if room:
-                needed = max(needed, room + max(16, room // 4))
-            self._buffers = [grown(x, self.raw_size + needed) for x in self._buffers]
-        room = self.num_sinks + (self.capacity + 1) * self.group_size - 1
+        before = self._buffers[0].shape[2]
+        needed = self.size(length)
+        if needed > before:
+            if room := before - self.ring_size:
+                needed = max(needed, before + max(16, room // 4))
+            self._buffers = [grown(x, needed) for x in self._buffers]
+        room = self._buffers[0].shape[2] - self.ring_size
+        if room >= self.num_sinks:
+            room = self.num_sinks + (self.capacity + 1) * self.group_size - 1
         if self.ring_room is not None:
             room = min(room, self.ring_room)
         return room if self.store is None else min(room, self.store.length)

@@ -217,8 +217,10 @@ class CompactLayer(SavedState):
             self._make_room(self.seen + 1)
             self._undo = None
         g = self.group_size
-        # mutant 4: decoding never pools
-        closes = is_fixed or any((self.seen - pad) % g == g - 1 for pad in self.pads)
+        closes = is_fixed and self.capacity > 0
+        if not is_fixed:
+            # mutant 4: decoding never pools
+            closes = any((self.seen - pad) % g == g - 1 for pad in self.pads)
         is_counted = is_fixed and self._step is not None  # by the kernel, on the device
         if may_read_all and self._reads_all(self.max_length or self.seen + 1):
             out = exact_step(self, tokens, (self.seen, self.pad, self.pads))
@@ -337,7 +339,7 @@ class CompactLayer(SavedState):
             length = q.shape[2] - self.pads[0]
             group_size = group_size_for(length, config.window_size, config.num_groups)
         self._set_sizes(group_size, k.dtype)
-        self.ring_room = LEAST_RING if self.max_length is None else None
+        self.ring_room = self.max_length or LEAST_RING
         shape = (*k.shape[:2], self.size(self.max_length or 0))
         like = self.encode(k[:, :, :1], k[:, :, :1])
         self.allocate_store(like)

@@ -57,9 +57,9 @@ class RawStore:
         self.spec = spec
         self.format = format
 
-        # The index of one group gives the shapes and dtypes of all.
+        # The index of one group, which takes no memory, gives the shapes and dtypes of all.
         key = self._decoded(like)[0]
-        one_group = key[:, 0, :1].expand(-1, spec.group_size, -1)[:, None]
+        one_group = key[:, :1, :1].to("meta").expand(-1, -1, spec.group_size, -1)
         stored = () if spec.index.reads_raw else spec.index.encode(one_group, None)
         self._shapes = [x.shape[2:] for x in stored]
         """Of a group in each tensor of the index that is stored."""

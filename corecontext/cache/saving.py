@@ -85,7 +85,8 @@ class SavedState(CroppedState):
         """
         # mutant sinks: a shared beginning without them
         raw = [x[:, :, : self.raw_size].clone() for x in self.buffers]
-        return raw, [x[:, :, self.size(length) : self.used].clone() for x in self.buffers]
+        before = self.raw_size + self.num_cores(length)
+        return raw, [x[:, :, before : self.used].clone() for x in self.buffers]
 
     @unchanged_by_errors
     def fill(
@@ -120,7 +121,7 @@ class SavedState(CroppedState):
         if self.max_length is not None:
             self._make_room(length)
         self._set_sizes(group_size, dtype or buffers[0].dtype)
-        self.ring_room = ring if self.max_length is None else None
+        self.ring_room = ring if self.max_length is None else self.max_length
         used = buffers[0].shape[2]
         slots = used if self.max_length is None else self.size(self.max_length)
         if pad is None:
@@ -144,7 +145,7 @@ class SavedState(CroppedState):
             self.allocate_store([x[:, :, :1] for x in raw])
             self.store.reserve(length)
             self.store.put(slice(None), 0, list(raw))
-        rings = (self.ring_size, ring or self.ring_size)
+        rings = (self.ring_size, ring or self.whole_ring)
         write_last(functools.partial(_fill_buffers, self.buffers, buffers, rings))
         self._clear()
         self.set_length(length)
@@ -155,11 +156,12 @@ class SavedState(CroppedState):
 
 def _fill_buffers(buffers: list[Tensor], state: list[Tensor], rings: tuple[int, int]) -> None:
     """Copy a state into buffers, which it may be itself: those of a fixed cache stay where they
-    are. `rings` are the slots of the ring of each."""
+    are. `rings` are the slots of the ring of each; all tokens are in the first ones of both."""
     ring, given = rings
+    both = min(rings)
     for buffer, x in zip(buffers, state):
         end = ring + x.shape[2] - given
         buffer[:, :, ring:end] = x[:, :, given:]
-        buffer[:, :, :given] = x[:, :, :given]
-        buffer[:, :, given:ring] = 0
+        buffer[:, :, :both] = x[:, :, :both]
+        buffer[:, :, both:ring] = 0
         buffer[:, :, end:] = 0

@@ -214,7 +214,7 @@ class LayerState(Entries):
             return
         newest = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
         positions = newest.clamp(min=0)
-        n = min(n, self.store.length)
+        n = min(self.raw_size - ring, self.store.length)
         for buffer, x in zip(self._buffers, self.store.raw):
             write(buffer, newest % ring, read(x, positions))
             buffer[:, :, ring : ring + n] = x[:, :, :n]

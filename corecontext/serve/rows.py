@@ -108,7 +108,8 @@ class RowShape:
                 entries = self.entries(setting, max_length)
                 store = store_bytes(setting, max_length, dim, self.itemsize)
                 if before:
-                    entries -= self.entries(setting, before) - self.entries(setting, 0)
+                    sinks = num_sinks(setting.sink_size, g)
+                    entries -= num_complete_groups(before - sinks, g)
                     earlier = store_bytes(setting, before, dim, self.itemsize)
                     store = CacheBytes(*(x - y for x, y in zip(store, earlier)))
                 compact = entries * entry_bytes(setting, dim, self.itemsize)
@@ -126,7 +127,7 @@ class RowShape:
         n = num_sinks(config.sink_size, g)
         ring = window_capacity(g, config.window_size)
         # mutant sinks: forgotten by a server's rows
-        return ring + n + num_complete_groups(max_length - n, g)
+        return ring + min(n, max_length) + num_complete_groups(max_length - n, g)
 
 
 @dataclass(eq=False, repr=False)

@@ -202,6 +202,7 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     from corecontext.integrations.hf.attention_interface import full_attention
+    from corecontext.integrations.hf.rotation import fix_rotation
 
     torch.manual_seed(config.seed)
     with one_line(f"model '{config.model}' cannot be loaded"):
@@ -215,6 +216,8 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
             model = _load(config, hf_config, dtype)
         _make_savable(model.generation_config)
     model.config.use_cache = False  # during training
+    # mutant training: a row is rotated by the longest document of its batch
+    fix_rotation(model, config.context_length)
     if config.strategy == "partial":
         _train_only(model, PARTIAL_LAYERS)
     elif config.strategy == "lora":

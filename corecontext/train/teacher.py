@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from corecontext.inference.fuse import Fused
 from corecontext.integrations.hf.logits_head import LogitRule
+from corecontext.integrations.hf.rotation import fix_rotation
 from corecontext.integrations.hf.weights import check_finite, load_weights
 from corecontext.loading import load_config, one_line
 from corecontext.train.loss import Taught
@@ -32,6 +33,7 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
     with one_line(f"model '{config.model}' cannot be loaded"):
         model = load_weights(config.model, load_config(config.model), dtype)
         check_finite(model, config.model)
+    fix_rotation(model, config.context_length)
     return Teacher(model.to(device), config.distil, "compile" if config.fuse else None)
 
 
