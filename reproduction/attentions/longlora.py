@@ -52,11 +52,13 @@ def shifted_attention(q: Tensor, k: Tensor, v: Tensor, group_size: int, scoring:
     """
     heads = q.shape[1] // 2
     tensors = (q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]))
-    plain = _grouped(*(x[:, :heads] for x in tensors), group_size, scoring)
+    halves = []
+    if heads:  # PyTorch 2.10 crashes without one
+        halves.append(_grouped(*(x[:, :heads] for x in tensors), group_size, scoring))
     first = group_size - group_size // 2  # tokens of the short group at the beginning
     shifted = [x[:, heads:].tensor_split((first,), 2) for x in tensors]
     outs = [_grouped(*qkv, group_size, scoring) for qkv in zip(*shifted) if qkv[0].shape[2]]
-    return torch.cat((plain, torch.cat(outs, 2)), 1)
+    return torch.cat((*halves, torch.cat(outs, 2)), 1)
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, group_size: int, scoring: Scoring) -> Tensor:
