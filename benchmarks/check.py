@@ -1,7 +1,5 @@
 """Check the methods' results on this machine. Nothing is timed before this check has passed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

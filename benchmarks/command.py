@@ -1,7 +1,5 @@
 """Run the benchmarks from the command line; the options are the fields of their settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any

@@ -5,8 +5,6 @@ the steps rotate over the caches of as many layers as it takes for the last-leve
 when its turn comes. On a GPU a round is captured in a CUDA graph, as in serving.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Set up and save figures: shared colours, matplotlib without a display, whole files only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Declare the tables of fetch: passes of the operator, steps and whole models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.operator_report import LABELS

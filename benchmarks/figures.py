@@ -5,8 +5,6 @@ README and docs/, between `<!-- table: NAME -->` and `<!-- end table -->`. No nu
 hand.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Compute CCA with PyTorch's FlexAttention: [core tokens; tokens] under a block mask."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The operations are those of `corecontext/cost.py`.
 """
 
-from __future__ import annotations
-
 from corecontext.cost import ModelCost, operator_flops
 from corecontext.visibility import local_start, num_far_entries, num_visible_cores
 

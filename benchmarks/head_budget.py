@@ -1,7 +1,5 @@
 """Give some layers or KV heads small groups, or every token, at the cache size of equal groups."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 

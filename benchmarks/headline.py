@@ -1,7 +1,5 @@
 """Draw README's table and figure: CCA against full attention at 128K tokens on one GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ Fetch, raw tokens of 64 groups that the default index chooses: "fetch" (each que
 "fetch_default" and "fetch_default_shared" have all settings of the preset `default`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

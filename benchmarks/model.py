@@ -4,8 +4,6 @@ Tokens per second at the best batch that fits are measured too. Run it with `pyt
 model`; docs/benchmarks.md says how each number is measured.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence

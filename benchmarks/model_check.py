@@ -1,7 +1,5 @@
 """Check that a whole model decodes right on this machine. Nothing is timed before it has passed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

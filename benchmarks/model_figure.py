@@ -1,7 +1,5 @@
 """Draw figures of whole models: values by length, and CCA by group and window size."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ before every step. CCA runs in `corecontext.inference.Engine`. StreamingLLM read
 chunks and decodes with its own cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collect the newest records of whole models, and compare the methods of each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

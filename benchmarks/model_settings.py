@@ -1,7 +1,5 @@
 """Settings of the benchmark of whole models, and the defaults of a device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

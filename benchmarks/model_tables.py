@@ -1,7 +1,5 @@
 """Write the tables of whole models from their records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from benchmarks.model_report import (

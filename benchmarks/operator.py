@@ -4,8 +4,6 @@ Peak memory by length is measured too. Run it with `python -m benchmarks operato
 docs/benchmarks.md says how each number is measured.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

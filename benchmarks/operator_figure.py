@@ -1,7 +1,5 @@
 """Draw the operator's figure: time, memory and decoding by length on one device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

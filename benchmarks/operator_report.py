@@ -3,8 +3,6 @@
 A row compares the values of one timer. Records are in order of time: the last of a kind wins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Settings of the operator benchmark: its options, and the params of its records."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

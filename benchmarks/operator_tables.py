@@ -1,7 +1,5 @@
 """Write the operator's tables from its records: a section for each device and sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

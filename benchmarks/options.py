@@ -3,8 +3,6 @@
 A settings class is a frozen dataclass; the string under a field is the help text of its option.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

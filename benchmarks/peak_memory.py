@@ -4,8 +4,6 @@ The C allocator of that process returns every large block at once: memory kept f
 then neither hide an allocation nor count as one.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

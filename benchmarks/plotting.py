@@ -1,7 +1,5 @@
 """Draw lines with plain axes and a label at the end of each line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

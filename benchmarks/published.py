@@ -4,8 +4,6 @@ Each command runs in a process of its own, and its records are appended when it 
 that is stopped is continued by the next one: commands with records at this commit are left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Serve a model with random weights: `corecontext serve` for a folder with a config.json alone."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Let decoding steps fetch groups that repeat as those of a real text do, and layers share host
 memory: a model of random weights repeats few, and pinning memory takes longer than measuring."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

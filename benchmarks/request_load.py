@@ -1,7 +1,5 @@
 """Generate load for a server: arrival times, prompts, and a client that measures each request."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

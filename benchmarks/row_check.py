@@ -1,7 +1,5 @@
 """Check single rows of a long result, each at the cost of one pass over the tokens before it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ times. Requests are sent when they are due, however late the server is (an open 
 server that falls behind is measured as late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Report a server's latency from its records: a table, a day's figure and a rising load's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

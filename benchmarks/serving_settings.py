@@ -1,7 +1,5 @@
 """Settings of the serving benchmark."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Make models to measure: known shapes with random weights, or a checkpoint."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

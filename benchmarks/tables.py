@@ -5,8 +5,6 @@ A row is a list of records with one value of every key, in the order of the file
 is declared by its keys and its columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Warm up, then take samples; a record keeps their median and the 20 and 80 % quan
 compared take turns, and a GPU is timed by its own clock (docs/benchmarks.md).
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Collection, Mapping

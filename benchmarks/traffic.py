@@ -1,8 +1,6 @@
 """Count the bytes that one attention layer moves between processes, in closed form: context
 parallelism, and ring attention."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ sequence is split over all processes, so many tokens on each, and FSDP2 shards t
 scaling (docs/training.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

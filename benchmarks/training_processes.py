@@ -1,7 +1,5 @@
 """Join the processes that torchrun started for a training benchmark."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

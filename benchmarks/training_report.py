@@ -1,7 +1,5 @@
 """Report training steps from the records of one device: table and figure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

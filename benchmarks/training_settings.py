@@ -1,7 +1,5 @@
 """Settings of the training benchmark."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from benchmarks.methods import KERNELS

@@ -5,8 +5,6 @@ Full attention is the fastest of plain transformers with SDPA and of the Engine:
 raw tokens on a GPU, its uncaptured one elsewhere. Methods take turns in one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

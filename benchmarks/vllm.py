@@ -5,8 +5,6 @@ Each method runs in a process of its own, on the same vLLM, with random weights 
 caching. Records are handed over as soon as they are made.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

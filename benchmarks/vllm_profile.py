@@ -1,8 +1,6 @@
 """Show which kernels the steps of vLLM run, by their time on the device, and how long the device
 waits for the host."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Declare the table of vLLM: a row for each quantity and load, methods beside each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

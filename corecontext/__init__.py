@@ -1,7 +1,5 @@
 """Core Context Aware attention for long-context language models."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Read and write the user's files, with one clear line for each mistake."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

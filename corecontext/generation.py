@@ -1,7 +1,5 @@
 """Continue a text with a loaded model, piece by piece."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Every capture of a process goes through here, because all must share one side st
 a workspace, 32 MiB on Hopper, for every stream that it has seen.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Sequence

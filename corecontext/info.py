@@ -1,7 +1,5 @@
 """Estimate the costs and savings of CCA for a model, by arithmetic alone: no weights are loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

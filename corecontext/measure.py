@@ -7,8 +7,6 @@ counts pages in batches. Where the mark cannot be reset (macOS), the growth of t
 lifetime peak is reported, a lower bound.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Measure the perplexity of a whole document, chunk by chunk in bounded memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Show tables on standard output and progress on standard error."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -10,8 +10,6 @@ Where the first n tokens stay raw (n a multiple of g), the tokens after them for
 their own: count its positions from n, and let every query see the first n tokens, too.
 """
 
-from __future__ import annotations
-
 
 def num_sinks(sink_size: int, group_size: int) -> int:
     """Count the first tokens n that are never pooled: sink_size, rounded up to whole groups."""

@@ -4,8 +4,6 @@ Pages are written for the repository: README.md links to `docs/math.md`, a page 
 `../results/model.svg`. The site has README.md as its first page, so its links are rewritten here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

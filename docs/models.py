@@ -4,8 +4,6 @@
 docs/models.md.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

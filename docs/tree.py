@@ -3,8 +3,6 @@
 `python docs/tree.py` prints both, `python docs/tree.py --write` puts them into their pages.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

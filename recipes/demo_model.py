@@ -14,8 +14,6 @@ DIR holds lm_train.jsonl.xz and lm_val.jsonl.xz. The stages can run apart: --sta
 then --stage cca --resume-from A --out B.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """Write the report's parts that need no measurement: its introduction, counted caches, the paper's
 rows."""
 
-from __future__ import annotations
-
 import html
 
 from benchmarks.tables import Column

@@ -1,7 +1,5 @@
 """Compute the share of the long-range gain that each method keeps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

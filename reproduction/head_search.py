@@ -8,8 +8,6 @@ four times as large, that the cache stays as large as it was; or they keep every
 window shrinks to pay for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

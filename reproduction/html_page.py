@@ -1,8 +1,6 @@
 """Write one self-contained HTML page: sections, tables, images, and a link from each number to its
 record."""
 
-from __future__ import annotations
-
 import base64
 import html
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Run the search for a text, and report it: its table and its records."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """The command line of the search for layers and heads: `python -m reproduction layers`."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Any
 

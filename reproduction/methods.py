@@ -1,7 +1,5 @@
 """List the methods that are compared, and how a model is adapted to each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Make the miniature's models: random weights, attention, LoRA, and losses of every token."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

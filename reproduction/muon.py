@@ -1,7 +1,5 @@
 """Update all matrices of one shape at once with Muon, in a fiftieth of PyTorch's launches."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

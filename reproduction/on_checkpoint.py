@@ -1,7 +1,5 @@
 """Run the paper's evaluations on a checkpoint: every method, every task with files, one report."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from functools import partial

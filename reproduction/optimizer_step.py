@@ -3,8 +3,6 @@
 On a GPU a step is captured in one CUDA graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """List every row of the paper's tables and figures, with its counterpart here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

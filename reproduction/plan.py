@@ -1,7 +1,5 @@
 """List the stages of the reproduction in order, with their dependencies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Draw the reproduction's figures, PNG, from records and the stages' curves and maps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run a reproduction on several GPUs: a process for each, on the stages of one work folder."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

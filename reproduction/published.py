@@ -1,8 +1,6 @@
 """Measure published rows that have no record yet, in the order of their importance, until a time
 limit."""
 
-from __future__ import annotations
-
 import gc
 import shlex
 import sys

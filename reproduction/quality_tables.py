@@ -1,7 +1,5 @@
 """Write the tables of the miniature's quality: a line for each method, from its stages' records."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ model.
 `python -m reproduction.readme_tables` writes the tables anew, and draws results/real.svg.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write the report of a reproduction: tables, figures, the paper's rows, and all records."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Sequence
 from functools import partial

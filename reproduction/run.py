@@ -4,8 +4,6 @@ Stages exchange nothing but files, so several processes, each with a GPU of its 
 work folder: each takes a stage that no other process is running.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Measure the miniature's models: perplexity by position, answers by distance, time and cache."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

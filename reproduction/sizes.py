@@ -1,7 +1,5 @@
 """Define the sizes of the reproduction: the miniature, its brief form and its smoke test."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run each kind of stage: a function that yields the stage's records."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

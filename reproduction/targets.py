@@ -1,7 +1,5 @@
 """Judge the project's own targets: what the best rule must reach, and against which rivals."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Batches follow from seed and step alone, so an interrupted training continues as
 stopped.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from functools import cached_property

@@ -5,8 +5,6 @@ tenth. Half of the rows are text, the others ask for facts planted in text or in
 grow, because retrieval is learned at short ones first.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

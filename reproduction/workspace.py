@@ -1,7 +1,5 @@
 """Keep a reproduction's work folder: models, records and measurements of its stages."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """Check each address that a kernel reads or writes in Triton's interpreter: it must lie in the
 memory of one of the kernel's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

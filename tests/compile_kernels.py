@@ -6,8 +6,6 @@ the chip has, and the bytes a thread spills where Triton's CUDA tools say so. Wi
 kernel in one form; with it all head sizes, dtypes and variants.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

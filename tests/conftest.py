@@ -1,7 +1,5 @@
 """Fixtures shared by all tests."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

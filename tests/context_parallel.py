@@ -4,8 +4,6 @@ TRAINING is the settings of a run as JSON, for training and its benchmark; empty
 and a model.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

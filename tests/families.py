@@ -4,8 +4,6 @@ docs/models.py draws the table of supported models from FAMILIES and MORE_FAMILI
 model runs with some of FAMILIES, tests/test_architectures.py with all.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

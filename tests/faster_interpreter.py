@@ -4,8 +4,6 @@ The interpreter runs a kernel operation by operation in NumPy; most of its time 
 that gives the same answer each time. Each function here replaces one of the interpreter's own.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator

@@ -4,8 +4,6 @@ each works, or says why not in one short line.
     python tests/fuzz_commands.py --count 300 --first 0
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -4,8 +4,6 @@ that wrote it, or is refused in one line.
     python tests/fuzz_gguf.py --count 500 --first 0
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

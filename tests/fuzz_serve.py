@@ -6,8 +6,6 @@ schema knows.
 Schemathesis makes requests that fit the schema and requests that do not, seed after seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

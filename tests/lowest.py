@@ -1,8 +1,6 @@
 """Install exactly the lowest releases that pyproject.toml allows, in an environment of their own,
 and run the tests: `python tests/lowest.py [pytest's arguments]`."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -9,8 +9,6 @@ The table of docs/numerics.md has the faults. Prints the row of each; words choo
 name contains one of them. A fault that no test notices, or whose marker is missing, fails the run.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

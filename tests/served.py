@@ -1,8 +1,6 @@
 """A server in a process of its own, or an application without a network: for tests and for the
 programs that fuzz and soak it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -7,8 +7,6 @@ s, sampled and greedy; some leave in the middle, some send nonsense. Every greed
 one that the same question got first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Hold imports to one direction, without circles, and the import of the package to a light load."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,8 +1,6 @@
 """Rivals of the laboratory: MInference, LongLoRA and DuoAttention against masks of their
 definitions."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

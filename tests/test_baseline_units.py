@@ -1,8 +1,6 @@
 """The pieces of the rivals one by one: masks, caches, patterns, how they are attached, and their
 table."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

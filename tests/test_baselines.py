@@ -1,8 +1,6 @@
 """Rivals: each against a dense mask of its own definition, on tiny random models of several
 families."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

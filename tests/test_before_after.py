@@ -1,7 +1,5 @@
 """The card of a trained model beside the model that it was: the table, and how it is measured."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

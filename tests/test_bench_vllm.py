@@ -1,7 +1,5 @@
 """The benchmark of vLLM, with an engine that answers at once in place of vLLM's."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

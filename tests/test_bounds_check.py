@@ -1,7 +1,5 @@
 """The check of kernels' addresses in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

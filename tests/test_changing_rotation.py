@@ -1,7 +1,5 @@
 """Models whose rotation depends on the length of a text give the same numbers by any chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Phi3Config, Qwen2Config

@@ -1,7 +1,5 @@
 """Each option of a command reaches the function that it is for, and each output its place."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

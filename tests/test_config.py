@@ -1,7 +1,5 @@
 """The configuration: defaults, round trips, and the message of every error."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

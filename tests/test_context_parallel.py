@@ -1,8 +1,6 @@
 """One sequence on several processes: chunks, and the operator and a whole model on them equal one
 process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Training data: what is read from files, what is said of broken ones, and how documents fill
 rows."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

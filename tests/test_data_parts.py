@@ -1,8 +1,6 @@
 """The parts of training data: names, fields and places of documents, compressed files, and which
 tokens a row has; each function against a table of cases."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import hashlib

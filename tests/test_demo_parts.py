@@ -1,7 +1,5 @@
 """The parts of the demo: answers, times and losses of one method, what is said of them, errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

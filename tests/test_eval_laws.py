@@ -1,8 +1,6 @@
 """How quality is counted: which token belongs to a bucket, what a mean is over, what pages may
 hold."""
 
-from __future__ import annotations
-
 import json
 import math
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The parts of evaluations, each by its contract: questions, prompts, samples, sums, records."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

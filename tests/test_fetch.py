@@ -1,8 +1,6 @@
 """Fetch: raw tokens of the groups that an index chooses, in one softmax with the core tokens of the
 others; its laws, its gradients, its indices."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

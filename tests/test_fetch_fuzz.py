@@ -8,8 +8,6 @@ inputs a few roundings away, and in float32: if its own results move as far, the
 else it failed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

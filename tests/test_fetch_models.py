@@ -1,7 +1,5 @@
 """Models that fetch: every way of generating, the engine, and the command line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import recompute, stateless, tiny_model, tokens

@@ -1,7 +1,5 @@
 """Files, messages and memory: the contract of each small function that every command relies on."""
 
-from __future__ import annotations
-
 import errno
 import io
 import mmap

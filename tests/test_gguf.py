@@ -1,7 +1,5 @@
 """GGUF files are models: unpacked once, whole or not at all, and refused with one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

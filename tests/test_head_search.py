@@ -1,7 +1,5 @@
 """Which layers need small groups."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

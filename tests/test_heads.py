@@ -1,8 +1,6 @@
 """KV heads with group sizes of their own: each head gets what it gets alone, in every way to run
 it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Hold the code to the measures of how it reads: parameters, names, prose, defaults, file names."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """The comparison of indices on a pretrained model, on a tiny one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_real import COUNTS, SIZES, data, model  # noqa: F401

@@ -1,8 +1,6 @@
 """The parts of inference by themselves: sizes, limits, sampling, sessions, streams, the choice of
 `generate`."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math

@@ -1,7 +1,5 @@
 """The estimates of `corecontext info`: figures, lengths, and shares of layers and heads."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

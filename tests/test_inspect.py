@@ -1,8 +1,6 @@
 """The maps are the weights that attention has; the page holds them, and nothing in a text can break
 out of it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

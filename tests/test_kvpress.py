@@ -1,8 +1,6 @@
 """Core tokens as a press of kvpress: its own pipeline decodes from them. Runs where kvpress is
 installed, in an environment of its own (reproduction/cca_press.py)."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

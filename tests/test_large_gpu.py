@@ -2,8 +2,6 @@
 and backward, against the reference in float64 or the same rows alone. Takes about 60 GB: `python -m
 pytest -n 0 -m gpu tests/test_large_gpu.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Group sizes by layer: results, generation, and the message of every mistake."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_model import save_tiny_model

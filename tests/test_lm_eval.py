@@ -1,7 +1,5 @@
 """lm-evaluation-harness with CCA: it chooses as our own evaluations do."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Models are loaded with exactly their own weights, finite ones, or refused with one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

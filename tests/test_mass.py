@@ -1,8 +1,6 @@
 """The mass of core tokens (core_mass): Gibbs' inequality, its equality, gradients, and where it
 changes nothing."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """The public operators: every message, the choice of a backend, compilation, fresh memory, and
 merging."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

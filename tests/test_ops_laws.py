@@ -1,8 +1,6 @@
 """The laws that the operators keep: exactly where arithmetic allows, else in float64 to its last
 few digits."""
 
-from __future__ import annotations
-
 import functools
 from itertools import pairwise
 

@@ -1,8 +1,6 @@
 """Errors against float64, row by row, of outputs, log-sum-exps and every gradient
 (docs/numerics.md)."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -5,8 +5,6 @@ Here keys are pooled before rotation and rotated once, at absolute positions: th
 a core key.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

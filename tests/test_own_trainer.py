@@ -1,7 +1,5 @@
 """The plug-in under transformers' Trainer and under PEFT: training, saving, resuming, merging."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import tiny_model, tokens

@@ -1,7 +1,5 @@
 """Perplexity of a document: its parts, its records and the lines of its table."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

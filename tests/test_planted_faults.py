@@ -1,7 +1,5 @@
 """Every fault of planted_faults.py is caught by the test that it names."""
 
-from __future__ import annotations
-
 import builtins
 import re
 import symtable

@@ -1,7 +1,5 @@
 """The parts of the plug-in, each by its contract: masks, cache layers, hooks, the self-check."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pickle

@@ -1,8 +1,6 @@
 """The plug-ins to packages that need an environment of their own, against stand-ins of the
 interfaces that they use: kvpress, lm-evaluation-harness, and the settings of vLLM's."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

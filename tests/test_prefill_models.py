@@ -1,8 +1,6 @@
 """Models whose prompts full attention reads: every way of generating, the engine, the server's
 scheduler, evaluation and the command line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import tiny_model, tokens

@@ -4,8 +4,6 @@ Commands that install are not run but compared with what they install from: pypr
 .ci/run.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io

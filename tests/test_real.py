@@ -1,8 +1,6 @@
 """Measurements on a pretrained model, on a tiny one: far halves, needles, gains, records, and a
 training of one step."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 """The reproduction in seconds: every stage, its records, its report; resuming; what it measures on
 known answers."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Facts are distinct, planting keeps the text, and answers are compared up to the full stop."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

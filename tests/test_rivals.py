@@ -1,8 +1,6 @@
 """Contexts that are compressed before the question is known, on a tiny model: questions, caches of
 equal bytes, records and the table. Presses are in test_kvpress.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """The parts of the scheduler by themselves: memory, beginnings, rows, steps, the queue, the ranks
 of a split model, and the start of a server."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

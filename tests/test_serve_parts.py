@@ -1,8 +1,6 @@
 """The parts of the server by themselves: fields, statuses, headers, deadlines, replies, metrics. No
 model runs: answers are scripted."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

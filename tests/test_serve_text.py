@@ -3,8 +3,6 @@ stop text is sent. `pytest tests/test_serve_text.py --fuzz 1000 --first 5000 -n 
 from a number on.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,8 +1,6 @@
 """The first tokens kept raw (sink_size): the rule by definition, the laws, and the ways it must not
 change."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,8 +1,6 @@
 """Models whose first tokens stay raw: every way of generating, the engine, checkpoints, and the
 command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 through one server: each answer is that of the request alone, and memory returns to where it was.
 `pytest tests/test_soak.py --soak 1000 -n 0` sends more of them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,8 +1,6 @@
 """RULER, MMLU and LongBench-E on small files: a copying stub scores 100, a silent one 0; samples,
 prompts and metrics by their definitions."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,8 +1,6 @@
 """Training runs: they learn, continue bit for bit, survive kills and full disks, and train what
 they say."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

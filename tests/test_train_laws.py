@@ -1,8 +1,6 @@
 """Promises of training that a run rarely shows: what an evaluation counts, and when a
 checkpoint gets its name."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """A step's rows are split by the memory of the GPU: the sums, the passes that are measured, and
 runs that give the same whatever the split."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from unittest import mock

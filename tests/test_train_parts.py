@@ -1,7 +1,5 @@
 """The parts of training: settings and recipes, the loss in chunks, checkpoints' names."""
 
-from __future__ import annotations
-
 import copy
 import json
 import weakref

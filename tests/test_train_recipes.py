@@ -1,7 +1,5 @@
 """What a run begins with: a teacher, what the checkpoint says, and the default of it all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

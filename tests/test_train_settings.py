@@ -1,8 +1,6 @@
 """The settings of a training run: their bounds, the command's options, the folder that keeps them,
 Trainer's arguments, and the card that shows them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

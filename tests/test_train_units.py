@@ -1,8 +1,6 @@
 """The pieces of a training run one by one: the loss, the model that learns, the teacher, Trainer's
 overrides, and which rows a run reads."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Every Triton kernel is compiled for every chip that it is meant for, without having one, and fits
 its memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

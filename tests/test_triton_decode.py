@@ -1,8 +1,6 @@
 """The decoding step in Triton against the reference: on the GPU where there is one, else in
 Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo.testing

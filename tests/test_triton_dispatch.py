@@ -6,8 +6,6 @@ first kind. Without a GPU one small case runs in Triton's interpreter, so that t
 tested.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -1,8 +1,6 @@
 """Offsets beyond 32 bits in the Triton kernels, of heads, groups and rows: strides that overflow on
 purpose, in memory that is reserved and hardly ever touched."""
 
-from __future__ import annotations
-
 import functools
 import mmap
 import sys

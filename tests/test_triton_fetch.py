@@ -1,8 +1,6 @@
 """The Triton kernels of fetch against dense float64: the choice of groups, attention to raw tokens
 of the chosen and core tokens of the other groups, its gradients."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

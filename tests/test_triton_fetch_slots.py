@@ -1,7 +1,5 @@
 """The kernels that find slots of groups in a decoding step, and load them, against `SlotStore`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

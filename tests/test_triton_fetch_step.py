@@ -1,7 +1,5 @@
 """The fused decoding step with fetch against the reference and the step in plain PyTorch."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The lean launch: when Triton's own is gone through again, and what the kernel is handed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

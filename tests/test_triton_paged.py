@@ -1,8 +1,6 @@
 """The kernels over block tables against the reference: on the GPU where there is one, else in
 Triton's interpreter."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

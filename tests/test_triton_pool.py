@@ -5,8 +5,6 @@ On a CPU the kernels run in Triton's interpreter, in float32; on a GPU compiled,
 float16 too.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

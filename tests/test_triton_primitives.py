@@ -1,8 +1,6 @@
 """Device functions that the kernels share, against the rule and the equations that they repeat; in
 Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ requests, the model and the memory as they were.
 `pytest tests/test_unchanged_serving.py --fuzz 1000 --first 5000 -n 0` draws more lives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

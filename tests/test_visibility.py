@@ -1,8 +1,6 @@
 """The integer rules against definitions written independently, for every small length, group and
 window."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,8 +1,6 @@
 """The attention of layers in vLLM, with its caches and its manager of pages, against the reference:
 on the GPU where there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

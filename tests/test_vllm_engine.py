@@ -1,8 +1,6 @@
 """vLLM's whole engine with core context generates the tokens of our Engine: on the GPU where there
 is one, else with the kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,8 +1,6 @@
 """The caches of a layer in vLLM, under its own manager of pages: whatever is scheduled, queries
 find in the block tables the entries that the rule of visibility allows."""
 
-from __future__ import annotations
-
 import math
 import random
 

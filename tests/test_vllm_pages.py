@@ -1,8 +1,6 @@
 """The pages of vLLM's block tables: whatever the schedule, queries read the entries that the rule
 of visibility allows, and find there what was written."""
 
-from __future__ import annotations
-
 import random
 import re
 import sys

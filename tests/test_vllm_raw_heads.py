@@ -1,8 +1,6 @@
 """The caches of KV heads that keep every token in vLLM: every head of a rank has a place of its
 own, in caches that are alike on all ranks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

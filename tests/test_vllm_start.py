@@ -1,8 +1,6 @@
 """The check when vLLM starts: each change of vLLM's that would give wrong tokens without an error
 is one line. Here the changes are made to the vLLM that is installed."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace

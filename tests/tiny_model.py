@@ -1,8 +1,6 @@
 """A tiny random byte-level Llama, saved as a Hugging Face folder: stands in for a real model in
 tests of programs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -6,8 +6,6 @@ is being deleted. What a user would see after each, the names of the complete ch
 printed.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import os

@@ -1,7 +1,5 @@
 """Helpers of the tests of training runs: make a small run, stop it, and compare weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock

@@ -7,8 +7,6 @@ preemptions and accepted drafts. On a GPU it is vLLM as it is. Without one it is
 with our kernels in Triton's interpreter, and with V2 those of vLLM's runner too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

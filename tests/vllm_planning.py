@@ -1,8 +1,6 @@
 """vLLM's functions that plan caches, which have a module of their own since 0.33, and the fields of
 vLLM's config that they read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from vllm.v1.kv_cache_layout import KVCacheLayout

@@ -1,8 +1,6 @@
 """Run the tests of the plug-in with a release of vLLM's CPU build, in an environment of its own:
 `python tests/vllm_release.py [RELEASE]`, without a release the newest."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import urllib.request

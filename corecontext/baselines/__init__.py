@@ -1,8 +1,6 @@
 """Rival methods under the contract of ours, one file each: sinks and a window (sink_methods.py);
 rivals.py lists them."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -3,8 +3,6 @@
 Masks and scores exist for one block at a time.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

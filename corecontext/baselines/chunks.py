@@ -5,8 +5,6 @@ the chunk before, the tokens behind its own place: two triangles, the second one
 Time and memory grow linearly with the length, forward and backward.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

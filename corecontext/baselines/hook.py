@@ -1,7 +1,5 @@
 """Attach a rival method to a Hugging Face model, as our own attention is attached."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Define the base class of rivals, a layer's sizes and one call."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 

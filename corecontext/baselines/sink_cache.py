@@ -1,7 +1,5 @@
 """Cache each row's first tokens and its last ones, for the methods that see only these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Methods that see sinks and a window: a window alone, StreamingLLM and LM-Infinite."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ A shorter sequence needs tokens that have left the ring, so the cache keeps thos
 append pushed out of it.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

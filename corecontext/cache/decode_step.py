@@ -3,8 +3,6 @@
 No step depends on a value on the device, so that it can be compiled, or captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

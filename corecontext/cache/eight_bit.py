@@ -1,7 +1,5 @@
 """Round keys and values to 8-bit codes with a scale for each entry and head (docs/numerics.md)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -20,8 +20,6 @@ masses, in float32 or wider, comes last; its raw slots stay 0. With fetch a `Raw
 tokens beside them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

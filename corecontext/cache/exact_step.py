@@ -4,8 +4,6 @@ choosing among them (ops/fetch/prompt_rule.py).
 The token goes to the store of raw tokens only: the ring gets it when somebody reads the ring.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from corecontext.cache.decode_step import close_groups, group_of

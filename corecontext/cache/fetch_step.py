@@ -1,8 +1,6 @@
 """Attend from one token per row with fetch, in tensor arithmetic only: compact entries, and raw
 tokens of the groups chosen."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 under full attention, for those so short that it is the fastest (ops/fetch/prompt_rule.py), and as
 the baseline of the compact cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

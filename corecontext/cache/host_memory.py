@@ -1,7 +1,5 @@
 """Pin host memory: keep tensors there that a GPU reads and writes by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

@@ -6,8 +6,6 @@ step reads the groups that it has chosen from their slots, after those that are 
 replaced the groups that were not read for longest.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """Keep the raw tokens of one layer, laid out as in raw_store.py, in host memory, where the device
 reads and writes them by itself."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

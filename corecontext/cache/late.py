@@ -1,8 +1,6 @@
 """Make the compact entries of tokens that are in the store of raw tokens only, those of all layers
 in few launches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ entries.py says which slot holds which token, state.py counts the tokens, croppi
 back, saving.py saves them. This file appends, decodes and shrinks the window.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

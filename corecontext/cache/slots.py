@@ -1,7 +1,5 @@
 """Read and write entries of a cache buffer [B, Hkv, S, D] by row and slot."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

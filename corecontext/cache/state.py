@@ -6,8 +6,6 @@ it; `_planned`, which it makes room for; `max_length` of a fixed cache. `seq_len
 ask for. `_room`, without padding, is what a growing cache has room for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Make the store of raw tokens that a layer's settings ask for."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Leave a layer's cache, or those of several layers, as it was where a change of it fails."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar

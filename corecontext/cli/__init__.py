@@ -1,8 +1,6 @@
 """The command line: one table of commands; options.py has shared options, whose help is that of
 the settings' fields."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Annotated
 

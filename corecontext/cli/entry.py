@@ -1,7 +1,5 @@
 """Run a command line: exit codes, one line for each error, and closed or full outputs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Commands that read a text or describe a model, with heavy imports inside."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Commands that make or serve models, with heavy imports inside."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Options that several commands share, checks of their values, and commands made of them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Commands that measure quality or show the attention, with heavy imports inside."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

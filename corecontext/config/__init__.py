@@ -1,8 +1,6 @@
 """Settings: fields, rules and help texts in cca_config.py, defaults in presets.py, removed ones in
 removed.py."""
 
-from __future__ import annotations
-
 from corecontext.config.cca_config import (
     BACKENDS,
     CACHE_DTYPES,

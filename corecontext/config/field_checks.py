@@ -1,7 +1,5 @@
 """Check single settings: each function raises, or returns the value in its normal form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import partial

@@ -1,7 +1,5 @@
 """List the indices of fetch, and read their names."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """State the sets of settings that have a name, and what each is for."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

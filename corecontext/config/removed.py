@@ -1,7 +1,5 @@
 """List the settings that earlier versions had, and refuse them in one line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import wraps

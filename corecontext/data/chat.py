@@ -1,7 +1,5 @@
 """Format a chat for a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

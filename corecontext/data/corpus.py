@@ -1,7 +1,5 @@
 """Turn texts from files or the hub into token ids: tokenised in parallel, cached on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

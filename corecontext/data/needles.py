@@ -1,7 +1,5 @@
 """Hide a number in a text and ask a model for it, through its chat template (needles)."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from bisect import bisect_left, bisect_right

@@ -4,8 +4,6 @@ A row is a slice of all documents' tokens laid end to end. Tokens are copied onl
 read, and rows follow from lengths and seeds alone: a row number names the same tokens in every run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

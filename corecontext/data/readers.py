@@ -1,7 +1,5 @@
 """Read data files, compressed or not, and name the file and line of every error."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import hashlib

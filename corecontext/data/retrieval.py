@@ -4,8 +4,6 @@ A question repeats the beginning of the fact's sentence after "Recall:"; the ans
 the sentence.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run the demo: every method reads the same prompts, and what was measured becomes records."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import subprocess

@@ -6,8 +6,6 @@ method's own: it reads the pickled arguments of `measure_method` from standard i
 the pickled outcome, a result or a UserError, to standard output.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Make the demo's prompts: numbers hidden in a user's text, or a document with planted facts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

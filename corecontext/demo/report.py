@@ -1,7 +1,5 @@
 """Show what the demo measured: tables on the terminal, and a table in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

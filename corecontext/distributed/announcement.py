@@ -1,7 +1,5 @@
 """Let processes wait for another one without the time limit of collectives."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch.distributed as dist

@@ -9,8 +9,6 @@ tokens travel while the near part is computed, and backward their gradients whil
 are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Hold the settings of attention within one document that several processes hold."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import NamedTuple
 

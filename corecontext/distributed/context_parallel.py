@@ -5,8 +5,6 @@ chunks: about 1 / g of ring attention's keys and values (benchmarks/traffic.py c
 attention.py has the computation; fetch.py that of fetch, for which all raw tokens travel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ attend as on one process. Nothing received is kept: the backward receives it aga
 gradient to the process that holds the token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple

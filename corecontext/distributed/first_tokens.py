@@ -4,8 +4,6 @@ Every process gets the keys and values of the first n tokens. The tokens after t
 of their own (docs/math.md, eq. 13), whose queries see all n; the first n see one another causally.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Exchange the halo of each chunk: raw tokens that earlier chunks hold are fetched forward, their
 gradients returned backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Send what every process needs of a whole document (tokens, core tokens, masses), and sum the
 gradients of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Combine the records of a task's items into its numbers: the whole, then its parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Run methods x tasks on one checkpoint: load the model once per method, and run every task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

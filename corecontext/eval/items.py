@@ -1,7 +1,5 @@
 """Ask a model one question, score the answer, and return the details to record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple

@@ -5,8 +5,6 @@ Files: multidoc_qa_pool (doc_id, title, text) and multidoc_qa_test (qid, questio
 gold_doc, hard: distractors by similarity, contains_answer: passages never used as distractors).
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string

@@ -1,7 +1,5 @@
 """Run a task's items and record each; items already in the results file are not run again."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The model under test as tasks use it: texts in, answers out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from corecontext.data.chat import chat_prompt

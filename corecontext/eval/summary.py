@@ -1,8 +1,6 @@
 """Summarise item records as one number per method, task and length: a table, and records to
 publish."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """List the tasks that evaluate a checkpoint; a new one is a file beside this one and a row here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

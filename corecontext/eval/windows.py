@@ -5,8 +5,6 @@ The rest of a document after its last whole window is left out, so that all wind
 far back. Input is a JSON-lines file (text, domain) or a plain text file, or a folder with lm_test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Choose how many tokens of a prompt go through a model at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

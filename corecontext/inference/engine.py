@@ -1,7 +1,5 @@
 """Generate with a model under CCA: each request gets its settings, a cache and captured steps."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from dataclasses import KW_ONLY, dataclass, field

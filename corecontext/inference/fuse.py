@@ -6,8 +6,6 @@ state, are not made. A decoding step is compiled as one graph, so that its many 
 few; a CUDA graph then captures the compiled step.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

@@ -1,8 +1,6 @@
 """Bounds of a request: a model's positions, bytes of its cache, and errors that say what would
 fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

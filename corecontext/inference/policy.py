@@ -1,7 +1,5 @@
 """Choose g, s and k of a request by the load (elastic g and s, paper 4.3)."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Read a prompt through a causal language model in chunks, so that activations stay bounded
 however long it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Decode one batch: its cache, its buffers and its step, captured in a CUDA graph on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ The plain `lm_eval` command does not have the model, since the harness finds mod
 Full attention is the harness's `--model hf`. Needs the extra 'lm-eval'.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -1,7 +1,5 @@
 """The public operators: signatures, validation and the choice of a backend; no arithmetic."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Attend from one new token per row to a buffer of raw and core tokens."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

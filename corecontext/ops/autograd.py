@@ -6,8 +6,6 @@ segment, the core tokens and their masses; else the backward pools again, and un
 chooses again.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Split a padded or packed batch into independent sequences."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ask a device for its NVIDIA compute capability, and whether its work is being captured."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

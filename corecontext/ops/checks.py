@@ -1,7 +1,5 @@
 """Check the arguments of the operators, and complete scale and bias."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

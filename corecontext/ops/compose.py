@@ -1,7 +1,5 @@
 """Compose the backward of pooling and attention from those of the two on one sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Shares are slices, never made by lists of indexes, which would be copied to the 
 call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ scores.
 For any weights w, log sum_i exp(c q.k_i) >= c q.(sum_i w_i k_i) + H(w) (docs/math.md, eq. 14).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Merge partial softmaxes over disjoint sets of keys by their log-sum-exp."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

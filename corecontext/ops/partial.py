@@ -5,8 +5,6 @@ log-sum-exp. The backward of a part is called with the MERGED output and log-sum
 its probabilities the final ones (docs/math.md, eq. 9); so a part keeps no tensors of its own.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

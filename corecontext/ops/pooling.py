@@ -5,8 +5,6 @@ The equations are those of `ops/reference.py`; here keys and values are read in 
 that no float32 copy of all keys is ever made, and only the inputs are kept for the backward.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Memory grows with T x (M + S): this file is for reading and for comparison, not for long inputs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

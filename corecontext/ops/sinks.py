@@ -7,8 +7,6 @@ tokens are one more part of the softmax, over disjoint keys, and every part's ba
 merged result (eq. 8 and 9). The reference does not use this file: it has the rule in its mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Check models and requests, and choose the settings of requests that leave the queue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

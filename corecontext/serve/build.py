@@ -4,8 +4,6 @@
 `tensor_parallel` starts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

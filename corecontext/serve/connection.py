@@ -1,8 +1,6 @@
 """Bound what strangers can hold of a server: connections, and the time that a request takes to
 arrive."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Define the errors of requests: a code, which fixes the HTTP status, and a message."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any

@@ -1,8 +1,6 @@
 """Check each request before it is read: its host and headers, the key, the size and time of its
 body, and the shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

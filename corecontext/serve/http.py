@@ -1,8 +1,6 @@
 """Serve the OpenAI protocol over HTTP: completions, chat and models; health, readiness and
 metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

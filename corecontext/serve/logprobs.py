@@ -1,7 +1,5 @@
 """Record the log-probabilities of tokens for the requests that want them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Write the log-probabilities of an answer in the OpenAI protocol's form."""
 
-from __future__ import annotations
-
 import codecs
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """Log one JSON line for each event, without a word of any prompt or answer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

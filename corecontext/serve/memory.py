@@ -4,8 +4,6 @@ Every choice depends only on the calls so far: the ranks of a split model repeat
 the same choices.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from corecontext.config import CCAConfig

@@ -1,8 +1,6 @@
 """Export metrics to Prometheus: counters and histograms of requests that ended, gauges of the
 scheduler."""
 
-from __future__ import annotations
-
 from collections import Counter as Count
 from collections.abc import Iterator
 from functools import partial

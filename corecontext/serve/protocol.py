@@ -1,8 +1,6 @@
 """Define requests and answers: the OpenAI protocol's fields that are served, and ours; every other
 field is refused by name."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal

@@ -6,8 +6,6 @@ which request ends, which tokens were made. It sends these events at the beginni
 again after a prompt was read in it, and the other ranks repeat them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

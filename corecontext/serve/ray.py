@@ -6,8 +6,6 @@ Ray routes requests, keeps replicas alive and replaces dead ones; a replica does
 `corecontext serve`. When Ray removes a replica, its running requests come to their end first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 

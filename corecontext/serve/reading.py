@@ -1,7 +1,5 @@
 """Read prompts chunk by chunk, from the longest beginning that another request has read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

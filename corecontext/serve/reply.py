@@ -1,7 +1,5 @@
 """Write answers in the OpenAI protocol's form, whole or as server-sent events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

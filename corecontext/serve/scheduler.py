@@ -6,8 +6,6 @@ read alternates between the first to arrive and the nearest to its end: no promp
 and a short prompt does not wait for a long one.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Answer requests of the OpenAI protocol: check them, encode their prompts, run them, and reply."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

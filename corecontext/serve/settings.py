@@ -1,7 +1,5 @@
 """Hold and check the settings of `corecontext serve`; its options are their help."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

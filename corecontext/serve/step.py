@@ -1,8 +1,6 @@
 """Decode one token for the requests of several pools: the model runs once over all rows, attention
 pool by pool."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -5,8 +5,6 @@ Under torchrun every rank runs `corecontext serve --tensor-parallel N`. Without 
 of Ray, rank 0 starts the others with torchrun's variables.
 """
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import json

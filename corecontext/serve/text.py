@@ -1,7 +1,5 @@
 """Convert text to tokens, and tokens to text as they come: whole characters, and no stop text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

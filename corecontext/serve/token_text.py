@@ -1,7 +1,5 @@
 """Return the text and the bytes of single tokens, parts of characters included."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Warm a server up before its first request, so that none waits for kernels to be compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

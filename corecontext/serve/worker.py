@@ -1,7 +1,5 @@
 """Run the model in a thread of its own, and carry requests and tokens between it and asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Turn a TrainConfig into transformers' TrainingArguments."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

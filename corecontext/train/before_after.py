@@ -1,7 +1,5 @@
 """Compare a trained model with the model that it was: far perplexity, and needles found."""
 
-from __future__ import annotations
-
 import logging
 import math
 from contextlib import suppress

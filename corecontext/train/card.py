@@ -1,7 +1,5 @@
 """The model card of a finished run: its settings, data, losses, and their curve."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

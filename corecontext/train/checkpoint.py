@@ -3,8 +3,6 @@
 A folder named checkpoint-N is complete, whenever the process was killed or the power failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Make the command `train` from the fields of TrainConfig: each is an option."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

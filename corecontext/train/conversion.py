@@ -1,7 +1,5 @@
 """Copy a checkpoint with other settings of CCA: the weights stay as they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

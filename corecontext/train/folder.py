@@ -1,7 +1,5 @@
 """The folder of a run: check that it is free or this run's, and write its settings."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Compute a language model's loss in chunks, without the logits of the whole sequence (L x V)."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable

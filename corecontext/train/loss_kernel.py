@@ -1,8 +1,6 @@
 """Compute a chunk's loss and the gradient of its logits in Triton: logits are read twice and stay
 in their dtype, and the gradient takes their place."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

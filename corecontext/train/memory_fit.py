@@ -1,8 +1,6 @@
 """Split the rows of a training step by the memory of a GPU: as many at once as it holds, by the
 peaks of passes over made-up rows."""
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

@@ -1,8 +1,6 @@
 """Train from a TrainConfig to a checkpoint that loads with CCA: from the start, or from the last
 checkpoint of an interrupted run."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging

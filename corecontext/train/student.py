@@ -1,8 +1,6 @@
 """Make the model of a run: load it, extend its context, replace its attention, choose the trained
 weights; and export it at the end."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection
 from dataclasses import fields

@@ -1,8 +1,6 @@
 """Train packed rows with transformers' Trainer: their order, context parallelism, complete
 checkpoints, and an error for a loss that is not finite."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

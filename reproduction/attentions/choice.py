@@ -1,7 +1,5 @@
 """Choose the attention of a method by its name."""
 
-from __future__ import annotations
-
 from corecontext.baselines.method import Method
 from corecontext.files import one_line
 from corecontext.loading import load_config

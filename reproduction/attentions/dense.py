@@ -1,7 +1,5 @@
 """Full attention for rivals, and the refusal of rows that they cannot take."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from corecontext.baselines.blocks import Scoring, Sinks, sink_attention

@@ -1,7 +1,5 @@
 """LongLoRA (arXiv 2309.12307): train in groups that are shifted in half of the heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -11,8 +11,6 @@ A query at t sees a key at j <= t if
 Blocks are counted from the first token of the row. Work is done one block of queries at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

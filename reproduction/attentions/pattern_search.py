@@ -1,7 +1,5 @@
 """Search each head's pattern for MInference: the nearest to full attention on a sample text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

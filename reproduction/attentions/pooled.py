@@ -1,7 +1,5 @@
 """The paper's rule with plain pooling: core tokens are the mean or the maximum of their group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The command line of the comparison of indices on a pretrained model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any
 

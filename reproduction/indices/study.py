@@ -1,8 +1,6 @@
 """Compare indices of fetch on a pretrained model: recall of the groups with the largest masses, far
 perplexity and needles."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

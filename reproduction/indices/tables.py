@@ -1,7 +1,5 @@
 """Write the table of fetch's indices from the records of a pretrained model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line of the measurements on a pretrained model."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,8 +1,6 @@
 """Draw quality over the bytes that a cache takes on the device: gain kept, and needles found, with
 compressed contexts of others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Compute the share of full attention's gain over sinks and window that each method keeps."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Count hits of slots for fetched groups while a model reads a text token by token."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter

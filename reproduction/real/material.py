@@ -1,7 +1,5 @@
 """Load a pretrained model and its texts, each once for all measurements of a process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Hashable
 from functools import cached_property

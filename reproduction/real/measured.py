@@ -1,7 +1,5 @@
 """Tell which attentions on a pretrained model have been measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

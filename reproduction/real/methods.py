@@ -3,8 +3,6 @@
 A new method is one more row of METHODS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

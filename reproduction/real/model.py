@@ -5,8 +5,6 @@ Each method's records are appended together, once it is measured. A method whose
 of the same code and settings, is not measured again.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

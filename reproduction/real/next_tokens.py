@@ -1,7 +1,5 @@
 """Measure what a prompt is worth to the tokens behind it, by the way in which it was read."""
 
-from __future__ import annotations
-
 import unittest.mock
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """List the published rows of a pretrained model, the most important first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

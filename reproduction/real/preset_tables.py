@@ -1,8 +1,6 @@
 """Declare the tables of the presets: two pretrained models, the groups that a query fetches, and
 what prompts are worth by their reading."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Prepare the published rows of a pretrained model that have no record yet."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

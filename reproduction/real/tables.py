@@ -1,7 +1,5 @@
 """Write the tables of a pretrained model from its records: one line a method and its sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

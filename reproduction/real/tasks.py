@@ -5,8 +5,6 @@ choice, all tokens before it given. For a needle this is whether greedy decoding
 in one pass; in a list, a record follows the right records before it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Cut windows from long documents, for measuring and training a pretrained model."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple

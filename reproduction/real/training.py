@@ -1,8 +1,6 @@
 """Train a pretrained model under an attention for a few steps, with the code of `corecontext
 train`."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

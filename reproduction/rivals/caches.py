@@ -3,8 +3,6 @@
 Each cache has the bytes of the presses' at the context's own length.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The command line of the comparison with kvpress."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -4,8 +4,6 @@ package's caches.
 Presses run in kvpress's environment, caches in this package's own; the questions are the same.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """List the published cells of compressed contexts, the most important first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

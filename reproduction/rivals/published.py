@@ -1,7 +1,5 @@
 """Prepare the published cells of compressed contexts that have no record yet."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Write the table of compressed contexts from its records: one line a method, a value for each
 compression."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Ask questions with a fixed set of answers: the likeliest continuation is the choice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

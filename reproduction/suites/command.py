@@ -1,7 +1,5 @@
 """The command line of the suites: `python -m reproduction compare`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -6,8 +6,6 @@ all_classes). Prompts longer than the length lose their middle. A task's score i
 three length buckets, a category's the mean of its tasks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

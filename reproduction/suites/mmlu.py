@@ -5,8 +5,6 @@ Files: mmlu_dev (the examples) and mmlu_test or mmlu_test_subset: subject, quest
 core tokens stays constant.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path

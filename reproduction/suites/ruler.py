@@ -9,8 +9,6 @@ squad_xquad_en or squad (JSON lines, one a passage: context, qas: question, answ
 hotpotqa (JSON or JSON lines: question, answer, context: titles with sentences) for qa_2.
 """
 
-from __future__ import annotations
-
 import random
 import uuid
 from bisect import bisect_left

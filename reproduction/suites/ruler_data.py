@@ -1,7 +1,5 @@
 """Read the data files of RULER's tasks: word lists, essays, and questions with their passages."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Score an answer between 0 and 1; each metric states how its benchmark treats answers and
 references."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import re

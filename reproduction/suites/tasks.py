@@ -1,7 +1,5 @@
 """List the tasks of the laboratory: those of `corecontext compare`, and the suites."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from corecontext.eval.combine import scores_by

@@ -1,7 +1,5 @@
 """Compute the weights of core tokens and queries by layer and head, which attention never forms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Make a page that shows a model's core tokens: an HTML file that needs no network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

@@ -1,7 +1,5 @@
 """Add the matrices of a LoRA adapter to the weights of a Hugging Face model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Put compact caches behind the interface of the layers in transformers' `Cache`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Name a model's cache as the installed transformers does: `cache` from 5.24 on, `past_key_values`
 before."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

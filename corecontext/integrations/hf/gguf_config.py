@@ -1,8 +1,6 @@
 """Read a GGUF file's fields, and set those of its config that transformers drops: rope scaling,
 base of the rotation, size of the heads."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

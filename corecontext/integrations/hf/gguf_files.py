@@ -1,7 +1,5 @@
 """Turn GGUF files into model folders: each is unpacked once, into the user's cache folder."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Find how a Hugging Face model rotates its keys, by running its own rotary embedding."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Check CCA on a model of an untested architecture against the model's own full attention."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Load a model's weights: all that its config describes, no others, and finite ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

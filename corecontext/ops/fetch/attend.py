@@ -4,8 +4,6 @@ A backend may have fetch of its own, as `fetch`: a module with `choose`, `attend
 and `gradients`. For others `query_blocks` has the same functions.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

@@ -1,8 +1,6 @@
 """Attend to the core tokens that each query sees, those of its own choice taken out, with a bias of
 each core token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

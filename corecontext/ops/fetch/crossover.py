@@ -1,8 +1,6 @@
 """Say for which lengths full attention takes less time than fetch by kernels, in calls without a
 cache; for prompts and steps of a cache prompt_rule.py does."""
 
-from __future__ import annotations
-
 from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.spec import Spec
 

@@ -1,7 +1,5 @@
 """Attend to the raw tokens of a few groups of each query, gathered for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ A group's score estimates the largest score of its tokens: the largest map(q) . 
 (`ops.fetch.scoring`).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from abc import ABC, abstractmethod

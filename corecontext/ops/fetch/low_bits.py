@@ -7,8 +7,6 @@ levels of least squared error of a normal variable. The scale makes the inner pr
 with their stored form exact, which removes the bias of rounding towards 0.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import abstractmethod
 

@@ -1,7 +1,5 @@
 """Index "mean": the mean key of each group."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

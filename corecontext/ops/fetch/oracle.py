@@ -1,7 +1,5 @@
 """Index "oracle": all raw keys, for the exact mass of each group."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 choice that neighbours share, or each by its own choice. Calls without a cache follow crossover.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from corecontext.config import CCAConfig

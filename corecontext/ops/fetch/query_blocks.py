@@ -10,8 +10,6 @@ price of full attention, or gathered for each query, at the price of moving 2 k 
 The cheaper one is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """The Triton backend's surface: the same functions as `packed`, on one sequence, fetch by kernels,
 and the decoding step of a cache."""
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

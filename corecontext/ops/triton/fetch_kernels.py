@@ -1,8 +1,6 @@
 """Fetch by kernels on one sequence: the choice, attention and gradients, as
 `ops.fetch.query_blocks` has them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from corecontext.ops import compose

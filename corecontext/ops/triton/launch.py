@@ -1,8 +1,6 @@
 """Launch a kernel again without Triton's look at every argument, which takes longer than a short
 kernel runs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from contextlib import AbstractContextManager

@@ -7,8 +7,6 @@ entries: the first tokens that stay raw, n of them in `sink_groups` groups, then
 each later group. // truncates toward zero on the device, so every dividend is at least 0 here.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

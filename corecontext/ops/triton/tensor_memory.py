@@ -1,8 +1,6 @@
 """The tensor memory accelerator's copies under one name each: Triton's Gluon renamed them between
 releases."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -4,8 +4,6 @@ running.
 They go by head size, dtype and `Chip`, so that they can be asked about chips that are not here.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ eq. 4 and 13). So one inner loop serves both. Tiles that every row sees are not 
 no row sees are not visited. The file is long because forward and backward share it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

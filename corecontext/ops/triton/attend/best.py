@@ -1,8 +1,6 @@
 """Attend by the best kernels for the device: those made for Hopper take the calls they can, those
 that run everywhere the others."""
 
-from __future__ import annotations
-
 import warnings
 
 import triton

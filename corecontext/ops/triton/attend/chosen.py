@@ -1,8 +1,6 @@
 """Attend to the raw tokens of chosen groups on any GPU, in one softmax with all else that a query
 sees: results and gradients of that part are taken in here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ A query that has j(t) groups in its far past sees the first entries of this list
 the softmax for first tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ of key tiles; only tiles that some row sees in part are masked. The file is long
 groups of warps are one algorithm.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

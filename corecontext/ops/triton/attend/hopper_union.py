@@ -9,8 +9,6 @@ have 64 columns, in which groups of 8 rows or more lie side by side in shared me
 would.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

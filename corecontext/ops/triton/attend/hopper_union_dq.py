@@ -4,8 +4,6 @@ Hopper, written in Triton's Gluon.
 Programs are cut as those of `hopper_union.py`, whose producer copies the tiles.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -5,8 +5,6 @@ The raw tokens of chosen groups come back, so their core tokens leave the softma
 words for each share holds a bit for each entry of `far_past.far_past`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

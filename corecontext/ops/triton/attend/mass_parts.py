@@ -1,7 +1,5 @@
 """Split masses into numbers in half precision, whose sum a matrix product adds to the scores."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ for each group the shares that chose it, sorted, so that one program sums each g
 do not change from run to run.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -4,8 +4,6 @@ A share is n neighbouring queries of a KV head, at positions a n .. a n + n - 1,
 together; the group numbers count from the first group behind the tokens that stay raw.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

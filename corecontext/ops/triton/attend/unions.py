@@ -5,8 +5,6 @@ Neighbours choose alike, so a tile of QUERIES queries that reads a union, each r
 own groups, moves a few times the tokens of one choice.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -1,8 +1,6 @@
 """Choose by the best kernels for the device: those made for Hopper score what they can, those that
 run everywhere the rest."""
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Find the k largest of some scores by bisection of whole numbers that have their order: device
 functions."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

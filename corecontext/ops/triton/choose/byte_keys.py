@@ -4,8 +4,6 @@ A query has a scale of its own, and so has each group of keys: the largest produ
 largest of whole numbers.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

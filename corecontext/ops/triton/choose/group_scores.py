@@ -1,8 +1,6 @@
 """Score groups by index keys: for each share of queries the largest product of any key of a group
 with any of the query heads of a KV head."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

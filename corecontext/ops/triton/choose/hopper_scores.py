@@ -7,8 +7,6 @@ heads each and multiply with asynchronous warpgroup instructions. A tile's keys 
 largest of a group is found within a thread (`byte_keys.keys_kernel`).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

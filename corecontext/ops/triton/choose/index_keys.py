@@ -1,8 +1,6 @@
 """Build an index in low bits for a whole sequence: its keys as stored, in the dtype of the queries
 (`ops/fetch/low_bits.py`), in one reading of the raw keys."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Score groups by index keys: the kernel that runs everywhere."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ numbers that order floats. Of many groups, first the k runs of neighbours with t
 are found: the k best groups are in them.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -8,8 +8,6 @@ In 8 bits the token is rounded first, then attended to and pooled as it was roun
 (cache/eight_bit.py).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,8 +1,6 @@
 """Attend to the raw tokens of chosen groups in a decoding step, and to their core tokens, which the
 merge takes out again."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

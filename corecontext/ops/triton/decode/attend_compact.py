@@ -1,8 +1,6 @@
 """Append a token to a cache with raw tokens, and attend to its compact entries, in a decoding step
 with fetch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ A part is its normalised output [HEADS, D] in float32 and its log-sum-exp [HEADS
 -inf and no output where it sees no entry.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

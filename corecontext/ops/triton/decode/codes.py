@@ -4,8 +4,6 @@ The bits of fp8 (e4m3), moved to where float16 has them, are its numbers over 25
 fp8 too.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

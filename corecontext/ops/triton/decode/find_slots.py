@@ -1,7 +1,5 @@
 """Give the groups that a step has chosen slots on the device."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

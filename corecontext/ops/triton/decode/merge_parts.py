@@ -1,7 +1,5 @@
 """Merge the parts of a decoding step's softmax."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

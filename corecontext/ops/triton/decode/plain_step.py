@@ -7,8 +7,6 @@ depend on it and can be captured in a graph. Storing and pooling need no launch 
 because no other program of the step reads what they write (`append_token`).
 """
 
-from __future__ import annotations
-
 from typing import Any, Optional
 
 import torch

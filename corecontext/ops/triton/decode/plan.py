@@ -4,8 +4,6 @@ that a captured step keeps them.
 Kernels take the tuples here as constants, by the names CACHE, POOLING, TILE, INDEX and SCORING.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

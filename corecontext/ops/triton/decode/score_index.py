@@ -10,8 +10,6 @@ numbers of 8 bits in their ratio, to 0.1 %, and each query as two such numbers, 
 that their products are exact. These queries are rotated by a launch of their own.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

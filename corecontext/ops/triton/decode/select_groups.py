@@ -1,7 +1,5 @@
 """Choose groups in a decoding step with fetch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

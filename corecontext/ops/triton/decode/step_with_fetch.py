@@ -25,8 +25,6 @@ All programs are split by shapes and share the entries seen by the length, which
 device, so a captured step replays at any length.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple, Optional

@@ -1,7 +1,5 @@
 """Write an index in low bits in a decoding step: that of a group (`ops/fetch/low_bits.py`)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ raw tokens of its window. Long lists are shared out among programs, whose parts 
 decoding step; prompts and decoding tokens run in the same kernel.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@
 The host must know the lengths of long chunks and whole prompts.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Callable

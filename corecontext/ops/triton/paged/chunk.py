@@ -2,8 +2,6 @@
 new tokens, and the kernels for contiguous keys read them, in a fraction of the time that reading by
 block table takes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

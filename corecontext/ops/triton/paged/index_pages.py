@@ -5,8 +5,6 @@ last token follows its own by the tokens that the centre counts, less a group. T
 mean of a sequence's first keys; it is written with the first index, and read from then on.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -8,8 +8,6 @@ depends on the number of tokens and of sequences only, and can be captured in a 
 go to the current device, which is that of vLLM's worker.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

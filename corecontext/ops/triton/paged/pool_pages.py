@@ -1,8 +1,6 @@
 """Store new tokens in their pages, then pool the groups that they complete, reading raw keys and
 values from window pages."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -7,8 +7,6 @@ tensors, of the first and of the second column of each pair, so that the rotatio
 position (docs/math.md, eq. 3 and 10) exchanges nothing between threads.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Keys are loaded as pairs of columns, so the elements that a rotation mixes meet 
 exchanged through shared memory they took twice the time.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

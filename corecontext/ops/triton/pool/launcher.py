@@ -5,8 +5,6 @@ The equations are those of `ops/reference.py`; all is float32 in registers. Grou
 there are pooled by `ops/pooling.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Optional
 
 import torch
