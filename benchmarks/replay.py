@@ -17,6 +17,8 @@ from corecontext.cache import host_store
 from corecontext.ops.spec import RawSlots
 from corecontext.ops.triton.decode import step_with_fetch as fetch_decode
 from corecontext.ops.triton.launch import launch, power_of_2
+from corecontext.ops.triton.paged import attend_rows
+from corecontext.ops.triton.paged.group_slots import GroupSlots
 
 
 def repeating_choices(
@@ -78,32 +80,60 @@ def replayed(share: float, length: int | None = None) -> Iterator[None]:
     """Have steps with slots find `share` of their groups in a slot; all groups are among the first
     `length` tokens behind those that are never pooled."""
     find = fetch_decode.find_slots
-    tables: dict[Any, Tensor] = {}
+    replay = _Replay(share)
 
     def find_slots(raw: RawSlots, chosen: Tensor, marks: Tensor) -> Tensor:
         assert raw.slots is not None, "there are slots"
-        rows, count = chosen.shape
-        num_groups = marks.shape[1]
         num_seen = raw.codes.shape[2]
         if length is not None:
             num_seen = min(num_seen, length // raw.slots.keys.shape[3])
-        key = (rows, count, num_seen)
-        if key not in tables:
-            num_slots = raw.slots.owner.shape[2]
-            tables[key] = repeating_choices(*key, share, num_slots, chosen.device)
-        launch(
-            _replay_kernel,
-            (rows,),
-            (tables[key], raw.slots.counts, chosen, marks),
-            (len(tables[key]), rows, num_groups, count),
-            BLOCK_N=power_of_2(num_groups),
-            BLOCK_K=power_of_2(count),
-            num_warps=4,
-        )
+        replay.write(chosen, marks, raw.slots.counts, (num_seen, raw.slots.owner.shape[2]))
         return find(raw, chosen, marks)
 
     with mock.patch.object(fetch_decode, "find_slots", find_slots):
         yield
+
+
+@contextlib.contextmanager
+def replayed_pages(share: float, length: int, num_slots: int) -> Iterator[None]:
+    """Have steps over block tables with slots do so, in requests of `length` tokens or more with so
+    many slots each."""
+    find = attend_rows.find_places
+    replay = _Replay(share)
+
+    def find_places(slots: GroupSlots, choice: tuple[Tensor, ...], *rest: Any) -> None:
+        num_seen = length // slots.tokens.shape[2]
+        replay.write(*choice[:2], slots.clock, (num_seen, num_slots))
+        find(slots, choice, *rest)
+
+    with mock.patch.object(attend_rows, "find_places", find_places):
+        yield
+
+
+class _Replay:
+    """Replace what steps choose by a table, made once for each batch."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.tables: dict[Any, Tensor] = {}
+
+    def write(self, chosen: Tensor, marks: Tensor, clock: Tensor, sizes: tuple[int, int]) -> None:
+        """Write groups [rows, count] and marks, for rows of so many groups and slots."""
+        rows, count = chosen.shape
+        num_seen, num_slots = sizes
+        key = (rows, count, num_seen)
+        if key not in self.tables:
+            made = repeating_choices(*key, self.share, num_slots, chosen.device)
+            self.tables[key] = made
+        launch(
+            _replay_kernel,
+            (rows,),
+            (self.tables[key], clock, chosen, marks),
+            (len(self.tables[key]), rows, marks.shape[1], count),
+            BLOCK_N=power_of_2(marks.shape[1]),
+            BLOCK_K=power_of_2(count),
+            num_warps=4,
+        )
 
 
 def repeating(bench: ModelBench, method: str) -> contextlib.AbstractContextManager[None]:

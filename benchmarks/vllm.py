@@ -5,6 +5,7 @@ Each method runs in a process of its own, on the same vLLM, with random weights 
 caching. Records are handed over as soon as they are made.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -47,6 +48,9 @@ class VllmBench:
     """cca; fetch: the preset "device" or "default"; or full: vLLM's own FlashAttention."""
     store: str = "device"
     """Where fetch keeps raw tokens: device or host."""
+    hit_share: float | None = None
+    """Share of the groups of a step that are in a slot, with the host store: choices of groups that
+    repeat so are replayed, because random weights choose at random. None leaves them."""
     pages: int = 0
     """Pages of the cache, for each of which the host holds raw tokens; 0 takes what fits."""
     shape: str = "llama3.1-8b"
@@ -85,6 +89,8 @@ class VllmBench:
         check_choices("shape", (self.shape,), tuple(SERVED_SHAPES))
         check_choices("store", (self.store,), ("device", "host"))
         check_choices("weights", (self.weights,), WEIGHTS)
+        if self.hit_share is not None and not 0 <= self.hit_share <= 1:
+            raise ValueError(f"hit_share must be in 0 .. 1, got {self.hit_share}.")
         check_positive(
             length=self.lengths,
             steps=self.steps,
@@ -122,6 +128,9 @@ class VllmBench:
             if method == "fetch":
                 sizes += ["fetch_groups", "fetch_index", "store"]
             settings = {name: getattr(self.config(method), name) for name in sizes}
+            if self.config(method).fetches_by_slots:
+                settings |= {"fetch_slots": self.config(method).num_slots}
+                settings |= {"hit_share": self.hit_share}
         return {
             "method": method,
             "attention": BACKENDS[method],
@@ -163,6 +172,20 @@ def run_vllm_bench(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     [method] = bench.methods
+    config = bench.config(method)
+    with contextlib.ExitStack() as stack:
+        if config.fetches_by_slots and bench.hit_share is not None:
+            from benchmarks.replay import replayed_pages
+
+            shortest = min(*bench.lengths, bench.prompt_length)
+            stack.enter_context(replayed_pages(bench.hit_share, shortest, config.num_slots))
+        return _measured(bench, method, on_records)
+
+
+def _measured(
+    bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any]
+) -> list[Record]:
+    """Measure a method in this process."""
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(bench, method, folder)
     trial = _Trial(bench, method, engine, device_name("cuda"), on_records)

@@ -46,6 +46,7 @@ from corecontext.ops.triton.launch import power_of_2
 from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import attend_rows as paged_attend_rows
 from corecontext.ops.triton.paged import gather as paged_gather
+from corecontext.ops.triton.paged import group_slots
 from corecontext.ops.triton.paged import index_pages as paged_index
 from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged import token_rows as paged_rows
@@ -147,6 +148,7 @@ PAGED_FETCH = (
     paged_rows._rows_kernel,
     paged_index._index_pages_kernel,
     paged_attend_rows._attend_rows_kernel,
+    group_slots._slots_kernel,
 )
 PAGED = (
     paged_pool._store_kernel,
@@ -345,7 +347,8 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     tiles = pool_tiles(16, dim)
     pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
     blocks = {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p, "num_warps": tiles.num_warps}
-    sizes = {**plain, **pooling, **blocks}
+    sizes = {**plain, **pooling, **blocks, "HAS_SLOTS": True}
+    types["slots"] = ("i32", "i64")
     del sizes["BLOCK_D"]
     yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
     flags = {"HAS_BIAS": True, "HAS_MASS": True, "ALIGNMENT": 16}
@@ -384,11 +387,18 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     for paged in (False, True):
         yield Kernel(score_index.score_kernel, {**sizes, "PAGED": paged}, types)
     types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2, 3), "page_sizes": 3}
-    types |= {"cores": ("", "", "fp32"), "tables": ("i32", "i32"), "numbers": 2}
-    types["raw"] = ("", "", "", "")
+    types |= {"cores": ("", "", "fp32"), "tables": ("i32", "i32"), "numbers": 3}
+    types |= {"raw": ("", "", "", "", ""), "choice": ("i32", "i8", "i32")}
     sizes = {"GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width, "HAS_MASS": True}
-    sizes |= {"HAS_FAR": True, "ALIGNMENT": 16, "TILE": plan.tile, **plan.attend_options}
+    sizes |= {"HAS_FAR": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
+    sizes |= {"TILE": plan.tile, **plan.attend_options}
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
+    names = ("chosen_ptr", "places_ptr", "core_table_ptr", "sequences_ptr")
+    types = {**dict.fromkeys(names, "i32"), "slots": ("i32", "i32", "i64", "i64", "i64")}
+    types["numbers"] = 5
+    for claims in (False, True):
+        sizes = {"CLAIMS": claims, "BLOCK_K": 64, "num_warps": 1}
+        yield Kernel(group_slots._slots_kernel, sizes, types)
     tables = {"page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
     types = {**STEP_TYPES, **tables, "strides": (3, 3, 3, 2, 2), "page_sizes": 2, "numbers": 2}
     types["index"] = ("u8", "fp16", "fp32", "fp32")

@@ -301,6 +301,19 @@ def test_steps_choose_the_replayed_groups():
     assert len(loaded) == 1 and loaded[0][1] is chosen
 
 
+def test_steps_over_pages_choose_the_replayed_groups():
+    found = []
+    tokens = torch.zeros(4, 50, 8, 2)
+    slots = SimpleNamespace(clock=torch.tensor([2]), tokens=tokens)
+    choice = torch.zeros(4, 5, dtype=torch.int32), torch.ones(4, 32, dtype=torch.int8)
+    find = mock.patch.object(replay.attend_rows, "find_places", lambda *given: found.append(given))
+    with find, replay.replayed_pages(0.8, 240, 16):
+        replay.attend_rows.find_places(slots, choice, "cores")
+    wanted = replay.repeating_choices(4, 5, 30, 0.8, 16)[2]
+    assert torch.equal(choice[0], wanted)
+    assert found == [(slots, choice, "cores")]
+
+
 def test_layers_share_host_memory():
     with replay.shared_host_memory():
         made = [host_store.host_zeros((2, 3), torch.float32, torch.device("cpu")) for _ in range(4)]

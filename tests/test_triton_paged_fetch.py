@@ -14,7 +14,8 @@ from corecontext.ops.fetch.prompt_rule import Reading
 from corecontext.ops.fetch.scoring import centre_of, group_keys
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import attend_rows as paged_rows
-from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
+from corecontext.ops.triton.paged.attend_rows import FarPages, attend_rows, rotations_of
+from corecontext.ops.triton.paged.group_slots import GroupSlots
 from corecontext.ops.triton.paged.index_pages import write_index
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
@@ -80,16 +81,68 @@ class Cache:
                 x[slot // PAGE, slot % PAGE] = torch.nan
 
 
-def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=None, has_far=False):
+class Kept:
+    """Slots of groups before the window; in host memory, groups that have a slot hold NaN."""
+
+    def __init__(self, cache: Cache, spec: Spec, count: int):
+        self.groups = cache.far.k.shape[0], CORE_PAGE
+        group = (KV_HEADS, count, spec.group_size, 2 * DIM)
+        memory = torch.full(group, torch.nan, dtype=cache.far.k.dtype)
+        self.slots = GroupSlots.make(memory, (*self.groups, KV_HEADS))
+        self.far = [x.unflatten(1, (CORE_PAGE, -1)) for x in cache.far[:2]]  # [P, E, g, Hkv, D]
+        self.hidden = [x.clone() for x in self.far]
+        self.was_hidden = torch.zeros(*self.groups, KV_HEADS, dtype=torch.bool)
+        self.evicted = 0
+
+    def reveal(self) -> None:
+        """Show what host memory holds."""
+        hidden = self.was_hidden[:, :, None, :, None]
+        for far, kept in zip(self.far, self.hidden):
+            far.copy_(torch.where(hidden, kept, far))
+
+    def hide(self) -> None:
+        """Hide the groups that have a slot, whose tokens are theirs."""
+        has_slot = self.slots.table >= 0
+        self.evicted += int((self.was_hidden & ~has_slot).sum())
+        for page, entry, head in has_slot.nonzero().tolist():
+            slot = self.slots.table[page, entry, head]
+            assert self.slots.owner[head, slot] == page * CORE_PAGE + entry
+            halves = self.slots.tokens[head, slot].chunk(2, -1)
+            for far, kept in zip(self.far, halves):
+                torch.testing.assert_close(kept, far[page, entry, :, head], rtol=0, atol=0)
+        self.hidden = [x.clone() for x in self.far]
+        self.was_hidden = has_slot
+        for far in self.far:
+            far.masked_fill_(has_slot[:, :, None, :, None], torch.nan)
+
+
+def served(
+    config,
+    rotary,
+    qkv,
+    steps,
+    dtype,
+    prompts=(),
+    padding=0,
+    reading=None,
+    has_far=False,
+    num_slots=0,
+    reuses=False,
+):
     """Outputs of all sequences, whose new tokens of each step are {sequence: count}; the first
     `prompts` tokens of a sequence see all tokens before them. And the cache.
 
     With `reading`, each step has tokens of one sequence, which are a prompt's. With `has_far`, raw
-    tokens before the window are read from other pages.
+    tokens before the window are read from other pages, with `num_slots` through slots. With
+    `reuses`, all sequences have the same pages, one after the other.
     """
     lengths = [len(q) for q, _, _ in qkv]
     spec = Spec.of(config, rotary, DIM**-0.5)
     cache = Cache(lengths, spec, dtype)
+    if reuses:
+        for pages in (cache.raw, cache.cores):
+            pages.table[:] = pages.table[0].clone()
+    kept = cache.kept = Kept(cache, spec, num_slots) if num_slots else None
     computed = [0] * len(qkv)
     outs = [torch.full_like(q, torch.nan) for q, _, _ in qkv]
     for step in steps:
@@ -101,13 +154,17 @@ def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=Non
         batch = Batch(counts.cumsum(0).int(), ends.int(), max(step.values()), max(lengths))
         raw, cores = cache.step(list(step))
         store_tokens(k, v, slots, raw)
+        if kept:
+            kept.reveal()
         far = cache.far._replace(table=cores.table) if has_far else None
         if has_far:
             places = [cache.slots(i, *span, cache.far) for i, span in spans.items()]
             store_tokens(k, v, torch.tensor([*itertools.chain(*places)]), far)
             for i, (a, _) in spans.items():
                 cache.keep_window(i, a, spec)
-        pool_pages(q, batch, raw, cores, spec)
+        pool_pages(q, batch, raw, cores, spec, kept and kept.slots)
+        if kept:
+            kept.hide()
         write_index(len(q), batch, raw, cores.table, cache.index, spec)
         if reading is not None:
             [(i, (a, b))] = spans.items()
@@ -119,6 +176,7 @@ def served(config, rotary, qkv, steps, dtype, prompts=(), padding=0, reading=Non
         buffer = torch.full((3, len(q) + 1), 2**30, dtype=torch.int32)
         rows = write_rows(batch, torch.tensor(full_until).int(), len(q), buffer)
         out = torch.full_like(q, torch.nan)
+        far = far and FarPages(far, kept and kept.slots)
         attend_rows(q, rows, (raw, cores), cache.index, max(lengths), spec, out, far)
         assert out.isfinite().all()
         for new, (i, (a, b)) in zip(out.split([*step.values(), padding]), spans.items()):
@@ -190,6 +248,22 @@ def test_neighbours_of_a_prompt_share_a_choice():
 def test_raw_tokens_before_the_window_have_other_pages():
     """As those in host memory: for prompts, and for each token that chooses."""
     check(CCAConfig(**FETCH, core_position="token"), STEPS, prompts=(41,), has_far=True)
+
+
+def test_groups_that_were_fetched_lately_have_slots():
+    """Fewer than a step chooses, and enough for all; host memory holds NaN where they have one."""
+    config = CCAConfig(**{**FETCH, "fetch_groups": 3}, core_position="token")
+    steps = [{0: 41}, {1: 33}, *[{0: 1, 1: 2}] * 6]
+    for count in (4, 20):
+        _, cache = check(config, steps, padding=2, has_far=True, num_slots=count)
+        assert (cache.kept.slots.last_used >= 0).all()
+        assert cache.kept.evicted > 0
+
+
+def test_a_page_of_another_sequence_has_no_slots_of_the_one_before():
+    config = CCAConfig(**FETCH, core_position="token")
+    steps = [{0: 40}, {0: 1}, {0: 1}, {0: 2}, {1: 40}, {1: 4}]
+    check(config, steps, has_far=True, num_slots=20, reuses=True)
 
 
 def test_neighbours_read_raw_tokens_before_the_window_from_other_pages():

@@ -75,7 +75,9 @@ from corecontext.integrations.vllm import plugin
 from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.triton.paged import chunk as paged_chunk
 
-prompt_rule.STEP_LENGTHS["cpu"] = 0  # our Engine's steps choose, as vLLM's do
+# Our Engine's steps choose, as vLLM's do.
+prompt_rule.STEP_LENGTHS.clear()
+prompt_rule.WHOLE_TOKENS.clear()
 LONG_CHUNK = paged_chunk.LONG_CHUNK
 
 
@@ -123,7 +125,7 @@ CASES["fetch, shared choices"] = {
     "full_until": 24,
     "max_num_seqs": 1,
 }
-CASES["fetch, host"] = {**CASES["fetch"], "fetch": {"store": "host"}}
+CASES["fetch, host"] = {**CASES["fetch"], "fetch": {"store": "host", "fetch_slots": 3}}
 CASES["fetch, host, shared choices"] = {
     **CASES["fetch, shared choices"],
     "fetch": {"store": "host", "prefill": "auto", "fetch_share": 8},

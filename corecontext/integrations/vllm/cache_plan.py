@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
 from corecontext.integrations.vllm.engine_options import num_drafts
-from corecontext.integrations.vllm.host_pages import HostPages
+from corecontext.integrations.vllm.host_pages import HostPages, HostTokens
 from corecontext.integrations.vllm.page_layout import PageLayout, core_entries
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.start_check import check_layout, check_start
@@ -40,8 +40,10 @@ class LayerCache(AttentionLayerBase):
         self.spec = spec
         self.backend = backend
         self.host_pages = host_pages
-        self.host: Tensor | None = None
+        self.host: HostTokens | None = None
         """Raw tokens in host memory."""
+        self.slots: Tensor | None = None
+        """Memory for their slots, which is taken before vLLM measures what is left."""
         self.pages: Any = None
         """Views of the cache and of its layer's own; None until a step has made them."""
         self.kv_cache = torch.tensor([])
@@ -63,7 +65,13 @@ class LayerCache(AttentionLayerBase):
         check_layout(kv_cache, self.spec)
         self.kv_cache = kv_cache
         if self.host_pages is not None:
-            self.host = self.host_pages.make(kv_cache)
+            self.take_slots(kv_cache.device)
+            self.host = self.host_pages.make(kv_cache, self.slots)
+
+    def take_slots(self, device: torch.device) -> None:
+        """Take the memory for slots, once."""
+        if self.slots is None and self.host_pages is not None:
+            self.slots = self.host_pages.slots(device)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Return the backend, which takes caches of each kind."""
@@ -111,7 +119,9 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
 
     host_pages = None
     if first.impl.config.fetches_from_host:
-        host_pages = HostPages(first.impl.vllm_config, specs.cores, len(layers))
+        host_pages = HostPages(
+            *(first.impl.vllm_config, specs.cores, len(layers), first.impl.config.num_slots)
+        )
 
     # Windows and core tokens.
     cores: dict[int, LayerCache] = {}

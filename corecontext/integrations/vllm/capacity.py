@@ -13,7 +13,12 @@ from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost, entry_bytes
 from corecontext.files import UserError
 from corecontext.integrations.vllm.model_settings import check_architecture, pooled_settings
-from corecontext.integrations.vllm.page_layout import PageLayout, core_entries, fetched_tokens
+from corecontext.integrations.vllm.page_layout import (
+    SLOTS_SHARE,
+    PageLayout,
+    core_entries,
+    fetched_tokens,
+)
 from corecontext.integrations.vllm.raw_heads import RawHeads, grouped_caches
 
 MEMORY_SHARE = 0.92
@@ -49,14 +54,16 @@ def page_bytes(cost: ModelCost, config: CCAConfig) -> int:
     return cost.kv_heads * PAGE_SIZE * entry_bytes(config, cost.head_dim, cost.itemsize)
 
 
-def held_tokens(cost: ModelCost, config: CCAConfig, length: int, free: int) -> tuple[int, int]:
+def held_tokens(
+    cost: ModelCost, config: CCAConfig, length: int, free: int, slots: int = 0
+) -> tuple[int, int]:
     """Return the tokens of requests of `length` tokens in `free` bytes, with full attention and
-    with core context."""
+    with core context, which has so many bytes less for its pages."""
     full_page = cost.num_layers * page_bytes(cost, CCAConfig.paper())
     full = free // full_page * PAGE_SIZE
     if config.fetch_groups:
         entries = core_entries(pooled_settings(config), PAGE_SIZE, cost.head_dim, cost.itemsize)
-        pages = free // full_page
+        pages = (free - slots) // full_page
         layout = PageLayout.of(config, PAGE_SIZE, entries)
         if config.fetches_from_host:
             return full, layout.cache_tokens(pages, length, IN_FLIGHT)
@@ -102,13 +109,17 @@ def capacity_table(
             f"{MEMORY_SHARE}, got {gib:.4g} GiB."
         )
     host = ""
+    slots = 0
     if config.fetches_from_host:
+        if config.fetch_slots != 0:
+            slots = int(SLOTS_SHARE * MEMORY_SHARE * gib * 2**30)
         page = cost.num_layers * page_bytes(cost, CCAConfig.paper())
         entries = core_entries(pooled_settings(config), PAGE_SIZE, cost.head_dim, cost.itemsize)
         raw = page // PAGE_SIZE * config.group_size * entries
+        pages = (free - slots) // page
         host = (
-            f"; raw tokens of {free // page:,} pages take {free // page * raw / 2**30:.1f} GiB of "
-            f"host memory, {max(1, 2**30 // raw):,} pages a GiB: --num-gpu-blocks-override"
+            f"; raw tokens of {pages:,} pages take {pages * raw / 2**30:.1f} GiB of host memory, "
+            f"{max(1, 2**30 // raw):,} pages a GiB: --num-gpu-blocks-override"
         )
     table = Table(
         title=f"vLLM on one GPU of {gib:.4g} GiB: tokens in the cache",
@@ -121,6 +132,6 @@ def capacity_table(
     for column in ("tokens of\na request", "full", "CCA", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for length in lengths:
-        full, compact = held_tokens(cost, config, length, free)
+        full, compact = held_tokens(cost, config, length, free, slots)
         table.add_row(str(length), f"{full:,}", f"{compact:,}", f"{compact / max(1, full):.1f}x")
     return table

@@ -1,21 +1,34 @@
 """Keep the raw tokens of fetch in host memory, by the pages of their layer's core tokens: what a
-page of core tokens stands for is written, shared and evicted with it. Needs vLLM."""
+page of core tokens stands for is written, shared and evicted with it. Groups that were fetched
+lately are in slots on the device. Needs vLLM."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from corecontext.cache.host_memory import available_bytes, host_zeros
 from corecontext.integrations.vllm.cache_specs import CoreSpec
+from corecontext.integrations.vllm.page_layout import SLOTS_SHARE
+from corecontext.ops.triton.paged.group_slots import GroupSlots
 
 OPTION = "core_context_host_gib"
 """GiB of host memory for raw tokens of each worker, in vLLM's --additional-config; without it all
 that is available."""
 _logger = init_logger("vllm.core_context")
+
+
+class HostTokens(NamedTuple):
+    """Hold the raw tokens of a layer."""
+
+    tokens: Tensor
+    """[P, Hkv, tokens of a page, 2 D] in host memory."""
+    slots: GroupSlots | None
 
 
 class HostPages:
@@ -25,12 +38,15 @@ class HostPages:
         vllm_config: Of the server.
         spec: Of the caches of core tokens.
         num_layers: Layers with such caches.
+        num_slots: Slots of a request and KV head.
 
     Raises:
         ValueError: the option is no number of GiB.
     """
 
-    def __init__(self, vllm_config: VllmConfig, spec: CoreSpec, num_layers: int) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, spec: CoreSpec, num_layers: int, num_slots: int
+    ) -> None:
         self.cache_config = vllm_config.cache_config
         self.spec = spec
         self.shape = (spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
@@ -43,21 +59,43 @@ class HostPages:
                 "--additional-config."
             )
         self.is_checked = False
+        self.num_slots = num_slots * vllm_config.scheduler_config.max_num_seqs
+        self.group = (spec.tokens_per_state, 2 * spec.head_size)
 
-    def make(self, cores: Tensor) -> Tensor:
-        """Return raw tokens [P, Hkv, tokens of a page, 2 D] for a cache of core tokens.
+    def slots(self, device: torch.device) -> Tensor | None:
+        """Return memory for the slots of a layer, [Hkv, n, g, 2 D]; None without slots."""
+        if not self.num_slots:
+            return None
+        count = self.num_slots
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            most = SLOTS_SHARE * self.cache_config.gpu_memory_utilization * total
+            slot_bytes = math.prod(self.group) * self.page_bytes // math.prod(self.shape[1:])
+            count = max(1, min(count, int(most / slot_bytes)))
+        heads = self.spec.num_kv_heads
+        return torch.empty((heads, count, *self.group), dtype=self.spec.dtype, device=device)
+
+    def make(self, cores: Tensor, kept: Tensor | None) -> HostTokens:
+        """Return raw tokens for a cache of core tokens.
+
+        Args:
+            cores: [P, Hkv, E, 2 D].
+            kept: Memory for the slots.
 
         Raises:
             ValueError: they do not fit into the memory for them.
         """
-        count = cores.shape[0]
+        count, heads, entries, _ = cores.shape
+        slots = None
+        if kept is not None:
+            slots = GroupSlots.make(kept, (count, entries, heads))
         if self.cache_config.num_gpu_blocks is None:
             # A run that measures the memory of captured steps: all pages are one.
             page = host_zeros((1, *self.shape), cores.dtype, cores.device)
-            return page.expand(count, *self.shape)
+            return HostTokens(page.expand(count, *self.shape), slots)
         if not self.is_checked:
             self._check(count)
-        return host_zeros((count, *self.shape), cores.dtype, cores.device)
+        return HostTokens(host_zeros((count, *self.shape), cores.dtype, cores.device), slots)
 
     def _check(self, count: int) -> None:
         """Raise ValueError where the pages of all layers do not fit; else print their bytes."""

@@ -28,10 +28,10 @@ WAY_OUT = "Change it by --hf-overrides, or serve the model by `corecontext serve
 TAKEN = (
     *("group_size", "layer_group_sizes", "head_group_sizes", "window_size", "sink_size"),
     *("core_position", "core_bias", "core_mass"),
-    *("fetch_groups", "fetch_index", "fetch_share", "store"),
+    *("fetch_groups", "fetch_index", "fetch_share", "store", "fetch_slots"),
 )
 """Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
-UNUSED = ("fetch_slots", "backend")
+UNUSED = ("backend",)
 """Settings without an effect here: there is one backend."""
 PREFILL = {False: "fetch", True: "full"}
 """A value of `prefill` besides "auto": without fetch it is the same."""

@@ -20,6 +20,9 @@ from corecontext.config import CCAConfig
 from corecontext.ops.fetch.index import index_of
 from corecontext.visibility import local_start, num_sinks, num_visible_cores, window_capacity
 
+SLOTS_SHARE = 0.1
+"""Most of the memory that vLLM may use for slots of groups of raw tokens in host memory."""
+
 
 class Reads(NamedTuple):
     """Hold the entries that one query reads, each by its number from 0; no token is read twice."""

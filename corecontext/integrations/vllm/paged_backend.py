@@ -38,7 +38,7 @@ from corecontext.ops.fetch.prompt_rule import NO_END, reading_of
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged.attend_rows import Work, attend_rows, rotations_of
+from corecontext.ops.triton.paged.attend_rows import FarPages, Work, attend_rows, rotations_of
 from corecontext.ops.triton.paged.batch_parts import AttendWhole, Kind, Part, attend_parts, parts_of
 from corecontext.ops.triton.paged.chunk import attend_longest_chunk
 from corecontext.ops.triton.paged.index_pages import write_index
@@ -308,7 +308,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         raw: tuple[Tensor, StepMetadata],
         cores: tuple[Tensor, StepMetadata],
         dtype: torch.dtype,
-    ) -> tuple[Pages, Pages, IndexPages | None, Pages | None]:
+    ) -> tuple[Pages, Pages, IndexPages | None, FarPages | None]:
         """Return the pages of raw tokens and of core tokens, with fetch their index, for queries of
         this dtype, and the raw tokens in host memory. Views are made once: they take the host
         longer than a launch."""
@@ -317,11 +317,13 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             page_bytes = cache.spec.page_size_bytes if self.config.core_mass else None
             index = index_pages_of(cores[0], dtype, self.spec) if self.spec.fetch_groups else None
             placed = pages_of(cores[0], cores[1].table, page_bytes)
-            host = None if cache.host is None else pages_of(cache.host, cores[1].table)
+            host = None
+            if cache.host is not None:
+                host = FarPages(pages_of(cache.host.tokens, cores[1].table), cache.host.slots)
             cache.pages = (pages_of(raw[0], raw[1].table), placed, index, host)
         raw_pages, core_pages, index, host = cache.pages
         table = cores[1].table
-        host = host and host._replace(table=table)
+        host = host and host._replace(pages=host.pages._replace(table=table))
         return raw_pages._replace(table=raw[1].table), core_pages._replace(table=table), index, host
 
     def _attend_compact(
@@ -362,9 +364,11 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         core_slots = cores[1].slots
         raw, cores, index, host = self._pages(raw, cores, query.dtype)
         store_tokens(key, value, step.slots, raw)
+        slots = None
         if host is not None:
-            store_tokens(key, value, core_slots, host)
-        pool_pages(query, step.batch, raw, cores, self.spec)
+            store_tokens(key, value, core_slots, host.pages)
+            slots = host.slots
+        pool_pages(query, step.batch, raw, cores, self.spec, slots)
         write_index(len(query), step.batch, raw, cores.table, index, self.spec)
 
         def choose(tokens: slice) -> None:
@@ -379,7 +383,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             if run.kind is Kind.DECODING:
                 choose(run.tokens)
             elif run.kind is Kind.SHARING:
-                pages = (host or raw, cores)
+                pages = (host.pages if host else raw, cores)
                 pages = tuple(x._replace(table=x.table[run.sequences]) for x in pages)
                 reading = reading_of(self.config, query.device.type, True)
                 attend_sharing((q, k, v), run.past, pages, self.spec, reading, results)
@@ -450,6 +454,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             attend_longest(query, *sizes, self.spec, reading)
         most = self.vllm_config.scheduler_config.max_num_seqs
         most *= 1 + num_drafts(self.vllm_config)
+        self.caches.cores.take_slots(query.device)
         rotations_of(self.spec.index.bits, self.head_size, query.dtype, query.device)
         Work.of(query[:most], self.num_kv_heads, self.longest, self.spec)
 

@@ -2,6 +2,7 @@
 depend on shapes only:
 
 rotate, score, select   as in a decoding step without pages (`decode/step_with_fetch.py`)
+mark, claim             slots of chosen groups in host memory (`group_slots.py`)
 attend                  to first tokens, core tokens of groups not chosen, raw tokens of chosen
                         groups and of the window, as one list; long ones are shared out
 merge                   the shares
@@ -34,6 +35,7 @@ from corecontext.ops.triton.decode.plan import (
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.paged.group_slots import NOT_KEPT, GroupSlots, find_places
 from corecontext.ops.triton.paged.pages import (
     IndexPages,
     Pages,
@@ -72,6 +74,7 @@ def _attend_rows_kernel(
     WIDTH: tl.constexpr,
     HAS_MASS: tl.constexpr,
     HAS_FAR: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -83,15 +86,15 @@ def _attend_rows_kernel(
     Args:
         cores: As of `_attend_pages_kernel`.
         raw: Pointers to keys and values of raw tokens, then to those of raw tokens before the
-            window.
+            window, then to slots of their groups [Hkv, n, GROUP, 2 D].
         strides, page_sizes: As there, and then those of raw tokens before the window.
         tables: Pointers to the tables of both kinds of pages.
         rows: Pointers of `Rows`.
         choice: Pointers to groups [T Hkv, num_chosen] and marks [T Hkv, WIDTH], as `select_kernel`
-            writes them.
+            writes them, and to places [T Hkv, num_chosen], as `find_places` does.
         partial: Pointers to the shares' outputs [T Hkv, shares, HEADS, D] and log-sum-exp.
     """
-    kv_heads, window_size = integers(numbers)
+    kv_heads, window_size, num_slots = integers(numbers)
     q_strides, page_strides, core_strides, mass_strides, table_strides, far_strides = strides
     n = tl.program_id(0).to(tl.int64)
     row = n // kv_heads
@@ -114,6 +117,8 @@ def _attend_rows_kernel(
     core_table_ptr = tables[1] + sequence * table_strides[1]
     chosen_ptr = choice[0] + n * num_chosen
     marks_ptr = choice[1] + n * WIDTH
+    places_ptr = choice[2] + n * num_chosen
+    slots_ptr = raw[4] + head * num_slots * GROUP * (2 * TILE.dim)
 
     # The list: first tokens, core tokens, tokens of chosen groups, the window.
     num_fetched = tl.minimum(groups, num_chosen) * GROUP
@@ -159,11 +164,24 @@ def _attend_rows_kernel(
             # mutant vllm: chosen tokens are read from the window's pages
             k_at = tl.where(is_far, far_keys_ptr + far_at, k_at)
             v_at = tl.where(is_far, far_values_ptr + far_at, v_at)
+        if HAS_SLOTS:
+            found = tl.load(places_ptr + place // GROUP, mask=is_fetched, other=-1)
+            is_kept = found < NOT_KEPT
+            slot = tl.maximum(tl.where(is_kept, -3 - found, found), 0).to(tl.int64)
+            slot_ptrs = slots_ptr + (slot * GROUP + place % GROUP) * (2 * TILE.dim)
+            k_at = tl.where(found >= 0, slot_ptrs, k_at)
+            v_at = tl.where(found >= 0, slot_ptrs + TILE.dim, v_at)
         k_at = tl.multiple_of(k_at, ALIGNMENT)
         v_at = tl.multiple_of(v_at, ALIGNMENT)
         mask = inside[:, None] & (dims < TILE.dim)[None, :]
         k = tl.load(k_at[:, None] + dims[None, :], mask=mask, other=0.0)
         v = tl.load(v_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        if HAS_SLOTS:
+            slot_ptrs = tl.multiple_of(slot_ptrs, ALIGNMENT)[:, None] + dims[None, :]
+            # mutant vllm: a group that a step loads is not kept
+            kept = mask & is_kept[:, None]
+            tl.store(slot_ptrs, k, mask=kept)
+            tl.store(slot_ptrs + TILE.dim, v, mask=kept)
 
         # Score them; core tokens of chosen groups are not seen.
         mass = 0.0
@@ -234,6 +252,15 @@ class Work(NamedTuple):
         )
 
 
+class FarPages(NamedTuple):
+    """Hold raw tokens before the window."""
+
+    pages: Pages
+    """By the table of core tokens."""
+    slots: GroupSlots | None = None
+    """Groups of theirs on the device."""
+
+
 def attend_rows(
     q: Tensor,
     rows: Rows,
@@ -242,7 +269,7 @@ def attend_rows(
     longest: int,
     spec: Spec,
     out: Tensor,
-    far: Pages | None = None,
+    far: FarPages | None = None,
 ) -> None:
     """Attend from new tokens to all that they see under fetch (docs/math.md, eq. 15).
 
@@ -252,13 +279,12 @@ def attend_rows(
             and its index.
         longest: At least the tokens of each sequence; launches depend on it.
         out: [T, H, D], contiguous, written.
-        far: Raw tokens before the window, by the table of core tokens; None where pages of raw
-            tokens hold them, too.
+        far: Raw tokens before the window; None where pages of raw tokens hold them, too.
     """
     q = contiguous_rows(q)
     raw, cores = pages
     has_far = far is not None
-    far = far or raw
+    far, slots = far or FarPages(raw)
     kv_heads = raw.k.shape[2]
     work = Work.of(q, kv_heads, longest, spec)
     plan = work.plan
@@ -317,13 +343,19 @@ def attend_rows(
         BLOCK_K=power_of_2(num_chosen),
         num_warps=plan.select_warps,
     )
+    # Kernels do not touch the tensors that stand in for missing ones.
+    choice, kept, num_slots = (*work.choice, work.choice[0]), raw.k, 0
+    if slots is not None:
+        choice = (*work.choice, torch.empty_like(work.choice[0]))
+        kept, num_slots = slots.tokens, slots.owner.shape[1]
+        find_places(slots, choice, cores, rows.sequences, spec.sinks)
     launch(
         _attend_rows_kernel,
         (count, work.partial[0].shape[1]),
         (
-            *(q, (raw.k, raw.v, far.k, far.v), (cores.k, cores.v, mass)),
-            *((raw.table, cores.table), tuple(rows), work.choice, work.partial),
-            *(ints(kv_heads, spec.window_size), float(spec.scale)),
+            *(q, (raw.k, raw.v, far.k, far.v, kept), (cores.k, cores.v, mass)),
+            *((raw.table, cores.table), tuple(rows), choice, work.partial),
+            *(ints(kv_heads, spec.window_size, num_slots), float(spec.scale)),
         ),
         (
             (q.stride()[:2], *strides_of(raw, cores, mass), far.k.stride()[:3]),
@@ -335,7 +367,8 @@ def attend_rows(
         WIDTH=plan.scoring.width,
         HAS_MASS=cores.mass is not None,
         HAS_FAR=has_far,
-        ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v, far.k, far.v),
+        HAS_SLOTS=slots is not None,
+        ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v, far.k, far.v, kept),
         TILE=plan.tile,
         **plan.attend_options,
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.paged.group_slots import GroupSlots
 from corecontext.ops.triton.paged.pages import (
     Batch,
     Pages,
@@ -80,6 +81,7 @@ def _pool_pages_kernel(
     page_tables,
     tables,
     sequences,
+    slots,
     num_sequences,
     scale,
     softcap,
@@ -92,6 +94,7 @@ def _pool_pages_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -108,6 +111,8 @@ def _pool_pages_kernel(
         page_tables: Pointers to the tables of both kinds of pages.
         tables: Pointers to cosines and sines.
         sequences: Pointers to each sequence's first new token and to its length.
+        slots: Pointers to the table of `GroupSlots`, where the group's slot is forgotten, and to
+            the clock, which goes on.
     """
     keys_ptr, values_ptr = raw
     core_keys_ptr, core_values_ptr, mass_ptr = cores
@@ -117,6 +122,9 @@ def _pool_pages_kernel(
     q_strides, page_strides, core_strides, mass_strides, table_strides = strides
     sequence, block = owned_block(starts_ptr, num_sequences, tl.program_id(0), GROUP)
     head = tl.program_id(1).to(tl.int64)
+    if HAS_SLOTS:
+        if (tl.program_id(0) == 0) & (head == 0):
+            tl.store(slots[1], tl.load(slots[1]) + 1)
     first = tl.load(starts_ptr + sequence)
     length = tl.load(lengths_ptr + sequence)
     past = length - (tl.load(starts_ptr + sequence + 1) - first)
@@ -202,6 +210,10 @@ def _pool_pages_kernel(
         if HAS_MASS:
             mass_at = page * mass_strides[0] + entry * mass_strides[1] + head * mass_strides[2]
             tl.store(mass_ptr + mass_at, mass)
+        if HAS_SLOTS:
+            # mutant vllm: a page of another sequence keeps the slots of the one before
+            core = page * page_sizes[1] + entry
+            tl.store(slots[0] + core * tl.num_programs(1) + head, -1)
 
 
 def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
@@ -225,7 +237,14 @@ def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
     )
 
 
-def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) -> None:
+def pool_pages(
+    q: Tensor,
+    batch: Batch,
+    raw: Pages,
+    cores: Pages,
+    spec: Spec,
+    slots: GroupSlots | None = None,
+) -> None:
     """Write the core tokens, and with `cores.mass` the masses, of the groups that new tokens
     complete (docs/math.md, eq. 1 to 3 and 14).
 
@@ -233,6 +252,7 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
         q: [T, H, D], of the new tokens, rotary applied.
         raw: Holds the new tokens already; D is even.
         spec: One core token for each KV head, pooled by "cca".
+        slots: Those of these groups are forgotten: their pages were another sequence's.
     """
     q = contiguous_rows(q)
     kv_heads, dim = raw.k.shape[2:]
@@ -243,13 +263,14 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
     # Kernels do not touch the tensors that stand in for missing ones.
     tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
+    table_and_clock = (raw.k, raw.k) if slots is None else (slots.table, slots.clock)
     sequences = batch.lengths.shape[0]
     launch(
         _pool_pages_kernel,
         (num_blocks(q.shape[0], sequences, g), kv_heads),
         (
             *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table), tables),
-            *((batch.starts, batch.lengths), sequences),
+            *((batch.starts, batch.lengths), table_and_clock, sequences),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
@@ -263,6 +284,7 @@ def pool_pages(q: Tensor, batch: Batch, raw: Pages, cores: Pages, spec: Spec) ->
         INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
         HAS_MASS=cores.mass is not None,
         HAS_SOFTCAP=spec.softcap is not None,
+        HAS_SLOTS=slots is not None,
         GROUP=g,
         BLOCK_R=power_of_2(heads),
         BLOCK_G=tiles.block_g,

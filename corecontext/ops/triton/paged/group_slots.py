@@ -1,0 +1,165 @@
+"""Keep recently fetched groups of raw tokens in host memory on the device, for all sequences of
+block tables: by the place of a group's core token, so sequences that share pages share slots.
+
+A step first marks the slots of the groups that it chose, then gives the missing ones slots that it
+does not read, of those that were not read for long. The launch that attends loads them. Programs
+take slots at the same time, so two sequences may load the same group in a step, each for itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corecontext.ops.triton.launch import ints, launch, power_of_2
+from corecontext.ops.triton.paged.pages import Pages
+from corecontext.ops.triton.primitives import integers
+
+_TRIES = tl.constexpr(8)
+"""Slots that a missing group asks for: the first must not have been read in the last 128 steps, the
+next in the last 64 and so on, the last one not in this step."""
+NOT_KEPT = tl.constexpr(-2)
+"""Place of a group that has no slot: it is read from host memory. Those below it are to be loaded
+into slot -3 - place, -1 is no group."""
+
+
+class GroupSlots(NamedTuple):
+    """Hold groups of raw tokens of a layer on the device."""
+
+    tokens: Tensor
+    """[Hkv, n, g, 2 D], keys before values."""
+    table: Tensor
+    """The slot of each core token in its page, [P, E, Hkv] in int32, -1 for none."""
+    owner: Tensor
+    """The core token of each slot, page times E plus entry, [Hkv, n] in int32, -1 for none."""
+    last_used: Tensor
+    """The step that last read each slot, [Hkv, n] in int64."""
+    hands: Tensor
+    """Slots that were asked for so far, [Hkv] in int64."""
+    clock: Tensor
+    """Steps so far, [1] in int64; a step counts itself when it pools."""
+
+    @classmethod
+    def make(cls, tokens: Tensor, cores: tuple[int, int, int]) -> GroupSlots:
+        """Return empty slots for so many core tokens, P, E and Hkv."""
+
+        def filled(*shape: int, value: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=tokens.device)
+
+        heads, count = tokens.shape[:2]
+        return cls(
+            tokens,
+            table=filled(*cores, value=-1, dtype=torch.int32),
+            owner=filled(heads, count, value=-1, dtype=torch.int32),
+            last_used=filled(heads, count, value=-1000, dtype=torch.int64),
+            hands=filled(heads, value=0, dtype=torch.int64),
+            clock=filled(1, value=0, dtype=torch.int64),
+        )
+
+
+@triton.jit
+def _slots_kernel(
+    chosen_ptr,
+    places_ptr,
+    slots,
+    core_table_ptr,
+    sequences_ptr,
+    numbers,
+    num_chosen,
+    CLAIMS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Mark the slots of the groups that a token has chosen, or, where CLAIMS, give those without a
+    slot one.
+
+    Grid: (T Hkv,).
+
+    Args:
+        chosen_ptr: [T Hkv, num_chosen] in int32, -1 for none.
+        places_ptr: As chosen_ptr: slots, or as `NOT_KEPT` says.
+        slots: Pointers to `GroupSlots` without the tokens.
+    """
+    kv_heads, num_slots, page_size, first_group, table_stride = integers(numbers)
+    table_ptr, owner_ptr, last_used_ptr, hands_ptr, clock_ptr = slots
+    n = tl.program_id(0).to(tl.int64)
+    head = n % kv_heads
+    owner_ptr += head * num_slots
+    last_used_ptr += head * num_slots
+    table_ptr += head
+    choices = tl.arange(0, BLOCK_K)
+    inside = choices < num_chosen
+    at = n * num_chosen + choices
+    group = tl.load(chosen_ptr + at, mask=inside, other=-1)
+    exists = group >= 0
+    entry = group + first_group
+    sequence = tl.load(sequences_ptr + n // kv_heads).to(tl.int64)
+    core_table_ptr += sequence * table_stride
+    page = tl.load(core_table_ptr + entry // page_size, mask=exists, other=0)
+    core = page * page_size + entry % page_size
+    core_at = core.to(tl.int64) * kv_heads
+    clock = tl.load(clock_ptr)
+    if not CLAIMS:
+        slot = tl.load(table_ptr + core_at, mask=exists, other=-1)
+        # mutant vllm: a step may evict a group that it reads
+        tl.store(last_used_ptr + slot, clock + core_at * 0, mask=slot >= 0)
+        place = tl.where(exists & (slot < 0), NOT_KEPT, slot)
+        tl.store(places_ptr + at, place, mask=inside)
+    else:
+        place = tl.load(places_ptr + at, mask=inside, other=-1)
+        is_missing = place == NOT_KEPT
+        count = tl.sum(is_missing.to(tl.int32), 0)
+        tries = count * 0
+        while (count > 0) & (tries < _TRIES):
+            first = tl.atomic_add(hands_ptr + head, count.to(tl.int64))
+            slot = (first + tl.cumsum(is_missing.to(tl.int32), 0) - 1) % num_slots
+            age = clock - tl.load(last_used_ptr + slot, mask=is_missing, other=0)
+            is_free = is_missing & (age > tl.where(tries < _TRIES - 1, 128 >> tries, 0))
+            before = tl.atomic_max(last_used_ptr + slot, clock + core_at * 0, mask=is_free)
+            # Another program may have taken it.
+            is_free = is_free & (before < clock)
+            old = tl.load(owner_ptr + slot, mask=is_free, other=-1)
+            old_ptr = table_ptr + old.to(tl.int64) * kv_heads
+            has_old = old >= 0
+            is_owner = has_old & (tl.load(old_ptr, mask=has_old, other=-1) == slot)
+            # mutant vllm: an evicted group keeps its slot
+            tl.store(old_ptr, slot.to(tl.int32) * 0 - 1, mask=is_owner)
+            tl.store(owner_ptr + slot, core, mask=is_free)
+            tl.store(table_ptr + core_at, slot.to(tl.int32), mask=is_free)
+            place = tl.where(is_free, -3 - slot.to(tl.int32), place)
+            is_missing = is_missing & ~is_free
+            count = tl.sum(is_missing.to(tl.int32), 0)
+            tries += 1
+        tl.store(places_ptr + at, place, mask=inside)
+
+
+def find_places(
+    slots: GroupSlots, choice: tuple[Tensor, ...], cores: Pages, sequences: Tensor, sinks: int
+) -> None:
+    """Write where the groups are that new tokens have chosen.
+
+    Args:
+        choice: Groups [T Hkv, k], -1 for none, their marks, and the places that are written, as the
+            groups.
+        cores: The table is that of all sequences.
+        sequences: Row of the table of each new token.
+        sinks: First tokens, which have no core tokens.
+    """
+    chosen, _, places = choice
+    num_chosen = chosen.shape[1]
+    page_size = cores.k.shape[1]
+    first_group = sinks // slots.tokens.shape[2]
+    sizes = (*slots.owner.shape, page_size, first_group, cores.table.stride(0))
+    for claims in (False, True):
+        launch(
+            _slots_kernel,
+            (chosen.shape[0],),
+            (chosen, places, slots[1:], cores.table, sequences, ints(*sizes)),
+            (num_chosen,),
+            CLAIMS=claims,
+            BLOCK_K=power_of_2(num_chosen),
+            num_warps=1 if num_chosen <= 64 else 4,
+        )
