@@ -103,7 +103,7 @@ def replayed_pages(share: float, length: int, num_slots: int) -> Iterator[None]:
 
     def find_places(slots: GroupSlots, choice: tuple[Tensor, ...], *rest: Any) -> None:
         num_seen = length // slots.tokens.shape[2]
-        replay.write(*choice[:2], slots.clock, (num_seen, num_slots))
+        replay.write(choice[0], choice[1], slots.clock, (num_seen, num_slots))
         find(slots, choice, *rest)
 
     with mock.patch.object(attend_rows, "find_places", find_places):

@@ -302,7 +302,7 @@ def test_prompts_are_read_by_their_rule_and_answers_choose(
     device = torch.get_default_device().type
     monkeypatch.setitem(prompt_rule.PROMPT_LENGTHS, device, full_until)
     fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": store, "core_mass": True}
-    fetch["fetch_share"] = 6
+    fetch |= {"fetch_share": 6, "fetch_slots": 1}
     config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
     config.speculative_config = SimpleNamespace(
         method="ngram",
@@ -331,6 +331,7 @@ def test_prompts_are_read_by_their_rule_and_answers_choose(
 def test_host_memory_that_holds_no_pages_of_raw_tokens_is_refused(make_layers, monkeypatch):
     """Pages of two groups, two layers: 2 x 2 x 8 x 32 numbers of 4 bytes."""
     fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": "host", "core_mass": True}
+    fetch["fetch_slots"] = 3
     config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
     config.additional_config = {host_pages.OPTION: 4096 * 21.5 / 2**30}
     make_layers(config)
@@ -339,13 +340,18 @@ def test_host_memory_that_holds_no_pages_of_raw_tokens_is_refused(make_layers, m
     config.cache_config.num_gpu_blocks = None
     runner = Runner(config, 21)
     layer = runner.layers["model.layers.0.self_attn.attn.cores"]
-    assert layer.host.shape == (21, KV_HEADS, 8, 2 * DIM)
+    assert layer.host.tokens.shape == (21, KV_HEADS, 8, 2 * DIM)
+    slots = layer.host.slots
+    count = 3 * config.scheduler_config.max_num_seqs
+    assert slots.tokens.shape == (KV_HEADS, count, 4, 2 * DIM)
+    assert slots.table.shape == (21, 2, KV_HEADS)
     config.cache_config.num_gpu_blocks = None
     layer.bind_kv_cache(layer.kv_cache)
-    assert layer.host.stride(0) == 0, "a run that measures memory has one page"
+    assert layer.host.slots.tokens is slots.tokens and layer.host.slots.table is not slots.table
+    assert layer.host.tokens.stride(0) == 0, "a run that measures memory has one page"
     config.additional_config = {host_pages.OPTION: "much"}
     with pytest.raises(ValueError, match="core_context_host_gib must be a number more than 0"):
-        host_pages.HostPages(config, layer.spec, 1)
+        host_pages.HostPages(config, layer.spec, 1, 0)
 
 
 def causal_within(q, k, v, batch, spec, out) -> None:

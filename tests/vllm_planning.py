@@ -21,6 +21,7 @@ def planning_config(page_size: int = 16) -> SimpleNamespace:
     return SimpleNamespace(
         cache_config=SimpleNamespace(
             block_size=page_size,
+            gpu_memory_utilization=0.9,
             enable_prefix_caching=True,
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
             hash_block_size=None,

@@ -165,12 +165,12 @@ def _attend_rows_kernel(
             k_at = tl.where(is_far, far_keys_ptr + far_at, k_at)
             v_at = tl.where(is_far, far_values_ptr + far_at, v_at)
         if HAS_SLOTS:
-            found = tl.load(places_ptr + place // GROUP, mask=is_fetched, other=-1)
-            is_kept = found < NOT_KEPT
-            slot = tl.maximum(tl.where(is_kept, -3 - found, found), 0).to(tl.int64)
+            group_place = tl.load(places_ptr + place // GROUP, mask=is_fetched, other=-1)
+            is_kept = group_place < NOT_KEPT
+            slot = tl.maximum(tl.where(is_kept, -3 - group_place, group_place), 0).to(tl.int64)
             slot_ptrs = slots_ptr + (slot * GROUP + place % GROUP) * (2 * TILE.dim)
-            k_at = tl.where(found >= 0, slot_ptrs, k_at)
-            v_at = tl.where(found >= 0, slot_ptrs + TILE.dim, v_at)
+            k_at = tl.where(group_place >= 0, slot_ptrs, k_at)
+            v_at = tl.where(group_place >= 0, slot_ptrs + TILE.dim, v_at)
         k_at = tl.multiple_of(k_at, ALIGNMENT)
         v_at = tl.multiple_of(v_at, ALIGNMENT)
         mask = inside[:, None] & (dims < TILE.dim)[None, :]

@@ -121,12 +121,12 @@ def _slots_kernel(
             before = tl.atomic_max(last_used_ptr + slot, clock + core_at * 0, mask=is_free)
             # Another program may have taken it.
             is_free = is_free & (before < clock)
-            old = tl.load(owner_ptr + slot, mask=is_free, other=-1)
-            old_ptr = table_ptr + old.to(tl.int64) * kv_heads
-            has_old = old >= 0
-            is_owner = has_old & (tl.load(old_ptr, mask=has_old, other=-1) == slot)
+            evicted = tl.load(owner_ptr + slot, mask=is_free, other=-1)
+            evicted_ptr = table_ptr + evicted.to(tl.int64) * kv_heads
+            has_owner = evicted >= 0
+            is_owner = has_owner & (tl.load(evicted_ptr, mask=has_owner, other=-1) == slot)
             # mutant vllm: an evicted group keeps its slot
-            tl.store(old_ptr, slot.to(tl.int32) * 0 - 1, mask=is_owner)
+            tl.store(evicted_ptr, slot.to(tl.int32) * 0 - 1, mask=is_owner)
             tl.store(owner_ptr + slot, core, mask=is_free)
             tl.store(table_ptr + core_at, slot.to(tl.int32), mask=is_free)
             place = tl.where(is_free, -3 - slot.to(tl.int32), place)
