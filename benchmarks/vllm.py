@@ -193,7 +193,8 @@ def _measured(
         trial.warm_up()
         trial.profile()
         return []
-    trial.cache_tokens()
+    if not bench.pages:
+        trial.cache_tokens()
     trial.warm_up()
     for length in bench.lengths:
         trial.alone(length)

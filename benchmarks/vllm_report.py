@@ -31,7 +31,12 @@ QUANTITIES = {
     "vllm.requests_per_s": Quantity("requests per second", lambda x: f"{x:.3g}", True),
     "vllm.cache_tokens": Quantity("tokens in the cache", lambda x: f"{x:,.0f}", True),
 }
-METHODS = {"full": "FlashAttention", "cca": "core context", "fetch": "fetch"}
+METHODS = {
+    "full": "FlashAttention",
+    "cca": "core context",
+    "fetch": "fetch",
+    "host": "fetch, host memory",
+}
 
 
 def vllm_markdown(records: Sequence[Record]) -> str:
@@ -58,18 +63,23 @@ def _table(records: Sequence[Record], where: str) -> str:
     ]
     measured = set().union(*map(_methods, rows))
     columns = [*COLUMNS, _method("full")]
-    for method in ("cca", "fetch"):
+    for method in ("cca", "fetch", "host"):
         if method in measured:
             columns += [_method(method), Column("gain", partial(_gain, method))]
     return "\n".join([*markdown(columns, rows), "", f"{where}.", ""])
 
 
 def _methods(row: Row) -> set[str]:
-    return {record.params["method"] for record in row}
+    return set(map(_method_of, row))
+
+
+def _method_of(record: Record) -> str:
+    """Return a record's method; fetch from host memory has a column of its own."""
+    return "host" if record.params.get("store") == "host" else record.params["method"]
 
 
 def _value(row: Row, method: str) -> float | None:
-    record = latest(row, row[0].name, method=method)
+    record = latest([x for x in row if _method_of(x) == method], row[0].name)
     return None if record is None else record.value
 
 
@@ -111,6 +121,8 @@ def _load(record: Record) -> str:
     p = record.params
     if record.name == "vllm.cache_tokens":
         load = f"requests of {p['length']:,} tokens"
+        if p.get("memory_share", 0.9) != 0.9:
+            load += f", {p['memory_share']:.0%} of the memory"
     elif "length" in p:
         load = f"{shown_tokens(p['length'])} alone"
     else:

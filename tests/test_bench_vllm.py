@@ -190,6 +190,12 @@ def test_the_table_has_the_newest_of_both_methods():
     records.append(record("vllm.next_token_ms", 4.0, "fetch", "2", **alone))
     row = vllm_markdown(records).splitlines()[2]
     assert row == "| next token | 32K alone | 6 ms | 3 ms | 2.00x | 4 ms | 1.50x |"
+    records.append(record("vllm.next_token_ms", 5.0, "fetch", "3", **alone, store="host"))
+    sizes = {"length": 33792, "memory_share": 0.37}
+    records.append(record("vllm.cache_tokens", 3e6, "fetch", "1", **sizes, store="host"))
+    row, *_, last = vllm_markdown(records).splitlines()[2:-2]
+    assert row.endswith("| 4 ms | 1.50x | 5 ms | 1.20x |")
+    assert "| requests of 33,792 tokens, 37% of the memory |" in last
 
 
 def test_other_numbers_of_requests_give_no_gain():
