@@ -20,11 +20,10 @@ from reproduction.html_page import (
     percent,
     table,
 )
-from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, methods
+from reproduction.methods import SCRATCH, SCRATCH_FINE, Method, alike, methods
 from reproduction.plan import from_scratch, later_seed, layers_of, tuned
 from reproduction.quality_tables import brief_markdown
 from reproduction.sizes import Size
-from reproduction.targets import cost_of, targets
 
 STRATEGIES = (
     ("none", "cca_zero"),
@@ -93,7 +92,7 @@ class _Report(NamedTuple):
         section = self.page.section
         figure = self.figure
         text = f"<p>{about(self.size)}</p>"
-        section("what", "What this is", text, targets(self.page, self.size))
+        section("what", "What this is", text)
         title = "Methods, adapted from one model with equal batches, steps and rate"
         section("methods", title, self.all_methods(), figure("methods", "gain kept by method"))
         section("layers", "Which layers and KV heads need small groups", *self.layers())
@@ -131,7 +130,11 @@ class _Report(NamedTuple):
         return image(self.figures.get(name), text)
 
     def cost(self, name: str, method: Method) -> Record | None:
-        return cost_of(self.page, name, self.methods, method)
+        """Return the cost of a method's attention, whichever method it was measured under."""
+        costs = (
+            self.page.find(name, of="methods", method=same) for same in alike(self.methods, method)
+        )
+        return next((record for record in costs if record is not None), None)
 
     # Columns
 

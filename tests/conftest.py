@@ -9,16 +9,14 @@ import sys
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # read by the import of torch; the processes share the cores
+    # Read by the import of torch; the processes share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read once, when triton is first imported by whatever test
+    # Read once, when triton is first imported by whatever test.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

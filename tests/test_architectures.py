@@ -74,7 +74,6 @@ def test_architectures_train_and_are_served(family):
 
 
 # Architectures that no test has
-# -------------------------------------------------------------------------------------------------
 
 
 def hunyuan():

@@ -304,9 +304,8 @@ def test_cache_bytes_are_those_of_sinks_and_window():
     model = tiny_model()
     with baselines.enabled(model, StreamingLLM(4, 10)), torch.no_grad():
         cache = returned_cache(model(tokens(1, 120), use_cache=True))
-    assert cache_bytes(cache) == 2 * 2 * 2 * 16 * 4 * (
-        4 + 10
-    )  # layers, K and V, KV heads, head size, bytes
+    # Layers, K and V, KV heads, head size, bytes.
+    assert cache_bytes(cache) == 2 * 2 * 2 * 16 * 4 * (4 + 10)
 
 
 def test_refusals():

@@ -89,10 +89,8 @@ def clock(monkeypatch):
 
 def test_samples_warm_up_and_budget(clock):
     calls = []
-    assert (
-        len(timing.sample_seconds(lambda: calls.append(1), repeats=4, warm_up=2)) == 4
-        and len(calls) == 6
-    )
+    assert len(timing.sample_seconds(lambda: calls.append(1), repeats=4, warm_up=2)) == 4
+    assert len(calls) == 6
     slow = timing.sample_seconds(lambda: clock.sleep(2.0), repeats=50, warm_up=0, budget_s=3.0)
     assert slow == [2.0, 2.0]
 
@@ -167,9 +165,8 @@ def test_the_operator_bench_records_time_floor_and_memory(records):
         (m, n, b) for m in ("full", "cca") for n in (256, 300) for b in (False, True)
     }
     assert all(r.value > 0 for r in records if r.unit == "ms")
-    assert all(
-        r.value >= 0 for r in peaks
-    )  # Linux counts resident pages by batches, more than these sizes may need
+    # Linux counts resident pages by batches, more than these sizes may need.
+    assert all(r.value >= 0 for r in peaks)
     times = [r for r in records if r.params["method"] in ("full", "cca") and r.unit == "ms"]
     assert all(r.q20 <= r.value <= r.q80 for r in times)
     assert "group_size" not in next(r for r in records if r.params["method"] == "full").params
@@ -212,10 +209,8 @@ def test_a_wrong_baseline_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=None))
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     missing = check.check_correct(("flash_attn_4", "cca"), SIZES, 8, 40, longest=100)
-    assert (
-        list(missing) == ["flash_attn_4"]
-        and "wrong on this machine: query" in missing["flash_attn_4"]
-    )
+    assert list(missing) == ["flash_attn_4"]
+    assert "wrong on this machine: query" in missing["flash_attn_4"]
 
 
 def test_fetch_is_checked_with_fewer_groups_than_there_are(monkeypatch):
@@ -317,9 +312,8 @@ def test_flex_attentions_blocks_are_those_of_the_mask(length, g, s):
         dense, (0, -(slots + length) % block, 0, -length % block), value=True
     )
     rows_inside = inside.clone()
-    rows_inside[:length] = padded[
-        :length
-    ]  # rows past the end may be anything, entries past it are never seen
+    # Rows past the end may be anything, entries past it are never seen.
+    rows_inside[:length] = padded[:length]
     every = rows_inside.unflatten(1, (-1, block)).unflatten(0, (-1, block)).all(3).all(1)
     assert not (whole & ~every).any()
     if length % block == 0:
@@ -362,9 +356,8 @@ def test_every_pass_and_number_of_heads_is_measured(more):
     assert {r.params["timer"] for r in more if r.params["method"] == "cca" and r.unit == "ms"} == {
         "wall"
     }
-    assert len(operator_report.time_rows(more)) == 18 and all(
-        row.best and row.share for row in operator_report.time_rows(more)
-    )
+    assert len(operator_report.time_rows(more)) == 18
+    assert all(row.best and row.share for row in operator_report.time_rows(more))
 
 
 def test_what_is_not_installed_is_said(more):
@@ -577,37 +570,6 @@ def test_a_figure_needs_a_known_ending_and_matplotlib(monkeypatch):
         drawing.check_plot("a.png")
 
 
-def test_the_readme_table_takes_the_newest_ours_and_the_fastest_full():
-    row, other = operator_report.time_rows(
-        [
-            fake(9.0, "full", 64, "flash"),
-            fake(5.0, "full", 64, "cudnn"),
-            fake(3.0, "cca", 64),
-            fake(2.0, "cca", 64),
-            fake(0.5, "floor", 64, "matmul", of="cca"),
-            fake(1.0, "cca", 128),
-        ]
-    )
-    assert (row.best, row.cca, row.floor, row.gain, row.share) == (
-        ("cudnn", 5.0),
-        2.0,
-        0.5,
-        2.5,
-        0.25,
-    )
-    assert other.best is None and other.length == 128
-
-
-def test_the_readme_shows_memory_by_length(records):
-    found = operator_report.memory_rows(records)
-    assert [(row.pass_name, row.length) for row in found] == [
-        (p, n) for p in ("forward", "forward_backward") for n in (256, 300)
-    ]
-    text = operator_tables.operator_markdown(records)
-    assert f"**{records[0].device}**, 4 query heads of 16, float32, g = 8, s = 40:" in text
-    assert f"| 2 | 256 | {found[0].best[1] / MIB:.1f} MiB | " in text
-
-
 def test_the_readme_is_rewritten_between_its_marks(records, tmp_path, monkeypatch):
     results, readme = tmp_path / "results", tmp_path / "README.md"
     append_records(results / "operator.jsonl", records)
@@ -715,10 +677,8 @@ def test_the_default_recipe_is_timed_with_its_heads_and_its_teacher(monkeypatch)
     assert f"| {one.default.value:.0f} |" in training_markdown(records)
     few = TrainingBench((96,), "tiny", ("cca_raw",), group_size=4, window_size=16, repeats=1)
     (skipped,) = training.run_training_bench(few)
-    assert (
-        skipped.name == "training.skipped"
-        and "must be at most 0 of 4 KV heads" in skipped.params["reason"]
-    )
+    assert skipped.name == "training.skipped"
+    assert "must be at most 0 of 4 KV heads" in skipped.params["reason"]
 
 
 def test_a_training_step_that_is_wrong_is_not_timed(monkeypatch):
@@ -759,28 +719,6 @@ def test_help_of_every_benchmark(capfd):
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         assert "--help" in capfd.readouterr().out
-
-
-def test_the_tables_of_fetch_take_the_newest_records():
-    place = {"kv_heads": 8, "length": 32768, "batch": 1}
-    model = {**place, "method": "fetch_host", "fetch_slots": 64}
-    records = [
-        make_record("operator.forward_ms", 9.0, {**place, "method": "fetch"}),
-        make_record("operator.forward_ms", 7.0, {**place, "method": "fetch"}),
-        make_record("operator.forward_ms", 1.0, {**place, "method": "fetch", "timer": "graph"}),
-        make_record("operator.forward_ms", 0.5, {**place, "method": "floor"}),
-        make_record("operator.decode_us", 50.0, {**place, "method": "cca", "timer": "graph"}),
-        make_record("model.next_token_ms", 8.5, model),
-        make_record("model.host_bytes", 2**30, model),
-        make_record("model.tokens_per_s", 1500.0, {**model, "batch": 32}),
-        make_record("model.tokens_per_s", 1600.0, {**model, "batch": 16}),
-    ]
-    lines = figures.fetch_markdown(records).splitlines()
-    assert "| forward | 8 | 32,768 |  |  | 7 ms |  |  |  |" in lines
-    assert "| 8 | 32,768 | 1 |  | 50 us |  |" in lines
-    name = "| fetch, raw tokens in host memory | 32,768 | 64 |"
-    assert f"{name}  | 8.5 ms |  | 1 GiB |" in lines
-    assert f"{name} 16 | 1,600 |" in lines
 
 
 @pytest.fixture

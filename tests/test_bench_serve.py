@@ -33,11 +33,9 @@ def test_arrivals_follow_the_rate():
         count = sum(hour * 100 <= t < hour * 100 + 100 for t in found)
         expected = sum(rate(hour * 100 + t + 0.5) for t in range(100))
         assert abs(count - expected) < 5 * math.sqrt(expected)
-    assert (
-        max(rate(t) for t in range(1000)) == pytest.approx(20)
-        and rate(580) == 20
-        and rate(80) == pytest.approx(2)
-    )
+    assert max(rate(t) for t in range(1000)) == pytest.approx(20)
+    assert rate(580) == 20
+    assert rate(80) == pytest.approx(2)
 
 
 def test_prompts_are_distinct_after_what_they_share():
@@ -159,9 +157,8 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
         64,
     )
     first = [r for r in records if r.name == "serve.first_token_s" and r.params.get("rate") == 4]
-    assert {r.params["quantile"] for r in first} == {0.5, 0.99} and all(
-        0 < r.value < 60 for r in first
-    )
+    assert {r.params["quantile"] for r in first} == {0.5, 0.99}
+    assert all(0 < r.value < 60 for r in first)
     limits = [
         (r.params["variant"], r.value, r.params["reached"])
         for r in records
@@ -174,14 +171,11 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     assert saturated["serve.tokens_per_s"].value == pytest.approx(
         6 * saturated["serve.requests_per_s"].value
     )
-    assert (
-        saturated["serve.requests_per_s"].params["requests"] == 5
-        and saturated["serve.failed"].value == 0
-    )
+    assert saturated["serve.requests_per_s"].params["requests"] == 5
+    assert saturated["serve.failed"].value == 0
     records = [r for r in records if r.params["mode"] != "saturated"]
-    assert (tmp_path / "day.svg").stat().st_size > 5000 and (
-        tmp_path / "rise.svg"
-    ).stat().st_size > 5000
+    assert (tmp_path / "day.svg").stat().st_size > 5000
+    assert (tmp_path / "rise.svg").stat().st_size > 5000
     kept = newest_run(records)
     assert {r.params["variant"] for r in kept} == {"fixed", "cca:4:16"}
     draw_serve(records, "again.svg")

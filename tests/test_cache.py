@@ -278,9 +278,8 @@ def test_select_and_repeat_rows(sinks):
     mask = left_padding(3, 70)
     layer = CompactLayer(config, ROTARY)
     fed(layer, tensors, [40], mask)
-    fed(
-        layer, [x[:, :, 40:45] for x in tensors], [5]
-    )  # a draft, so that what it pushed out must follow too
+    # A draft, so that what it pushed out must follow too.
+    fed(layer, [x[:, :, 40:45] for x in tensors], [5])
     rows = torch.tensor([2, 0, 0])
     layer.select(rows)
     layer.repeat(2)
@@ -524,10 +523,8 @@ def test_a_shrunk_window_is_exact_from_then_on(g, s, smaller, sinks, max_length,
     ):
         expected = reference(config, *tensors, attention_mask=mask)[:, :, span]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
-    assert (
-        layer.config == CCAConfig.pooling(g, smaller, sink_size=sinks)
-        and layer.ring_size == smaller + g - 1
-    )
+    assert layer.config == CCAConfig.pooling(g, smaller, sink_size=sinks)
+    assert layer.ring_size == smaller + g - 1
     if max_length is not None:
         numbers = 2 * D + (g > 1)  # of a key and a value, and the mass of groups of several tokens
         entry = 3 * 2 * numbers * 8  # rows, KV heads, float64

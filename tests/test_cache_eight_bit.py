@@ -229,9 +229,8 @@ def test_the_triton_step_stores_and_sees_the_same(kind, case):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_triton_step_in_half_precision(kind):
     pytest.importorskip("triton", reason="the triton backend needs triton")
-    dtype = (
-        torch.bfloat16 if torch.cuda.is_available() else torch.float16
-    )  # the interpreter gets bfloat16 wrong
+    # The interpreter gets bfloat16 wrong.
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float16
     config, tensors = (
         CCAConfig.paper(4, 9, cache_dtype=kind, backend="triton"),
         qkv(1, 4, 2, 34, dtype=dtype),

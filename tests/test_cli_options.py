@@ -317,7 +317,6 @@ def test_an_option_of_a_setting_is_its_field():
 
 
 # Outputs
-# -------------------------------------------------------------------------------------------------
 
 
 def test_records_go_to_the_file_or_alone_to_standard_output(here, capsys):

@@ -112,9 +112,8 @@ def test_training_on_four_processes_equals_one(tmp_path, monkeypatch):
     for name in wanted:
         torch.testing.assert_close(weights[name], wanted[name], rtol=1e-4, atol=1e-5, msg=name)
     card = (tmp_path / "four/model/README.md").read_text()
-    assert (
-        f"evaluation: loss {result.metrics['eval_loss']:.4f}" in card
-    )  # each process has a part of each row
+    # Each process has a part of each row.
+    assert f"evaluation: loss {result.metrics['eval_loss']:.4f}" in card
     assert "3 steps, 720 tokens" in card
 
 

@@ -231,13 +231,11 @@ def test_long_documents_come_more_often_within_their_source():
     for source, share in (("web", 0.7), ("books", 0.75), ("short", 0.0)):
         drawn = order[names[order] == source]
         tokens, long = lengths[drawn].sum(), lengths[drawn][lengths[drawn] > 500].sum()
-        assert (
-            abs(tokens - lengths[names == source].sum()) <= 1000
-        )  # the mixture stays, to one document
+        # The mixture stays, to one document.
+        assert abs(tokens - lengths[names == source].sum()) <= 1000
         assert abs(long / tokens - share) < 0.05
-    assert len(set(order[:20].tolist())) > 5 and np.array_equal(
-        order, upsampled(lengths, sources, 500, 0.7, seed=0)
-    )
+    assert len(set(order[:20].tolist())) > 5
+    assert np.array_equal(order, upsampled(lengths, sources, 500, 0.7, seed=0))
 
 
 def test_long_documents_have_more_tokens_than_the_bound():

@@ -212,9 +212,8 @@ def test_the_prompt_is_the_document_with_facts(settings):
     for question in prompt.questions:
         assert question.fact.sentence in text
         assert tokenizer.decode(question.token_ids) == question.fact.prompt
-        assert 0 < question.depth < 1 and question.distance == pytest.approx(
-            (1 - question.depth) * 1500, abs=2
-        )
+        assert 0 < question.depth < 1
+        assert question.distance == pytest.approx((1 - question.depth) * 1500, abs=2)
 
 
 @pytest.mark.parametrize("device, tokens", [("cpu", compare.CPU_TOKENS), ("cuda", 7936)])

@@ -314,7 +314,6 @@ def test_facts_stand_at_equal_distances_and_have_room_for_an_answer(model):
 
 
 # Results
-# -------------------------------------------------------------------------------------------------
 
 VALUES = {
     "first_token_s": (4.0, 2.0, 1.0),

@@ -159,13 +159,11 @@ def test_multidoc_prompts(data):
         lines = item.make().prompt.split("\n")
         documents = [line for line in lines if line.startswith("Document [")]
         assert len(documents) == 5 and "Passage 0 " in documents[item.params["position"]]
-        assert not any(
-            "Passage 11 " in line for line in documents
-        )  # holds an answer: never a distractor
+        # Holds an answer: never a distractor.
+        assert not any("Passage 11 " in line for line in documents)
         assert lines[-2:] == ["Question: what does 0 say", "Answer:"]
-    assert multidoc_qa.gold_places(20, 5) == [0, 5, 10, 14, 19] and multidoc_qa.gold_places(
-        2, 5
-    ) == [0, 1]
+    assert multidoc_qa.gold_places(20, 5) == [0, 5, 10, 14, 19]
+    assert multidoc_qa.gold_places(2, 5) == [0, 1]
     with pytest.raises(UserError, match="documents must lie between 1 and the 12"):
         multidoc_qa.items(data, Settings(documents=(13,)), Stub(True))
     with pytest.raises(UserError, match="at most 11 for question q0"):
@@ -173,7 +171,6 @@ def test_multidoc_prompts(data):
 
 
 # Resuming
-# -----------------------------------------------------------------------------------------------
 
 
 def test_interrupted_runs_resume(data, tmp_path):
@@ -200,9 +197,8 @@ def test_interrupted_runs_resume(data, tmp_path):
         file.write('{"name": "quality.sc')  # a line that a power cut left
     second = Stub(True).learn(items)
     records = run_task(TASKS["multidoc_qa"], data, settings, second, IDENTITY, results=results)
-    assert len(second.asked) == len(items) - 4 and len(records) == len(items) == len(
-        read_records(results)
-    )
+    assert len(second.asked) == len(items) - 4
+    assert len(records) == len(items) == len(read_records(results))
     third = Stub(False).learn(items)
     assert (
         run_task(TASKS["multidoc_qa"], data, settings, third, IDENTITY, results=results) == records
@@ -241,7 +237,6 @@ def test_items_that_do_not_fit_are_left_out_and_said(data, capsys):
 
 
 # Real models, command line
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

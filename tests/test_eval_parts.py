@@ -46,7 +46,6 @@ class Words:
 
 
 # Questions
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_question_is_asked_as_it_says_and_recorded():
@@ -83,11 +82,9 @@ def test_a_window_fits_the_model_exactly():
 
 
 # The model under test
-# -------------------------------------------------------------------------------------------------
 
 
 # Data and settings
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +155,6 @@ def test_models_of_one_name_on_the_hub_are_told_apart():
 
 
 # Prompts of the other tasks
-# -------------------------------------------------------------------------------------------------
 
 
 def test_distractors_are_similar_ones_then_a_sample():
@@ -243,7 +239,6 @@ def test_windows_have_the_length_the_limit_and_the_domain_that_is_asked(tmp_path
 
 
 # Summaries
-# -------------------------------------------------------------------------------------------------
 
 
 def test_the_whole_is_the_mean_of_its_items():

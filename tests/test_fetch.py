@@ -67,7 +67,6 @@ def attended(tokens: Tokens, cores: Cores, spec: Spec, bias: torch.Tensor | None
 
 
 # Laws
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["reference", "packed"])
@@ -215,7 +214,6 @@ def test_documents_of_different_length_have_gradients_of_their_own_choice():
 
 
 # Agreement with the reference
-# -------------------------------------------------------------------------------------------------
 
 
 def compare(x, index: str, **options) -> None:
@@ -328,7 +326,6 @@ def test_the_registered_operator_has_the_settings():
 
 
 # Memory
-# -------------------------------------------------------------------------------------------------
 
 
 class LargestTensor(TorchDispatchMode):
@@ -370,7 +367,6 @@ def test_memory_follows_the_sequence_not_the_settings(where):
 
 
 # A choice that is given
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["reference", "packed"])
@@ -437,7 +433,6 @@ def test_a_choice_of_other_numbers_or_elsewhere_is_refused():
 
 
 # Indices
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", INDICES)
@@ -553,7 +548,6 @@ def test_keys_as_decoded_have_the_products_of_the_scores(name):
 
 
 # Settings
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,6 @@ def test_a_temporary_file_has_the_ending_and_the_folder_of_its_target(tmp_path):
 
 
 # Terminal and memory
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_log_has_a_line_of_progress_every_ten_seconds(monkeypatch, capsys):

@@ -182,9 +182,8 @@ def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
             return far_loss(model, [ids])
 
         idle, busy = search_units([Unit(0), Unit(1)], 1, loss).trials
-        assert loss((Unit(1, 0), Unit(1, 1))) == pytest.approx(
-            busy.loss, abs=1e-5
-        )  # both heads are the layer
+        # Both heads are the layer.
+        assert loss((Unit(1, 0), Unit(1, 1))) == pytest.approx(busy.loss, abs=1e-5)
         assert len({loss((Unit(1, 0),)), loss((Unit(1, 1),)), busy.loss}) == 3
     assert busy.loss == pytest.approx(full, abs=1e-5) and abs(idle.loss - full) > 1e-3
 
@@ -295,10 +294,8 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
     assert found.config == at_equal_cache(
         Shape(2, 2), [unit], CCAConfig.pooling(4, 32), 128, raw=True
     )
-    assert (
-        found.config.layer_group_sizes[unit.layer][unit.head] == 1
-        and 16 < found.config.window_size < 32
-    )
+    assert found.config.layer_group_sizes[unit.layer][unit.head] == 1
+    assert 16 < found.config.window_size < 32
 
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     command = ["layers", str(tmp_path / "text.txt"), "--model", tiny, "--length", "128"]
@@ -318,16 +315,13 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
         made = model.generate(ids[:, :200], max_new_tokens=8, do_sample=False)
     assert made.shape == (1, 208) and made[0, 200] == whole
     handle_of(model).configure(window_size=32)
-    assert (
-        abs(far_loss(model, rows) - found.chosen) > 1e-5
-    )  # it was not measured with the window as it was
+    # It was not measured with the window as it was.
+    assert abs(far_loss(model, rows) - found.chosen) > 1e-5
 
     again = [*command, "--heads", "--model", str(out)]  # the window has paid already
     again = [one for one in again if one not in ("--group-size", "4", "--window-size", "32")]
-    assert (
-        main(again) == 2
-        and "window-size must be given with --raw for a check" in capsys.readouterr().err
-    )
+    assert main(again) == 2
+    assert "window-size must be given with --raw for a check" in capsys.readouterr().err
     assert main([*again, "--window-size", "32"]) == 0
     assert (
         f"window_size = {found.config.window_size}\nlayer_group_sizes = " in capsys.readouterr().out

@@ -165,9 +165,8 @@ def test_padded_rows_take_back_select_and_save():
     with pytest.raises(ValueError, match="crop must leave the window whole"):
         cache.crop(30)
     assert cache.seq_len == 61
-    torch.testing.assert_close(
-        cache.attend(*step)[0, 2:4], other.attend(*step)[0, 2:4]
-    )  # no part was cropped
+    # No part was cropped.
+    torch.testing.assert_close(cache.attend(*step)[0, 2:4], other.attend(*step)[0, 2:4])
     cache.select(torch.tensor([1, 0]))
     assert cache.pads == [11, 0]
     cache.repeat(2)
@@ -194,9 +193,8 @@ def test_a_crop_that_one_group_size_refuses_changes_no_part():
 def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
     model, ids = tiny_model("llama"), tokens(2, 50)
     with corecontext.enabled(model, MIXED) as handle:
-        assert [one.head_group_sizes for one in handle.layers] == [None, (1, 5)] and handle.layers[
-            0
-        ].group_size == 7
+        assert [one.head_group_sizes for one in handle.layers] == [None, (1, 5)]
+        assert handle.layers[0].group_size == 7
         options = {"max_new_tokens": 12, "do_sample": False}
         wanted = model.generate(ids, use_cache=False, **options)
         assert torch.equal(model.generate(ids, **options), wanted)
@@ -224,9 +222,8 @@ def test_a_model_generates_what_it_generates_without_a_cache(tmp_path):
 
 def test_settings_survive_json_and_are_checked():
     assert CCAConfig.from_dict(json.loads(json.dumps(MIXED.to_dict()))) == MIXED
-    assert MIXED.of_layer(1).head_group_sizes == (1, 5) and MIXED.of_layer(0) == CCAConfig.paper(
-        7, 13
-    )
+    assert MIXED.of_layer(1).head_group_sizes == (1, 5)
+    assert MIXED.of_layer(0) == CCAConfig.paper(7, 13)
     assert MIXED.replace(group_size=6) == CCAConfig.paper(6, 13)
     of_heads = CCAConfig.paper(4, 13, head_group_sizes=(4, 8))
     assert of_heads.replace(group_size=6) == CCAConfig.paper(6, 13)

@@ -67,7 +67,6 @@ def generated(model, ids, mask=None, **options):
 
 
 # The same tokens
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,11 +147,9 @@ def test_prefill_gives_the_logits_of_one_pass(model):
             model, ids, mask, chunk_size=chunk_size, on_chunk=seen.append
         )
         assert positions.tolist() == list(LENGTHS) and cache.get_seq_length() == 41
-        assert (
-            seen[-1] == 41
-            and seen == sorted(seen)
-            and (chunk_size != 6 or seen == [6, 12, 18, 24, 30, 36, 41])
-        )
+        assert seen[-1] == 41
+        assert seen == sorted(seen)
+        assert chunk_size != 6 or seen == [6, 12, 18, 24, 30, 36, 41]
         for row, own in zip(rows, logits):
             with torch.no_grad():
                 torch.testing.assert_close(
@@ -250,7 +247,6 @@ def test_num_groups_becomes_the_group_size_of_the_prompt():
 
 
 # Streams
-# ------------------------------------------------------------------------------------------------
 
 
 def test_tokens_stream_in_order_and_no_step_is_wasted(model, monkeypatch):
@@ -343,9 +339,8 @@ def test_stop_strings_end_with_the_token_that_completes_them(model):
         for row, own in zip(free, made):
             ends = (n for n in range(1, 31) if stop in Letters().decode(row[:n]))
             assert own == row[: next(ends, 30)]
-    assert (
-        engine.generate(ids, max_new_tokens=30, stop_strings=stop, tokenizer=Letters()) == made
-    )  # one as it is
+    # One as it is.
+    assert engine.generate(ids, max_new_tokens=30, stop_strings=stop, tokenizer=Letters()) == made
 
 
 def test_sampling_is_reproducible_and_that_of_generate(model):
@@ -469,7 +464,6 @@ def test_settings_of_generate_are_taken_over():
 
 
 # Elastic g and s
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1, 12])
@@ -547,11 +541,9 @@ def test_policy_chooses_what_the_request_does_not(model):
         stream = engine.stream(ids, max_new_tokens=3, queue_length=queue, **chosen)
         assert (stream.group_size, stream.window_size) == expected
         list(stream)
-    assert (
-        seen[0] == Load(0, 0, 10**6, None, 30)
-        and seen[1].time_to_first_token > 0
-        and len(seen) == 3
-    )
+    assert seen[0] == Load(0, 0, 10**6, None, 30)
+    assert seen[1].time_to_first_token > 0
+    assert len(seen) == 3
     with engine.stream(ids, max_new_tokens=3) as stream:
         next(stream)
         assert engine.load().cache_bytes_used == stream.session.allocated_bytes > 0
@@ -564,9 +556,8 @@ def test_table_policy():
     assert policy(Load()) == (4, 64) and policy(Load(queue_length=5)) == (4, 64)
     assert policy(Load(queue_length=6)) == (8, 32) and policy(Load(queue_length=99)) == (16, 16)
     assert policy(Load(cache_bytes_used=95, cache_bytes_budget=100)) == (16, 16)
-    assert policy(Load(cache_bytes_used=95)) == (4, 64) and policy(
-        Load(time_to_first_token=1.7)
-    ) == (8, 32)
+    assert policy(Load(cache_bytes_used=95)) == (4, 64)
+    assert policy(Load(time_to_first_token=1.7)) == (8, 32)
     assert TablePolicy()(Load()) == (32, 160, 64)
     for rows in ((), ((0.5, 1, 1), (0.5, 2, 2))):
         with pytest.raises(ValueError, match="^rows must rise in pressure"):
@@ -576,7 +567,6 @@ def test_table_policy():
 
 
 # Limits
-# ------------------------------------------------------------------------------------------------
 
 
 def test_position_limit_considers_scaling():
@@ -607,9 +597,8 @@ def test_too_long_prompts_are_refused(model):
         Engine(model, static=True).stream(tokens(1, 250), max_new_tokens=7)
     ids, mask = tokens(1, 300), torch.ones(1, 300)
     mask[:, :50] = 0
-    assert (
-        len(Engine(model, static=True).generate(ids, mask, max_new_tokens=6)[0]) == 6
-    )  # padding takes no positions
+    # Padding takes no positions.
+    assert len(Engine(model, static=True).generate(ids, mask, max_new_tokens=6)[0]) == 6
 
 
 @pytest.mark.parametrize(
@@ -804,7 +793,6 @@ def test_lengths_round_up_by_an_eighth_at_most():
 
 
 # Reuse
-# ------------------------------------------------------------------------------------------------
 
 
 def test_sessions_are_reused_with_their_buffers(model):

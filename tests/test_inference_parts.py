@@ -42,7 +42,6 @@ def model(default_device):
 
 
 # Settings
-# ------------------------------------------------------------------------------------------------
 
 
 def test_settings_are_the_requests_else_the_policys_else_the_models():
@@ -59,10 +58,8 @@ def test_settings_are_the_requests_else_the_policys_else_the_models():
     assert chosen(policy=None) == CONFIG and chosen() == CCAConfig.paper(2, 6) and asked == [load]
     assert chosen(3) == CCAConfig.paper(3, 6) and chosen(None, 9) == CCAConfig.paper(2, 9)
     assert len(asked) == 3 and chosen(3, 9) == CCAConfig.paper(3, 9) and len(asked) == 3
-    assert (
-        chosen(3, policy=None) == CCAConfig.paper(3, 13)
-        and chosen(None, 4, policy=None).group_size == 5
-    )
+    assert chosen(3, policy=None) == CCAConfig.paper(3, 13)
+    assert chosen(None, 4, policy=None).group_size == 5
     varied = CCAConfig.paper(5, 13, layer_group_sizes=(2, 3))
     assert chosen(config=varied) == varied.replace(window_size=6)
     by_length = CCAConfig.paper(window_size=10, num_groups=4)
@@ -122,9 +119,8 @@ def test_a_table_lowers_the_groups_fetched_before_it_touches_g_and_s():
 def test_sizes_are_cut_to_the_text_and_a_table_gives_its_rows():
     large = CCAConfig.pooling(50, 60, sink_size=70)
     assert cut_to(large, 55) == CCAConfig.pooling(50, 55, sink_size=55)
-    assert (
-        cut_to(large, 40) == CCAConfig.pooling(40, 40, sink_size=40) and cut_to(large, 99) == large
-    )
+    assert cut_to(large, 40) == CCAConfig.pooling(40, 40, sink_size=40)
+    assert cut_to(large, 99) == large
     varied = CCAConfig.paper(50, 60, layer_group_sizes=(90, 3))
     assert cut_to(varied, 20) == varied.replace(window_size=20)
     assert table_rows(3, 10) == ((0.5, 3, 10), (0.8, 6, 5), (1.0, 12, 2))
@@ -153,7 +149,6 @@ def test_sizes_are_cut_to_the_text_and_a_table_gives_its_rows():
 
 
 # Limits
-# ------------------------------------------------------------------------------------------------
 
 
 def config_of(**fields):
@@ -253,9 +248,8 @@ def test_a_chunk_is_as_large_as_saturates_and_fits(monkeypatch):
     fake.memory_reserved.return_value, fake.memory_allocated.return_value = 70, 30
     fake.mem_get_info.return_value = (1000, 5000)
     monkeypatch.setattr(chunk_size.torch, "cuda", fake)
-    assert (
-        chunk_size.free_bytes(cuda) == 1040 and chunk_size.free_bytes(torch.device("cpu")) is None
-    )
+    assert chunk_size.free_bytes(cuda) == 1040
+    assert chunk_size.free_bytes(torch.device("cpu")) is None
     for fits, batch, size in ((511, 1, 255), (512, 1, 256), (1023, 1, 256), (1024, 1, 512)):
         monkeypatch.setattr(chunk_size, "free_bytes", lambda device, fits=fits: fits * each)
         assert chunk_size.choose_chunk_size(config, torch.float16, cuda, batch) == size
@@ -309,7 +303,6 @@ def test_memory_that_ran_out_is_explained():
 
 
 # Prompts
-# ------------------------------------------------------------------------------------------------
 
 
 def test_padding_is_counted_and_stands_on_the_left():
@@ -394,7 +387,6 @@ def test_the_meter_measures_the_fullest_chunk_and_what_a_token_adds(model, monke
 
 
 # Sampling
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -440,9 +432,8 @@ def test_the_settings_of_a_generation_config_give_way_to_the_requests():
     assert take(config, temperature=2.0, top_k=None, top_p=0.5) == Sampling(2.0, 7, 0.5)
     assert take(config, top_k=0) == Sampling(0.5, None, 1.0)
     config = SimpleNamespace(do_sample=False, temperature=None, top_k=None, top_p=None)
-    assert take(config, top_p=0.5) == Sampling() and take(config, do_sample=True) == Sampling(
-        1.0, 50
-    )
+    assert take(config, top_p=0.5) == Sampling()
+    assert take(config, do_sample=True) == Sampling(1.0, 50)
 
 
 def test_each_row_is_chosen_by_its_own_sampling_whatever_its_neighbours():
@@ -500,7 +491,6 @@ def test_a_sampler_starts_anew_with_each_request():
 
 
 # Sessions and streams
-# ------------------------------------------------------------------------------------------------
 
 
 def test_of_the_whole_probability_the_top_k_stay():
@@ -824,7 +814,6 @@ def test_a_window_shrinks_before_the_prompt_is_read_and_equal_sizes_change_nothi
 
 
 # `generate`
-# ------------------------------------------------------------------------------------------------
 
 
 def test_what_the_engine_does_not_have_is_generated_by_transformers(monkeypatch):

@@ -189,11 +189,9 @@ def test_sizes_that_hold_nothing(device, backend):
                 attention_mask=mask,
                 return_lse=True,
             )
-            assert (
-                out.shape == x.q.shape
-                and lse.shape == x.q.shape[:-1]
-                and lse.dtype == torch.float32
-            )
+            assert out.shape == x.q.shape
+            assert lse.shape == x.q.shape[:-1]
+            assert lse.dtype == torch.float32
         leaves = [y.requires_grad_() for y in x[:3]]  # a process without tokens calls backward, too
         out, lse = cca_attention(*leaves, rotary=rotary, backend=backend, return_lse=True)
         assert [y.shape for y in torch.autograd.grad(out.sum() + lse.sum(), leaves)] == [
@@ -370,9 +368,8 @@ def fresh_memory_is_nan():
     """Uninitialised memory holds NaN, so that a result which reads it shows it."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and bool(
-        torch.empty(3).isnan().all()
-    )
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert bool(torch.empty(3).isnan().all())
     yield
     torch.use_deterministic_algorithms(before)
 

@@ -65,9 +65,8 @@ def test_law_1_short_sequences_are_full_attention_bit_for_bit(
             "rotary": rotary_on(device),
         }
         assert torch.equal(cca_attention(x.q, x.k, x.v, **settings), full)
-        out, _ = cca_attention(
-            x.q, x.k, x.v, return_lse=True, **settings
-        )  # the operator instead of the shortcut
+        # The operator instead of the shortcut.
+        out, _ = cca_attention(x.q, x.k, x.v, return_lse=True, **settings)
         assert_equal(out, full)
 
 
@@ -103,9 +102,8 @@ def test_law_1_the_first_core_query_is_the_first_to_differ(device):
         bool(torch.allclose(out[:, :, t], full[:, :, t], rtol=0, atol=1e-12)) for t in range(20)
     ]
     assert same == [t < first_core_query(4, 7) for t in range(20)]
-    first = slice(
-        0, first_core_query(4, 7) + 1
-    )  # a sequence whose last query is the first to see a core token
+    # A sequence whose last query is the first to see a core token.
+    first = slice(0, first_core_query(4, 7) + 1)
     out = cca_attention(
         x.q[:, :, first],
         x.k[:, :, first],
@@ -260,9 +258,8 @@ def test_law_3_no_gradient_flows_from_the_past_to_the_future(device):
             rotary=rotary_on(device),
         )
         for name in ("grad_q", "grad_k", "grad_v"):
-            assert bool((found[name][:, :, t + 1 :] == 0).all()) and bool(
-                (found[name][:, :, :t] != 0).any()
-            )
+            assert bool((found[name][:, :, t + 1 :] == 0).all())
+            assert bool((found[name][:, :, :t] != 0).any())
 
 
 # Law 5: padding and packed documents.
@@ -532,9 +529,8 @@ def test_how_long_inputs_are_cut_changes_nothing(device, option, with_lse, monke
     settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
     run = functools.partial(cca_attention, return_lse=True, **settings)
     expected = results_and_gradients(functools.partial(run, backend="reference"), x, bias)
-    monkeypatch.setattr(
-        pooling_chunks, "_CHUNK_ELEMENTS", 3 * 4 * 4 * 16
-    )  # 3 groups of 4 sequences
+    # 3 groups of 4 sequences.
+    monkeypatch.setattr(pooling_chunks, "_CHUNK_ELEMENTS", 3 * 4 * 4 * 16)
     monkeypatch.setattr(packed, "_CORE_ELEMENTS", 3 * 2 * 86 * 16)  # 3 of these
     monkeypatch.setattr(packed, "_BLOCK_QUERIES", {"cpu": 14})
     monkeypatch.setattr(packed, "_BLOCK_QUERIES_DEFAULT", 14)
@@ -646,12 +642,10 @@ def test_what_all_layers_ask_is_answered_once_and_anew_after_a_change():
     assert answer(1, same) == 6 and answer(2, same) == 6 and len(asked) == 3
     same[0] = 5  # in place: no longer the same question
     assert answer(2, same) == 11 and len(asked) == 4
-    assert (
-        answer(2) is None
-        and answer(2, None, same) is None
-        and answer(2, same) == 11
-        and len(asked) == 7
-    )
+    assert answer(2) is None
+    assert answer(2, None, same) is None
+    assert answer(2, same) == 11
+    assert len(asked) == 7
     with torch.inference_mode():
         made = torch.arange(4)
         assert answer(3, made) == 6 == answer(3, made) and len(asked) == 9

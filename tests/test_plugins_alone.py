@@ -28,7 +28,6 @@ CONFIG = CCAConfig.pooling(4, 9, sink_size=3, core_mass=False)
 
 
 # kvpress
-# -------------------------------------------------------------------------------------------------
 
 
 def queries_before_rotation(module, hidden):
@@ -138,7 +137,6 @@ def test_a_press_refuses_what_a_plain_cache_cannot_hold(kvpress):
 
 
 # lm-evaluation-harness
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -201,7 +199,6 @@ def test_a_model_of_the_harness_has_its_settings_by_argument_or_checkpoint(harne
 
 
 # vLLM
-# -------------------------------------------------------------------------------------------------
 
 
 def hf_config(**cca) -> LlamaConfig:

@@ -29,11 +29,10 @@ from corecontext.integrations.hf.adapter import add_adapter
 from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.loading import load, load_config
 from corecontext.perplexity import hidden_nll
-from corecontext.record import UNITS, append_records, make_record, read_records
+from corecontext.record import append_records, make_record, read_records
 from corecontext.train.loss import Taught
 from corecontext.train.train_config import load_recipe
 from reproduction.command import main
-from reproduction.indices.tables import index_markdown
 from reproduction.real import attention as real_attention
 from reproduction.real import figure as real_figure
 from reproduction.real import plan as real_plan
@@ -46,11 +45,9 @@ from reproduction.real.methods import METHODS, WITH_HEADS, Heads, Sizes, describ
 from reproduction.real.model import Protocol, RealModel, far_half
 from reproduction.real.next_tokens import READINGS, losses_behind
 from reproduction.real.plan import Row
-from reproduction.real.preset_tables import groups_markdown, presets_markdown, prompts_markdown
 from reproduction.real.tables import (
     extended_markdown,
     real_markdown,
-    tries_markdown,
 )
 from reproduction.real.tasks import Question, list_questions, share_right
 from reproduction.real.texts import cut_windows
@@ -325,39 +322,6 @@ def test_gains_are_written_beside_rows_that_have_none(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("no gain without their ends: method fetch, model m, trained_tokens 0")
     assert "rope_theta 500000.0. Measure method streaming_llm, model m" in line
-
-
-def test_a_table_has_a_line_for_each_method_and_size():
-    shape = Shape(30, 3)
-    heads = Heads(shape, (Unit(18, 2),))
-    records = []
-    for seed in (0, 1):
-        shared = {"model": "m", "trained_tokens": 8, "seed": seed, "windows": 2, "needles": 4}
-        shared["learning_rate"] = 1e-4
-        for method, value in (("full", 4.0), ("streaming_llm", 9.0), ("cca", 6.0 + 2 * seed)):
-            sizes = describe(METHODS[method](Sizes(), heads), heads)
-            params = {"method": method, **shared, **sizes, "device_bytes": 3 << 20, "host_bytes": 0}
-            params_far = {**params, "length": 8192, "task": "far"}
-            records.append(make_record("real.perplexity", value, params_far))
-            params_needles = {**params, "length": 4000, "task": "needles"}
-            records.append(make_record("real.accuracy", 0.5, params_needles))
-    records += gain_records(records, 512)[0]
-    head, _, full, window, cca = real_markdown(records, trained=True).splitlines()
-    assert "needles, 4,000 tokens" in head
-    assert full == "| full attention | 2 | 3.0 | 4.000 ± 0.000 | 100 % | 50 % ± 0 % |"
-    assert "| 0 % |" in window and "s = 512, sinks = 16" in window
-    low, high = (100 * math.log(9 / value) / math.log(9 / 4) for value in (8, 6))
-    assert f"| {(low + high) / 2:.1f} % ± " in cca and "7.000 ± 1.414" in cca
-    assert real_markdown(records, trained=False).count("\n") == 2
-    # Other and shorter trainings have a table of their own, beside the ends of the protocol.
-    shorter = {**records[0].params, "trained_tokens": 4, "learning_rate": 1e-4}
-    other = {**records[0].params, "strategy": "lora", "lora_rank": 2, "learning_rate": 1e-3}
-    other["head_needles"] = 8
-    records += [make_record("real.perplexity", 5.0, params) for params in (shorter, other)]
-    assert real_markdown(records, trained=True).splitlines()[2] == full
-    short, lora = tries_markdown(records).splitlines()[2:]
-    assert "| the protocol's | 0.0 | 5.000 | 100 % |" in short
-    assert "| LoRA of rank 2, heads by 8 needles, rate 0.001 | 0.0 | 5.000 |" in lora
 
 
 def test_methods_share_sizes_and_bytes():
@@ -674,47 +638,6 @@ def test_windows_beyond_the_models_with_a_new_rotary_base(data, model, tmp_path,
     assert real_markdown(records, trained=True).count("\n") == 2
 
 
-def test_indices_are_shown_by_their_bytes(tmp_path):
-    shared = {"model": "m", "trained_tokens": 0, "seed": 0, "windows": 2, "needles": 0, "lists": 0}
-    heads = Heads(Shape(30, 3))
-    records = [far("full", 4.0, length=8192), far("streaming_llm", 9.0, length=8192)]
-    # Names of the same index; "parts:8:2" was measured before.
-    measured = (("bits:2", 32, 5.0), ("parts:8:2", 32, 4.9), ("pairs:2", 32, 4.5))
-    for index, count, value in (*measured, ("pairs:2", 64, 4.2)):
-        sizes = Sizes(core_mass=True, fetch_index=index, fetch_groups=count)
-        params = {**shared, **describe(METHODS["fetch"](sizes, heads), heads), "method": "fetch"}
-        params |= {"task": "far", "length": 8192, "device_bytes": 3 << 20, "host_bytes": 0}
-        records.append(make_record("real.perplexity", value, params))
-    recalled = {**params, "task": "recall", "fetch_groups": 32, "index": "learned:16:parts:16:4"}
-    records.append(make_record("real.recall", 0.25, recalled))
-    gains = gain_records(records, 16)[0]
-    table = index_markdown(records[2:] + gains).splitlines()[2:]
-    gain = [f"{100 * math.log(9 / x) / math.log(9 / 4):.1f} %" for x in (4.5, 4.2, 5.0)]
-    assert table == [
-        "| `learned:16:parts:16:4` | 16 | 8.1 | 25.0 % |  |  |  |",
-        f"| `pairs:2` | 16 | 8.1 |  | {gain[0]} |  | {gain[1]} |",
-        f"| `bits:2` | 16 | 18.0 |  | {gain[2]} |  |  |",
-    ]
-    # One window instead of two replaces no value.
-    once = {"windows": 1}
-    fewer = [far("full", 3.0, length=8192, **once), far("streaming_llm", 8.0, length=8192, **once)]
-    fewer.append(make_record("real.perplexity", 5.0, {**params, **once}))
-    fewer += gain_records(fewer, 16)[0]
-    heading, _, *rows = index_markdown(records[2:] + gains + fewer).splitlines()
-    assert heading.endswith("| gain kept, 1,024 tokens, 1 windows |")
-    ends = ["  |", f" {100 * math.log(8 / 5) / math.log(8 / 3):.1f} % |", "  |"]
-    assert rows == [row + end for row, end in zip(table, ends)]
-    # A short table has answers only, and of fetch the stores on the host where there are any.
-    records = records[2:5] + gains
-    for store in ("device", "host"):
-        params |= {"task": "needles", "store": store, "index": "pairs:2", "lists": 1}
-        records.append(make_record("real.accuracy", 0.5, params))
-        records.append(make_record("real.perplexity", 4.5, {**params, "task": "far"}))
-        (shown,) = real_markdown(records, trained=False, short=True).splitlines()[2:]
-        assert shown.startswith("| fetch, 64 groups") and shown.endswith("| 50 % |")
-        assert ("on the host" in shown) == (store == "host")
-
-
 def test_a_point_of_the_figure_is_the_mean_of_its_seeds(monkeypatch, tmp_path):
     """The newest record of each seed counts."""
     drawn = []
@@ -774,45 +697,3 @@ def test_the_figure_shows_a_point_for_each_method(tmp_path):
     counts = {"default": 2, "CCA": 1, "full attention": 1, "KVzip": 1, "SnapKV": 1}
     assert all(text.count(f"<!-- {label} -->") == count for label, count in counts.items())
     assert "Quest" not in text
-
-
-def test_the_tables_of_presets(monkeypatch):
-    def measured(name, value, method="default", **changes):
-        groups = 64
-        if method == "fetch":
-            groups = changes.pop("groups")
-        params = {"model": real_figure.SMOLLM2, "method": method, "trained_tokens": 0}
-        params |= {"length": 8192, "task": "far", "fetch_groups": groups, "index": "bits:2"}
-        params |= {"group_size": 32, "window_size": 160, "device_bytes": 2**21, "host_bytes": 0}
-        return make_record(name, value, params | changes)
-
-    large = {"model": real_figure.GEMMA, "length": 16384}
-    gain, behind = "real.gain_kept", "real.next_gain_kept"
-    records = [
-        measured("real.perplexity", 7.0, "full", device_bytes=2**24),
-        measured("real.perplexity", 7.1),
-        measured(gain, 0.5),
-        measured(gain, 0.99),
-        measured(gain, 0.75, trained_tokens=8),
-        measured(gain, 0.85, **large),
-        measured(gain, 0.9, "fetch", groups=32),
-        measured(gain, 0.1, "fetch", groups=32, index="pairs:2"),
-        measured("real.accuracy", 0.25, task="needles", length=7900),
-    ]
-    full, default = presets_markdown(records).splitlines()[2:]
-    assert full == "| full attention | 100 % | 100 % | 100 % |  |  | 16.0 MiB | 0.0 MiB |"
-    assert default == "| `default` | 99.0 % |  | 85.0 % |  | 25.0 % | 2.0 MiB | 0.0 MiB |"
-    of_user = {"model": "llama3.1-8b", "method": "default", "length": 131072}
-    monkeypatch.setitem(UNITS, "user.first_token_s", "s")
-    timed = make_record("user.first_token_s", 4.5, of_user)
-    assert " 4.5 s |" in presets_markdown([*records, timed]).splitlines()[3]
-    held = make_record("user.device_bytes", 2**31, of_user)
-    short = presets_markdown([*records, timed, held], short=True).splitlines()
-    assert short[3] == "| `default` | 99.0 % |  | 85.0 % | 25.0 % | 4.5 s |  | 2 GiB |  |"
-    head, _, half, whole = groups_markdown(records).splitlines()
-    assert head.endswith("| raw tokens | SmolLM2, 8,192 | Gemma, 16,384 |")
-    assert half == "| 32 | 1,024 | 90.0 % |  |" and whole == "| 64 | 2,048 | 99.0 % | 85.0 % |"
-    ways = zip(("query", "full", "share 16"), (0.9, 0.8, 0.7))
-    after = [measured(behind, value, task="next", prompt=prompt) for prompt, value in ways]
-    row = prompts_markdown([*records, *after]).splitlines()[2]
-    assert row == "| SmolLM2, 8,192 | `default` | 64 | 90.0 % | 80.0 % | 70.0 % |  |  |  |"

@@ -50,11 +50,9 @@ def test_a_record_survives_the_file(tmp_path):
         "command",
         "date",
     ]
-    assert (
-        line["versions"]["corecontext"]
-        and line["versions"]["torch"]
-        and line["device"] == "somewhere"
-    )
+    assert line["versions"]["corecontext"]
+    assert line["versions"]["torch"]
+    assert line["device"] == "somewhere"
 
 
 def test_names_end_with_their_units():

@@ -20,17 +20,15 @@ from test_eval import write_lines
 from tiny_model import save_tiny_model
 from transformers import LlamaForCausalLM
 
-from benchmarks import drawing
 from corecontext import CCAConfig
 from corecontext.eval.summary import Row as ScoreRow
 from corecontext.eval.summary import to_records
 from corecontext.files import UserError, alone_in
 from corecontext.methods import name_of
 from corecontext.record import append_records, make_record, read_records
-from reproduction import paper, plots
+from reproduction import paper
 from reproduction.command import main
 from reproduction.gains import gains
-from reproduction.html_page import Page
 from reproduction.methods import SCRATCH, methods
 from reproduction.miniature import add_lora, attention, make_model, merge_lora, nll_of
 from reproduction.muon import Muon
@@ -45,7 +43,7 @@ from reproduction.optimizer_step import (
 )
 from reproduction.plan import stages, tuned
 from reproduction.processes import run_on_gpus
-from reproduction.quality_tables import brief_markdown, quality_markdown, scratch_markdown
+from reproduction.quality_tables import brief_markdown
 from reproduction.report import write_report
 from reproduction.run import Miniature
 from reproduction.scoring import (
@@ -58,7 +56,6 @@ from reproduction.scoring import (
 )
 from reproduction.sizes import BRIEF, FULL, SMOKE, brief_of
 from reproduction.stages import KINDS
-from reproduction.targets import targets
 from reproduction.texts import END, SPLITS, Corpus, Row
 from reproduction.training_loop import OutOfTime, Schedule, thinned, train
 
@@ -109,14 +106,11 @@ def test_every_stage_leaves_records_and_the_report_ties_numbers_to_them(done):
         assert float(shown) == pytest.approx(100 * listed[int(number)]["value"], abs=0.051)
     assert page.count("data:image/png;base64,") == len(list(out.glob("*.png"))) >= 5
     plain = re.sub(r"base64,[^\"]+", "", page)
-    assert (
-        "://" not in plain
-        and "NaN" not in plain
-        and "nan" not in re.findall(r">([^<]*)</a>", plain)
-    )
-    assert (
-        plain.count("Not measured yet") <= 1
-    )  # models that have learned nothing have no gain to keep
+    assert "://" not in plain
+    assert "NaN" not in plain
+    assert "nan" not in re.findall(r">([^<]*)</a>", plain)
+    # Models that have learned nothing have no gain to keep.
+    assert plain.count("Not measured yet") <= 1
     for one in paper.rows():
         assert one.here in anchors or (not one.here and one.why)
         assert one.why.endswith(".")
@@ -133,27 +127,6 @@ def test_shares_of_the_gain_are_of_whole_measurements_only(done):
     assert {path.parent.name for path in out.glob("*/far_test.npy")} == whole
     assert {path.parent.name for path in out.glob("*/far_val.npy")} == whole
     assert {one.params["stage"] for one in read_records(out / "derived.jsonl")} <= whole
-
-
-def test_the_papers_rows_are_all_there():
-    found = [one.where for one in paper.rows()]
-    assert {where: found.count(where) for where in found} == {
-        "Table 1": 10,
-        "Table 2": 6,
-        "Table 3": 5,
-        "Table 4": 3,
-        "Table 5": 3,
-        "Table 6": 4,
-        "Table 7": 3,
-        "Table 8": 6,
-        "Table 9": 5,
-        "Table 10": 2,
-        "Figure 1": 1,
-        "Figure 3": 1,
-        "Figure 4": 1,
-        "Figure 5": 1,
-        "Figure 6": 1,
-    }
 
 
 def test_a_report_says_what_is_not_measured_yet(done, unpainted, tmp_path):
@@ -212,11 +185,9 @@ def test_methods_have_one_cache_size():
             ]
             n, s = one.config.sink_size, one.config.window_size
             entries[name] = sum((size.length - n) // g + n + s + g - 1 for g in per) / len(per)
-        assert (
-            len(entries) >= 12
-            and entries["sinks"] == entries["cca"]
-            and known["sinks"].config.sink_size
-        )
+        assert len(entries) >= 12
+        assert entries["sinks"] == entries["cca"]
+        assert known["sinks"].config.sink_size
         for name, count in entries.items():
             assert count <= 1.1 * entries["cca"], name  # a larger group also has a larger open end
         more = stages(size, ("distilled",))
@@ -226,7 +197,6 @@ def test_methods_have_one_cache_size():
 
 
 # Data
-# ----
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +290,6 @@ def test_questions_come_with_passages(corpus, tmp_path):
 
 
 # Training
-# ----
 
 
 def test_processes_share_a_folder_and_do_nothing_twice(tmp_path, monkeypatch, capfd):
@@ -529,9 +498,8 @@ def test_captured_steps_are_the_uncaptured_ones(name):
             with half_stream(model, "cuda"):
                 for length in (512, 1024):
                     for i in range(12):
-                        ids = torch.randint(
-                            64, (4, length), generator=draw, dtype=torch.int32
-                        )  # few, to be learned
+                        # Few, to be learned.
+                        ids = torch.randint(64, (4, length), generator=draw, dtype=torch.int32)
                         run.set_rates(1 / (1 + i))
                         found.append(run(ids, torch.ones(4, length, dtype=torch.uint8))[0])
             assert run.recorded == captures
@@ -600,7 +568,6 @@ def test_from_scratch_takes_the_best_rate_and_is_followed(done):
 
 
 # Measuring
-# ----
 
 
 def test_measurements_know_right_from_wrong(corpus, monkeypatch):
@@ -624,9 +591,8 @@ def test_measurements_know_right_from_wrong(corpus, monkeypatch):
         "reproduction.scoring.nll_of", lambda model, ids: (None, ids[:, 1:] % 5 > 0)
     )
     alone = [one for row in rows for one in answers_right(None, [row], "cpu")]
-    assert (
-        len({right for _, right in alone}) == 2 and answers_right(None, rows, "cpu") == alone
-    )  # with padding
+    # With padding.
+    assert len({right for _, right in alone}) == 2 and answers_right(None, rows, "cpu") == alone
     monkeypatch.setattr(
         "reproduction.scoring.nll_of",
         lambda model, ids: (torch.ones(ids[:, 1:].shape), None),
@@ -736,72 +702,8 @@ def test_gain_kept_is_a_share(tmp_path):
         ("mean", 0.5, 0.5),
         ("max", 0.1, 0.9),
     ):  # documents of two windows each
-        assert found[name].params["low"] == pytest.approx(low) and found[name].params[
-            "high"
-        ] == pytest.approx(high)
-
-
-def test_targets_are_judged_by_text_that_chose_nothing_and_against_all_rivals():
-    records = []
-
-    def add(name, value, method, **params):
-        records.append(
-            make_record(name, value, {"method": method, "stage": f"{method}-0", **params})
-        )
-
-    for method, val, test, held in (
-        ("cca", 0.3, 0.6, 100),
-        ("raw_1", 0.5, 0.55, 105),
-        ("log_g", 0.4, 0.7, 100),
-    ):
-        add("quality.gain_kept", val, method, split="val")
-        add("quality.gain_kept", test, method, split="test")
-        add("model.cache_bytes", held, method, of="methods")
-    for method, far, right, planted, people in (
-        ("cca", 9.0, 0.5, 0.3, 0.01),
-        ("mean", 9.5, 0.6, 0.2, 0.01),
-    ):
-        add("quality.perplexity", far, method, split="test", bucket="far")
-        add("quality.accuracy", right, method, distance="far", length=FULL.length)
-        add("quality.accuracy", planted, method, task="multidoc_planted", documents=20)
-        add("quality.accuracy", people, method, task="multidoc_qa", documents=20)
-    size = dataclasses.replace(FULL, seeds=(0,), bases=(0,))
-    add("quality.accuracy", 1.0, "raw_1", distance="far", length=FULL.length)
-    add("quality.accuracy", 0.8, "full", distance="far", length=FULL.length)
-
-    def shown():
-        text = re.sub(r"<a [^>]*>|</a>", "", targets(Page(records), size))
-        return [re.findall("<td>(.*?)</td>", row) for row in text.split("<tr>")[2:]]
-
-    rows = shown()
-    assert "(CCA, 1 of 16 KV heads keeps every token)" in rows[1][0] and rows[1][1:] == [
-        "55.0 %",
-        "missed by 5.0 %",
-    ]
-    assert [row[1:] for row in rows[2:]] == [
-        ["50.0 % against 80.0 %", "missed by 32.5 %"],
-        ["9.000 against 9.500 (mean pooling)", "met"],
-        ["50.0 % against 60.0 % (mean pooling)", "missed"],
-        ["30.0 % against 20.0 % (mean pooling)", "met"],
-        ["1.0 % against 1.0 % (mean pooling)", "the same"],
-        ["100.0 % against 80.0 %", "met"],
-        ["100.0 % against 60.0 % (mean pooling)", "met"],
-    ]
-    # a rule trained otherwise costs what its attention costs; what has more seeds is preferred, and
-    # compared by them
-    size = dataclasses.replace(FULL, seeds=(0, 1), bases=(0, 0))
-    for seed, ours, rival in ((0, 8.0, 8.5), (1, 9.0, 8.6)):
-        for method, far in (("distilled", ours), ("window", rival)):
-            more = {"method": method, "stage": f"{method}-{seed}", "bucket": "far"}
-            records.append(make_record("quality.perplexity", far, {**more, "split": "test"}))
-            for split in ("val", "test"):
-                records.append(make_record("quality.gain_kept", 0.2, {**more, "split": split}))
-    rows = shown()
-    assert "(CCA, distilled)" in rows[1][0] and rows[1][1].startswith("20.0 % &plusmn; 0.0 %")
-    assert rows[-1][1:] == [
-        "8.500 (8.000, 9.000) against 8.550 (8.500, 8.600) (window alone)",
-        "met",
-    ]
+        assert found[name].params["low"] == pytest.approx(low)
+        assert found[name].params["high"] == pytest.approx(high)
 
 
 def test_later_methods_have_the_second_seed_and_finalists_all_from_there():
@@ -819,9 +721,8 @@ def test_later_methods_have_the_second_seed_and_finalists_all_from_there():
     needs = {one.name: one.needs for one in plan}
     assert needs["cca-2"] == ("base-0",) and needs["raw_1-2"] == ("base-0", "layers-0")
     names = [one.name for one in plan]
-    assert len(set(names)) == len(names) and all(
-        need in names for one in plan for need in one.needs
-    )
+    assert len(set(names)) == len(names)
+    assert all(need in names for one in plan for need in one.needs)
     assert all(names.index(need) < names.index(one.name) for one in plan for need in one.needs)
 
 
@@ -838,120 +739,6 @@ def test_a_report_has_the_finalists_of_other_calls(tmp_path):
         [make_record("quality.perplexity", 3.0, {"stage": stage})],
     )
     assert [one.params["stage"] for one in other.records()] == [stage]
-
-
-def test_the_published_table_has_means_over_seeds_and_shares_of_each_seeds_own_gain():
-    records = []
-    for seed, scale in ((1, 1.0), (0, 2.0)):
-        for method, far in (("window", 8 * scale), ("full", 2 * scale), ("cca", 4 * scale)):
-            stage = {"method": method, "stage": f"{method}-{seed}", "seed": seed}
-            records += [
-                make_record("quality.perplexity", far, {**stage, "split": "test", "bucket": "far"}),
-                make_record(
-                    "quality.accuracy", 0.25, {**stage, "distance": "far", "length": FULL.length}
-                ),
-            ]
-    records.append(
-        make_record(
-            "quality.perplexity",
-            3.0,
-            {
-                "method": "distilled",
-                "stage": "distilled-1",
-                "seed": 1,
-                "split": "test",
-                "bucket": "far",
-            },
-        )
-    )
-    records.append(make_record("model.cache_bytes", 2**20, {"method": "cca", "of": "methods"}))
-    rows = {
-        line.split(" | ")[0][2:]: line.split(" | ")[1:]
-        for line in quality_markdown(records).splitlines()[4:]
-    }
-    assert rows["CCA, the paper's rule"] == [
-        "1, 0",
-        "6.000 ± 2.828",
-        "50.0 % ± 0.0 %",
-        "25.0 % ± 0.0 %",
-        "",
-        "1.00 |",
-    ]
-    assert (
-        rows["CCA, distilled"][0] == "1" and rows["CCA, distilled"][-1] == "1.00 |"
-    )  # its cache is CCA's
-    assert rows["CCA, distilled"][2] == f"{100 * math.log(8 / 3) / math.log(4):.1f} %"
-    assert len(rows) == 4 and rows["full attention"][2] == ""
-
-    for method, stage, far in (
-        ("window", "scratch-window-0", 9.0),
-        ("full", "base-0", 1.0),
-        ("cca", "scratch-cca-0", 3.0),
-    ):
-        records.append(
-            make_record(
-                "quality.perplexity",
-                far,
-                {"method": method, "stage": stage, "seed": 0, "split": "test", "bucket": "far"},
-            )
-        )
-    scratch = scratch_markdown(records).splitlines()
-    assert (
-        len(scratch) == 5
-        and scratch[3] == "| CCA, the paper's rule | 0 | 3.000 | 50.0 % |  |  | 1.00 |"
-    )
-
-
-def test_sizes_without_a_cost_are_left_out_of_the_figure(tmp_path):
-    records = [
-        make_record(
-            "quality.perplexity",
-            10.0 + g,
-            {
-                "stage": "flexibility",
-                "bucket": "far",
-                "split": "test",
-                "group_size": g,
-                "window_size": 64,
-            },
-        )
-        for g in (2, 4)
-    ]
-    records += [
-        make_record(name, 1024.0, {"of": "sizes", "group_size": 4, "window_size": 64})
-        for name in ("model.cache_bytes", "model.first_token_s")
-    ]
-    drawn = plots._flexibility(tmp_path, records, FULL)
-    assert [[tuple(line.get_xydata()[0]) for line in panel.lines] for panel in drawn.axes] == [
-        [(2**-10, 14.0)],
-        [(1024e3, 14.0)],
-    ]
-
-
-def test_curves_from_two_contexts_have_equal_steps(tmp_path):
-    def write(name, steps):
-        (tmp_path / name).mkdir()
-        lines = [{"step": step, "loss": 1.0} for step in range(4, steps + 1, 4)]
-        (tmp_path / name / "curve.jsonl").write_text(
-            "".join(json.dumps(one) + "\n" for one in lines)
-        )
-
-    size = dataclasses.replace(FULL, seeds=(0,), bases=(0,))
-    write("cca-0", FULL.adapt_steps)
-    drawn = [plots._curves(tmp_path, [], size)]
-    assert drawn[0].axes[0].lines[0].get_xdata()[-1] == FULL.adapt_steps
-    write("from-short", FULL.short_steps)
-    for name in ("cca-0", "g16-0"):  # the sizes' own stage is as short, and taken where it is there
-        if name != "cca-0":
-            write(name, FULL.short_steps)
-        drawn.append(plots._curves(tmp_path, [], size))
-        one, other = drawn[-1].axes[0].lines
-        assert (
-            list(one.get_xdata()) == list(other.get_xdata())
-            and one.get_xdata()[-1] == FULL.short_steps
-        )
-    for figure in drawn:
-        drawing.pyplot().close(figure)
 
 
 def test_a_checkpoints_page_claims_no_row_that_was_not_run():
@@ -996,9 +783,8 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
     assert main(arguments) == 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     links, anchors = re.findall(r'href="#([\w-]+)"', page), set(re.findall(r'id="([\w-]+)"', page))
-    assert (
-        set(links) <= anchors and {"perplexity", "multidoc_qa", "flexibility", "paper"} <= anchors
-    )
+    assert set(links) <= anchors
+    assert {"perplexity", "multidoc_qa", "flexibility", "paper"} <= anchors
     size = (tmp_path / "out" / "items.jsonl").stat().st_size
     assert main(arguments) == 0 and (tmp_path / "out" / "items.jsonl").stat().st_size == size
     assert main([*arguments[:3], str(tmp_path / "model"), *arguments[4:]]) == 2
@@ -1008,10 +794,8 @@ def test_a_checkpoint_is_evaluated_from_files(tmp_path, capsys):
 def test_what_draws_is_asked_for_before_anything_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["--smoke", "--out", str(tmp_path / "out")]) == 2
-    assert (
-        "needs matplotlib, which is not installed" in capsys.readouterr().err
-        and not (tmp_path / "out").exists()
-    )
+    assert "needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_brief_size_measures_masses_and_fetch_untrained_and_adapted(tmp_path):

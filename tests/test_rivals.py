@@ -27,7 +27,6 @@ from reproduction.rivals import caches as rivals_caches
 from reproduction.rivals import plan as rivals_plan
 from reproduction.rivals import published as rivals_published
 from reproduction.rivals.caches import CacheRun
-from reproduction.rivals.tables import rivals_markdown
 from reproduction.rivals.tasks import Cell, Counts, Item, Source, Task, make_items
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
@@ -254,33 +253,3 @@ def test_presses_share_a_reading_of_answers_and_none_of_times():
         replace(row, first_tokens=7).seconds(33, is_trained=True) for row in (presses, caches)
     ]
     assert seconds[0] == seconds[1]
-
-
-def test_the_table_has_a_line_for_each_method():
-    def row(method, compression, name, value, task, length, **more):
-        params = {"method": method, "compression": compression, "task": task, "length": length}
-        params |= {"trained_by": None, "trained_tokens": 0, "kept_bytes": 2**20, **more}
-        return make_record(name, value, params)
-
-    records = [
-        row("full", 1, "real.accuracy", 0.68, "needles", 7900),
-        row("full", 1, "real.accuracy", 0.8, "niah_single_1", 4096),
-        row("full", 1, "real.accuracy", 0.2, "vt", 4096),
-        row("snapkv", 4, "real.accuracy", 0.1, "needles", 7900),
-        row("snapkv", 4, "real.accuracy", 0.3, "needles", 7900),
-        row("snapkv", 16, "real.accuracy", 0.05, "needles", 7900),
-        replace(row("snapkv", 16, "real.accuracy", 0.9, "needles", 7900), device="another"),
-        row("snapkv", 8, "real.accuracy", 0.5, "niah_single_1", 4096),
-        row("snapkv", 8, "real.answer_nll", 2.345, "passages", 20),
-        row("snapkv", 8, "real.first_token_s", 0.0314, "needles", 7900),
-        row("fetch", 8, "real.accuracy", 1, "needles", 7900, trained_by="full", trained_tokens=9),
-    ]
-    table = rivals_markdown(records, trained=False).splitlines()
-    assert "RULER, 1 tasks, %" in table[0] and "needles, 7,900 tokens, %" in table[0]
-    assert table[2] == "| full attention | 1.0 | 68 | 80 |  |  |"
-    assert table[3] == (
-        "| SnapKV | 1.0 / - / 1.0 | 30 / - / 5 | - / 50 / - | - / 2.35 / - | - / 0.031 / - |"
-    )
-    assert len(table) == 4
-    trained = rivals_markdown(records, trained=True).splitlines()
-    assert trained[2].startswith("| CCA that fetches groups, raw tokens on the host | full att")

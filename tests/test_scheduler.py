@@ -220,9 +220,8 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
     scheduler = Scheduler(model, chunk_size=16)
     scheduler._join = join.__get__(scheduler)
     jobs = [ask(0, 6, prompt=document + prompt(n, seed=n), seed=n) for n in (9, 3, 30)]
-    jobs.append(
-        ask(0, 6, prompt=document[:96], seed=96)
-    )  # whole chunks: the last one is read for its logits
+    # Whole chunks: the last one is read for its logits.
+    jobs.append(ask(0, 6, prompt=document[:96], seed=96))
     jobs.append(ask(0, 6, prompt=document[:40] + prompt(30, seed=5), seed=40))
     for one in jobs:
         one.submit(scheduler)
@@ -235,11 +234,9 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
         other = ask(0, 6, prompt=one.prompt, seed=one.seed)
         other.submit(fresh)
         finish(fresh)
-        assert (
-            torch.equal(logits[one.seed], branched)
-            and other.tokens == one.tokens
-            and not other.cached_tokens
-        )
+        assert torch.equal(logits[one.seed], branched)
+        assert other.tokens == one.tokens
+        assert not other.cached_tokens
     other = ask(0, 6, prompt=document, window_size=20)
     other.submit(scheduler)
     finish(scheduler)
@@ -346,16 +343,13 @@ def test_a_cancelled_request_is_gone_before_the_next_step(model):
     scheduler.cancel(jobs[0].slot)  # running
     scheduler.cancel(jobs[4].slot)  # waiting
     scheduler.run_turn()
-    assert jobs[0].end_reason == jobs[4].end_reason == "cancelled" and scheduler.reading == [
-        jobs[3].slot
-    ]
+    assert jobs[0].end_reason == jobs[4].end_reason == "cancelled"
+    assert scheduler.reading == [jobs[3].slot]
     scheduler.cancel(jobs[3].slot)  # being read
     scheduler.run_turn()
-    assert (
-        jobs[3].end_reason == "cancelled"
-        and scheduler.num_active == 2
-        and scheduler.memory.used < used
-    )
+    assert jobs[3].end_reason == "cancelled"
+    assert scheduler.num_active == 2
+    assert scheduler.memory.used < used
     finish(scheduler)
     for one in jobs[1:3]:
         assert one.tokens == alone(model, one, 8)
@@ -414,9 +408,8 @@ def test_rows_and_beginnings_share_one_budget(model, fixed):
         while not scheduler.idle:
             scheduler.run_turn()
             assert scheduler.memory.allocated <= 12 * row
-    assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2 and jobs[2].tokens == alone(
-        model, jobs[2]
-    )
+    assert [one.cached_tokens for one in jobs] == [0, 32, 32] * 2
+    assert jobs[2].tokens == alone(model, jobs[2])
     assert_empty(scheduler)
 
 
@@ -454,9 +447,8 @@ def test_the_policy_sees_the_load_and_chooses_for_requests_that_start_now(model)
         one = ask(8)
         one.submit(scheduler)
         finish(scheduler)
-        assert one.end_reason == "error" and isinstance(
-            one.error, (RuntimeError, ValueError, TypeError)
-        )
+        assert one.end_reason == "error"
+        assert isinstance(one.error, (RuntimeError, ValueError, TypeError))
     scheduler.admission = replace(scheduler.admission, policy=None)
     one = ask(8)
     one.submit(scheduler)
@@ -500,9 +492,8 @@ def test_a_request_is_sized_by_its_own_settings_while_another_is_read(model, rea
 
 
 def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
-    scheduler = Scheduler(
-        model, chunk_size=8, capture=False
-    )  # a captured step does not come to what fails here
+    # A captured step does not come to what fails here.
+    scheduler = Scheduler(model, chunk_size=8, capture=False)
     good, bad, talker = ask(20, 30), ask(20, 5, seed=2), ask(9, 30, seed=3)
     good.submit(scheduler)
     while not good.tokens:
@@ -612,12 +603,10 @@ def test_a_prompt_that_is_read_outlives_a_step_that_fails(model, monkeypatch, fi
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.batch, "step", lambda *args: 1 / 0)
         scheduler._decode()
-    assert (
-        lost.end_reason == "error"
-        and read.pool in scheduler.memory.pools
-        and read.pool is not half_written
-        and scheduler.memory.allocated == held
-    )
+    assert lost.end_reason == "error"
+    assert read.pool in scheduler.memory.pools
+    assert read.pool is not half_written
+    assert scheduler.memory.allocated == held
     finish(scheduler, 100)
     assert read.tokens == alone(model, read, 8)
     assert_empty(scheduler)
@@ -760,9 +749,8 @@ def test_eight_bits_a_core_bias_and_a_g_for_each_layer(setting, fixed):
                     assert scheduler.memory.allocated == held_bytes(scheduler)
                     measured += bool(scheduler.memory.pools)
         finish(scheduler)
-        assert [one.error for one in jobs] == [None] * 10 and sum(
-            one.cached_tokens > 0 for one in jobs
-        ) >= 3
+        assert [one.error for one in jobs] == [None] * 10
+        assert sum(one.cached_tokens > 0 for one in jobs) >= 3
         assert measured > 3
         for one in jobs:
             assert one.config.layer_group_sizes == config.layer_group_sizes
@@ -797,9 +785,8 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         scheduler = Scheduler(model, chunk_size=16, policy=lambda load: (40, 6))
         row = scheduler.memory.shape.row_bytes(scheduler.handle.config, 64)
         assert row == 2 * 2 * 16 * 4 * ((13 + 2 + 64 // 3) + (13 + 7 + 64 // 8))
-        more = scheduler.memory.shape.row_bytes(
-            scheduler.handle.config.replace(sink_size=4), 64
-        )  # 6 for 2 groups, 8 for one
+        # 6 for 2 groups, 8 for one.
+        more = scheduler.memory.shape.row_bytes(scheduler.handle.config.replace(sink_size=4), 64)
         assert more == row + 2 * 2 * 16 * 4 * ((6 - 2) + (8 - 1))
         with pytest.raises(
             ValueError, match="^group_size must be left out, got 5 for a model with a g for each"
@@ -808,9 +795,8 @@ def test_a_g_for_each_layer_leaves_only_s_to_choose():
         one = ask(30)
         one.submit(scheduler)
         finish(scheduler)
-        assert one.config == CCAConfig.paper(
-            5, 6, layer_group_sizes=(3, 8)
-        ) and one.tokens == alone(model, one)
+        assert one.config == CCAConfig.paper(5, 6, layer_group_sizes=(3, 8))
+        assert one.tokens == alone(model, one)
 
 
 def test_beginnings_are_dropped_in_one_pass_the_least_recently_used_leaf_first():
@@ -988,9 +974,8 @@ def test_warming_up_leaves_nothing_behind(model, full, fixed):
     )
     warm_up(scheduler, TablePolicy(((0.5, 5, 13), (1.0, 10, 30))).sizes)
     assert [sizes for sizes, _ in tried] == ([None] if full else [(5, 13), (5, 13), (10, 30)])
-    assert all(length > 18 for _, length in tried) and (
-        full or tried[2][1] > 41
-    )  # core tokens are seen, too
+    # Core tokens are seen, too.
+    assert all(length > 18 for _, length in tried) and (full or tried[2][1] > 41)
     assert_empty(scheduler)
     assert not scheduler.memory.pools and scheduler.load().time_to_first_token is None
     one = ask(40, 9)

@@ -66,7 +66,6 @@ def finish(scheduler):
 
 
 # Memory
-# ------------------------------------------------------------------------------------------------
 
 
 class Bytes:
@@ -219,7 +218,6 @@ def test_a_failed_pool_is_replaced_where_rows_of_it_are_promised(fixed):
 
 
 # Beginnings
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -285,7 +283,6 @@ def test_a_chunk_is_kept_only_behind_those_before_it_and_where_there_is_room(sto
 
 
 # Rows
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_a_row():
@@ -435,7 +432,6 @@ def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monk
 
 
 # Admission and log-probabilities
-# ------------------------------------------------------------------------------------------------
 
 
 def admission(config=CONFIG, full=False, policy=None, fits=lambda config, length: True):
@@ -499,10 +495,8 @@ def test_log_probabilities_are_those_of_the_rows_that_want_them():
     assert [record.token for record in found] == [1, 2]
     assert [round(record.logprob, 4) for record in found] == [-1.3863, -0.6931]
     assert [token for token, _ in found[1].top] == [2, 1] and found[0].top[0][0] == 0
-    assert (
-        len(logprobs_of(logits, [1, 2], 9)[0].top) == 3
-        and logprobs_of(logits, [1, 2], 0)[0].top == []
-    )
+    assert len(logprobs_of(logits, [1, 2], 9)[0].top) == 3
+    assert logprobs_of(logits, [1, 2], 0)[0].top == []
     for bad in (torch.nan, torch.inf):
         wrong = logits.clone()
         wrong[1, 0] = bad
@@ -524,7 +518,6 @@ def test_log_probabilities_are_those_of_the_rows_that_want_them():
 
 
 # The queue
-# ------------------------------------------------------------------------------------------------
 
 
 def test_raw_tokens_have_a_budget_of_their_own_shared_by_the_ranks(monkeypatch):
@@ -739,7 +732,6 @@ def test_a_prompt_that_is_scored_is_read_in_small_chunks(model, monkeypatch):
 
 
 # Ranks of a split model
-# ------------------------------------------------------------------------------------------------
 
 
 class Line:
@@ -900,7 +892,6 @@ def test_joining_checks_the_processes_and_gpus(monkeypatch):
 
 
 # The start of a server
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -108,19 +108,15 @@ def test_the_official_client(server):
         "temperature": 0,
     }
     answer = client.chat.completions.create(**chat)
-    assert (
-        answer.choices[0].message.role == "assistant"
-        and len(answer.choices[0].message.content) == 10
-    )
+    assert answer.choices[0].message.role == "assistant"
+    assert len(answer.choices[0].message.content) == 10
     pieces = list(client.chat.completions.create(**chat, stream=True))
     assert (
         "".join(p.choices[0].delta.content or "" for p in pieces)
         == answer.choices[0].message.content
     )
-    assert (
-        pieces[0].choices[0].delta.role == "assistant"
-        and pieces[-1].choices[0].finish_reason == "length"
-    )
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert pieces[-1].choices[0].finish_reason == "length"
 
     text = whole.choices[0].text
     for stop in (text[3:6], [text[5:8], "no such text"]):
@@ -263,7 +259,6 @@ def test_sigterm_under_load_loses_no_accepted_request(server):
 
 
 # In this process, on a tiny model
-# ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -300,9 +295,8 @@ def test_malformed_bodies(tiny, body, message):
             {"content": body, "headers": {"content-type": "application/json"}},
         )
     )[0]
-    assert (
-        response.status_code == 400 and message.strip(".*") in response.json()["error"]["message"]
-    )
+    assert response.status_code == 400
+    assert message.strip(".*") in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -390,10 +384,8 @@ def test_the_key_is_asked_for_and_large_bodies_are_not_read(folder):
         ("GET", "/metrics", {}),
     )
     assert [response.status_code for response in found] == [401, 401, 401, 401, 200, 503, 200]
-    assert (
-        "Bearer KEY" in found[0].json()["error"]["message"]
-        and found[0].headers["www-authenticate"] == "Bearer"
-    )
+    assert "Bearer KEY" in found[0].json()["error"]["message"]
+    assert found[0].headers["www-authenticate"] == "Bearer"
     large = b"x" * (2**20 + 32 * 512 + 1)
 
     async def parts():
@@ -404,10 +396,8 @@ def test_the_key_is_asked_for_and_large_bodies_are_not_read(folder):
         response = served.ask(("POST", "/v1/completions", {"content": content, "headers": key}))[0]
         assert response.status_code == 413 and "at most" in response.json()["error"]["message"]
     page = served.ask(("GET", "/metrics", {}))[0].text
-    assert (
-        'corecontext_refused_total{status="401"} 4.0' in page
-        and 'refused_total{status="413"} 2.0' in page
-    )
+    assert 'corecontext_refused_total{status="401"} 4.0' in page
+    assert 'refused_total{status="413"} 2.0' in page
     assert 'refused_total{status="503"}' not in page  # the probe's
 
 
@@ -549,10 +539,8 @@ def test_what_is_stopped_is_not_called_late(folder):
 
     served.scheduler.run_turn = run_turn
     response = served.complete(max_tokens=400)
-    assert (
-        response.status_code == 503
-        and "the server was stopped before" in response.json()["error"]["message"]
-    )
+    assert response.status_code == 503
+    assert "the server was stopped before" in response.json()["error"]["message"]
 
 
 def test_a_full_queue_and_a_closed_door(folder):
@@ -608,17 +596,13 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
     original = served.scheduler.run_turn
     served.scheduler.run_turn = lambda: time.sleep(0.02) or original()
     response = served.complete(max_tokens=400)
-    assert (
-        response.status_code == 408
-        and "took longer than its time limit" in response.json()["error"]["message"]
-    )
+    assert response.status_code == 408
+    assert "took longer than its time limit" in response.json()["error"]["message"]
     events = [
         line for line in served.complete(max_tokens=400, stream=True).text.splitlines() if line
     ]
-    assert (
-        json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"
-        and len(events) > 1
-    )
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+    assert len(events) > 1
     for error, status, code in (
         (torch.OutOfMemoryError("no"), 503, "error"),
         (RuntimeError("broken: abc, of memory"), 500, "internal_error"),
@@ -643,7 +627,6 @@ def test_the_time_limit_and_errors_inside(folder, monkeypatch):
 
 
 # Text
-# ------------------------------------------------------------------------------------------------
 
 
 def test_chats_without_a_template_are_lines(tiny, monkeypatch):
@@ -665,7 +648,6 @@ def test_chats_without_a_template_are_lines(tiny, monkeypatch):
 
 
 # Settings
-# ------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_whose_last_text_fails_ends():

@@ -126,7 +126,6 @@ def server():
 
 
 # Fields
-# ------------------------------------------------------------------------------------------------
 
 COMPLETION = {"model": "m", "prompt": "a"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
@@ -240,9 +239,8 @@ def test_fields_that_have_two_forms_are_read_as_one():
 
     assert completion().stops == [] and completion(stop="a").stops == ["a"]
     assert completion(stop=["a", "b"]).stops == ["a", "b"]
-    assert completion(prompt="ab").prompts == ["ab"] and completion(prompt=[1, 2]).prompts == [
-        [1, 2]
-    ]
+    assert completion(prompt="ab").prompts == ["ab"]
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
     assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
     assert completion(prompt=[[1], [2]]).prompts == [[1], [2]]
     tops = [completion(logprobs=count).top for count in (None, 0, 5)]
@@ -350,7 +348,6 @@ def test_the_error_of_an_answer_follows_how_its_request_ended():
 
 
 # Replies
-# ------------------------------------------------------------------------------------------------
 
 
 def events_of(response):
@@ -582,7 +579,6 @@ def test_the_text_of_a_token_is_its_bytes_where_it_is_no_character():
 
 
 # Requests
-# ------------------------------------------------------------------------------------------------
 
 
 def translated(path="/v1/completions", **body):
@@ -736,7 +732,6 @@ def test_the_schema_names_the_model_and_the_refusals():
 
 
 # Guard and connections
-# ------------------------------------------------------------------------------------------------
 
 
 def through_guard(
@@ -834,7 +829,6 @@ def test_a_stream_that_is_left_waits_for_no_answer():
 
 
 # Logs and metrics
-# ------------------------------------------------------------------------------------------------
 
 
 def gauges(scheduler, policy=None, config=CONFIG):
@@ -913,7 +907,6 @@ def test_labels_are_sizes_that_the_operator_chose():
 
 
 # Answers
-# ------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_that_was_cut_off_sends_no_text_that_was_held_back():
@@ -956,7 +949,6 @@ def test_a_worker_that_stops_cancels_all_and_lets_the_ranks_end():
 
 
 # Settings
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

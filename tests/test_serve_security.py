@@ -238,7 +238,6 @@ def test_a_thread_that_is_still_in_the_model_ends_with_the_process(monkeypatch):
 
 
 # Hosts, headers and bodies
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_browser_reaches_a_server_without_a_key_by_no_name_of_its_own():
@@ -423,7 +422,6 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch):
 
 
 # Metrics
-# ------------------------------------------------------------------------------------------------
 
 
 def test_answers_that_are_errors_are_counted_from_400_on():

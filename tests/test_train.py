@@ -58,11 +58,9 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
     )
     assert model.config.num_hidden_layers == 2 and model.config.use_cache
     card = Path(out, "model/README.md").read_text()
-    assert (
-        "g = 16, s = 64" in card
-        and str(tmp_path) not in card
-        and Path(out, "model/loss.png").stat().st_size > 5000
-    )
+    assert "g = 16, s = 64" in card
+    assert str(tmp_path) not in card
+    assert Path(out, "model/loss.png").stat().st_size > 5000
     # There and back: the same weights with other settings, or none.
     assert main(["convert", f"{out}/model", str(tmp_path / "plain"), "--method", "full"]) == 0
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
@@ -117,9 +115,8 @@ def test_killed_in_a_save_and_in_a_deletion_it_continues_bit_for_bit(setting, wh
     ]
     with pytest.raises(UserError, match="already holds the finished run in model/"):
         train(config)
-    (tmp_path / "run/model").rename(
-        tmp_path / "first"
-    )  # as if it had been killed before the last line of all
+    # As if it had been killed before the last line of all.
+    (tmp_path / "run/model").rename(tmp_path / "first")
     train(config)
     assert_equal(weights(config), whole)
     assert (tmp_path / "first/README.md").read_text() == (
@@ -237,10 +234,8 @@ def test_a_full_disk_loses_nothing(setting, whole, tmp_path, monkeypatch, caplog
     monkeypatch.setattr(run, "WAIT_S", 0)
     train(config)
     assert attempts == [2, 4, 6, 6, 6]
-    assert (
-        "checkpoint-4 could not be written" in caplog.text
-        and "The last one is checkpoint-2" in caplog.text
-    )
+    assert "checkpoint-4 could not be written" in caplog.text
+    assert "The last one is checkpoint-2" in caplog.text
     assert [path.name for path in checkpoints(Path(config.output))] == [
         "checkpoint-2",
         "checkpoint-6",
@@ -303,9 +298,8 @@ def test_a_continued_run_saves_and_logs_as_often_as_it_is_told_now(setting, tmp_
     assert [path.name for path in checkpoints(Path(config.output))] == [
         f"checkpoint-{i}" for i in (3, 4, 5)
     ]
-    assert [step for step, _ in result.losses] == [
-        5
-    ]  # a finished run has a loss, whatever log_every is
+    # A finished run has a loss, whatever log_every is.
+    assert [step for step, _ in result.losses] == [5]
     assert f"{result.losses[0][1]:.4f} at step 5" in (result.model / "README.md").read_text()
 
 
@@ -317,9 +311,8 @@ def test_settings_of_generation_that_cannot_be_saved_do_no_harm(setting, tmp_pat
         strategy="lora",
     )
     path = tmp_path / "model/generation_config.json"
-    path.write_text(
-        '{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 7}'
-    )  # as older models have, without do_sample
+    # As older models have, without do_sample.
+    path.write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 7}')
     saved = json.loads((train(config).model / "generation_config.json").read_text())
     assert saved["eos_token_id"] == 7 and "temperature" not in saved and not saved.get("do_sample")
     path.write_text('{"num_return_sequences": 3}')
@@ -363,10 +356,8 @@ def test_a_loss_that_is_no_number_stops_with_its_rows(
     with pytest.raises(UserError) as error:
         train(config)
     message = str(error.value)
-    assert (
-        f"the {what} of step 3 must be finite, got nan" in message
-        and "last checkpoint is checkpoint-2" in message
-    )
+    assert f"the {what} of step 3 must be finite, got nan" in message
+    assert "last checkpoint is checkpoint-2" in message
     assert ("text" in message and "tokens 0 to" in message) or "tokens" in message
     assert_equal(weights(config, "checkpoint-2"), weights(setting, "checkpoint-2"))
     monkeypatch.undo()
@@ -519,10 +510,8 @@ def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch)
         )[1],
     )
     arguments.arguments_of(config)
-    assert (
-        given["deepspeed"] == {"zero_optimization": {"stage": 2}}
-        and not (tmp_path / "run").exists()
-    )
+    assert given["deepspeed"] == {"zero_optimization": {"stage": 2}}
+    assert not (tmp_path / "run").exists()
 
 
 def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):

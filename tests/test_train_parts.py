@@ -200,18 +200,14 @@ def test_a_teacher_is_the_model_under_full_attention_with_documents_apart(
     )
     student = make_model(config, prepare_config(config), bfloat16=False)
     teacher = load_teacher(config, bfloat16=False, device=torch.device("cpu"))
-    assert not teacher.model.training and not any(
-        p.requires_grad for p in teacher.model.parameters()
-    )
-    assert (
-        teacher.model.config._attn_implementation == "sdpa"
-        and student.config._attn_implementation == "cca"
-    )
+    assert not teacher.model.training
+    assert not any(p.requires_grad for p in teacher.model.parameters())
+    assert teacher.model.config._attn_implementation == "sdpa"
+    assert student.config._attn_implementation == "cca"
     ids, labels = tokens(2, 40), tokens(2, 40, 1)
     labels[0, 5:9] = -100
-    positions = torch.cat((torch.arange(13), torch.arange(27))).expand(
-        2, 40
-    )  # two documents in each row
+    # Two documents in each row.
+    positions = torch.cat((torch.arange(13), torch.arange(27))).expand(2, 40)
     with torch.no_grad():
         whole = tiny_model(family, **changes)
         wanted = torch.cat(
@@ -243,15 +239,12 @@ def test_a_fused_teacher_says_the_same_in_as_many_ways_as_its_norms_need():
         torch.testing.assert_close(
             fused(ids, positions).hidden, plain(ids, positions).hidden, rtol=1e-4, atol=1e-5
         )
-    assert (
-        counters["stats"]["unique_graphs"] > graphs
-        and torch._dynamo.config.recompile_limit == before
-    )
+    assert counters["stats"]["unique_graphs"] > graphs
+    assert torch._dynamo.config.recompile_limit == before
     assert all(module._compiled_call_impl is None for module in model.modules())
     with Fused(model), Fused(model, None):
-        assert torch._dynamo.config.recompile_limit == max(
-            before, MOST_PARTS
-        )  # transformers may have set more
+        # Transformers may have set more.
+        assert torch._dynamo.config.recompile_limit == max(before, MOST_PARTS)
     assert torch._dynamo.config.recompile_limit == before
 
 
@@ -324,9 +317,8 @@ def test_what_learns_is_kept_in_float32_and_only_matrices_decay(tmp_path):
 
     from corecontext.train.trainer import CCATrainer
 
-    tiny_model("phi3").bfloat16().save_pretrained(
-        tmp_path
-    )  # its attention begins with a frozen matrix
+    # Its attention begins with a frozen matrix.
+    tiny_model("phi3").bfloat16().save_pretrained(tmp_path)
     config = TrainConfig(model=str(tmp_path), strategy="partial", group_size=4, window_size=8)
     model = make_model(config, prepare_config(config), bfloat16=True)
     learns = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}

@@ -46,9 +46,8 @@ def test_distilled_a_model_comes_to_predict_as_it_did_under_full_attention(sharp
     based, _ = losses("based", window_size=96, steps=1, rope_theta=5e5)
     assert based[0] > 1e-3  # the base is the student's alone
     caplog.clear()
-    narrow, _ = losses(
-        "narrow", steps=6, data=sharp.data[:1], batch_size=15, learning_rate=2e-4
-    )  # always all rows
+    # Always all rows.
+    narrow, _ = losses("narrow", steps=6, data=sharp.data[:1], batch_size=15, learning_rate=2e-4)
     assert "no query of a row" not in caplog.text
     assert narrow[0] > 0.01 and narrow[-1] < 0.9 * narrow[0]
     # Nothing learns at rate 0: the loss is a mixture of both, and what is evaluated is none.
@@ -174,10 +173,8 @@ def test_without_a_recipe_a_run_has_what_works_best(sharp, tmp_path, capsys):
     assert run("none", "--fetch-groups", "0", "--distil", "0") == (0, 0.0)
     assert saved_by("none") == corecontext.CCAConfig.pooling(4, 32)
     assert "by default: rate 0.0001. " in capsys.readouterr().out
-    assert (
-        run("window", "--method", "window") == (0, 0.0)
-        and "by default" not in capsys.readouterr().out
-    )
+    assert run("window", "--method", "window") == (0, 0.0)
+    assert "by default" not in capsys.readouterr().out
     assert run("scratch", "--strategy", "scratch") == (0, 0.0)
     assert saved_by("scratch") == corecontext.CCAConfig.pooling(4, 32)
     few = ("--fetch-groups", "3")

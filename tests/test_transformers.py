@@ -80,9 +80,8 @@ def test_only_the_given_model_changes_and_disable_restores():
     assert other.config._attn_implementation == "sdpa" and not hasattr(other.config, "cca")
     handle.disable()
     assert model.config.to_dict() == before and model.config._attn_implementation == "sdpa"
-    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks and handle_of(
-        model
-    ) is None
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert handle_of(model) is None
     with pytest.raises(ValueError, match="no longer in use"):
         handle.disable()
 
@@ -511,9 +510,8 @@ def test_autocast_trains_and_generates(model, use_cache, monkeypatch):
         out.loss.backward()
         generated = model.generate(ids, max_new_tokens=5, do_sample=False)
     assert generated.shape == (2, 65)
-    assert {weights.dtype for weights, *_ in seen} == {
-        torch.float32
-    }  # autocast leaves the pooling alone
+    # Autocast leaves the pooling alone.
+    assert {weights.dtype for weights, *_ in seen} == {torch.float32}
     assert (out.logits.float() - truth).abs().mean() < 0.1
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -575,7 +573,6 @@ def test_no_square_mask_is_built(model, monkeypatch):
 
 
 # Refusals
-# -----------------------------------------------------------------------------------------------
 
 
 def test_refuses_untested_architecture():

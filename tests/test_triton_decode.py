@@ -210,9 +210,8 @@ def test_strided_inputs():
     expected = reference(config, rotary_of(16), qkv)
     layer.attend(*(x[:, :, :24] for x in qkv))
     for t in range(24, 30):
-        step = (
-            torch.cat([x[:, :, t : t + 1] for x in qkv], 1).transpose(1, 2).flatten(2)
-        )  # as one projection gives them
+        # As one projection gives them.
+        step = torch.cat([x[:, :, t : t + 1] for x in qkv], 1).transpose(1, 2).flatten(2)
         q, k, v = (x.unflatten(2, (-1, 16)).transpose(1, 2) for x in step.split((64, 32, 32), 2))
         assert_rows(layer.attend(q, k, v), expected[:, :, t : t + 1], torch.float32)
 
@@ -226,11 +225,9 @@ def test_what_has_no_slot_is_not_written():
     seen = torch.tensor(3)
     slots = Slots(keys, values, seen, torch.tensor([0]), ring)
     decode_step(q, k, v, slots, spec)  # closes group 0, which has no slot
-    assert (
-        seen == 4
-        and torch.equal(keys[0, 0, 3], k[0, 0, 0])
-        and torch.equal(values[0, 0, 3], v[0, 0, 0])
-    )
+    assert seen == 4
+    assert torch.equal(keys[0, 0, 3], k[0, 0, 0])
+    assert torch.equal(values[0, 0, 3], v[0, 0, 0])
     decode_step(q, k, v, slots._replace(seen=4, pad=torch.tensor([5])), spec)  # padding
     for x in (*memory, keys[0], values[0]):
         assert (x.flatten(0, 1)[[0, 1, 2, 4, 5, 6, 7]] == 7).all() and (memory[0][1] == 7).all()

@@ -52,9 +52,8 @@ from corecontext.ops.triton.launch import ints  # noqa: E402
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and best.hopper_forward is not None
 DEVICE = "cuda" if GPU else "cpu"
-DTYPES = (
-    [torch.bfloat16, torch.float16] if GPU else [torch.float16]
-)  # the interpreter gets bfloat16 wrong
+# The interpreter gets bfloat16 wrong.
+DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float16]
 
 
 class _Anywhere:

@@ -48,7 +48,6 @@ def with_extras(cases):
 
 
 # The choice
-# -------------------------------------------------------------------------------------------------
 
 
 def dense_scores(q, offsets, index, settings):
@@ -186,7 +185,6 @@ def test_equal_scores_go_to_the_lower_number():
 
 
 # Attention
-# -------------------------------------------------------------------------------------------------
 
 
 def dense(inputs, choice, spec, q_start=0, bias=None):
@@ -379,7 +377,6 @@ def test_unions(share, start, count):
 
 
 # The operator
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,6 @@ class Entries:
         return self.buffers[-1] if self.has_mass else None
 
     # Sizes
-    # -----
 
     @property
     def group_size(self) -> int:
@@ -157,7 +156,6 @@ class Entries:
         return sum(x[:, :, :1].numel() * x.element_size() for x in self._buffers)
 
     # Storing and loading
-    # -------------------
 
     def encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return keys and values as the buffers store them."""
@@ -223,7 +221,6 @@ class Entries:
         return Cores(*(x.flatten(0, 1)[:, None] for x in cores))
 
     # Core tokens
-    # -----------
 
     @property
     def has_mass(self) -> bool:

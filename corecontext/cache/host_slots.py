@@ -67,7 +67,6 @@ class SlotStore(HostStore):
         return raw._replace(slots=FetchSlots(*tensors))
 
     # Sizes
-    # -----
 
     def device_bytes(self, length: int) -> int:
         """Bytes in use on the device: of the index, and of slots and table for the groups of rows
@@ -97,7 +96,6 @@ class SlotStore(HostStore):
         return [*super().extras, *self._slot_tensors]
 
     # Rows and length
-    # ---------------
 
     @unchanged_by_errors
     def reserve(self, length: int) -> None:
@@ -152,7 +150,6 @@ class SlotStore(HostStore):
             x[target] = x[source]
 
     # Reading
-    # -------
 
     @torch.compiler.disable
     def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:

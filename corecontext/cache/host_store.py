@@ -61,7 +61,6 @@ class HostStore(RawStore):
         return host_zeros(shape, like.dtype, like.device)
 
     # Sizes
-    # -----
 
     def device_bytes(self, length: int) -> int:
         """Bytes in use on the device: of the index."""
@@ -82,7 +81,6 @@ class HostStore(RawStore):
         return self.raw
 
     # Rows and length
-    # ---------------
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens, and twice as many as now at least."""
@@ -129,7 +127,6 @@ class HostStore(RawStore):
             x[:, :, length:end] = 0
 
     # Writing
-    # -------
 
     def put_raw(self, rows: slice, position: int, stored: list[Tensor]) -> None:
         """Store tokens as `put`, without an index."""
@@ -145,7 +142,6 @@ class HostStore(RawStore):
         self._writing.wait()
 
     # Reading
-    # -------
 
     def _read(
         self, which: slice, rows: slice, tokens: slice, newest: Newest | None

@@ -64,7 +64,6 @@ class CompactLayer(SavedState):
     """Cosines and sines by which the step rotates a group's keys."""
 
     # Appending
-    # ---------
 
     def attend(
         self,
@@ -197,7 +196,6 @@ class CompactLayer(SavedState):
         return out
 
     # Decoding
-    # --------
 
     def _decode(self, tokens: tuple[Tensor, Tensor, Tensor], may_read_all: bool) -> Tensor:
         """Append one token per row; compiled and captured."""
@@ -322,7 +320,6 @@ class CompactLayer(SavedState):
                 table.copy_(fresh)
 
     # Beginning, length and padding
-    # -----------------------------
 
     def _start(self, q: Tensor, k: Tensor) -> None:
         """Fix the group size and allocate, with the first tokens."""
@@ -386,7 +383,6 @@ class CompactLayer(SavedState):
         return stops
 
     # Changing window and rows
-    # ------------------------
 
     @unchanged_by_errors
     def shrink_window(self, window_size: int) -> None:

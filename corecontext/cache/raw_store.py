@@ -102,7 +102,6 @@ class RawStore:
         return like.new_zeros(shape)
 
     # Sizes
-    # -----
 
     def num_groups(self, length: int) -> int:
         """Complete groups of a row of `length` tokens."""
@@ -158,7 +157,6 @@ class RawStore:
         return self.index_buffers + ([] if self.centre is None else [self.centre])
 
     # Rows and length
-    # ---------------
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens, and a quarter more than now at least."""
@@ -241,7 +239,6 @@ class RawStore:
             self.centre.copy_(centre)
 
     # Reading
-    # -------
 
     def tokens(
         self, rows: slice, length: int, newest: Newest | None = None
@@ -324,7 +321,6 @@ class RawStore:
         return RawSlots(*buffers, self._rotations)
 
     # Writing
-    # -------
 
     def put(self, rows: slice, position: int, stored: list[Tensor]) -> None:
         """Store tokens [rows, Hkv, n, D] from a position on, and the index of groups they close."""

@@ -79,7 +79,6 @@ class LayerState(Entries):
         self._undo: Undo | None = None
 
     # Sizes
-    # -----
 
     @property
     def seq_len(self) -> int:
@@ -144,7 +143,6 @@ class LayerState(Entries):
         return num_bytes(self.store.host_tensors) if self.store else 0
 
     # Length and padding
-    # ------------------
 
     def allocate(self, shape: tuple[int, int, int], like: list[Tensor]) -> None:
         """Make zero buffers [B, Hkv, S] for entries such as `like`, unless there are such; compiled
@@ -283,7 +281,6 @@ class LayerState(Entries):
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
     # Rows
-    # ----
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows in the given order: beam search and dropping of finished rows."""

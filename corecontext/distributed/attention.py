@@ -277,7 +277,6 @@ def _add_pool_gradients(
 
 
 # Shapes
-# -------------------------------------------------------------------------------------------------
 
 
 def by_chunk(call: Call, *tensors: Tensor) -> dict[int, tuple[Tensor, ...]]:

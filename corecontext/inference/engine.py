@@ -86,7 +86,6 @@ class Engine:
         self._busy: weakref.WeakSet[Session] = weakref.WeakSet()
 
     # Requests
-    # ----------------------------------------------------------------------------------------------
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
@@ -234,7 +233,6 @@ class Engine:
         )
 
     # Sessions
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def host_bytes_used(self) -> int:

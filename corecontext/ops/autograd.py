@@ -131,7 +131,6 @@ def _gradients(
 
 
 # Outside torch.compile
-# -------------------------------------------------------------------------------------------------
 
 
 class _Eager(torch.autograd.Function):
@@ -186,7 +185,6 @@ def _heads_in_rows(x: Tensor) -> Tensor:
 
 
 # Under torch.compile
-# -------------------------------------------------------------------------------------------------
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, {results}Tensor? core_bias, Tensor? inv_freq, "

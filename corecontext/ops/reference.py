@@ -129,7 +129,6 @@ def _core_scores(q: Tensor, core_k: Tensor, spec: Spec, core_bias: Tensor | None
 
 
 # Fetch
-# -------------------------------------------------------------------------------------------------
 
 
 def group_keys(k: Tensor, spec: Spec, num_cores: int) -> Tensor:
@@ -206,9 +205,6 @@ def fetched(marks: Tensor, see_core: Tensor, see_raw: Tensor, spec: Spec) -> tup
     raw = F.pad(raw, (before, see_raw.shape[1] - before - raw.shape[2]))
     # mutant fetch: a core token stays beside its raw tokens, reference
     return (see_core & ~marks)[:, None], (see_raw | raw)[:, None]
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 def _sum_seen(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:

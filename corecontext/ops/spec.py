@@ -139,7 +139,6 @@ def check_rotary(rotary: Rotary | None, core_position: str) -> Rotary | None:
 
 
 # A whole batch
-# -------------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
@@ -174,7 +173,6 @@ EACH_ROW = Ragged()
 
 
 # Sequences of KV heads: N = rows x KV heads, r query heads each
-# -------------------------------------------------------------------------------------------------
 
 
 class Tokens(NamedTuple):

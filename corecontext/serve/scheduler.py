@@ -131,7 +131,6 @@ class Scheduler:
         """Time of the newest first token, and the seconds that its request waited for it."""
 
     # Requests
-    # ----------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -218,7 +217,6 @@ class Scheduler:
         return Load(queue_length, self.memory.used, self.memory.budget, wait, prompt_length)
 
     # A turn
-    # ----------------------------------------------------------------------------------------------
 
     def run_turn(self) -> bool:
         """Run one turn; return whether there was anything to do."""

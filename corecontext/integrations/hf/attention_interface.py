@@ -65,7 +65,6 @@ NO_FULL_ATTENTION = (
 )
 
 # The layers of a model
-# ---------------------
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
@@ -162,7 +161,6 @@ def attention_modules(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.
 
 
 # Replacing and undoing
-# ---------------------
 
 
 class AttentionHandle:
@@ -285,7 +283,6 @@ def check_dropout(title: str, dropout: float) -> None:
 
 
 # What transformers calls
-# -----------------------
 
 
 def register(kind: str, incomplete: str, previous: str) -> str:

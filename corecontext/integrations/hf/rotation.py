@@ -89,7 +89,6 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
 
 
 # Frequencies that depend on the length
-# -------------------------------------
 
 
 @contextlib.contextmanager

@@ -61,7 +61,6 @@ class Index(ABC):
         return products(mapped, keys.flatten(1, 2)).unflatten(3, keys.shape[1:3])
 
     # Sizes
-    # -----
 
     def key_dim(self, head_dim: int) -> int:
         """Return the elements of a key: D'."""

@@ -144,7 +144,6 @@ def gradients(
 
 
 # Blocks of queries
-# -------------------------------------------------------------------------------------------------
 
 
 class _Block(NamedTuple):
@@ -248,7 +247,6 @@ class _Parts:
         self.unfetched = visible & ~self.fetched
 
     # The whole
-    # ---------
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return out and log-sum-exp of the block's queries."""
@@ -284,7 +282,6 @@ class _Parts:
         grad_q += self._raw_backward(upstream, grads)
 
     # Raw tokens seen in any case
-    # ---------------------------
 
     def _scoring(self, seen: Tensor) -> partial.Scoring:
         """Scoring of keys that queries see, [1 or n, T, S]."""
@@ -316,7 +313,6 @@ class _Parts:
         return k[:, None], v[:, None], self._scoring(mask[None]), spans
 
     # Raw tokens of the groups fetched
-    # --------------------------------
 
     @property
     def _gathers(self) -> bool:

@@ -45,9 +45,8 @@ BLOCK_M = gl.constexpr(64)  # queries of a consumer
 ITEM_ROWS = gl.constexpr(128)  # queries of both consumers
 MASS_COLUMNS = gl.constexpr(MASS_PARTS)  # the least inner size of a product
 STAGES = gl.constexpr(2)  # key tiles in shared memory
-CACHE_BYTES = (
-    16 << 20
-)  # of entries of the far past in use at a time, which then stay in the L2 cache
+# Of entries of the far past in use at a time, which then stay in the L2 cache.
+CACHE_BYTES = 16 << 20
 
 
 @gluon.jit

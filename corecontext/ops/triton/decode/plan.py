@@ -167,7 +167,6 @@ def pooling_of(slots: Slots, spec: Spec, tile: Tile) -> Pooling:
 
 
 # With fetch
-# -------------------------------------------------------------------------------------------------
 
 
 class StepSizes(NamedTuple):

@@ -212,7 +212,6 @@ def pool_backward(
 
 
 # As an operator of torch, for autograd and torch.compile
-# -------------------------------------------------------------------------------------------------
 
 
 def _spec(inv_freq: Tensor | None, interleaved: bool, scale: float, softcap: float | None) -> Spec:
