@@ -8,22 +8,18 @@ four times as large, that the cache stays as large as it was; or they keep every
 window shrinks to pay for it.
 """
 
-import contextlib
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from benchmarks.head_budget import COARSE, Shape, Unit, at_equal_cache, raw_heads, spread
 from corecontext.config import CCAConfig
-from corecontext.files import UserError, write_text
+from corecontext.files import UserError
 from corecontext.integrations.hf.enabling import Handle, handle_of
 from corecontext.loading import one_line
 from corecontext.model_sizes import ModelSizes
@@ -61,53 +57,6 @@ class Findings:
     """The loss with equal groups."""
     chosen: float
     """The loss under `config`."""
-
-
-class Losses:
-    """Losses by name, in a file as soon as they are measured: an interrupted search goes on.
-
-    Args:
-        path: The file; None, or a folder that cannot be written, keeps none.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.known: dict[str, float] = {}
-        if path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self.known = json.loads(path.read_text(encoding="utf-8"))
-
-    def get(self, name: str, measure: Callable[[], float]) -> float:
-        """Return a loss, measured now unless it is known."""
-        # mutant heads: an interrupted search begins anew
-        if name not in self.known:
-            self.known[name] = measure()
-            if self.path is not None:
-                with contextlib.suppress(OSError):
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    write_text(self.path, json.dumps(self.known))
-        return self.known[name]
-
-    def forget(self) -> None:
-        """Remove the file; where it cannot be removed, it is found and used by the next search."""
-        if self.path is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-
-
-def identify(
-    model: Any, rows: Sequence[Tensor], config: CCAConfig, starts: Sequence[int] | None = None
-) -> str:
-    """Return the name of a search: the same model, rows and settings give the same losses."""
-    settings = [model.config.to_dict(), config.to_dict()]
-    if starts is not None:
-        settings.append(list(starts))
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    samples = [parameter.detach().flatten()[:16].float() for parameter in model.parameters()]
-    # mutant heads: a search goes on with the losses of other weights
-    for tensor in (*rows, *samples):
-        digest.update(tensor.cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def rounds_of(count: int) -> list[int]:
@@ -190,7 +139,6 @@ def find_units(
     *,
     heads: bool = False,
     raw: bool = False,
-    folder: Path | None = None,
     starts: Sequence[int] | None = None,
 ) -> Findings:
     """Find the layers of a model that need small groups, or KV heads of these.
@@ -203,7 +151,6 @@ def find_units(
             `raw` the number of `raw_heads`.
         heads: Choose KV heads, of the quarter of the layers that are best.
         raw: Let the chosen units keep every token, and shrink the window of all to pay for it.
-        folder: For a file of the trials, which an interrupted search finds again.
         starts: First token of each row that the loss counts; None for the second halves.
 
     Raises:
@@ -225,36 +172,28 @@ def find_units(
         trials += num_trials(shape.layers, 1)
     longest = max(row.shape[1] for row in rows)
     title = f"{len(rows)} rows of up to {longest} tokens"
-    path = None
-    if folder is not None:
-        path = folder / f"{identify(model, rows, equal, starts)}.json"
-    kept = Losses(path)
     with one_line(), progress(title, trials + 3) as advance:
         # Refuse a count that does not fit before the long part.
         any_units = [Unit(0, i) if heads else Unit(i) for i in range(count)]
         at_equal_cache(shape, any_units, equal, length, raw)
 
         def measure(trial_config: CCAConfig) -> float:
-            def measure_now() -> float:
-                _configure(handle, trial_config)
-                if starts is None:
-                    return far_loss(model, rows)
-                return end_loss(model, rows, starts)
-
-            return kept.get(repr(trial_config), measure_now)
+            _configure(handle, trial_config)
+            if starts is None:
+                return far_loss(model, rows)
+            return end_loss(model, rows, starts)
 
         def loss(units: tuple[Unit, ...]) -> float:
             sizes = spread(shape, units, 1, COARSE * config.group_size)
             return measure(equal.replace(layer_group_sizes=sizes))
 
         try:
-            before = len(kept.known)
             start = time.monotonic()
             loss_full = measure(equal.replace(layer_group_sizes=(1,) * shape.layers))
             loss_before = measure(equal)
             advance(2)
             seconds = (time.monotonic() - start) / 2 * (trials + 1)
-            _print_duration(title, trials, before, seconds)
+            _print_duration(title, trials, seconds)
             layers = [Unit(layer) for layer in range(shape.layers)]
             search = search_units(layers, 1 if heads else count, loss, advance)
             if heads:
@@ -267,19 +206,14 @@ def find_units(
             advance(1)
         finally:
             _configure(handle, config)
-    kept.forget()
     return Findings(search, chosen, loss_full, loss_before, loss_after)
 
 
-def _print_duration(title: str, trials: int, before: int, seconds: float) -> None:
-    """Print the number of trials and the time that they take, in seconds; after an interruption the
-    number of passes done `before`, because the time of these is not known."""
-    duration = f"about {timedelta(seconds=round(seconds))}"
-    if before:
-        duration = f"{before} passes are known from a search that was interrupted"
+def _print_duration(title: str, trials: int, seconds: float) -> None:
+    """Print the number of trials and the time that they take, in seconds."""
     print(
-        f"{trials} trials, each a pass over {title}: {duration}. Fewer or shorter rows, or a "
-        "smaller count, take less; after an interruption the same search goes on where it was.",
+        f"{trials} trials, each a pass over {title}: about {timedelta(seconds=round(seconds))}. "
+        "Fewer or shorter rows, or a smaller count, take less.",
         file=sys.stderr,
     )
 

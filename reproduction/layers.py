@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from corecontext.data.needles import ANSWER_TOKENS, make_needles
-from corecontext.files import UserError, cache_folder
+from corecontext.files import UserError
 from corecontext.loading import Loaded
 from corecontext.record import Record, make_record
 from corecontext.terminal import console
@@ -50,7 +50,7 @@ def find_layers(
             f"length must be at most the text's {ids.shape[1]} tokens, and at least {least}, so "
             f"that the second half of a row has core tokens to see; got {length}."
         )
-    options: dict[str, Any] = {"heads": heads, "raw": raw, "folder": cache_folder() / "heads"}
+    options: dict[str, Any] = {"heads": heads, "raw": raw}
     if needles:
         rows, options["starts"] = needle_rows(loaded, text, length, most_rows)
     else:

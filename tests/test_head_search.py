@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -32,7 +31,6 @@ from corecontext.perplexity import document_nll
 from corecontext.record import read_records
 from corecontext.visibility import num_complete_groups, window_capacity
 from reproduction import head_search as search
-from reproduction import layers
 from reproduction.command import main
 from reproduction.head_search import Trial, far_loss, num_trials, rounds_of, search_units
 from reproduction.layers import find_layers, needle_rows
@@ -261,9 +259,6 @@ def test_heads_are_found_by_the_answers_to_needles(tmp_path, capsys):
     loss = float(torch.cat(nll).double().mean())
     found = find_layers(loaded, text, 400, 2, 1, heads=True, needles=True)
     assert found.equal == pytest.approx(loss) != far_loss(loaded.model, rows)
-    assert search.identify(loaded.model, rows, loaded.config, starts) != search.identify(
-        loaded.model, rows, loaded.config
-    )
 
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     command = ["layers", str(tmp_path / "text.txt"), "--model", tiny, "--length", "400"]
@@ -334,54 +329,6 @@ def test_a_head_that_keeps_every_token_is_found_measured_and_written(tmp_path, c
         assert "heads in place of layers (--heads)" in error[0]
 
 
-def test_an_interrupted_search_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
-    model = tiny_model()
-    corecontext.enable(model, CCAConfig.pooling(4, 48, sink_size=4))
-    rows, count, most = [tokens(1, 128), tokens(1, 120, seed=1)], 0, 5
-    configs = []
-
-    def counted(measured, measured_rows):
-        nonlocal count
-        if count == most:
-            raise KeyboardInterrupt
-        count += 1
-        configs.append(handle_of(measured).config)
-        return far_loss(measured, measured_rows)
-
-    monkeypatch.setattr(search, "far_loss", counted)
-    options = {"heads": True, "raw": True, "folder": tmp_path / "cache"}
-    with pytest.raises(KeyboardInterrupt):
-        search.find_units(model, rows, 128, 1, **options)
-    (file,) = (tmp_path / "cache").iterdir()
-    assert len(json.loads(file.read_text())) == 5
-    file.with_suffix(".partial").write_text("{")  # no file of ours
-    most = 100
-    findings = search.find_units(model, rows, 128, 1, **options)
-    assert count == 3 + 2 + 2 and not file.exists()  # no pass was repeated
-    assert all(config.sink_size == 4 for config in configs)
-    assert handle_of(model).config == CCAConfig.pooling(4, 48, sink_size=4)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("4 trials, each a pass over 2 rows of up to 128 tokens: about 0:")
-    assert "5 passes are known from a search that was interrupted." in said[1]
-    handle_of(model).disable()
-    assert findings.full == pytest.approx(far_loss(model, rows), abs=1e-5)
-    kept = search.Losses(tmp_path / "cache" / "loss.json")
-    kept.path.write_text("{")  # damaged: measured again
-    assert search.Losses(kept.path).get("a", lambda: 1.0) == 1.0
-
-
-def test_a_search_is_of_its_model_rows_and_settings():
-    model, rows, config = tiny_model(), [tokens(1, 60)], CCAConfig.paper(4, 8)
-    names = [search.identify(model, rows, config)]
-    assert names == [search.identify(model, rows, config)]
-    names.append(search.identify(model, [tokens(1, 60, seed=1)], config))
-    names.append(search.identify(model, rows, config.replace(window_size=9)))
-    with torch.no_grad():  # another checkpoint of the same shape
-        next(model.parameters()).mul_(2)
-    names.append(search.identify(model, rows, config))
-    assert len(set(names)) == 4
-
-
 def test_the_cache_of_a_search_has_its_first_tokens():
     def entries(config, group_size):
         sizes = config.replace(group_size=group_size, core_position="token")
@@ -398,17 +345,6 @@ def test_the_cache_of_a_search_has_its_first_tokens():
     assert at_equal_cache(Shape(4, 2), [Unit(1)], config.replace(sink_size=0), 1024)
     with pytest.raises(ValueError, match="groups smaller than 16 fit the same cache"):
         at_equal_cache(Shape(4, 2), [Unit(1)], config, 1024)
-
-
-def test_losses_that_cannot_be_kept_do_no_harm(tmp_path):
-    """Not at the end of a search, either, which may have taken hours."""
-    (tmp_path / "file").write_text("")
-    for path in (None, tmp_path / "none/a.json", tmp_path / "file/a.json", tmp_path / ("x" * 300)):
-        kept = search.Losses(path)
-        assert kept.get("a", lambda: 2.0) == kept.get("a", lambda: 3.0) == 2.0
-        kept.forget()
-        kept.forget()
-    assert not (tmp_path / "none/a.json").exists()
 
 
 def test_of_equal_units_the_first_is_chosen():
@@ -438,19 +374,6 @@ def test_units_to_choose_by_default(shape, heads, raw, count):
     assert search._default_count(shape, config, 8192, heads, raw) == count
     if raw and heads:
         assert count == raw_heads(shape, config, 8192)
-
-
-def test_there_is_more_to_choose_from_than_is_chosen():
-    search._check_count(1, 2, True)
-    search._check_count(6, 7, False)
-    for count, choices, heads, message in (
-        (1, 1, True, "at least 2 KV heads to choose from, got 1"),
-        (1, 1, False, "at least 2 full-attention layers to choose from, got 1"),
-        (2, 2, True, "count must be 1 .. 1 of 2"),
-        (0, 2, True, "count must be 1 .. 1 of 2"),
-    ):
-        with pytest.raises(UserError, match=message):
-            search._check_count(count, choices, heads)
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -513,36 +436,6 @@ def test_heads_are_looked_for_in_the_best_quarter_of_the_layers(raw, monkeypatch
     assert totals == [("2 rows of up to 640 tokens", 18)] and sum(advanced) == 18
     assert "15 trials, each a pass over 2 rows of up to 640 tokens" in capsys.readouterr().err
     assert {c.layer_group_sizes.count(64) for c in measured[2:17]} == {6, 7}
-
-
-@pytest.mark.parametrize(
-    "length, most_rows, rows",
-    [(20, 9, 5), (20, 2, 2), (33, 9, 3), (100, 9, 1), (51, 9, 1), (19, 9, 0), (101, 9, 0)],
-)
-def test_rows_of_the_text_have_the_length_asked_for(length, most_rows, rows, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        layers, "find_units", lambda *given, **options: asked.append((given, options))
-    )
-    loaded = SimpleNamespace(
-        config=CCAConfig.paper(2, 2),
-        max_length=100,
-        tokenizer=lambda text, **_: {"input_ids": torch.arange(100)[None]},
-        model=SimpleNamespace(device="cpu"),
-    )
-    if not rows:
-        with pytest.raises(UserError, match=f"length must be at most .*100 tokens.* got {length}"):
-            layers.find_layers(loaded, "", length, most_rows, 3)
-        return
-    layers.find_layers(loaded, "", length, most_rows, 3, True, True)
-    (((_, got, *rest), options),) = asked
-    assert rest == [length, 3] and options["heads"] and options["raw"]
-    assert options["folder"].parts[-2:] == ("corecontext", "heads")
-    wanted = [list(range(i * length, (i + 1) * length)) for i in range(rows)]
-    assert [row.tolist() for row in got] == [[row] for row in wanted]
-    loaded.max_length = length - 1
-    with pytest.raises(UserError, match=f"at most the model's {length - 1} tokens, got {length}"):
-        layers.find_layers(loaded, "", length, most_rows, 3)
 
 
 def test_info_adds_up_what_each_head_costs(capsys, tmp_path):

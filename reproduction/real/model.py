@@ -22,7 +22,6 @@ from benchmarks.head_budget import Shape, Unit
 from corecontext.baselines import enabled
 from corecontext.config import PAPER_RULE, CCAConfig
 from corecontext.eval.runner import fingerprint
-from corecontext.files import cache_folder
 from corecontext.integrations.hf.attention_interface import full_layers
 from corecontext.loading import Loaded, load_config, one_line
 from corecontext.model_sizes import ModelSizes
@@ -174,7 +173,7 @@ class RealModel:
             units = (Unit(layer, head) for layer in range(shape.layers) for head in by_layer[layer])
             return Heads(shape, tuple(units))
         model = self.original.model
-        options: dict[str, Any] = {"heads": True, "raw": True, "folder": cache_folder() / "heads"}
+        options: dict[str, Any] = {"heads": True, "raw": True}
         if self.protocol.head_needles:
             rows, options["starts"] = needle_rows(
                 self.original, self.essays, self.sizes.length, self.protocol.head_needles
