@@ -356,9 +356,12 @@ def test_num_groups_fixes_the_group_size(sinks):
         out, reference(config, *(x[:, :, :50] for x in tensors)), rtol=0, atol=1e-11
     )
     assert layer.group_size == 5  # ceil((50 - 9) / 10)
-    fed(layer, [x[:, :, 50:51] for x in tensors], [1])
+    other = CompactLayer(config, ROTARY)
+    other.load_state_dict(layer.state_dict())
+    rest = [x[:, :, 50:] for x in tensors]
+    assert torch.equal(fed(layer, rest, [1] * 12), fed(other, rest, [1] * 12))
     with pytest.raises(ValueError, match="whole prompt in one call"):
-        fed(layer, [x[:, :, 51:] for x in tensors], [19])
+        fed(layer, [x[:, :, 62:] for x in tensors], [8])
     with pytest.raises(ValueError, match="rows of one length"):
         fed(CompactLayer(config, ROTARY), tensors, [70], left_padding(2, 70))
 

@@ -311,6 +311,9 @@ def test_the_pace_is_measured_on_two_beginnings(of_a_user):
 def test_the_pace_knows_what_each_method_reads():
     pace = Pace(COST, 0.0, 1.0, 1.0, 1.0)
     full, window = pace.full(20000), pace.window(600, 20000)
+    paces = (Pace(COST, 0.0, 1.0, 0.0, byte_s) for byte_s in (0.0, 1.0))
+    reading, all_work = (each.seconds(full, 1, 20000) for each in paces)
+    assert (all_work - reading) % (COST.weight_bytes() + full.cache_bytes) == 0 < all_work - reading
     assert window.cache_bytes == COST.cache_bytes(600)
     assert window.attention < full.attention / 15
     cca = pace.settings(CCAConfig.pooling(), 20000, "cpu")

@@ -489,6 +489,14 @@ def test_settings_follow_the_request_the_policy_and_the_prompt():
         fetches.check(Request([1], 1, fetch_groups=5))
 
 
+def test_a_request_ends_at_its_own_tokens_alone():
+    slots = [Slot(Request([1], 2)), Slot(Request([1], 2, eos=frozenset({5})))]
+    assert [[slot.take(token) for token in (0, 5)] for slot in slots] == [
+        [None, "length"],
+        [None, "stop"],
+    ]
+
+
 def test_log_probabilities_are_those_of_the_rows_that_want_them():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]))
     found = logprobs_of(logits, [1, 2], 2)
@@ -835,10 +843,15 @@ def test_a_rank_that_differs_from_the_first_is_lost(model):
         pytest.raises(RankLost, match="^this process failed at a request that rank 0 goes on with"),
     ):
         failed.follow()
-    both = follower(([place, start], []), ([("end", 1)], []), ([], []))
+    messages = deque()
+    leader = Scheduler(model, ranks=Line(messages, True))
+    leader.submit(request)
     with mock.patch.object(scheduler_module, "read_next_chunk", side_effect=MemoryError):
+        for _ in range(3):
+            leader.run_turn()
+        both = follower(*messages)
         both.follow()  # rank 0 failed at it too
-    assert both.idle
+    assert leader.idle and both.idle
 
 
 def test_a_step_that_fails_on_one_of_several_ranks_ends_them_all(model):

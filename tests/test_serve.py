@@ -63,7 +63,12 @@ def server(tmp_path_factory):
         "1500",
     )
     served.client = openai.OpenAI(
-        base_url=served.url + "/v1", api_key=KEY, max_retries=0, timeout=60
+        base_url=served.url + "/v1",
+        api_key=KEY,
+        max_retries=0,
+        timeout=60,
+        # A busy machine may use an idle connection in the moment in which the server closes it.
+        default_headers={"Connection": "close"},
     )
     yield served
     served.kill()

@@ -301,6 +301,7 @@ def test_the_help_shows_the_default_recipes_values_and_lists(capsys, monkeypatch
     ):
         assert text in shown, text
     assert "wandb. May be repeated. " in shown and "Default: False" not in shown
+    assert TrainConfig().data == TrainConfig().eval_data == ()
 
 
 # Trainer's arguments

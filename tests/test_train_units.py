@@ -533,13 +533,17 @@ def test_a_copy_of_a_checkpoint_is_whole_or_absent(tiny, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"new", "plain"}
 
 
-@pytest.mark.parametrize("damage", ["missing", "short"])
+@pytest.mark.parametrize("damage", ["missing", "short", "index"])
 def test_half_a_checkpoint_is_not_copied(tiny, tmp_path, damage):
     shards = tmp_path / "shards"
     LlamaForCausalLM.from_pretrained(tiny).save_pretrained(shards, max_shard_size="50KB")
     conversion.convert(str(shards), str(tmp_path / "whole"), None)
     weights = sorted(shards.glob("*.safetensors"))[1]
-    if damage == "missing":
+    if damage == "index":  # of weights in another form
+        weights = tmp_path / "model-1.bin"
+        index = {"weight_map": {"lm_head.weight": weights.name}}
+        (shards / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    elif damage == "missing":
         weights.unlink()
     else:
         weights.write_bytes(weights.read_bytes()[:-1])

@@ -173,6 +173,27 @@ def test_a_change_that_fails_changes_nothing(request, record_check, monkeypatch)
     record_check(command, check="caches", cases=count, failed=failed)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["crop", "load_state_dict"])
+def test_parts_of_a_cache_change_together(name):
+    """Wherever one of them fails, those before it write nothing either."""
+    layer = new_layer(CCAConfig.paper(4, 9, head_group_sizes=(4, 8)), ROTARY)
+    append(layer, 25)
+    argument = 7 if name == "crop" else copy.deepcopy(layer.state_dict())
+    append(layer, 7)
+    expected = append(copy.deepcopy(layer), 2)
+    for place in range(500):
+        changed = copy.deepcopy(layer)
+        try:
+            with FailingAllocation(place):
+                getattr(changed, name)(argument)
+        except NoMemory:
+            assert torch.equal(append(changed, 2), expected)
+        else:
+            break
+    assert 1 < place < 499
+
+
 @pytest.mark.parametrize("place", range(0, 25, 4))
 def test_entries_that_could_not_be_made_are_made_later(place):
     config = CCAConfig.paper(4, 9, **KINDS[-1])

@@ -498,10 +498,10 @@ def test_a_run_that_measures_memory_gathers_the_entries_of_the_longest_chunk(
     assert not any(span.past or span.cores for span in spans[1::2])
 
 
-def builder_of(config: SimpleNamespace) -> paged_backend.BatchBuilder:
+def builder_of(config: SimpleNamespace, names: str = "") -> paged_backend.BatchBuilder:
     """Make the builder of a cache of windows."""
-    spec = SimpleNamespace(head_size=DIM)
-    return paged_backend.BatchBuilder(spec, [], config, torch.get_default_device())
+    spec = SimpleNamespace(head_size=DIM, block_size=4, page_size_bytes=64)
+    return paged_backend.BatchBuilder(spec, names, config, torch.get_default_device())
 
 
 def common_of(lengths: list[int], count: int) -> SimpleNamespace:
@@ -515,6 +515,17 @@ def common_of(lengths: list[int], count: int) -> SimpleNamespace:
         block_table_tensor=None,
         slot_mapping=torch.arange(8),
     )
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_every_layer_of_a_group_has_its_pages(names):
+    config = vllm_config()
+    for name, size in (("a", 64), ("b", 32)):
+        spec = SimpleNamespace(block_size=4, page_size_bytes=size)
+        layer = SimpleNamespace(get_kv_cache_spec=lambda config, spec=spec: spec)
+        config.compilation_config.static_forward_context[name] = layer
+    with pytest.raises(ValueError, match="tokens and bytes of a page"):
+        builder_of(config, names)
 
 
 def test_a_captured_step_has_short_sequences():

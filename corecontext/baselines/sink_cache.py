@@ -98,6 +98,7 @@ class SinkCacheLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
+        self.is_initialized = False  # the next text may have another number of rows
         self.pads = None
         self.closed = False
         self.seen = 0

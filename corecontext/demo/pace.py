@@ -90,7 +90,8 @@ class Pace:
                 seconds.append(time.perf_counter() - begin)
             step_s = statistics.median(seconds)
         rates = rates_of(cost, (len(ids), first_s), (len(more), second.seconds))
-        return cls(cost, start_s, *rates, step_s / _step_bytes(cost, cost.cache_bytes(len(more))))
+        step_bytes = cost.weight_bytes() + cost.cache_bytes(len(more))
+        return cls(cost, start_s, *rates, step_s / step_bytes)
 
     def full(self, length: int) -> Work:
         """Return the work of full attention."""
@@ -121,7 +122,7 @@ class Pace:
         readings = max(prompts, min(PREFILLS, int(PREFILL_BUDGET_S / reading)))
         perplexity = self.weights_s * 2 * cost.head_weights * length
         steps = DECODE_STEPS + DECODE_WARM_UP + prompts * ANSWER_STEPS
-        answers = steps * self.byte_s * _step_bytes(cost, work.cache_bytes)
+        answers = steps * self.byte_s * (cost.weight_bytes() + work.cache_bytes)
         return self.start_s + readings * reading + prompts * perplexity + answers
 
 
@@ -146,8 +147,3 @@ def _weights(cost: ModelCost, length: int) -> float:
 def _attention(cost: ModelCost, length: int, *sizes: int) -> float:
     """Count the other operations of a prompt; sizes are g, s and first tokens."""
     return cost.prefill_flops(length, *sizes) - _weights(cost, length)
-
-
-def _step_bytes(cost: ModelCost, cache_bytes: float) -> float:
-    """Count the bytes that a step reads."""
-    return cost.itemsize * (cost.linear_weights + cost.head_weights) + cache_bytes

@@ -127,7 +127,7 @@ def _write(path: Path, target: Path) -> None:
         import torch
         import transformers
 
-        from corecontext.integrations.hf.gguf_check import check_model, check_tokenizer
+        from corecontext.integrations.hf.gguf_check import UPDATE, check_model, check_tokenizer
 
         file, config = _file_and_config(path)
         largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
@@ -135,7 +135,10 @@ def _write(path: Path, target: Path) -> None:
         exact = {"F32": torch.float32, "F16": torch.float16}
         dtype = exact.get(largest.tensor_type.name, torch.bfloat16)
         options: dict[str, Any] = {"gguf_file": path.name}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+        except AttributeError as error:  # a release looks for a field that the file may leave out
+            raise UserError(f"model '{path}' cannot be unpacked: {error}. {UPDATE}.") from None
         check_tokenizer(file, tokenizer)
         if hasattr(transformers, "GgufConfig"):  # newer releases leave weights packed otherwise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
