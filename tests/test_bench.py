@@ -282,44 +282,6 @@ def test_flex_attention_computes_cca(length, g, s):
     torch.testing.assert_close(out, methods.attend_cca(q, k, v, g, s), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "length, g, s", [(300, 8, 40), (1024, 16, 128), (2000, 3, 200), (1000, 1, 5), (900, 16, 1000)]
-)
-def test_flex_attentions_blocks_are_those_of_the_mask(length, g, s):
-    mask = flex.cca_block_mask(length, g, s, torch.device("cpu"))
-    slots, block = flex.core_slots(length, g), flex.BLOCK
-    query, entry = torch.arange(length)[:, None], torch.arange(slots + length)[None]
-    dense = mask.mask_mod(0, 0, query, entry)
-    padded = torch.nn.functional.pad(dense, (0, -(slots + length) % block, 0, -length % block))
-    tiles = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
-    some = tiles.any(3).any(1)
-
-    def listed(count, index):
-        found = torch.zeros_like(some)
-        for row in range(some.shape[0]):
-            found[row, index[0, 0, row, : count[0, 0, row]].long()] = True
-        return found
-
-    part, whole = (
-        listed(*pair)
-        for pair in (
-            (mask.kv_num_blocks, mask.kv_indices),
-            (mask.full_kv_num_blocks, mask.full_kv_indices),
-        )
-    )
-    assert torch.equal(part | whole, some) and not (part & whole).any()
-    inside = torch.nn.functional.pad(
-        dense, (0, -(slots + length) % block, 0, -length % block), value=True
-    )
-    rows_inside = inside.clone()
-    # Rows past the end may be anything, entries past it are never seen.
-    rows_inside[:length] = padded[:length]
-    every = rows_inside.unflatten(1, (-1, block)).unflatten(0, (-1, block)).all(3).all(1)
-    assert not (whole & ~every).any()
-    if length % block == 0:
-        assert torch.equal(whole, every)
-
-
 MORE = dataclasses.replace(
     TINY,
     lengths=(64, 128, 256),
@@ -424,94 +386,6 @@ def test_a_baseline_over_the_limit_is_left_out_and_said(monkeypatch):
     text = operator_tables.operator_markdown(found)
     assert "| not measured |" in text
     assert "full not measured on" in text and "over the limit of 1e-09 s a call" in text
-
-
-def fake(value, method, length, backend="", name="operator.forward_ms", **more) -> Record:
-    """A record of a device that is not here."""
-    sizes = {"group_size": 16, "window_size": 8} if method in ("cca", "flex", "floor") else {}
-    return Record(
-        name,
-        value,
-        {"operator.skipped": "count"}.get(name, "ms"),
-        device="gpu",
-        params={
-            "method": method,
-            "backend": backend,
-            "length": length,
-            "query_heads": 4,
-            "kv_heads": 2,
-            "head_dim": 16,
-            "batch": 1,
-            "dtype": "bfloat16",
-            **sizes,
-            **more,
-        },
-    )
-
-
-@pytest.mark.parametrize(
-    "gains, expected",
-    [
-        ([0.5, 2.0, 3.0], 128),
-        ([2.0, 2.0, 2.0], 64),
-        ([0.5, 0.5, 0.9], None),
-        ([2.0, 0.5, 2.0], 256),  # faster by accident at the shortest
-    ],
-)
-def test_crossover(gains, expected):
-    found = []
-    for gain, length in zip(gains, (64, 128, 256)):
-        found += [
-            fake(1.0, "cca", length),
-            fake(9.0, "full", length, "slow"),
-            fake(gain, "full", length, "fast"),
-        ]
-    found.append(fake(1.0, "cca", 512))  # without a baseline, it says nothing
-    assert list(operator_report.crossovers(operator_report.time_rows(found)).values()) == [expected]
-    since = f"L = {expected}" if expected else "no measured length"
-    assert (
-        f"CCA is the faster from {since} (forward, 2 KV heads) on."
-        in operator_tables.operator_markdown(found)
-    )
-
-
-def test_a_skip_is_forgotten_once_measured():
-    skip = fake(
-        1, "sdpa_flash", 64, "flash", "operator.skipped", **{"pass": "forward", "reason": "because"}
-    )
-    ours = fake(1.0, "cca", 64)
-    assert operator_report.skipped([skip, ours]) == [
-        "sdpa_flash not measured on gpu: because (KV heads 2; pass forward; L 64)"
-    ]
-    assert operator_report.skipped([skip, ours, fake(2.0, "sdpa_flash", 64, "flash")]) == []
-
-
-def test_only_what_one_timer_measured_is_compared():
-    found = [
-        fake(9.0, "full", 64, "sdpa"),
-        fake(1.0, "full", 64, "sdpa", timer="graph"),
-        fake(3.0, "sdpa_flash", 64, "flash", timer="queue"),
-        fake(2.0, "flex", 64, "flex", timer="queue"),
-        fake(4.0, "cca", 64),
-        fake(1.0, "cca", 64, timer="queue"),
-        fake(0.5, "cca", 64, timer="graph"),
-    ]
-    queue, graph = operator_report.time_rows(found)
-    assert (queue.cca, queue.full, queue.alternatives) == (1.0, {"flash": 3.0}, {"flex": 2.0})
-    assert (graph.cca, graph.full, graph.label) == (0.5, {"sdpa": 1.0}, "forward, CUDA graph")
-
-
-def test_memory_over_the_minimum():
-    row = operator_report.Row("gpu", "forward_backward", fake(1.0, "cca", 64).params, 0.0)
-    tensors = 64 * 16 * 2 * (4 + 2 + 2 + 4)  # q, k, v, out
-    made = tensors  # out and the gradients of q, k, v
-    assert operator_report.ratio_to_minimum(row, made) == 1.0
-    assert (
-        operator_report.ratio_to_minimum(
-            dataclasses.replace(row, pass_name="forward"), 64 * 16 * 2 * 4
-        )
-        == 1.0
-    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -768,16 +768,5 @@ def test_settings_of_a_checkpoint_that_do_not_fit_are_one_line(
     assert main(["eval", "--model", "./wrong", "--device", "cpu", *of_text]) == 2
     assert message in capfd.readouterr().err.splitlines()[-1]
     if settings.get("store") != "none":
-        line = refuse(
-            capfd,
-            here,
-            "inspect",
-            "good.txt",
-            "--model",
-            "./wrong",
-            "--output",
-            "x.html",
-            "--device",
-            "cpu",
-        )
-        assert message in line
+        command = "inspect good.txt --model ./wrong --output x.html --device cpu"
+        assert message in refuse(capfd, here, *command.split())

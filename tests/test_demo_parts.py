@@ -375,57 +375,6 @@ def test_a_ratio_says_how_much_less_cca_takes(name, full, cca, shown):
     assert report._ratio(name, full, cca) == shown
 
 
-def rows(table) -> list[list[str]]:
-    return [list(row) for row in zip(*(list(map(str, column.cells)) for column in table.columns))]
-
-
-def test_tables_lay_the_methods_side_by_side(result):
-    table = report.measured_table(result.records)
-    assert [str(column.header) for column in table.columns] == [
-        "",
-        "full attention",
-        "window, same bytes",
-        "CCA",
-        "CCA to full",
-    ]
-    caption = (
-        f"{result.records[0].device}: 100 tokens, float32; window, same bytes: s = 30; "
-        "CCA: g = 4, s = 16"
-    )
-    assert str(table.title) == caption
-    assert rows(table) == [
-        ["time to first token", "4.00 s", "2.00 s", "1.00 s", "4.0x faster"],
-        ["time per further token", "10.0 ms", "5.0 ms", "20.0 ms", "2.0x slower"],
-        ["cache", "8.0 MiB", "1.0 MiB", "2.0 MiB", "4.0x less"],
-        ["peak memory of the prefill", "1.0 MiB", "2.0 MiB", "3.0 MiB", "3.0x more"],
-        ["perplexity", "10.000", "12.000", "11.000", "+10.0 %"],
-        ["planted facts found", "67%", "0%", "33%", ""],
-    ]
-    answers = report.answers_table(result)
-    assert rows(answers)[2] == ["75%", "9", "The pass key is", "12", "12", "no", "no"]
-    cells = [list(column.cells)[2] for column in answers.columns[-3:]]
-    assert [cell.style for cell in cells] == ["green", "red", "red"]
-    lines = report.demo_table(result.records).splitlines()
-    assert lines[0].endswith(f"` on {caption}.")
-    assert lines[2:4] == [
-        "| | full attention | window, same bytes | CCA |",
-        "|---|---:|---:|---:|",
-    ]
-    assert lines[4] == "| time to first token | 4.00 s | 2.00 s | 1.00 s |"
-    assert lines[-1] == "| planted facts found | 67% | 0% | 33% |"
-    sizes = {"group_size": 8, "window_size": 5, "fetch_groups": 3, "fetch_index": "bits:2"}
-    all_methods = [
-        dataclasses.replace(record, params={**record.params, **sizes, "method": name})
-        for name in ("full", "default", "adapted")
-        for record in result.records
-        if record.params["method"] == "cca"
-    ]
-    caption = report.demo_table(all_methods).splitlines()[0]
-    assert caption.endswith(
-        "default: 3 groups of 8 by `bits:2`, s = 5; adapted: with this package's adapter."
-    )
-
-
 def test_the_note_tells_a_tiny_model_from_a_users(result, capsys):
     report.print_report(result)
     assert "The model is tiny and trained to show the machinery" in capsys.readouterr().out

@@ -81,9 +81,6 @@ def test_a_window_fits_the_model_exactly():
         Window("key", {}, [1, 2, 3, 4, 5], 9).run(subject)
 
 
-# The model under test
-
-
 # Data and settings
 
 
@@ -305,8 +302,3 @@ def test_perplexity_without_a_domain_has_no_part_of_it():
     records = [make_record("quality.perplexity", 1.0, {**params, "domain": x}) for x in ("", "d")]
     parts = {name: count for name, (_, count) in perplexities(records).items()}
     assert parts == {"": 4, "0-1": 2, "2-2": 2, "d": 2}
-
-
-def row(method: str, task: str, size: int | None, part: str, value: float) -> summary.Row:
-    name = "quality.perplexity" if task == "perplexity" else "quality.score"
-    return summary.Row(method, task, size, part, value, 1, {}, name)

@@ -3,7 +3,6 @@
 import copy
 import json
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,6 @@ from corecontext.train.loss import Taught, chunked_cross_entropy, compute_loss_i
 from corecontext.train.student import make_model, prepare_config
 from corecontext.train.teacher import Teacher, load_teacher
 from corecontext.train.train_config import METHODS, TrainConfig, load_recipe
-
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 def test_the_loss_of_a_batch_without_labels_is_0():
