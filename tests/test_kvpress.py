@@ -1,5 +1,5 @@
-"""Core tokens as a press of kvpress: its own pipeline decodes from them. Runs where kvpress is
-installed, in an environment of its own (reproduction/cca_press.py)."""
+"""Contexts that kvpress compresses: answers are those of its own pipeline. Runs where kvpress is
+installed, in an environment of its own (reproduction/rivals/press.py)."""
 
 import importlib
 
@@ -8,21 +8,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from corecontext import CCAConfig, Rotary, cca_attention
-from corecontext.integrations.hf.cache_name import given_cache
 
 kvpress = pytest.importorskip(
     "kvpress", reason="kvpress needs transformers < 5.3, in an environment of its own"
 )
-CCAPress = importlib.import_module("reproduction.cca_press").CCAPress
 rivals_press = importlib.import_module("reproduction.rivals.press")
 rivals_tasks = importlib.import_module("reproduction.rivals.tasks")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-CONTEXT = "the quick brown fox jumps over the lazy dog and the cat".replace(" ", "") * 2
-CONFIG = CCAConfig.pooling(4, 9, sink_size=4, core_mass=False)
 
 
 @pytest.fixture(scope="module")
@@ -49,136 +42,8 @@ def pipeline():
     return kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
 
 
-def run(pipeline, press=None, question="why"):
-    """The answer, and the logits of all calls."""
-    logits = []
-    hook = pipeline.model.register_forward_hook(
-        lambda module, args, output: logits.append(output.logits[0, -1])
-    )
-    try:
-        out = pipeline(CONTEXT, question=question, press=press, max_new_tokens=12)
-    finally:
-        hook.remove()
-    return out["answer"], torch.stack(logits)
-
-
 def near(x, y, atol=1e-9):
     torch.testing.assert_close(x, y, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize(
-    "press",
-    [
-        CCAPress(CONFIG, compression_ratio=0),
-        CCAPress(CCAConfig.pooling(1, 9, core_mass=False)),
-        CCAPress(CCAConfig.pooling(4, 500, core_mass=False)),
-    ],
-    ids=["ratio 0", "g = 1", "within the window"],
-)
-def test_full_attention(pipeline, press):
-    answer, logits = run(pipeline)
-    pressed, pressed_logits = run(pipeline, press)
-    assert pressed == answer
-    near(pressed_logits, logits)
-
-
-class Definition:
-    """CCA of all tokens for queries after the prompt, whose window grows, in one dense pass for
-    each: registered as an attention of transformers."""
-
-    def __init__(self, config, prompt, rotary):
-        self.config = config
-        self.prompt = prompt
-        self.rotary = rotary
-        self.queries = {}
-
-    def __call__(self, module, query, key, value, mask, dropout=0.0, scaling=None, **options):
-        layer = module.layer_idx
-        length = key.shape[2]
-        if query.shape[2] == length:
-            self.queries[layer] = query
-            out = cca_attention(
-                query, key, value, group_size=1, core_position="token", scale=scaling
-            )
-            return out.transpose(1, 2), None
-        queries = torch.cat((self.queries[layer], query), 2)
-        self.queries[layer] = queries
-        outs = []
-        for end in range(length - query.shape[2] + 1, length + 1):
-            out = cca_attention(
-                *(x[:, :, :end] for x in (queries, key, value)),
-                group_size=self.config.group_size,
-                window_size=self.config.window_size + end - 1 - self.prompt,
-                sink_size=self.config.sink_size,
-                core_position=self.config.core_position,
-                rotary=self.rotary,
-                scale=scaling,
-            )
-            outs.append(out[:, :, -1:])
-        return torch.cat(outs, 2).transpose(1, 2), None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"core_position": "token"}, {"sink_size": 0, "group_size": 3}],
-    ids=str,
-)
-def test_the_pipeline_decodes_from_the_dense_definition(pipeline, changes):
-    config = CONFIG.replace(**changes)
-    press = CCAPress(config)
-    answer, logits = run(pipeline, press)
-    assert run(pipeline)[0] != answer
-    prompt = len(CONTEXT) + 1
-    definition = Definition(config, prompt, Rotary.from_theta(10000.0, 16))
-    ALL_ATTENTION_FUNCTIONS["cca_definition"] = definition
-    pipeline.model.config._attn_implementation = "cca_definition"
-    try:
-        expected, expected_logits = run(pipeline)
-    finally:
-        pipeline.model.config._attn_implementation = "sdpa"
-        del ALL_ATTENTION_FUNCTIONS["cca_definition"]
-    assert answer == expected
-    near(logits, expected_logits, atol=1e-6)  # the model's frequencies are in float32
-
-
-def test_entries_are_as_many_as_the_ratio_allows(pipeline):
-    for ratio in (0.1, 0.5, 0.75):
-        for length in (111, 1000):
-            sizes = CCAPress(CONFIG, compression_ratio=ratio).sizes(length)
-            most = int(length * (1 - ratio))
-            assert most - sizes.group_size < sizes.entries(length) - 1 < most
-            # What stays raw at the end is a window.
-            rest = length - sizes.sinks - sizes.cores * sizes.group_size
-            assert rest >= most // 4 and sizes.group_size >= 4
-    cache = None
-
-    def keep(module, args, kwargs, output):
-        nonlocal cache
-        cache = cache or given_cache(kwargs).layers[0].keys.shape[2]
-
-    hook = pipeline.model.model.layers[1].register_forward_hook(keep, with_kwargs=True)
-    try:
-        run(pipeline, CCAPress(CONFIG, compression_ratio=0.5))
-    finally:
-        hook.remove()
-    assert cache == CCAPress(CONFIG, 0.5).sizes(len(CONTEXT) + 1).entries(len(CONTEXT) + 1) <= 44
-
-
-def test_refusals(pipeline):
-    with pytest.raises(NotImplementedError, match="core_mass must be False in a press, got True"):
-        CCAPress(CCAConfig())
-    with pytest.raises(NotImplementedError, match="cache_dtype must be 'auto' in a press"):
-        CCAPress(CCAConfig.pooling(cache_dtype="int8", core_mass=False))
-    for ratio in (-0.1, 1.0):
-        with pytest.raises(ValueError, match="compression_ratio must be at least 0 and below 1"):
-            CCAPress(compression_ratio=ratio).sizes(100)
-    with pytest.raises(ValueError, match="must leave room for first tokens and window, got 0.9"):
-        CCAPress(compression_ratio=0.9).sizes(100)
-    ids = torch.tensor([[1, 2, 3] * 9] * 2)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    with CCAPress(CONFIG)(pipeline.model), pytest.raises(ValueError, match="must have no padding"):
-        pipeline.model(ids, attention_mask=mask)
 
 
 class Kept:

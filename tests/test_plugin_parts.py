@@ -1,6 +1,5 @@
 """The parts of the plug-in, each by its contract: masks, cache layers, hooks, the self-check."""
 
-import importlib
 import json
 import pickle
 import sys
@@ -486,13 +485,6 @@ def test_the_process_gets_its_arguments_back_from_the_harness(monkeypatch):
 
 def test_settings_of_the_harness_are_all_but_the_backend():
     assert set(lm_eval.SETTINGS) == set(CCAConfig.__dataclass_fields__) - {"backend"}
-
-
-def test_a_press_says_what_it_needs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvpress.presses.base_press", None)
-    monkeypatch.delitem(sys.modules, "reproduction.cca_press", raising=False)
-    with pytest.raises(ImportError, match="^kvpress must be installed, got: .* pip install --no-d"):
-        importlib.import_module("reproduction.cca_press")
 
 
 @pytest.mark.parametrize("sink_size, told", [(0, True), (16, False)])

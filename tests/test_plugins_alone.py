@@ -1,10 +1,8 @@
 """The plug-ins to packages that need an environment of their own, against stand-ins of the
-interfaces that they use: kvpress, lm-evaluation-harness, and the settings of vLLM's."""
+interfaces that they use: lm-evaluation-harness, and the settings of vLLM's."""
 
-import importlib
 import sys
 import types
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,118 +20,8 @@ from corecontext.integrations.vllm.model_settings import (
     spec_of,
 )
 from corecontext.integrations.vllm.page_layout import core_entries, fetched_tokens
-from corecontext.ops.api import pool_core_tokens
 
 CONFIG = CCAConfig.pooling(4, 9, sink_size=3, core_mass=False)
-
-
-# kvpress
-
-
-def queries_before_rotation(module, hidden):
-    return module.q_proj(hidden).unflatten(2, (-1, module.head_dim)).transpose(1, 2)
-
-
-@pytest.fixture
-def kvpress(monkeypatch):
-    """The module of the press, under a stand-in of kvpress."""
-    base = types.ModuleType("kvpress.presses.base_press")
-    base.BasePress = object
-    utils = types.ModuleType("kvpress.utils")
-    utils.get_prerope_query_states = queries_before_rotation
-    for module in (types.ModuleType("kvpress"), types.ModuleType("kvpress.presses"), base, utils):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    name = "reproduction.cca_press"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name)
-
-
-@pytest.mark.parametrize("position", ["middle", "token"])
-def test_a_press_leaves_first_tokens_core_tokens_and_the_window(kvpress, position):
-    model = tiny_model().double()
-    attention = model.model.layers[1].self_attn
-    attention.scaling = 0.4
-    press = kvpress.CCAPress(CONFIG.replace(core_position=position))
-    press.post_init_from_model(model)
-    assert (press.rotary is None) == (position == "token")
-    generator = torch.Generator().manual_seed(0)
-    options = {"generator": generator, "dtype": torch.float64}
-    hidden = torch.randn(2, 40, 48, **options)
-    keys, values = (torch.randn(2, 2, 40, 16, **options) for _ in range(2))
-    cos, sin = model.model.rotary_emb(hidden, torch.arange(40)[None])
-    arguments = (attention, hidden, keys, values, None, {"position_embeddings": (cos, sin)})
-    with torch.no_grad():
-        new_keys, new_values = press.compress(*arguments)
-    # 4 first tokens, and the groups that the token behind the prompt sees as core tokens.
-    count = (40 - 4 + 1 - 9) // 4
-    assert press.sizes(40) == (4, 4, count) and press.sizes(40).entries(40) == new_keys.shape[2]
-    for new, old in ((new_keys, keys), (new_values, values)):
-        assert torch.equal(new[:, :, :4], old[:, :, :4])
-        assert torch.equal(new[:, :, 4 + count :], old[:, :, 4 + 4 * count :])
-    apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-    queries, _ = apply(*[queries_before_rotation(attention, hidden)] * 2, cos, sin)
-    for group in range(count):
-        span = slice(4 + 4 * group, 8 + 4 * group)
-        core_key, core_value = pool_core_tokens(
-            *(x[:, :, span] for x in (queries, keys, values)),
-            group_size=4,
-            core_position=position,
-            rotary=press.rotary,
-            scale=attention.scaling,
-        )
-        for new, core in ((new_keys, core_key), (new_values, core_value)):
-            torch.testing.assert_close(new[:, :, 4 + group], core[:, :, 0], rtol=0, atol=1e-6)
-    for config in (CCAConfig.paper(1, 9), CCAConfig.paper(4, 500)):
-        press = kvpress.CCAPress(config)
-        press.post_init_from_model(model)
-        assert press.compress(*arguments)[0] is keys
-
-
-def test_a_press_has_as_many_entries_as_its_ratio_allows(kvpress):
-    for ratio in (0, 0.1, 0.5, 0.75):
-        for length in (111, 1000):
-            sizes = kvpress.CCAPress(CONFIG, compression_ratio=ratio).sizes(length)
-            most = int(length * (1 - ratio))
-            assert most - sizes.group_size < sizes.entries(length) - 1 < most or not ratio
-            rest = length - sizes.sinks - sizes.cores * sizes.group_size
-            assert rest >= most // 4 and sizes.group_size >= 4 and sizes.sinks >= 3
-    assert kvpress.CCAPress(CONFIG, 0.0).sizes(50).entries(50) == 50
-    by_length = CCAConfig.paper(window_size=10, num_groups=5)
-    assert kvpress.CCAPress(by_length).sizes(60) == (10, 0, (60 + 1 - 10) // 10)
-    for ratio in (-0.1, 1.0):
-        with pytest.raises(ValueError, match="compression_ratio must be at least 0 and below 1"):
-            kvpress.CCAPress(compression_ratio=ratio).sizes(100)
-    with pytest.raises(ValueError, match="must leave room for first tokens and window, got 0.9"):
-        kvpress.CCAPress(compression_ratio=0.9).sizes(100)
-
-
-def test_a_press_refuses_what_a_plain_cache_cannot_hold(kvpress):
-    for change in (
-        {"core_mass": True},
-        {"cache_dtype": "int8"},
-        {"core_bias": 0.5},
-        {"layer_group_sizes": (4, 8)},
-        {"head_group_sizes": (4, 8)},
-        {"fetch_groups": 2},
-    ):
-        with pytest.raises(NotImplementedError, match=f"^{next(iter(change))} must be .* in a pre"):
-            kvpress.CCAPress(CCAConfig.pooling(**{"core_mass": False, **change}))
-    with pytest.raises(NotImplementedError, match="Load its language model alone"):
-        kvpress.CCAPress().post_init_from_model(
-            SimpleNamespace(model=SimpleNamespace(language_model=None))
-        )
-    kvpress._check_no_padding(None)
-    ones = torch.ones(2, 5)
-    causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
-    added = torch.zeros(1, 1, 5, 5).masked_fill(~causal, -torch.inf)
-    for mask in (ones, causal, added):
-        kvpress._check_no_padding(mask)
-    padded = ones.clone()
-    padded[1, 0] = 0
-    for mask in (padded, causal & (torch.arange(5) > 0), added.index_fill(3, torch.tensor(0), -9)):
-        with pytest.raises(ValueError, match="^attention_mask must have no padding"):
-            kvpress._check_no_padding(mask)
 
 
 # lm-evaluation-harness

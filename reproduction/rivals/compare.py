@@ -38,7 +38,7 @@ OWN = ("cca", "cca_raw_heads", "fetch", "fetch_raw_heads")
 """Methods with caches of this package."""
 PRESSED = (
     *("streaming_llm", "knorm", "keydiff", "lagkv", "tova", "snapkv", "pyramidkv"),
-    *("expected_attention", "adakv", "kvzip", "cca_press"),
+    *("expected_attention", "adakv", "kvzip"),
 )
 """Methods in kvpress's environment."""
 NAMES = ("full", *OWN, *PRESSED)

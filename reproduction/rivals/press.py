@@ -1,7 +1,8 @@
 """Ask about contexts that kvpress compresses: full attention reads a context once for all presses,
 and their caches answer together.
 
-Runs in kvpress's environment (reproduction/cca_press.py).
+Runs in an environment of its own, for kvpress 0.5.5 needs transformers below 5.3 and this package
+5.17 or later: pip install kvpress==0.5.5, then pip install --no-deps corecontext.
 """
 
 from __future__ import annotations
@@ -20,21 +21,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, DynamicCache
 
-from corecontext.config import CCAConfig
 from corecontext.integrations.hf.cache_name import OLD_NAME, given_cache, with_cache
 from corecontext.loading import Loaded
-from reproduction.cca_press import CCAPress
 from reproduction.rivals.tasks import FAILURES, Answer, Cell, Item
-
-SINKS = 16
-"""First tokens that CCAPress keeps."""
-
-
-def _cca_press(ratio: float) -> CCAPress:
-    """Return a press whose core tokens take half of the entries, the window the other half."""
-    config = CCAConfig.pooling(round(2 / (1 - ratio)), sink_size=SINKS, core_mass=False)
-    return CCAPress(config, compression_ratio=ratio)
-
 
 PRESSES: dict[str, Callable[[float], Any]] = {
     "streaming_llm": kvpress.StreamingLLMPress,
@@ -47,7 +36,6 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "expected_attention": kvpress.ExpectedAttentionPress,
     "adakv": lambda ratio: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio)),
     "kvzip": kvpress.KVzipPress,
-    "cca_press": _cca_press,
 }
 """How each press is made, from the share of the entries that it removes; its other settings are
 those of kvpress."""
@@ -94,13 +82,8 @@ class PressRun:
         _share_scores(self.presses.values())
 
     def sizes(self, cell: Cell, length: int) -> dict[str, int]:
-        """Return the sizes of a press for a context of so many tokens, for a record's params."""
-        press = self.presses.get(cell)
-        if not isinstance(press, CCAPress):
-            return {}
-        g, sinks, cores = press.sizes(length)
-        window = length - sinks - (cores * g)
-        return {"group_size": g, "window_size": window, "sink_size": sinks}
+        """Return no sizes: a press has none of a record's params."""
+        return {}
 
     def ask(self, item: Item) -> dict[Cell, Answer | Exception]:
         """Return the answers from compressed contexts, or how presses failed."""

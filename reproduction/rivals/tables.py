@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.tables import Column, Key, Row, markdown, rows_by, shown_mib
 from corecontext.record import Record, latest
 from reproduction.real.methods import TITLES as TRAINED
-from reproduction.rivals.compare import COMPRESSIONS, LEAST, NAMES, of_first_device
+from reproduction.rivals.compare import COMPRESSIONS, LEAST, of_first_device
 from reproduction.rivals.tasks import Task
 from reproduction.suites.ruler import SUBTASKS
 
@@ -39,7 +39,7 @@ def rivals_markdown(records: Sequence[Record], *, trained: bool) -> str:
     """Return the table of models as they are, or of trained ones."""
     chosen = [r for r in of_first_device(records) if bool(r.params["trained_tokens"]) == trained]
     places = list(dict.fromkeys((r.params["method"], r.params["trained_by"]) for r in chosen))
-    places.sort(key=lambda place: NAMES.index(place[0]))
+    places.sort(key=lambda place: list(TITLES).index(place[0]))
     by_place = Key("", lambda r: places.index((r.params["method"], r.params["trained_by"])))
     rows = rows_by([by_place], chosen)
     asked = [r for r in chosen if r.name != "real.first_token_s"]
