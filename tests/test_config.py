@@ -230,8 +230,8 @@ def test_fetch_has_its_defaults_and_bounds():
     [
         ("fetch_index", "core", "Use 'mean' or 'pairs:2'"),
         ("fetch_index", "bounds", "Use 'pairs:2'"),
-        ("fetch_index", "segments:8:2", "Use 'pairs:2'"),
-        ("fetch_index", "parts:4", "Use 'parts:P:B'"),
+        ("fetch_index", "segments:16:24", "Use 'pairs:2'"),
+        ("fetch_index", "parts:16", "Use 'parts:P:B'"),
     ],
 )
 def test_a_setting_that_is_gone_is_refused_in_one_line(name, value, instead):

@@ -21,7 +21,7 @@ datasets = pytest.importorskip("datasets", reason="training reads its data with 
 
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
-from corecontext import baselines  # noqa: E402
+from corecontext import CCAConfig, baselines  # noqa: E402
 from corecontext.config import PAPER_RULE, PRESETS  # noqa: E402
 from corecontext.data.packing import IGNORED, collate, run_order, shuffled, upsampled  # noqa: E402
 from corecontext.files import UserError  # noqa: E402
@@ -35,6 +35,7 @@ from corecontext.train.student import (  # noqa: E402
     make_model,
     make_tokenizer,
     prepare_config,
+    saved_settings,
 )
 from corecontext.train.teacher import Teacher, load_teacher  # noqa: E402
 from corecontext.train.train_config import SCHEDULE  # noqa: E402
@@ -531,6 +532,17 @@ def test_a_copy_of_a_checkpoint_is_whole_or_absent(tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
         conversion.convert(tiny, str(tmp_path / "other"), settings)
     assert {path.name for path in tmp_path.iterdir()} == {"new", "plain"}
+
+
+def test_a_given_group_size_is_that_of_every_layer(tiny, tmp_path):
+    config = json.loads(Path(tiny, "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config["cca"] = CCAConfig.paper(4, 8, layer_group_sizes=(2,) * layers).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = TrainConfig(model=str(tmp_path), group_size=8)
+    saved = saved_settings(run, ())
+    assert saved.pop("layer_group_sizes") == (2,) * layers
+    assert saved_settings(run, {"group_size"}) == saved
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "index"])

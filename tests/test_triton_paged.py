@@ -13,6 +13,7 @@ from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode import merge_parts
 from corecontext.ops.triton.paged import attend_pages as paged_attend
+from corecontext.ops.triton.paged import batch_parts
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import pool_pages as paged_pool
@@ -52,7 +53,9 @@ class Cache:
         self.window = [[order.pop() for _ in range(count)] for count in windows]
         self.raw = Pages(k, v, self.table(self.window, default))
         table = self.table([[order.pop() for _ in range(count)] for count in cores], default)
-        self.cores = Pages(k, v, table, masses)
+        few = layout.core_entries or size
+        masses = None if masses is None else masses[:, :few]
+        self.cores = Pages(k[:, :few], v[:, :few], table, masses)
 
     @staticmethod
     def table(rows: list[list[int]], device) -> torch.Tensor:
@@ -96,7 +99,8 @@ def served(config, rotary, qkv, steps, dtype, bias=0.0, softcap=None, page_size=
     """Outputs of all sequences, whose new tokens of each step are {sequence: count}."""
     lengths = [len(q) for q, _, _ in qkv]
     spec = Spec.of(config, rotary, DIM**-0.5, softcap)
-    layout, kv_heads = PageLayout.of(config, page_size), qkv[0][1].shape[1]
+    kv_heads = qkv[0][1].shape[1]
+    layout = PageLayout.of(config, page_size, core_entries=page_size // 2)
     cache = Cache(layout, lengths, dtype, config.core_mass, kv_heads)
     computed = [0] * len(qkv)
     outs = [torch.full_like(q, torch.nan) for q, _, _ in qkv]
@@ -314,6 +318,15 @@ def test_whole_prompts_are_parts_up_to_a_length(monkeypatch):
         (Kind.WHOLE, 7, 8),
     ]
     assert parts[1].batch.starts.tolist() == [0, 30]
+    taken = {"attend_pages": [], "attend_chunk": [], "whole": []}
+    for module, name in ((batch_parts, "attend_pages"), (paged_chunk, "attend_chunk")):
+        take = taken[name].append
+        monkeypatch.setattr(module, name, lambda q, *rest, take=take: take(len(q)))
+    x = torch.zeros(starts[-1], 1, 1)
+    pages = Pages(x, x, torch.zeros(len(counts), 1))
+    take = taken["whole"].append
+    attend_parts((x, x, x), parts, pages, pages, None, 0.0, x, lambda q, *rest: take(len(q)))
+    assert taken == {"attend_pages": [1, 61, 2], "attend_chunk": [3], "whole": [30, 20, 9]}
 
 
 def test_padding_of_a_captured_batch_changes_nothing():
