@@ -14,11 +14,9 @@ import torch
 
 from benchmarks.check import short
 from benchmarks.floor import floor_seconds, step_bytes
-from benchmarks.head_budget import Shape
 from benchmarks.model_check import check_model
 from benchmarks.model_methods import (
     CCA_METHODS,
-    CCA_RAW,
     FULL,
     FULL_ROWS,
     CompactRun,
@@ -28,7 +26,6 @@ from benchmarks.model_methods import (
     StaticRun,
     attention,
     fetching,
-    raw_config,
 )
 from benchmarks.model_settings import ModelBench
 from benchmarks.operator import free_memory
@@ -212,14 +209,6 @@ def _measure(run: _Run, job: Job) -> None:
     if method in CCA_METHODS:
         settings = {"fuse": job.fuse, "chunk_size": bench.chunk_size}
     config = job.config.replace(**fetching(bench, method))
-    if method == CCA_RAW:
-        shape = Shape(run.cost.num_layers, run.cost.kv_heads)
-        try:
-            config, count = raw_config(shape, job.config, job.length)
-        except ValueError as error:
-            run.skip("prompt", short(error), run.params(job, **settings))
-            return
-        settings |= {"raw_heads": count, "raw_window_size": config.window_size}
     params = run.params(job, **settings)
     if method in FULL and _estimate_s(run, job) > bench.baseline_limit_s:
         reason = f"over the limit of {bench.baseline_limit_s:g} s a prompt"

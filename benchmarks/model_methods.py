@@ -14,7 +14,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
-from benchmarks.head_budget import Shape, Unit, at_equal_cache, raw_heads
 from benchmarks.methods import DECODING, KERNELS
 from benchmarks.model_settings import ModelBench
 from benchmarks.shapes import make_prompt
@@ -29,13 +28,12 @@ from corecontext.model_sizes import ModelSizes
 
 FULL = ("full", *KERNELS)
 FULL_ROWS = "full_rows"  # decodes only
-CCA_RAW = "cca_raw"
 FETCHING = {
     "fetch": {**DECODING["fetch"], "fetch_share": 16, "store": "device"},
     "fetch_host": {**DECODING["fetch"], "fetch_share": 16, "store": "host"},
 }
 """Settings of methods with fetch; neighbouring queries of a prompt share a choice."""
-CCA_METHODS = ("cca", CCA_RAW, *FETCHING)
+CCA_METHODS = ("cca", *FETCHING)
 # Fallbacks of a step: the chosen kernel may refuse its mask.
 DECODERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
@@ -49,24 +47,6 @@ def attention(model: Any, method: str, config: CCAConfig) -> contextlib.Abstract
     if method == "streaming_llm":
         return enabled(model, StreamingLLM(window_size=config.window_size))
     return enabled(model, config)
-
-
-def raw_config(shape: Shape, config: CCAConfig, length: int) -> tuple[CCAConfig, int]:
-    """Return settings in which some KV heads keep every token, and the number of these heads.
-
-    The number is that of `python -m reproduction layers --raw`, the cache as large as with equal
-    groups. The choice of heads makes no difference to memory: they are spread over all layers
-    evenly.
-
-    Raises:
-        ValueError: they do not fit.
-    """
-    count = raw_heads(shape, config, length)
-    units = [
-        Unit(*divmod(i * shape.layers * shape.kv_heads // count, shape.kv_heads))
-        for i in range(count)
-    ]
-    return at_equal_cache(shape, units, config, length, raw=True), count
 
 
 def fetching(bench: ModelBench, method: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from corecontext.config import PAPER_RULE, CCAConfig
 
 METHODS = (
     *("full", "sdpa_flash", "sdpa_cudnn", "full_rows", "streaming_llm"),
-    *("cca", "cca_raw", "fetch", "fetch_host"),
+    *("cca", "fetch", "fetch_host"),
 )
 WHATS = ("ftl", "itl")
 FUSES = ("none", "compile")
@@ -31,9 +31,9 @@ class ModelBench:
     131072, or 16384 for --sweep, 32768 for --throughput."""
     methods: tuple[str, ...] = option((), name="method")
     """full, sdpa_flash, sdpa_cudnn, full_rows (full attention decoding with this package's own
-    kernel), streaming_llm, cca, cca_raw (some KV heads keep every token, at the same cache size),
-    fetch (raw tokens of the 64 best groups, kept on the device) or fetch_host (in host memory).
-    Default: full, streaming_llm and cca; on a GPU all but full, cca_raw and those with fetch."""
+    kernel), streaming_llm, cca, fetch (raw tokens of the 64 best groups, kept on the device) or
+    fetch_host (in host memory). Default: full, streaming_llm and cca; on a GPU all but full and
+    those with fetch."""
     what: tuple[str, ...] = WHATS
     """ftl (first token, peak memory, cache) or itl (next tokens)."""
     sweep: bool = False
@@ -88,11 +88,10 @@ class ModelBench:
         check_choices("what", self.what, WHATS)
         check_choices("fuse", self.fuses, FUSES)
         check_choices("dtype", (self.dtype,), DTYPES)
-        refused = {"sweep": {"cca_raw", "fetch", "fetch_host"}, "throughput": {"cca_raw"}}
-        for method in refused.get(self.mode, set()).intersection(self.methods):
+        if self.sweep and {"fetch", "fetch_host"}.intersection(self.methods):
             raise ValueError(
-                f"method must be without {method!r} for a {self.mode} run, which does not "
-                f"measure it, got {', '.join(self.methods)}. Leave it out."
+                "method must be without fetch for a sweep run, which does not measure it, got "
+                f"{', '.join(self.methods)}. Leave it out."
             )
         if self.hit_share is not None and not 0 <= self.hit_share <= 1:
             raise ValueError(f"hit_share must be in 0 .. 1, got {self.hit_share}.")

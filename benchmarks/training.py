@@ -7,9 +7,7 @@ scaling (docs/training.md).
 """
 
 import contextlib
-import copy
 import gc
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,10 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import sdpa_kernel
 
-from benchmarks.check import short
-from benchmarks.head_budget import Shape
 from benchmarks.methods import KERNELS
-from benchmarks.model_methods import CCA_RAW, raw_config
 from benchmarks.operator_settings import backend_of_cca
 from benchmarks.shapes import shape_config
 from benchmarks.timing import queue_seconds
@@ -33,10 +28,7 @@ from corecontext.measure import PeakMemory
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
 
-DEFAULT = "cca_default"
-"""KV heads that keep every token, and a teacher."""
 LOSS_CHUNK = 2048
-TEACHES = 0.5  # the teacher's share of the loss, which makes no difference to time
 # After the first step, which compiles: a GPU's first steps of a length are slower than later ones.
 SETTLE_S = 1.0
 CHECK_LENGTH = 512
@@ -106,8 +98,7 @@ class _Trial:
             self.model: Any = AutoModelForCausalLM.from_config(
                 self.hf_config, dtype=torch.float32, attn_implementation="sdpa"
             ).train()
-        self.teacher: Any = None
-        compute_loss_in_chunks(self.model, LOSS_CHUNK, self._taught)
+        compute_loss_in_chunks(self.model, LOSS_CHUNK)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.config = CCAConfig.paper(bench.group_size, bench.window_size)
         self.handle: Any = None
@@ -132,16 +123,9 @@ class _Trial:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
-    def _taught(self, input_ids: torch.Tensor, **rest: Any) -> Any:
-        """Return the teacher's view, in the steps that have one."""
-        if self.teacher is None:
-            return None
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        return self.teacher(input_ids, positions)
-
     @contextlib.contextmanager
     def _attention(self, method: str, config: CCAConfig) -> Iterator[None]:
-        """Let the model attend, and learn, by a method; `config` is CCA's."""
+        """Let the model attend by a method; `config` is CCA's."""
         from corecontext.integrations.hf.enabling import enabled
 
         context: Any = contextlib.nullcontext()
@@ -149,51 +133,14 @@ class _Trial:
             context = enabled(self.model, config)
         elif self.handle is None and method in KERNELS:
             context = sdpa_kernel(KERNELS[method])
-        if method == DEFAULT:
-            self.teacher = self._make_teacher()
         with context:
-            try:
-                yield
-            finally:
-                self.teacher = None
+            yield
 
-    def _make_teacher(self) -> Any:
-        """Make a teacher with random weights of the student's shape."""
-        from transformers import AutoModelForCausalLM
-
-        from corecontext.train.teacher import Teacher
-
-        with torch.device(self.bench.device):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(self.hf_config),
-                dtype=getattr(torch, self.bench.dtype),
-                attn_implementation="sdpa",
-            )
-            return Teacher(model, TEACHES, "compile" if self.bench.fuse else None)
-
-    def _config(self, method: str, length: int) -> CCAConfig:
-        """Return CCA's settings; heads that keep every token leave the cache as large.
-
-        Raises:
-            ValueError: they do not fit.
-        """
-        if method not in (CCA_RAW, DEFAULT):
-            return self.config
-        shape = Shape(self.cost.num_layers, self.cost.kv_heads)
-        return raw_config(shape, self.config, length)[0]
-
-    def _step_flops(self, method: str, length: int, config: CCAConfig) -> float:
-        """Return the operations of a step; a teacher adds a full forward and its head."""
+    def _step_flops(self, method: str, length: int) -> float:
+        """Return the operations of a step."""
         if method not in OURS:
             return self.cost.step_flops(length)
-        sizes: list[int] = []
-        for layer in config.layer_group_sizes or (config.group_size,):
-            sizes += layer if isinstance(layer, tuple) else (layer,) * self.cost.kv_heads
-        flops = [self.cost.step_flops(length, size, config.window_size) for size in sizes]
-        teacher = 0.0
-        if method == DEFAULT:
-            teacher = self.cost.prefill_flops(length) + 2 * (length - 1) * self.cost.head_weights
-        return statistics.mean(flops) + teacher
+        return self.cost.step_flops(length, self.config.group_size, self.config.window_size)
 
     def _loss(self, length: int, whole: bool = False) -> torch.Tensor:
         """Return this process's share of the mean loss on the same random tokens everywhere.
@@ -253,18 +200,12 @@ class _Trial:
         """Return the records of one method at one length of each process."""
         total = length * self.world
         params = self._params(method, length)
-        try:
-            config = self._config(method, total)
-        except ValueError as error:
-            return [self._record("skipped", 1, {**params, "reason": short(error)})]
-        if config is not self.config:
-            params["raw_window_size"] = config.window_size
-        flops = self._step_flops(method, total, config)
+        flops = self._step_flops(method, total)
         params["step_flops"] = flops
         last_flops, last_seconds = self.last.get(method, (flops, 0.0))
         if last_seconds * flops / last_flops > self.bench.limit_s:
             return [self._record("skipped", 1, {**params, "reason": "time"})]
-        sample = self._sample(method, total, config)
+        sample = self._sample(method, total)
         if sample is None:
             self.last[method] = (1.0, float("inf"))
             return [self._record("skipped", 1, {**params, "reason": "memory"})]
@@ -302,7 +243,7 @@ class _Trial:
     def _record(self, name: str, value: float | list[float], params: dict[str, Any]) -> Record:
         return make_record(f"training.{name}", value, params, device=self.device)
 
-    def _sample(self, method: str, total: int, config: CCAConfig) -> _Sample | None:
+    def _sample(self, method: str, total: int) -> _Sample | None:
         """Time steps; None where memory does not suffice.
 
         Raises:
@@ -311,7 +252,7 @@ class _Trial:
         bench = self.bench
         received = self.wire.received_bytes if self.wire else 0
         try:
-            with self._attention(method, config):
+            with self._attention(method, self.config):
                 self.step(total)
                 gc.collect()
                 if self.wire:

@@ -14,8 +14,11 @@ from benchmarks.tables import (
     shown_times,
     shown_tokens,
 )
-from benchmarks.training import DEFAULT, OURS
 from corecontext.record import Record, latest
+
+DEFAULT = "cca_default"
+"""KV heads that keep every token, and a teacher: a recipe of earlier records."""
+OURS = ("cca", "cca_raw", DEFAULT)
 
 
 @dataclass(frozen=True)

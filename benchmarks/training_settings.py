@@ -8,7 +8,7 @@ from benchmarks.shapes import SHAPES
 from corecontext.config import PAPER_RULE, CCAConfig
 
 LENGTHS_ON_GPU = (8192, 32_768, 131_072, 262_144, 524_288)
-OURS = ("cca", "cca_raw", "cca_default")
+OURS = ("cca",)
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,7 @@ class TrainingBench:
     shape: str = "llama-1b"
     """llama-1b, llama2-7b, llama3.1-8b, qwen2.5-7b or tiny."""
     methods: tuple[str, ...] = option((), name="method")
-    """cca, full, sdpa_flash, sdpa_cudnn, cca_raw (some KV heads keep every token, at the same cache
-    size) or cca_default (these, and distilled). Default: cca and the full attention that
-    suits."""
+    """cca, full, sdpa_flash or sdpa_cudnn. Default: cca and the full attention that suits."""
     context_parallel: bool = False
     """One sequence on all processes that torchrun started."""
     group_size: int = PAPER_RULE["group_size"]

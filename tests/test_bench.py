@@ -516,45 +516,6 @@ def test_training_steps_are_measured_and_drawn(tmp_path, capsys):
         assert main([*command[:5], *wrong]) == 2 and message in capsys.readouterr().err
 
 
-def test_the_default_recipe_is_timed_with_its_heads_and_its_teacher(monkeypatch):
-    from benchmarks import training
-    from benchmarks.training_report import steps, training_markdown
-    from corecontext.train.teacher import Teacher
-
-    taught, real = [], Teacher.__call__
-
-    def teach(self, ids, *rest):
-        taught.append(ids.shape[1])
-        return real(self, ids, *rest)
-
-    monkeypatch.setattr(Teacher, "__call__", teach)
-    bench = TrainingBench(
-        (160,),
-        "tiny",
-        ("cca", "cca_raw", "cca_default", "full"),
-        group_size=4,
-        window_size=64,
-        repeats=1,
-    )
-    records = training.run_training_bench(bench)
-    assert taught == [160] * 2  # one step that warms up and one that is timed, of one method
-    of = {r.params["method"]: r for r in records if r.name == "training.tokens_per_s"}
-    cost = training.ModelCost.of(training._Trial(bench, 0, 1).model.config)
-    heads = [
-        cost.step_flops(160, g, of["cca_raw"].params["raw_window_size"]) for g in (1, 16, 16, 16)
-    ]
-    assert of["cca_raw"].params["step_flops"] == pytest.approx(sum(heads) / 4)
-    teacher = of["cca_default"].params["step_flops"] - of["cca_raw"].params["step_flops"]
-    assert teacher == pytest.approx(cost.prefill_flops(160) + 2 * 159 * cost.head_weights)
-    (one,) = steps(records)
-    assert one.full == of["full"] and one.cca == of["cca"] and one.default == of["cca_default"]
-    assert f"| {one.default.value:.0f} |" in training_markdown(records)
-    few = TrainingBench((96,), "tiny", ("cca_raw",), group_size=4, window_size=16, repeats=1)
-    (skipped,) = training.run_training_bench(few)
-    assert skipped.name == "training.skipped"
-    assert "must be at most 0 of 4 KV heads" in skipped.params["reason"]
-
-
 def test_a_training_step_that_is_wrong_is_not_timed(monkeypatch):
     from benchmarks import training
 

@@ -23,7 +23,6 @@ from benchmarks import (
 )
 from benchmarks.command import main
 from benchmarks.floor import step_bytes
-from benchmarks.head_budget import Shape
 from benchmarks.model_settings import ModelBench, model_defaults
 from corecontext.cache import host_store
 from corecontext.config import CCAConfig
@@ -179,66 +178,11 @@ def more() -> list[Record]:
         )
 
 
-@pytest.mark.parametrize(
-    "layers, kv_heads, count", [(2, 16, 2), (2, 48, 6), (1, 48, 3), (3, 16, 3)]
-)
-def test_the_raw_heads_are_so_many_heads_also_where_there_are_more_than_layers(
-    layers, kv_heads, count
-):
-    config, found = model_methods.raw_config(
-        Shape(layers, kv_heads), CCAConfig.paper(16, 1024), 4096
-    )
-    assert found == count
-    assert (
-        sum(size.count(1) for size in config.layer_group_sizes if isinstance(size, tuple)) == count
-    )
-
-
-@pytest.mark.parametrize("mode", ["sweep", "throughput"])
-def test_what_does_not_measure_raw_heads_says_so(capsys, mode):
-    assert (
-        main(
-            [
-                "model",
-                "--shape",
-                "tiny",
-                "--method",
-                "cca_raw",
-                f"--{mode}",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 2
-    )
+def test_a_sweep_does_not_measure_fetch(capsys):
+    command = "model --shape tiny --method fetch --sweep --device cpu"
+    assert main(command.split()) == 2
     error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1 and f"method must be without 'cca_raw' for a {mode} run" in error[0]
-
-
-def test_some_heads_raw_have_the_cache_of_equal_groups(tmp_path):
-    save_tiny_model(tmp_path, layers=8, max_length=600)
-    found = model.run_model_bench(
-        dataclasses.replace(
-            TINY, shape=str(tmp_path), lengths=(512,), window_size=64, methods=("cca", "cca_raw")
-        )
-    )
-    sizes = [
-        value(found, "cache_bytes", method=method, length=512) for method in ("cca", "cca_raw")
-    ]
-    assert 0.6 < sizes[1] / sizes[0] <= 1.05
-    (comparison,) = (one for one in model_report.comparisons(found) if one.length == 512)
-    label = "CCA, some heads raw"
-    assert {label, "CCA"} <= set(comparison.values["model.next_token_ms"])
-    assert comparison.value("model.first_token_s", label) > 0
-    raw = next(
-        r for r in found if r.name == "model.first_token_s" and r.params["method"] == "cca_raw"
-    )
-    assert raw.params["raw_heads"] == 1
-    assert 32 < raw.params["raw_window_size"] <= 64 == raw.params["window_size"]
-    (few,) = model.run_model_bench(
-        dataclasses.replace(TINY, lengths=(512,), methods=("cca_raw",), what=("ftl",))
-    )[:1]
-    assert few.name == "model.skipped" and "must be at most 0 of 4 KV heads" in few.params["reason"]
+    assert len(error) == 1 and "method must be without fetch for a sweep run" in error[0]
 
 
 def test_fetch_from_host_memory_counts_its_bytes_there(monkeypatch):
