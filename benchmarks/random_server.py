@@ -20,7 +20,6 @@ def load_random(
     *,
     dtype: str,
     device: str,
-    tensor_parallel: bool,
     untested: bool,
     warn: bool,
     **settings: Any,

@@ -124,7 +124,6 @@ def load(
     method: str | Method = "cca",
     dtype: str = "auto",
     device: str = "auto",
-    tensor_parallel: bool = False,
     untested: bool = False,
     warn: bool = True,
     **settings: Any,
@@ -137,7 +136,6 @@ def load(
         method: "cca", "full", a name of corecontext.baselines, or the settings of a rival.
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
-        tensor_parallel: Split the model over the ranks of torch.distributed, each on its device.
         untested, warn: As for `corecontext.enable`.
         settings: Those of the method, by name (`methods.takes`). None is not given: the
             checkpoint's, or else the method's default.
@@ -170,7 +168,7 @@ def load(
     ):
         tokenizer = AutoTokenizer.from_pretrained(name)
     with one_line(f"model '{name}' cannot be loaded"):
-        model = _load_model(name, hf_config, dtype, device, tensor_parallel)
+        model = _load_model(name, hf_config, dtype, device)
     entries = model.get_input_embeddings().num_embeddings
     if tokenizer.vocab_size > entries:
         raise UserError(
@@ -204,14 +202,10 @@ def _group_sizes(config: CCAConfig, length: int) -> set[int]:
     return sizes
 
 
-def _load_model(name: str, hf_config: Any, dtype: str, device: str, tensor_parallel: bool) -> Any:
+def _load_model(name: str, hf_config: Any, dtype: str, device: str) -> Any:
     """Load a model in evaluation mode, with its own attention, onto its device."""
     options: dict[str, Any] = {}
-    if tensor_parallel:
-        from transformers.distributed import DistributedConfig
-
-        options["distributed_config"] = DistributedConfig(tp_plan="auto")
-    elif getattr(hf_config, "quantization_config", None) is not None:
+    if getattr(hf_config, "quantization_config", None) is not None:
         options["device_map"] = device  # quantized weights cannot be moved later
     model = load_weights(name, hf_config, dtype, **options)
     if not options:

@@ -41,7 +41,6 @@ LONGEST = (
     "test_triton_compile.py",  # minutes without Triton's cache
     "test_scheduler.py",
     "test_inference.py",
-    "test_serve_parallel.py",
     "test_train.py",
     "test_reproduce.py",
     "test_context_parallel.py",

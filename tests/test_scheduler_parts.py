@@ -1,13 +1,11 @@
-"""The parts of the scheduler by themselves: memory, beginnings, rows, steps, the queue, the ranks
-of a split model, and the start of a server."""
+"""The parts of the scheduler by themselves: memory, beginnings, rows, steps, the queue, and the
+start of a server."""
 
 import asyncio
 import signal
 import socket
-import sys
-from collections import deque
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,24 +19,21 @@ from corecontext.cache import host_memory
 from corecontext.cache.full import FullLayer
 from corecontext.cost import CacheBytes, entry_bytes
 from corecontext.files import UserError
-from corecontext.inference import Load, Sampling, TablePolicy
+from corecontext.inference import Load, TablePolicy
 from corecontext.inference.sampling import INVALID, InvalidLogits
 from corecontext.model_sizes import ModelSizes
-from corecontext.serve import build, prefix, reading, step, tensor_parallel
-from corecontext.serve import ray as ray_module
+from corecontext.serve import build, prefix, reading, step
 from corecontext.serve import scheduler as scheduler_module
 from corecontext.serve.admission import Admission
 from corecontext.serve.errors import Code, InvalidRequest, RequestError
 from corecontext.serve.logprobs import add_logprobs, add_prompt_logprobs, logprobs_of
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
-from corecontext.serve.ranks import RankLost
 from corecontext.serve.request import Request, Slot, TokenLogprobs
 from corecontext.serve.rows import IDLE, PooledLayer, RowPool, RowShape
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.settings import Serving
 from corecontext.serve.step import DecodeBatch
-from corecontext.serve.tensor_parallel import Follower
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.paper(5, 13)
@@ -310,21 +305,13 @@ def test_the_bytes_of_a_row():
     scarce = replace(shape, host_rate=5.5)
     assert scarce.row_bytes(host, 100) == 5.5 * 3 * 2 * 100 * 64
     assert scarce.row_bytes(fetch, 100) == shape.row_bytes(fetch, 100)
-    # All ranks find room where the one that needs most does.
-    by_head = A.replace(head_group_sizes=(20, 4))
-    each = RowShape(ModelSizes(query_heads=1, kv_heads=1, head_dim=16, layers=3), itemsize=2)
-    assert replace(each, ranks=2).row_bytes(by_head, 100) == each.row_bytes(A, 100)
     config = mock.MagicMock()
     text = SimpleNamespace(
         num_attention_heads=8, num_key_value_heads=4, head_dim=16, num_hidden_layers=3
     )
     config.get_text_config.return_value = text
-    half = RowShape.of(config, torch.float16, 2)
-    assert half == RowShape(ModelSizes(4, 2, 16, 3), 2, 2)
-    with pytest.raises(
-        ValueError, match="^a model must be split over a number of processes that d"
-    ):
-        RowShape.of(config, torch.float16, 3)
+    of_config = RowShape.of(config, torch.float16)
+    assert of_config == RowShape(ModelSizes(8, 4, 16, 3), 2)
 
 
 def read_prompt(length, value):
@@ -528,7 +515,7 @@ def test_log_probabilities_are_those_of_the_rows_that_want_them():
 # The queue
 
 
-def test_raw_tokens_have_a_budget_of_their_own_shared_by_the_ranks(monkeypatch):
+def test_raw_tokens_have_a_budget_of_their_own():
     model = tiny_model()
     with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
         scheduler = Scheduler(model, cache_bytes=3000, host_bytes=1000)
@@ -538,11 +525,6 @@ def test_raw_tokens_have_a_budget_of_their_own_shared_by_the_ranks(monkeypatch):
             ", and 2 MiB in host memory"
         )
         assert Scheduler(model, full=True).memory.shape.host_rate == 0
-        # Each rank has its share of the host's memory; the least budget of all counts.
-        line = SimpleNamespace(size=2, least=lambda value: value - 50, events=[])
-        split = Scheduler(model, cache_bytes=4550, host_bytes=1000, ranks=line)
-        assert split.memory.budget == 4500 and split.memory.shape.host_rate == 4500 / 450
-        assert split.memory.shape.ranks == 2
     with corecontext.enabled(tiny_model(), CONFIG) as handle:
         assert Scheduler(handle.model).memory.shape.host_rate == 0
 
@@ -622,7 +604,6 @@ def test_four_prompts_are_read_at_once_in_alternation(model, monkeypatch):
         scheduler.run_turn()
     assert order[6:] == [40, 30, 40, 30]  # 30 has nothing left: the nearest of all
     assert scheduler.reading == slots[1:]
-    assert [slot.number for slot in slots] == [1, 2, 3, 4, 5]
 
 
 def test_the_load_is_of_the_others_and_recent(model, monkeypatch):
@@ -739,178 +720,13 @@ def test_a_prompt_that_is_scored_is_read_in_small_chunks(model, monkeypatch):
     assert slot.read == 3
 
 
-# Ranks of a split model
-
-
-class Line:
-    """The exchange of two ranks that run one after the other."""
-
-    size = 1
-
-    def __init__(self, messages, is_rank_0):
-        self.messages = messages
-        self.is_rank_0 = is_rank_0
-        self.events = []
-
-    def record(self, *event):
-        if self.is_rank_0:
-            self.events.append(event)
-
-    def broadcast(self, tokens=()):
-        self.messages.append((self.events, list(tokens)))
-        self.events = []
-
-    def receive(self):
-        return self.messages.popleft()
-
-    def least(self, value):
-        return value - 1000
-
-
-def steps_of(scheduler):
-    """Record the logits of each step."""
-    logits, original = [], scheduler.batch.step
-
-    def recorded(pools):
-        logits.append(original(pools).clone())
-        return logits[-1]
-
-    scheduler.batch.step = recorded
-    return logits
-
-
-def test_another_rank_repeats_the_schedule_to_the_bit():
-    """All its decisions: pools that come and go, beginnings, cancelled and sampled requests."""
-    messages, schedulers = deque(), []
-    for kind in (Scheduler, Follower):
-        corecontext.enable(model := tiny_model(), CONFIG)
-        row = RowShape.of(model.config, model.dtype).row_bytes(CONFIG, 64)
-        schedulers.append(
-            kind(
-                model,
-                chunk_size=16,
-                cache_bytes=9 * row + 1000,
-                rows_per_pool=2,
-                policy=lambda load: (5, 13 - 4 * (load.queue_length > 2)),
-                ranks=Line(messages, kind is Scheduler),
-            )
-        )
-    leader, follower = schedulers
-    assert leader.memory.budget == 9 * row and not leader.batch.capture
-    recorded = [steps_of(scheduler) for scheduler in schedulers]
-    document, made = prompt(40), [[] for _ in range(6)]
-    for number in range(6):
-        options = {"group_size": 3, "window_size": 20} if number == 5 else {}
-        if number % 3 == 1:
-            options |= {"sampling": Sampling(1.5), "seed": number}
-        ids = document + prompt(4 + number, number) if number % 2 else prompt(7 * number + 3)
-        slot = leader.submit(Request(ids, 6 + number % 2, **options), made[number].append)
-        if number == 3:
-            lost = slot
-        for _ in range(number % 4):
-            leader.run_turn()
-    leader.cancel(lost)
-    for _ in range(200):
-        leader.run_turn()
-    assert leader.idle and len(made[0]) == 6 and lost.end_reason == "cancelled"
-    held = leader.memory.prefixes.nbytes
-    messages.append(([], []))  # a sign of life
-    messages.append(([("clear",)], []))
-    messages.append(None)
-    nodes = []
-    follower.clear = lambda: nodes.append(follower.memory.prefixes.nbytes)
-    follower.follow()
-    assert not messages and follower.idle and follower.memory.used == 0 and nodes == [held]
-    assert len(recorded[0]) == len(recorded[1]) > 12
-    assert all(map(torch.equal, *recorded)) and max(map(len, recorded[0])) > 1
-
-
-def test_a_rank_that_differs_from_the_first_is_lost(model):
-    def follower(*messages):
-        return Follower(model, ranks=Line(deque([*messages, None]), False))
-
-    request = Request([1, 2, 3], 4)
-    with pytest.raises(RankLost, match="^rank 0 sent an event of the unknown kind 'x'"):
-        follower(([("x",)], [])).follow()
-    with pytest.raises(RankLost, match="^this process has no room for 7 tokens"):
-        follower(([("start", 1, CONFIG, request)], [])).follow()
-    place, start = ("place", CONFIG, 7), ("start", 1, CONFIG, request)
-    with pytest.raises(ValueError):  # rank 0 has a running request more
-        follower(([place, start], [5])).follow()
-    failed = follower(([place, start], []), ([], []), ([], []))
-    with (
-        mock.patch.object(scheduler_module, "read_next_chunk", side_effect=MemoryError),
-        pytest.raises(RankLost, match="^this process failed at a request that rank 0 goes on with"),
-    ):
-        failed.follow()
-    messages = deque()
-    leader = Scheduler(model, ranks=Line(messages, True))
-    leader.submit(request)
-    with mock.patch.object(scheduler_module, "read_next_chunk", side_effect=MemoryError):
-        for _ in range(3):
-            leader.run_turn()
-        both = follower(*messages)
-        both.follow()  # rank 0 failed at it too
-    assert leader.idle and both.idle
-
-
-def test_a_step_that_fails_on_one_of_several_ranks_ends_them_all(model):
-    scheduler = Scheduler(model, ranks=Line(deque(), True))
-    slot = scheduler.submit(Request([1, 2, 3], 4))
-    scheduler.batch.step = lambda pools: 1 / 0
-    with pytest.raises(RankLost, match="^a step failed in one of the processes"):
-        finish(scheduler)
-    assert slot.end_reason is None
-
-
-def test_joining_checks_the_processes_and_gpus(monkeypatch):
-    two = Serving(tensor_parallel=2)
-    assert tensor_parallel.join(Serving()) is None
-    started = mock.Mock()
-    monkeypatch.setattr(tensor_parallel, "_start_others", started)
-    monkeypatch.setattr(tensor_parallel, "Ranks", lambda: "ranks")
-    fake = mock.Mock(is_initialized=lambda: False)
-    monkeypatch.setattr(tensor_parallel, "dist", fake)
-    cuda = mock.Mock(is_available=lambda: False, device_count=lambda: 1)
-    monkeypatch.setattr(tensor_parallel.torch, "cuda", cuda)
-    monkeypatch.delenv("RANK", raising=False)
-    assert tensor_parallel.is_rank_0() and tensor_parallel.join(two) == "ranks"
-    started.assert_called_once_with(two)
-    fake.init_process_group.assert_called_once_with("gloo")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not tensor_parallel.is_rank_0() and tensor_parallel.join(two) == "ranks"
-    assert started.call_count == 1
-    with pytest.raises(
-        UserError, match="^tensor-parallel must be the 2 processes that torchrun st"
-    ):
-        tensor_parallel.join(replace(two, tensor_parallel=3))
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(
-        UserError, match="^tensor-parallel must be the 4 processes that torchrun st"
-    ):
-        tensor_parallel.join(two)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    cuda.is_available = lambda: True
-    with pytest.raises(UserError, match="^tensor-parallel must be at most 1, a GPU each, got 2"):
-        tensor_parallel.join(two)
-    cuda.device_count = lambda: 2
-    assert tensor_parallel.join(two) == "ranks"
-    cuda.set_device.assert_called_once_with(1)
-    assert fake.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
-    fake.is_available = lambda: False
-    with pytest.raises(UserError, match="^tensor-parallel must be 1, got 2"):
-        tensor_parallel.join(two)
-
-
 # The start of a server
 
 
 @pytest.fixture
 def made(monkeypatch):
     """What a server is made of: the arguments of `load` and of the scheduler."""
-    made = SimpleNamespace(device=torch.device("cpu"), ranks=None, config=A, load=None)
+    made = SimpleNamespace(device=torch.device("cpu"), config=A, load=None)
     made.hf_config = LlamaConfig()
     monkeypatch.setattr(build, "load_config", lambda source: made.hf_config)
 
@@ -920,24 +736,19 @@ def made(monkeypatch):
             model=SimpleNamespace(device=made.device), tokenizer="tokenizer", config=made.config
         )
 
-    def scheduler(kind):
-        def make(model, **options):
-            made.kind, made.options = kind, options
-            return SimpleNamespace(model=model, policy=options["policy"])
-
-        return make
+    def scheduler(model, **options):
+        made.options = options
+        return SimpleNamespace(model=model, policy=options["policy"])
 
     monkeypatch.setattr(build, "load", load)
-    monkeypatch.setattr(scheduler_module, "Scheduler", scheduler("scheduler"))
-    monkeypatch.setattr(tensor_parallel, "Follower", scheduler("follower"))
-    monkeypatch.setattr(tensor_parallel, "join", lambda serving: made.ranks)
+    monkeypatch.setattr(scheduler_module, "Scheduler", scheduler)
     monkeypatch.setattr(build, "_cache_bytes", lambda serving, device: 12345)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**21)
     return made
 
 
 def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
-    assert build.make_scheduler(Serving("m"))[1] == "tokenizer" and made.kind == "scheduler"
+    assert build.make_scheduler(Serving("m"))[1] == "tokenizer"
     defaults = dict(made.options)
     assert (defaults["cache_bytes"], defaults["host_bytes"]) == (12345, 2**20)
     assert (defaults["rows_per_pool"], defaults["chunk_size"]) == (8, 256)
@@ -970,7 +781,6 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
         **sizes,
         "dtype": "float16",
         "device": "cpu",
-        "tensor_parallel": False,
         "untested": True,
         "warn": True,
     }
@@ -1079,85 +889,3 @@ def test_the_first_signal_drains_and_the_second_ends(monkeypatch):
     with pytest.raises(SystemExit):
         build.run(Serving(port=0))
     build.os._exit.assert_called_once_with(1)
-
-
-def test_another_rank_follows_until_the_first_closes(monkeypatch, capsys):
-    ignored, follow = [], mock.Mock(side_effect=[None, RankLost("rank 0 is gone")])
-    monkeypatch.setattr(build.signal, "signal", lambda *given: ignored.append(given))
-    monkeypatch.setattr(
-        build, "make_scheduler", lambda serving: (SimpleNamespace(follow=follow), None)
-    )
-    monkeypatch.setenv("RANK", "1")
-    assert build.run(Serving(tensor_parallel=2)) == 0
-    assert build.run(Serving(tensor_parallel=2)) == 1
-    assert capsys.readouterr().err == "error: rank 0 is gone\n"
-    assert ignored[:2] == [(signal.SIGTERM, signal.SIG_IGN), (signal.SIGINT, signal.SIG_IGN)]
-
-
-def test_a_deployment_on_ray_has_its_scale_and_its_server(monkeypatch):
-    """With a stand-in for Ray, which is not installed everywhere."""
-    options, made = {}, []
-
-    def deployment(**given):
-        options.update(given)
-        return lambda replica: replica
-
-    def ingress():
-        def add_bind(replica):
-            replica.bind = classmethod(lambda cls: cls)
-            return replica
-
-        return add_bind
-
-    ray = ModuleType("ray")
-    ray.serve = SimpleNamespace(deployment=deployment, ingress=ingress)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    worker = SimpleNamespace(alive=True)
-    asgi = SimpleNamespace(state=SimpleNamespace(worker=worker))
-    monkeypatch.setattr(ray_module, "make_app", lambda serving: made.append(serving) or asgi)
-    monkeypatch.setattr("corecontext.serve.logs.start_logging", lambda: None)
-    replica = ray_module.app(
-        {"model": "m", "max_running": "10", "queue_limit": 5, "untested": "true"}
-    )
-    assert options == {
-        "name": "corecontext",
-        "ray_actor_options": {"num_cpus": 1.0, "num_gpus": 0.0},
-        "max_ongoing_requests": 15,
-        "health_check_period_s": 2,
-        "graceful_shutdown_timeout_s": 600.0,
-        "autoscaling_config": {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 16},
-    }
-    running = replica()
-    assert made == [Serving("m", host="", max_running=10, queue_limit=5, untested=True)]
-    assert running.__serve_build_asgi_app__() is asgi and running.check_health() is None
-    worker.alive = False
-    with pytest.raises(RuntimeError, match="^the model's thread has ended"):
-        running.check_health()
-    monkeypatch.setenv("CORECONTEXT_API_KEY", "secret")
-    for given, key in (({}, "secret"), ({"api_key": "mine"}, "mine")):
-        ray_module.app(given)()
-        assert made[-1].api_key == key
-    monkeypatch.delenv("CORECONTEXT_API_KEY")
-    scale = {"min_replicas": "2", "max_replicas": 3, "target_requests": "4"}
-    ray_module.app({**scale, "num_cpus": "0.5", "num_gpus": 1, "time_limit_s": "9.5"})
-    assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1.0}
-    assert [*options["autoscaling_config"].values()] == [2, 3, 4]
-    ray_module.app({"fetch_groups": "3", "sinks": "8", "core_mass": "no"})()
-    assert made[-1].settings == {"fetch_groups": 3, "sinks": 8, "core_mass": False}
-    for arguments, message in (
-        ({"modle": "x"}, "unknown argument 'modle'. Known: model, name"),
-        ({"host": "x"}, "unknown argument 'host'"),
-        ({"port": 1}, "unknown argument 'port'"),
-        ({"max_replicas": "many"}, "max_replicas must be a number, got 'many'"),
-        ({"untested": "perhaps"}, "untested must be true or false, got 'perhaps'"),
-        ({"model": 5}, "model must be a text, got 5"),
-        ({"api_key": 12345}, "api_key must be a text, got another type.$"),
-        ({"store": 5}, "store must be a text, got 5"),
-        ({"fetch_groups": "-1"}, "fetch_groups must be at least 0, got -1"),
-        ({"cache_mib": "0"}, "cache-mib must be at least 1, got 0"),
-    ):
-        with pytest.raises(UserError, match=f"^{message}"):
-            ray_module.app(arguments)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match="^the Ray deployment needs ray, which is not installed"):
-        ray_module.app({})

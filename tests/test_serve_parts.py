@@ -927,7 +927,7 @@ def test_an_answer_that_was_cut_off_sends_no_text_that_was_held_back():
     assert pieces == []
 
 
-def test_a_worker_that_stops_cancels_all_and_lets_the_ranks_end():
+def test_a_worker_that_stops_cancels_all():
     scheduler = mock.MagicMock(waiting=["a"])
     scheduler.active.return_value = ["b", "c"]
     worker = Worker(scheduler)
@@ -939,13 +939,10 @@ def test_a_worker_that_stops_cancels_all_and_lets_the_ranks_end():
 
     scheduler.run_turn = run_turn
     worker._wake = mock.MagicMock()
-    worker._wake.wait.side_effect = [False, False, True]
     worker._run()
     assert [call.args[0] for call in scheduler.cancel.call_args_list] == ["a", "b", "c"]
-    assert turns == [] and scheduler.ranks.close.called and not worker.failed
-    assert scheduler.ranks.broadcast.call_count == 2  # a sign of life after each silence
-    assert [call.args for call in worker._wake.wait.call_args_list] == [(300.0,)] * 3
-    assert worker._wake.clear.call_count == 3
+    assert turns == [] and not worker.failed
+    assert worker._wake.wait.call_count == worker._wake.clear.call_count == 3
 
 
 # Settings
@@ -968,7 +965,6 @@ def test_a_worker_that_stops_cancels_all_and_lets_the_ranks_end():
         ({"chunk_size": 0}, "chunk-size must be at least 1, got 0"),
         ({"max_length": 0}, "max-length must be at least 1, got 0"),
         ({"queue_limit": -1}, "queue-limit must be at least 0, got -1"),
-        ({"tensor_parallel": 0}, "tensor-parallel must be at least 1"),
         ({"api_key": ""}, "the API key must be ASCII without spaces, and not empty"),
         ({"api_key": "a b"}, "the API key must be ASCII"),
         ({"api_key": "\u00e9"}, "the API key must be ASCII"),
@@ -990,8 +986,7 @@ def test_settings_that_break_a_rule_are_refused(settings, message):
 def test_settings_at_their_bounds_are_taken():
     least = dict.fromkeys(("cache_mib", "max_running", "rows_per_pool", "chunk_size"), 1)
     Serving(port=0, queue_limit=0, max_length=1, time_limit_s=1e-9, **least)
-    Serving(port=65535, method="full", tensor_parallel=8, api_key="x")
-    Serving(tensor_parallel=1, device="cpu")
+    Serving(port=65535, method="full", api_key="x")
     Serving(settings={"fetch_groups": 2, "store": "host", "fetch_slots": 8})
 
 

@@ -28,7 +28,7 @@ from corecontext.inference.policy import (  # noqa: E402
     settings_for,
     table_rows,
 )
-from corecontext.serve import build, connection, guard, logs, tensor_parallel  # noqa: E402
+from corecontext.serve import build, connection, guard, logs  # noqa: E402
 from corecontext.serve.ends import Ends  # noqa: E402
 from corecontext.serve.guard import Guard  # noqa: E402
 from corecontext.serve.http import create_app  # noqa: E402
@@ -131,18 +131,6 @@ def test_an_open_address_without_a_key_is_a_warning(monkeypatch):
     assert warned(host="0.0.0.0")
     assert not warned(host="0.0.0.0", api_key=KEY)
     assert not warned()
-
-
-def test_the_other_ranks_do_not_get_the_key_on_their_command_line(monkeypatch):
-    started = mock.Mock()
-    monkeypatch.setattr(tensor_parallel.subprocess, "Popen", started)
-    monkeypatch.setattr(tensor_parallel, "_open_store", lambda: 1)
-    monkeypatch.setattr(tensor_parallel.atexit, "register", mock.Mock())
-    with mock.patch.dict("os.environ"):
-        tensor_parallel._start_others(Serving(api_key=KEY, name="x", tensor_parallel=3))
-    assert started.call_count == 2
-    for call in started.call_args_list:
-        assert KEY not in str(call.args) and '"name": "x"' in str(call.args)
 
 
 def test_the_default_address_is_the_loopback():

@@ -1,16 +1,9 @@
-"""Start a server: load the model, open the port, and drain on SIGTERM.
-
-`python -m corecontext.serve.build SETTINGS` is one of the other ranks of a split model, which
-`tensor_parallel` starts.
-"""
+"""Start a server: load the model, open the port, and drain on SIGTERM."""
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
 import socket
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -54,23 +47,18 @@ def make_app(serving: Serving) -> Any:
 
 
 def make_scheduler(serving: Serving) -> tuple[Any, Any]:
-    """Load the model, or this rank's part of it; return its scheduler and its tokenizer.
+    """Load the model; return its scheduler and its tokenizer.
 
     Raises:
         UserError: as `make_app`.
     """
-    import torch
-
     from corecontext.inference.chunk_size import SERVED_CHUNK
     from corecontext.inference.policy import TablePolicy, load_policy, table_rows
     from corecontext.integrations.hf.attention_interface import full_layers
     from corecontext.serve.admission import SLIDING
-    from corecontext.serve.rows import RowShape
     from corecontext.serve.scheduler import UNLIMITED, Scheduler
-    from corecontext.serve.tensor_parallel import Follower, join
 
-    # Refuse wrong settings before any process starts and any weight is loaded; transformers would
-    # refuse the number of ranks in other words.
+    # Refuse wrong settings before any weight is loaded.
     policy = None
     with one_line():
         if serving.policy not in ("elastic", "fixed"):
@@ -79,18 +67,14 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
         check_architecture(hf_config, serving.untested)
         if len(full_layers(hf_config)) < hf_config.num_hidden_layers:
             raise NotImplementedError(SLIDING)
-        if serving.tensor_parallel > 1:
-            RowShape.of(hf_config, torch.float32, serving.tensor_parallel)
 
-    ranks = join(serving)
     loaded = load(
         serving.source,
         **serving.settings,
         dtype=serving.dtype,
         device=serving.device,
-        tensor_parallel=ranks is not None,
         untested=serving.untested,
-        warn=serving.method == "cca" and (ranks is None or ranks.is_rank_0),
+        warn=serving.method == "cca",
     )
     config = loaded.config
     assert config is not None, (
@@ -102,9 +86,8 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
         rows = table_rows(config.group_size, config.window_size, config.fetch_groups)
         policy = TablePolicy(rows, first_token_limit=serving.first_token_limit)
     cuda = loaded.model.device.type == "cuda"
-    kind = Scheduler if ranks is None or ranks.is_rank_0 else Follower
     with one_line():
-        scheduler = kind(
+        scheduler = Scheduler(
             loaded.model,
             full=serving.method == "full",
             policy=policy,
@@ -116,7 +99,6 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             client_sizes=serving.client_sizes,
             chunk_size=serving.chunk_size or SERVED_CHUNK["cuda" if cuda else "cpu"],
             max_length=serving.max_length or UNLIMITED,
-            ranks=ranks,
         )
     return scheduler, loaded.tokenizer
 
@@ -160,11 +142,6 @@ def run(serving: Serving) -> int:
     Raises:
         UserError: as `make_app`, or the port is taken.
     """
-    if serving.tensor_parallel > 1:
-        from corecontext.serve.tensor_parallel import is_rank_0
-
-        if not is_rank_0():
-            return follow(serving)
     listener = _bind(serving)
     app = make_app(serving)
     import uvicorn
@@ -266,27 +243,3 @@ def _one_line_of_listening(serving: Serving) -> Iterator[None]:
             f"cannot listen on {serving.host} port {serving.port}: {error.strerror}. Choose "
             "another with --port."
         ) from None
-
-
-def follow(serving: Serving) -> int:
-    """Repeat rank 0's schedule until it ends; return the exit code.
-
-    Signals are left to rank 0.
-    """
-    from corecontext.serve.ranks import RankLost
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        make_scheduler(serving)[0].follow()
-    except RankLost as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(follow(Serving(**json.loads(sys.argv[1]))))
-    except UserError:  # rank 0 meets the same error and reports it
-        sys.exit(2)

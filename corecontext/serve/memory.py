@@ -1,8 +1,4 @@
-"""Divide one budget of bytes among rows of cache, prompts being read, and shared beginnings.
-
-Every choice depends only on the calls so far: the ranks of a split model repeat the calls and make
-the same choices.
-"""
+"""Divide one budget of bytes among rows of cache, prompts being read, and shared beginnings."""
 
 from dataclasses import dataclass, field
 

@@ -77,8 +77,7 @@ class PrefixStore:
     limit: int
     """Bytes that it may hold; 0 keeps none."""
     shape: RowShape
-    """Sizes of the model's cache, by which all ranks count bytes alike and drop the same
-    beginnings."""
+    """Sizes of the model's cache."""
 
     def __post_init__(self) -> None:
         self.nbytes = 0

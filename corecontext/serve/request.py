@@ -88,8 +88,6 @@ class Slot:
     # Settings, fixed when it leaves the queue
     config: CCAConfig | None = None
     """CCA's settings; None under full attention, and in the queue."""
-    number: int = 0
-    """Identifies it on the ranks of a split model; 0 in the queue."""
 
     # Its prompt, while it is read
     cache: Any = None

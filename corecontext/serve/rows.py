@@ -33,40 +33,21 @@ Layer = CompactLayer | HeadsLayer | FullLayer
 
 @dataclass(frozen=True)
 class RowShape:
-    """Sizes of a model's cache, on one rank."""
+    """Sizes of a model's cache."""
 
     sizes: ModelSizes
-    """Of this rank's heads."""
     itemsize: int
-    ranks: int = 1
-    """Ranks that share the heads."""
     host_rate: float = 0.0
     """Bytes of the budget that a byte in host memory takes: the budget over that of host memory.
     So what fits the budget fits both."""
 
     @classmethod
-    def of(
-        cls, config: Any, dtype: torch.dtype, ranks: int = 1, host_rate: float = 0.0
-    ) -> RowShape:
-        """Read the sizes off a Hugging Face config; of a model split over ranks, one rank's.
-
-        Raises:
-            ValueError: its KV heads cannot be split so.
-        """
-        sizes = ModelSizes.of(config)
-        if sizes.kv_heads % ranks:
-            raise ValueError(
-                "a model must be split over a number of processes that divides its "
-                f"{sizes.kv_heads} KV heads, got {ranks}."
-            )
-        sizes = sizes._replace(
-            kv_heads=sizes.kv_heads // ranks, query_heads=sizes.query_heads // ranks
-        )
-        return cls(sizes, dtype.itemsize, ranks, host_rate)
+    def of(cls, config: Any, dtype: torch.dtype, host_rate: float = 0.0) -> RowShape:
+        """Read the sizes off a Hugging Face config."""
+        return cls(ModelSizes.of(config), dtype.itemsize, host_rate)
 
     def row_bytes(self, config: CCAConfig | None, max_length: int, before: int = 0) -> int:
-        """Return the bytes of the budget that a row of `max_length` tokens takes over all layers:
-        on the rank that needs most, so that all ranks find room for as many rows.
+        """Return the bytes of the budget that a row of `max_length` tokens takes over all layers.
 
         Args:
             config: CCA's settings; None is full attention.
@@ -88,20 +69,13 @@ class RowShape:
     def bytes_of(self, config: CCAConfig | None, max_length: int, before: int = 0) -> CacheBytes:
         """Return the bytes of a row on the device and in host memory; arguments as of
         `row_bytes`."""
-        ranks = [self._rank_bytes(config, max_length, before, r) for r in range(self.ranks)]
-        return CacheBytes(*map(max, zip(*ranks)))
-
-    def _rank_bytes(
-        self, config: CCAConfig | None, max_length: int, before: int, rank: int
-    ) -> CacheBytes:
-        """Count the bytes of a row over all layers and the heads of a rank."""
         dim = self.sizes.head_dim
         if config is None:
             heads = self.sizes.layers * self.sizes.kv_heads
             return CacheBytes(heads * max_length * 2 * dim * self.itemsize, 0)
         device = host = 0
         for index in range(self.sizes.layers):
-            layer = config.of_layer(index).of_process(rank, self.ranks)
+            layer = config.of_layer(index)
             group_sizes = layer.head_group_sizes or (layer.group_size,) * self.sizes.kv_heads
             for g, heads in Counter(group_sizes).items():
                 setting = layer.replace(head_group_sizes=None, group_size=g)

@@ -6,7 +6,6 @@ read alternates between the first to arrive and the nearest to its end: no promp
 and a short prompt does not wait for a long one.
 """
 
-import itertools
 import threading
 import time
 import traceback
@@ -28,7 +27,6 @@ from corecontext.serve.errors import Code, InvalidRequest, RequestError, drainin
 from corecontext.serve.logprobs import add_logprobs
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
-from corecontext.serve.ranks import RankLost, Ranks
 from corecontext.serve.reading import read_next_chunk
 from corecontext.serve.request import Request, Slot, TokenLogprobs
 from corecontext.serve.rows import RowPool, RowShape
@@ -80,9 +78,7 @@ class Scheduler:
     max_length: int = UNLIMITED
     """Most tokens of prompt and answer, within the model's positions."""
     capture: bool = True
-    """As for `DecodeBatch`; of a model split over ranks nothing is captured."""
-    ranks: Ranks | None = None
-    """The ranks that a model is split over. Rank 0 schedules, the others have a `Follower`."""
+    """As for `DecodeBatch`."""
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
@@ -96,18 +92,11 @@ class Scheduler:
         # A step has rows of many lengths: all get the frequencies of the longest.
         fix_rotation(self.model, self.max_length)
 
-        # All ranks must have one budget, or they would make different choices.
         budget = self.cache_bytes
-        host_budget = self.host_bytes
-        num_ranks = 1
-        if self.ranks is not None:
-            num_ranks = self.ranks.size
-            budget = self.ranks.least(budget)
-            host_budget = self.ranks.least(host_budget // num_ranks)
         from_host = self.handle.config.fetches_from_host and not self.full
-        host_rate = budget / host_budget if from_host else 0.0
-        shape = RowShape.of(self.model.config, self.model.dtype, num_ranks, host_rate)
-        self.batch = DecodeBatch(self.model, capture=self.capture and self.ranks is None)
+        host_rate = budget / self.host_bytes if from_host else 0.0
+        shape = RowShape.of(self.model.config, self.model.dtype, host_rate)
+        self.batch = DecodeBatch(self.model, capture=self.capture)
         prefix_bytes = 0 if self.full else int(PREFIX_SHARE * budget)
         self.memory = CacheMemory(
             shape,
@@ -125,7 +114,6 @@ class Scheduler:
         self.reading: list[Slot] = []
         self._lock = threading.Lock()  # of the queue
         self._closed = False  # written under the lock: afterwards no request enters the queue
-        self._numbers = itertools.count(1)
         self._first_come = False  # whether the last turn read the first prompt to arrive
         self._newest_first_token: tuple[float, float | None] = (0.0, None)
         """Time of the newest first token, and the seconds that its request waited for it."""
@@ -222,28 +210,9 @@ class Scheduler:
         """Run one turn; return whether there was anything to do."""
         self._drop_cancelled_and_expired()
         self._admit()
-        events = [] if self.ranks is None else self.ranks.events
-        if not self.num_active and not events:
-            return False
-
-        # The other ranks repeat the turn. A prompt that was read may have ended its request, or
-        # brought a first token, which the step needs: hence the second broadcast.
-        self._broadcast()
         has_read = self._read()
-        if has_read:
-            self._broadcast()
         has_decoded = self._decode()
         return has_read or has_decoded
-
-    def _record(self, *event: Any) -> None:
-        """Let the other ranks repeat an event, if there are any."""
-        if self.ranks is not None:
-            self.ranks.record(*event)
-
-    def _broadcast(self) -> None:
-        """Send the recorded events and the newest tokens to the other ranks, if there are any."""
-        if self.ranks is not None:
-            self.ranks.broadcast([slot.last_token for slot in self._in_rows()])
 
     def _in_rows(self) -> list[Slot]:
         """Return the running requests in the order of a step."""
@@ -268,8 +237,6 @@ class Scheduler:
             try:
                 load = self.load(len(slot.request.prompt))
                 config = self.admission.settings_for(slot.request, load)
-                # The other ranks choose a pool too, since a failure also evicts.
-                self._record("place", config, slot.request.length)
                 pool = self.memory.place(config, slot.request.length)
                 if pool is None and self.num_active:
                     return
@@ -285,16 +252,11 @@ class Scheduler:
                 continue
             slot.config = config
             slot.started = time.monotonic()
-            slot.number = next(self._numbers)
-            self._record("start", slot.number, config, slot.request)
+            slot.pool = pool
+            pool.promised += 1
             # Append before leaving the queue, so concurrent readers never miss the request.
-            self._start_reading(slot, pool)
+            self.reading.append(slot)
             self.waiting.popleft()
-
-    def _start_reading(self, slot: Slot, pool: RowPool) -> None:
-        slot.pool = pool
-        pool.promised += 1
-        self.reading.append(slot)
 
     def _stop_reading(self, slot: Slot) -> None:
         assert slot.pool is not None, "a prompt is read for a row of a pool"
@@ -374,8 +336,6 @@ class Scheduler:
         self, pools: list[RowPool], slots: list[Slot], error: BaseException
     ) -> None:
         """End the requests of a failed step, and replace their pools."""
-        if self.ranks is not None:  # the other ranks may have failed elsewhere, or not at all
-            raise RankLost("a step failed in one of the processes of this model.") from error
         for slot in slots:
             self._end(slot, "error", error)
         for pool in pools:  # half a step may have been written
@@ -386,8 +346,6 @@ class Scheduler:
 
     def _end(self, slot: Slot, reason: str, error: BaseException | None = None) -> None:
         """Free a request's memory, then call `on_end`."""
-        if slot.number:
-            self._record("end", slot.number)
         if slot in self.reading:
             self._stop_reading(slot)
         if slot.pool is not None:
@@ -403,7 +361,6 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all memory that no request holds, and the time to first token; call it when idle."""
-        self._record("clear")
         self.memory.clear()
         self._newest_first_token = (0.0, None)
 

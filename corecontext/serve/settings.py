@@ -119,10 +119,6 @@ class Serving:
             help="Accept an architecture that no test has, after a check on the model.",
         ),
     ] = False
-    tensor_parallel: Annotated[
-        int,
-        typer.Option(help="Processes of this machine, a GPU each, that the model is split over."),
-    ] = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
     """CCA's settings of SERVED that are given, by name."""
 
@@ -142,11 +138,6 @@ class Serving:
             least = 0 if name in ("queue_limit", "client_sizes") else 1
             if value is not None and value < least:
                 raise UserError(f"{name.replace('_', '-')} must be at least {least}, got {value}.")
-        if self.tensor_parallel < 1 or (self.tensor_parallel > 1 and self.device != "auto"):
-            raise UserError(
-                "tensor-parallel must be at least 1, and 1 with --device, got "
-                f"{self.tensor_parallel}."
-            )
         key = self.api_key
         if key is not None and (not key or not key.isascii() or " " in key):
             raise UserError("the API key must be ASCII without spaces, and not empty.")

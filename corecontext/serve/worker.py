@@ -11,7 +11,6 @@ from typing import Any
 from corecontext.files import is_out_of_memory
 from corecontext.inference.sampling import InvalidLogits
 from corecontext.serve.errors import Code, RequestError, draining, internal_error
-from corecontext.serve.ranks import HEARTBEAT_S
 from corecontext.serve.request import Request, Slot, TokenLogprobs
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.text import TextStream
@@ -182,25 +181,21 @@ class Worker:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        ranks = self.scheduler.ranks
         try:
             while not self._stop:
                 if self.scheduler.run_turn():
                     continue
-                if not self._wake.wait(HEARTBEAT_S) and ranks is not None:
-                    ranks.broadcast()
+                self._wake.wait()
                 self._wake.clear()
             self.scheduler.close()
             for slot in [*self.scheduler.waiting, *self.scheduler.active()]:
                 self.scheduler.cancel(slot)
             while self.scheduler.run_turn():
                 pass
-            if ranks is not None:
-                ranks.close()
         # mutant serve: a broken device leaves its clients waiting
         except Exception as error:
-            # It concerns no single request: a rank is gone, the device is broken. The exit code
-            # then tells a supervisor (torchrun, Ray, systemd) to start anew.
+            # It concerns no single request: the device is broken. The exit code then tells a
+            # supervisor, such as systemd, to start anew.
             log.exception("the model cannot run any more")
             self.draining = True
             self.failed = True
