@@ -1,12 +1,12 @@
-"""Plant a fault in a copy of the package and see that a test catches it: `python
+"""Plant a mutant in a copy of the package and see that a test catches it: `python
 tests/planted_faults.py [word ...]`.
 
-A fault is a statement that replaces the one below the comment `# mutant <name of the fault>`,
-wherever in the package that comment is. So moving or reformatting code leaves the faults as they
-are; rewriting a marked statement means rewriting its fault.
+A mutant is a statement that replaces the one below the comment `# mutant <its name>`, wherever in
+the package that comment is. So moving or reformatting code leaves the mutants as they are; rewriting
+a marked statement means rewriting its mutant.
 
-The table of docs/numerics.md has the faults. Prints the row of each; words choose the faults whose
-name contains one of them. A fault that no test notices, or whose marker is missing, fails the run.
+The table of docs/numerics.md has the mutants. Prints the row of each; words choose those whose name
+contains one of them. A mutant that no test notices, or whose marker is missing, fails the run.
 """
 
 import io
@@ -27,7 +27,7 @@ MARKED = ("corecontext", "benchmarks", "reproduction")
 """Folders whose statements are marked."""
 TABLE = ROOT / "docs/numerics.md"
 """The page with a row for each fault."""
-HEADER = "| law: planted fault | faulty statement | test | caught by |\n|---|---|---|---|\n"
+HEADER = "| law: mutant | faulty statement | test | caught by |\n|---|---|---|---|\n"
 BREAK = "\N{RETURN SYMBOL}"
 """Stands for the end of a line of a faulty statement."""
 

@@ -1,4 +1,4 @@
-"""Every fault of planted_faults.py is caught by the test that it names."""
+"""Every mutant of planted_faults.py is caught by the test that it names."""
 
 import builtins
 import re
