@@ -2,8 +2,8 @@
 tests/planted_faults.py [word ...]`.
 
 A mutant is a statement that replaces the one below the comment `# mutant <its name>`, wherever in
-the package that comment is. So moving or reformatting code leaves the mutants as they are; rewriting
-a marked statement means rewriting its mutant.
+the package that comment is. So moving or reformatting code leaves the mutants as they are;
+rewriting a marked statement means rewriting its mutant.
 
 The table of docs/numerics.md has the mutants. Prints the row of each; words choose those whose name
 contains one of them. A mutant that no test notices, or whose marker is missing, fails the run.
