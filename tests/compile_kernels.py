@@ -29,6 +29,7 @@ from corecontext.ops.triton.attend import anywhere as attend
 from corecontext.ops.triton.attend import marks, unions
 from corecontext.ops.triton.attend import raw as fetch_kernels
 from corecontext.ops.triton.choose import byte_keys
+from corecontext.ops.triton.choose import index_codes
 from corecontext.ops.triton.choose import index_keys as fetch_index_keys
 from corecontext.ops.triton.choose import score_kernels as fetch_score_kernels
 from corecontext.ops.triton.choose import select as fetch_choose
@@ -404,6 +405,10 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types["index"] = ("u8", "fp16", "fp32", "fp32")
     sizes = {"SINKS": 16, "GROUP": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
     yield Kernel(paged_index._index_pages_kernel, sizes, types)
+    if dim <= fetch_index_keys.MAX_DIM:
+        types = {"inputs": ("", "fp32", "fp32"), "stored": ("u8", "fp16"), "strides": 2}
+        sizes = {"GROUP_SIZE": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
+        yield Kernel(index_codes.index_codes_kernel, sizes, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
     yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
@@ -489,7 +494,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     }
     united = {**descriptors, "unions": ("i32", "i32", "i32")}
     sizes = {"GROUP_SIZE": 32, "HEAD_DIM": dim}
-    results = {"results": ("", "fp32")}
+    results = {"results": ("", "fp32"), "out_strides": 3}
     yield Kernel(hopper_union.union_fwd_hopper, sizes, {**united, **results})
     pointers = {"inputs": ("", "", "fp32", "fp32"), "results": ("fp32", "fp32")}
     more = {**sizes, "HAS_GRAD_LSE": True}

@@ -197,11 +197,11 @@ def test_texts_are_not_scored_as_prompts():
     config = CONFIG.replace(fetch_groups=2, fetch_index="mean", fetch_share=4)
     for read in ("auto", "full"):
         with corecontext.enabled(model, config.replace(prefill=read)), torch.no_grad():
-            loss = model(ids, use_cache=False, labels=ids).loss
+            loss = model(ids, use_cache=False, labels=ids).loss.cpu()
             for chunk in (40, 13, 1):
                 nll = document_nll(model, ids, chunk_size=chunk)
                 torch.testing.assert_close(nll.mean(), loss, rtol=0, atol=1e-4)
-            torch.testing.assert_close(model(ids, labels=ids).loss, loss, rtol=0, atol=1e-4)
+            torch.testing.assert_close(model(ids, labels=ids).loss.cpu(), loss, rtol=0, atol=1e-4)
             scheduler = Scheduler(model, chunk_size=8)
             records = []
             scored = Request(ids[0].tolist(), 1, logprobs=0, prompt_logprobs=True)
@@ -209,5 +209,5 @@ def test_texts_are_not_scored_as_prompts():
             while not scheduler.idle:
                 scheduler.run_turn()
             served = -torch.tensor([record.logprob for record in records[1:40]]).mean()
-            torch.testing.assert_close(served, loss.cpu(), rtol=0, atol=1e-4)
+            torch.testing.assert_close(served, loss, rtol=0, atol=1e-4)
             assert not scheduler.memory.prefixes._nodes

@@ -26,6 +26,7 @@ PLAIN = {
     "merge_kernel",
 }
 FETCH = {
+    "index_codes_kernel",
     "index_keys_kernel",
     "keys_kernel",
     "queries_kernel",

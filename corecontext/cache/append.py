@@ -123,16 +123,18 @@ def append_rows(
         tokens = Tokens(q, keys, values, position)
     # The beginning of a prompt sees all of the past.
     num_full = max(0, min(reading.full_until - position, count))
-    outs = []
-    if num_full:
-        outs.append(_attend_fully(entries, tokens.until(num_full), rows))
-    if num_full < count:
+    if num_full == count:
+        out = _attend_fully(entries, tokens, rows)
+    else:
+        out = torch.empty_like(q)  # as q lies in memory, so that no caller copies it
+        if num_full:
+            out[:, :, :num_full] = _attend_fully(entries, tokens.until(num_full), rows)
         spec = reading.settings(spec)
         cores = entries.get_cores(rows, total, new.k.dtype)
         backend = backend_module(entries.config.backend, q)
         bias = entries.bias_of_cores(rows, total, q)
-        outs.append(fetch.attend(backend, tokens.after(num_full), cores, spec, bias)[0])
-    out = torch.cat(outs, 2) if len(outs) > 1 else outs[0]
+        rest = tokens.after(num_full)
+        fetch.attend(backend, rest, cores, spec, bias, out=out[:, :, num_full:])
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 

@@ -93,7 +93,7 @@ def _pool(layers: Sequence[Any]) -> None:
     centres = None
     if store.centre is not None and store.centred_length <= layer.late.length:
         centres = widen(k.flatten(1, 2)[:, : spec.num_centred]).mean(1)
-    stored = spec.index.encode(k[:, :end], centres) if end else ()
+    stored = store.encode(k[:, :end], centres) if end else ()
     for number, layer in enumerate(layers):
         rows = slice(number * size, (number + 1) * size)
         if centres is not None:

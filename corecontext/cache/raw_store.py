@@ -15,6 +15,8 @@ from torch import Tensor
 from corecontext.cache.eight_bit import decode_all
 from corecontext.cache.slots import grown, read, write
 from corecontext.cache.unchanged import write_last
+from corecontext.ops.api import backend_module
+from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch.low_bits import LowBits, columns_of_codes, rotation
 from corecontext.ops.fetch.scoring import Queries, centre_of
 from corecontext.ops.spec import RawSlots, Spec
@@ -52,6 +54,8 @@ class RawStore:
 
     _BY_ROW: ClassVar[tuple[str, ...]] = ("raw", "index_buffers", "centre")
     """Attributes whose tensors begin with the rows."""
+    backend = "auto"
+    """As of `CCAConfig`."""
 
     def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
         self.spec = spec
@@ -358,7 +362,11 @@ class RawStore:
         size = self.spec.group_size
         keys = self._keys(rows, sinks + first * size, sinks + end * size, newest)
         keys = keys.unflatten(1, (end - first, size))
-        self.write_index(rows, first, self.spec.index.encode(keys, self._centre(rows)))
+        self.write_index(rows, first, self.encode(keys, self._centre(rows)))
+
+    def encode(self, keys: Tensor, centre: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what the index stores of groups, as `Index.encode`."""
+        return fetch.encode(backend_module(self.backend, keys), keys, centre, self.spec)
 
     def write_index(self, rows: slice, first: int, stored: Sequence[Tensor]) -> None:
         """Store what the index has made of groups from `first` on, [N, M, ...] each."""

@@ -22,10 +22,18 @@ def new_store(
         dtype: Of keys and values before they are rounded.
         length: Tokens to make room for.
     """
-    stored = Format(config.cache_dtype, dtype)
+    store = _empty_store(config, spec, like, Format(config.cache_dtype, dtype), length)
+    store.backend = config.backend
+    return store
+
+
+def _empty_store(
+    config: CCAConfig, spec: Spec, like: list[Tensor], format: Format, length: int
+) -> RawStore:
+    """Make a store where the settings keep raw tokens."""
     if config.store == "device":
-        return RawStore(spec, like, stored, length)
+        return RawStore(spec, like, format, length)
     has_one_memory = config.fetch_slots is None and like[0].device.type == "cpu"
     if not config.num_slots or has_one_memory:
-        return HostStore(spec, like, stored, length)
-    return SlotStore(spec, like, stored, length, config.num_slots)
+        return HostStore(spec, like, format, length)
+    return SlotStore(spec, like, format, length, config.num_slots)

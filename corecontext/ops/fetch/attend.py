@@ -1,7 +1,7 @@
 """Attend by a backend, with fetch where the settings and the sequence have it.
 
-A backend may have fetch of its own, as `fetch`: a module with `choose`, `attend`, `attend_backward`
-and `gradients`. For others `query_blocks` has the same functions.
+A backend may have fetch of its own, as `fetch`: a module with `encode`, `choose`, `attend`,
+`attend_backward` and `gradients`. For others `query_blocks` has the same functions.
 """
 
 from types import ModuleType
@@ -14,6 +14,13 @@ from corecontext.ops.fetch.choice import Choice, num_shares
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 
 
+def encode(
+    backend: ModuleType, keys: Tensor, centre: Tensor | None, spec: Spec
+) -> tuple[Tensor, ...]:
+    """Return what the index stores of groups, as `Index.encode`."""
+    return _fetch_of(backend).encode(keys, centre, spec)
+
+
 def attend(
     backend: ModuleType,
     tokens: Tokens,
@@ -21,25 +28,32 @@ def attend(
     spec: Spec,
     core_bias: Tensor | None = None,
     choice: Choice | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Choice | None]:
     """Attend from a sequence's queries.
 
     Args:
         choice: Groups that queries fetch; None chooses here.
+        out: [N, r, T, D] of any strides, written in place; None makes one.
 
     Returns:
         out [N, r, T, D] and log-sum-exp [N, r, T], as of the backend, and the choice, None where
         nothing can be fetched.
     """
     if not _fetches(cores, spec):
-        return *backend.attend(tokens, cores, spec, core_bias), None
+        return *_written(backend.attend(tokens, cores, spec, core_bias), out), None
     if not hasattr(backend, "attend_backward"):  # the reference has fetch itself
-        return *backend.attend(tokens, cores, spec, core_bias, choice), choice
+        return *_written(backend.attend(tokens, cores, spec, core_bias, choice), out), choice
     fetch = _fetch_of(backend)
     spec, choice = _bounded(tokens, cores, spec, choice)
     if choice is None:
         choice = fetch.choose(tokens, cores.k.shape[2], spec)
-    return *fetch.attend(tokens, cores, spec, core_bias, choice), choice
+    return *fetch.attend(tokens, cores, spec, core_bias, choice, out), choice
+
+
+def _written(results: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp, the output written in place where one is given."""
+    return results if out is None else (out.copy_(results[0]), results[1])
 
 
 def attend_backward(

@@ -79,8 +79,18 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
     return Choice(groups, spec.fetch_share)
 
 
+def encode(keys: Tensor, centre: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
+    """Return what the index stores of groups, as `Index.encode`."""
+    return spec.index.encode(keys, centre)
+
+
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, choice: Choice
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Choice,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with fetch from any queries of a sequence.
 
@@ -88,13 +98,15 @@ def attend(
         tokens: All raw tokens from position 0 on.
         cores: Core tokens of the complete groups after the first tokens kept raw.
         core_bias: Added to their scores, [N, r] or [N, r, M], or None.
+        out: Written in place; None makes one.
 
     Returns:
         out [N, r, T, D] in the dtype of q; log-sum-exp [N, r, T] in float32 or wider.
     """
     call = _Call(tokens, cores.k.shape[2], spec)
     q = tokens.q
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
     for block in call.blocks():

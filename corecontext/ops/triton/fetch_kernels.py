@@ -1,6 +1,7 @@
 """Fetch by kernels on one sequence: the choice, attention and gradients, as
 `ops.fetch.query_blocks` has them."""
 
+import torch
 from torch import Tensor
 
 from corecontext.ops import compose
@@ -13,7 +14,7 @@ from corecontext.ops.triton.attend import anywhere, best
 from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Call, add_raw_gradients, split, together
 from corecontext.ops.triton.attend.shares import Choosing
-from corecontext.ops.triton.choose import index_keys
+from corecontext.ops.triton.choose import index_codes, index_keys
 from corecontext.ops.triton.choose.best_choice import best_choice
 from corecontext.ops.triton.launch import on_device
 from corecontext.ops.triton.pool.launcher import pool_backward
@@ -47,16 +48,35 @@ def _keys(tokens: Tokens, num_groups: int, spec: Spec, centre: Tensor | None) ->
     """The index's keys [N, M, P, D'] in the dtype of the queries, without their centre."""
     index = spec.index
     dim = tokens.q.shape[3]
-    is_even = spec.group_size % index.num_keys(spec.group_size) == 0
-    if isinstance(index, LowBits) and is_even and dim <= index_keys.MAX_DIM:
+    if _has_kernels(spec, dim):
         keys = tokens.k[:, spec.sinks :]
         return index_keys.build(keys, num_groups, spec.group_size, index, centre)
     stored = index.encode(group_keys(tokens.k, spec, num_groups), centre)
     return index.decode(stored, index.key_dim(dim), tokens.q.dtype)
 
 
+def encode(keys: Tensor, centre: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
+    """Return what the index stores of groups, as `Index.encode`."""
+    if not keys.shape[1] or not _has_kernels(spec, keys.shape[3]):
+        return spec.index.encode(keys, centre)
+    with on_device(keys):
+        return index_codes.encode(keys, centre, spec)
+
+
+def _has_kernels(spec: Spec, dim: int) -> bool:
+    """Whether kernels build the index: in low bits, of parts of one size."""
+    index = spec.index
+    is_even = spec.group_size % index.num_keys(spec.group_size) == 0
+    return isinstance(index, LowBits) and is_even and dim <= index_keys.MAX_DIM
+
+
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None, choice: Choice
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None,
+    choice: Choice,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to first tokens, raw tokens of chosen groups, core tokens of the other groups and the
     window, in one softmax.
@@ -65,19 +85,24 @@ def attend(
         tokens: Raw tokens from position 0 on.
         cores: Core tokens of the groups behind the first tokens that stay raw.
         core_bias: [N, r], or [N, r, M], or None.
+        out: [N, r, T, D] of any strides, written in place; None makes one.
 
     Returns:
         out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32.
     """
     calls = split(Call(tokens, cores, spec, core_bias, choice))
+    if out is None and len(calls) > 1:
+        out = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
     with on_device(tokens.q):
-        return together([_attend(call) for _, call in calls])
+        results = [_attend(call, None if out is None else out[rows]) for rows, call in calls]
+    outs, lses = zip(*results)
+    return outs[0] if out is None else out, torch.cat(lses) if len(lses) > 1 else lses[0]
 
 
-def _attend(call: Call) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """`attend` for sequences whose marks fit into their memory."""
     marks = call.marks()
-    out, lse = best.attend(*call[:4], marks)
+    out, lse = best.attend(*call[:4], marks, out)
     if out.numel() and call.choice.groups.shape[2]:
         best.attend_raw(call, marks, out, lse)
     return out, lse

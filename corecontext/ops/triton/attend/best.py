@@ -29,11 +29,16 @@ def attend(
     spec: Spec,
     core_bias: Tensor | None = None,
     marks: Marks | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does, to no core token that is marked: the raw tokens of its group
-    come back (marks.py)."""
+    come back (marks.py).
+
+    Args:
+        out: As of `attend_list`.
+    """
     far = far_past(tokens, cores, spec, core_bias)
-    return attend_list(near_past(tokens, spec), far, spec, marks)
+    return attend_list(near_past(tokens, spec), far, spec, marks, out)
 
 
 def attend_list(

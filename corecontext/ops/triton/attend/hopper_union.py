@@ -228,13 +228,13 @@ def _attend_unions(
     and lse, in place: a consumer.
 
     Args:
-        target: Pointers to out and log-sum-exp, and scale.
+        target: Pointers to out and log-sum-exp, scale, and strides of out.
         q_memory: Shared memory of queries; barriers `ready` and `free` of both consumers.
         turns: Barriers of the consumers' turns.
         memory: As of `copy_unions`.
         shape, unions: As of `union_of_item`.
     """
-    out_ptr, lse_ptr, scale = target
+    out_ptr, lse_ptr, scale, out_strides = target
     q_smem, q_ready, q_free = q_memory
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
@@ -311,7 +311,9 @@ def _attend_unions(
             exists = (head < heads) & (row < num_queries)
             flat = (n.to(gl.int64) * heads + head) * num_queries + row
             lse = gl.load(lse_ptr + flat, mask=exists, other=0.0) * LOG2E
-            place = gl.convert_layout(flat * HEAD_DIM, o_rows)[:, None] + dims[None, :]
+            at = n.to(gl.int64) * out_strides[0] + head * out_strides[1]
+            at += row.to(gl.int64) * out_strides[2]
+            place = gl.convert_layout(at, o_rows)[:, None] + dims[None, :]
             is_row = gl.convert_layout(exists, o_rows)[:, None]
             has_first = is_row & (dims < HEAD_DIM)[None, :]
             has_second = is_row & (dims < HEAD_DIM - COLUMNS)[None, :]
@@ -362,6 +364,7 @@ def union_fwd_hopper(
     most,
     sink_groups,
     scale,
+    out_strides,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
@@ -387,7 +390,7 @@ def union_fwd_hopper(
     # Arguments of a group of warps: constants, its own, those of all.
     queries = ((q_desc,), (q_smem,), q_ready, q_free)
     unions += (most,)
-    target = results + (scale,)
+    target = results + (scale, out_strides)
     consumers = (target, (q_smem, q_ready, q_free), turns, memory, q_desc.shape, unions)
     producer = ((k_desc, v_desc), queries, memory, unions, sink_groups)
     gl.warp_specialize(
@@ -413,6 +416,7 @@ def launch_items(
     queries: tuple[Tensor, ...],
     pointers: tuple[tuple[Tensor, ...], ...],
     factors: tuple[float, ...],
+    specialized: tuple = (),
     **constants: Any,
 ) -> None:
     """Launch a kernel over the items of unions.
@@ -421,6 +425,7 @@ def launch_items(
         queries: Tensors [N, r, T, D], aligned, of which a program copies an item's rows.
         pointers: Arguments before the unions.
         factors: Arguments behind `sink_groups`.
+        specialized: Those behind them, as of `launch`.
     """
     k, v = (aligned(x[:, None]) for x in call.tokens[1:3])
     _, r, _, dim = call.tokens.q.shape
@@ -434,6 +439,7 @@ def launch_items(
             *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
             *(*pointers, tuple(unions), unions.groups.shape[2], sink_groups, *factors),
         ),
+        specialized,
         **constants,
         GROUP_SIZE=group_size,
         HEAD_DIM=dim,
@@ -446,4 +452,5 @@ def attend(call: Call, unions: Unions, out: Tensor, lse: Tensor) -> None:
     in place."""
     scale = call.spec.scale * LOG2E.value
     queries = (aligned(call.tokens.q),)
-    launch_items(union_fwd_hopper, call, unions, queries, ((out, lse),), (scale,))
+    strides = (out.stride()[:-1],)
+    launch_items(union_fwd_hopper, call, unions, queries, ((out, lse),), (scale,), strides)
