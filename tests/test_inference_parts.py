@@ -245,7 +245,9 @@ def test_a_chunk_is_as_large_as_saturates_and_fits(monkeypatch):
     config, cuda = config_of(intermediate_size=100), torch.device("cuda")
     each = chunk_size.bytes_per_token(config, torch.float16)
     fake = mock.Mock()
-    fake.memory_reserved.return_value, fake.memory_allocated.return_value = 70, 30
+    counts = {name: {"all": {"current": x}} for name, x in (("reserved", 70), ("allocated", 30))}
+    counts = {f"{name}_bytes": count for name, count in counts.items()}
+    fake.memory_stats_as_nested_dict.return_value = counts
     fake.mem_get_info.return_value = (1000, 5000)
     monkeypatch.setattr(chunk_size.torch, "cuda", fake)
     assert chunk_size.free_bytes(cuda) == 1040
@@ -362,8 +364,10 @@ def test_a_prompts_chunks_positions_and_masks(model, monkeypatch):
 
 
 def test_the_meter_measures_the_fullest_chunk_and_what_a_token_adds(model, monkeypatch):
-    fake = mock.Mock(max_memory_allocated=mock.Mock(side_effect=[70, 50]))
-    fake.memory_allocated = mock.Mock(side_effect=[10, 20])
+    fake = mock.Mock()
+    counts = [{"all": {"peak": 70, "current": 10}}, {"all": {"peak": 50, "current": 20}}]
+    stats = [{"allocated_bytes": count} for count in counts]
+    fake.memory_stats_as_nested_dict = mock.Mock(side_effect=stats)
     monkeypatch.setattr(prefilled, "free_bytes", lambda device: 5000)
     monkeypatch.setattr(prefilled.torch, "cuda", fake)
     explained = mock.Mock()

@@ -58,8 +58,11 @@ def free_bytes(device: torch.device) -> int | None:
     None elsewhere."""
     if device.type != "cuda":
         return None
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + reserve
+    free = torch.cuda.mem_get_info(device)[0]
+    # Asked at once: for one number PyTorch sorts all that it counts.
+    counts = torch.cuda.memory_stats_as_nested_dict(device)
+    used = counts["allocated_bytes"]["all"]["current"]
+    return free + counts["reserved_bytes"]["all"]["current"] - used
 
 
 def settings_of(config: Any) -> CCAConfig:

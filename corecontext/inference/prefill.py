@@ -242,9 +242,8 @@ class _Meter:
     def chunk_done(self) -> None:
         """Record how far the chunk's peak was above the memory still allocated."""
         if self.free is not None:
-            peak = torch.cuda.max_memory_allocated(self.device)
-            above = peak - torch.cuda.memory_allocated(self.device)
-            self.chunk_bytes = max(self.chunk_bytes, above)
+            counts = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+            self.chunk_bytes = max(self.chunk_bytes, counts["peak"] - counts["current"])
 
     def explain(
         self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any
