@@ -28,8 +28,7 @@ from corecontext.ops.spec import Spec
 from corecontext.ops.triton.attend import anywhere as attend
 from corecontext.ops.triton.attend import marks, unions
 from corecontext.ops.triton.attend import raw as fetch_kernels
-from corecontext.ops.triton.choose import byte_keys
-from corecontext.ops.triton.choose import index_codes
+from corecontext.ops.triton.choose import byte_keys, index_codes
 from corecontext.ops.triton.choose import index_keys as fetch_index_keys
 from corecontext.ops.triton.choose import score_kernels as fetch_score_kernels
 from corecontext.ops.triton.choose import select as fetch_choose

@@ -1041,6 +1041,15 @@ def test_a_full_cache_reads_prompts_in_chunks():
             out = fed(layer, tensors, sizes, scale=0.4)
             right = expected[:, :, tokens]
             torch.testing.assert_close(out[:, :, tokens], right, rtol=0, atol=1e-11)
+        seen = torch.tensor(99)  # of another request
+        layer = FullLayer(20, torch.tensor(pads), fixed=True, seen=seen)
+        layer.begin(pads)
+        prompt = fed(layer, [x[:, :, :18] for x in tensors], [17, 1], scale=0.4)
+        layer.end_prompt()
+        seen.fill_(18)
+        steps = fed(layer, [x[:, :, 18:] for x in tensors], [1, 1], scale=0.4)
+        out = torch.cat((prompt, steps), 2)
+        torch.testing.assert_close(out[:, :, tokens], right, rtol=0, atol=1e-11)
     out = fed(FullLayer(20), tensors, [8, 12])
     torch.testing.assert_close(out, reference(CCAConfig.paper(1, 1), *tensors), rtol=0, atol=1e-11)
     mask = torch.ones(2, 5)

@@ -27,6 +27,8 @@ class FullLayer:
         pad: Left padding of each row, [B], which layers of one device share; the first append makes
             one of zeros where it is None.
         fixed: Keep the length in a tensor, so that a decoding step can be captured.
+        seen: Such a tensor, which its maker sets behind a prompt and before another: those of all
+            layers in one launch. None where the layer counts itself.
     """
 
     config = None
@@ -36,7 +38,14 @@ class FullLayer:
     host_bytes = allocated_host_bytes = 0
     raw_bytes = 0  # all entries grow with the text
 
-    def __init__(self, max_length: int, pad: Tensor | None = None, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        max_length: int,
+        pad: Tensor | None = None,
+        *,
+        fixed: bool = False,
+        seen: Tensor | None = None,
+    ) -> None:
         self.max_length = max_length
         self.fixed = fixed
         self.buffers: list[Tensor] = []
@@ -45,23 +54,32 @@ class FullLayer:
         """[B]; a row's length is seen - pad."""
         self.pads = [] if pad is None else [0] * len(pad)
         """The same on the host."""
-        self.seen: int | Tensor = 0
+        self.seen: int | Tensor = 0 if seen is None else seen
+        self._counts = seen is None
+        self._reads_prompt = False
         self.length = 0
         """Tokens of a row, padding included, that the host has counted: all of a prompt's."""
 
     def begin(self, pads: Sequence[int]) -> None:
-        """Take prompts of this padding, whose tensor holds the same."""
+        """Take prompts of this padding, whose tensor holds the same, up to `end_prompt`."""
         self.pads = list(pads)
+        self._reads_prompt = True
+
+    def end_prompt(self) -> None:
+        """Take steps from now on; a tensor of the length holds it."""
+        self._reads_prompt = False
 
     def reset(self) -> None:
         """Forget all tokens; buffers stay where they are."""
         self.length = 0
-        self.seen = self.seen.zero_() if isinstance(self.seen, Tensor) else 0
+        if self._counts:
+            self.seen = self.seen.zero_() if isinstance(self.seen, Tensor) else 0
 
     @property
     def nbytes(self) -> int:
         """Bytes in use on the device."""
-        return num_bytes([x[:, :, : int(self.seen)] for x in self.buffers])
+        count = max(self.length, int(self.seen))
+        return num_bytes([x[:, :, :count] for x in self.buffers])
 
     @property
     def allocated_bytes(self) -> int:
@@ -95,11 +113,13 @@ class FullLayer:
         if not self.buffers:
             self._allocate(k)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if count == 1:
+        # mutant inference: a last chunk of one token is a step
+        if count == 1 and not self._reads_prompt:
             out = self._decode(q, k, v, scale, softcap)
         else:
             out = self._append(q, k, v, scale)
-            self.seen += count
+            if self._counts:
+                self.seen += count
         self.length += count
         return out
 
@@ -110,7 +130,7 @@ class FullLayer:
         if self.pad is None:
             self.pad = torch.zeros(len(like), dtype=torch.long, device=like.device)
             self.pads = [0] * len(like)
-        if self.fixed:
+        if self.fixed and self._counts:
             self.seen = torch.zeros((), dtype=torch.long, device=like.device)
 
     def _append(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -365,7 +365,7 @@ class RawStore:
         self.write_index(rows, first, self.encode(keys, self._centre(rows)))
 
     def encode(self, keys: Tensor, centre: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what the index stores of groups, as `Index.encode`."""
+        """Return the index of groups as it is stored, as `Index.encode`."""
         return fetch.encode(backend_module(self.backend, keys), keys, centre, self.spec)
 
     def write_index(self, rows: slice, first: int, stored: Sequence[Tensor]) -> None:

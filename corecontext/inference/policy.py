@@ -116,7 +116,8 @@ def cut_to(config: CCAConfig, length: int) -> CCAConfig:
     names = ["window_size", "sink_size"]
     if not config.varies:
         names.append("group_size")
-    return config.replace(**{name: min(getattr(config, name), length) for name in names})
+    cut = {name: length for name in names if getattr(config, name) > length}
+    return config.replace(**cut) if cut else config
 
 
 Row = tuple[float, int, int] | tuple[float, int, int, int]

@@ -154,7 +154,10 @@ def prefill(
         meter.chunk_done()
         on_chunk(done)
     end_prompt(cache)
-    positions = torch.tensor([length - pad for pad in pads], device=input_ids.device)
+    if any(pads):
+        positions = torch.tensor([length - pad for pad in pads], device=input_ids.device)
+    else:
+        positions = torch.full((batch,), length, device=input_ids.device)  # waits for nothing
     return Prefilled(out.logits[:, -1], cache, positions)
 
 

@@ -108,6 +108,8 @@ class Sampler:
 
     def start(self, sampling: Sampling, seeds: Sequence[int], vocabulary: int) -> None:
         """Set the settings and restart the random streams for a new request."""
+        if sampling.kind == "greedy":
+            return  # nothing is drawn
         self.temperature.fill_(sampling.temperature or 1.0)
         self.top_k.fill_(min(sampling.top_k or vocabulary, vocabulary))
         self.top_p.fill_(sampling.top_p)

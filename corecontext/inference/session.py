@@ -115,6 +115,9 @@ class Session:
         is_fixed = self.fixed and self.key.rotated_length is None
         self.capture = self.capture and is_fixed and on_gpu
         self.pad = torch.zeros(self.key.batch, dtype=torch.long, device=device)
+        self._pads = [0] * self.key.batch  # the same on the host
+        self.seen: Tensor | None = None
+        """Tokens of a row in each layer, [layers], of a cache that has all tokens."""
         self.cache = self._new_cache()
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
@@ -130,7 +133,11 @@ class Session:
         if self.whole:
             assert self.handle is not None, "full attention takes no requests of its own"
             size = self.key.max_length
-            layers = [FullLayer(size, self.pad, fixed=self.fixed) for _ in self.handle.full]
+            seen: Any = [None] * len(self.handle.full)
+            if self.fixed:
+                self.seen = torch.zeros(len(seen), dtype=torch.long, device=self.pad.device)
+                seen = self.seen
+            layers = [FullLayer(size, self.pad, fixed=self.fixed, seen=x) for x in seen]
             return Cache(layers=[GivenLayer(layer) for layer in layers])
         if self.fixed:
             return new_cache(self.model, self.key.max_length)
@@ -182,7 +189,9 @@ class Session:
         """Take a prompt whose rows begin with so much padding."""
         if not self.whole:
             return
-        self.pad.copy_(torch.tensor(pads))
+        if pads != self._pads:
+            self.pad.copy_(torch.tensor(pads))
+            self._pads = list(pads)
         for layer in self._compact_layers:
             layer.begin(pads)
 
@@ -191,6 +200,11 @@ class Session:
         tokens."""
         self.positions.copy_(positions[:, None])
         self.length = length
+        if self.whole:
+            for layer in self._compact_layers:
+                layer.end_prompt()
+        if self.seen is not None:
+            self.seen.fill_(length)
         if max(pads) and not self._all_compact:
             slots = torch.arange(self.key.max_length, device=positions.device)
             self.mask = (slots >= torch.tensor(pads, device=positions.device)[:, None]).long()

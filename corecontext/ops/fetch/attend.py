@@ -17,7 +17,7 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 def encode(
     backend: ModuleType, keys: Tensor, centre: Tensor | None, spec: Spec
 ) -> tuple[Tensor, ...]:
-    """Return what the index stores of groups, as `Index.encode`."""
+    """Return the index of groups as it is stored, as `Index.encode`."""
     return _fetch_of(backend).encode(keys, centre, spec)
 
 

@@ -80,7 +80,7 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
 
 
 def encode(keys: Tensor, centre: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
-    """Return what the index stores of groups, as `Index.encode`."""
+    """Return the index of groups as it is stored, as `Index.encode`."""
     return spec.index.encode(keys, centre)
 
 

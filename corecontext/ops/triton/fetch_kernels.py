@@ -56,7 +56,7 @@ def _keys(tokens: Tokens, num_groups: int, spec: Spec, centre: Tensor | None) ->
 
 
 def encode(keys: Tensor, centre: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
-    """Return what the index stores of groups, as `Index.encode`."""
+    """Return the index of groups as it is stored, as `Index.encode`."""
     if not keys.shape[1] or not _has_kernels(spec, keys.shape[3]):
         return spec.index.encode(keys, centre)
     with on_device(keys):

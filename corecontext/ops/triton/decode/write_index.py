@@ -42,7 +42,6 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     HEAD_DIM: tl.constexpr = TILE.dim
     BLOCK_C: tl.constexpr = INDEX.block_c
     BLOCK_P: tl.constexpr = INDEX.block_p
-    BLOCK_D: tl.constexpr = TILE.block_d
     EACH: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
     dims = tl.arange(0, TILE.block_d)
