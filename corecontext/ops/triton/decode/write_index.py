@@ -83,10 +83,12 @@ def part_means(keys_ptr, stride, centre, size, INDEX: tl.constexpr, TILE: tl.con
         keys_ptr: Raw keys from the group's first on, `stride` numbers apart.
         size: Tokens of a part.
     """
-    key = tl.arange(0, INDEX.block_p)
-    dims = tl.arange(0, TILE.block_d)
+    BLOCK_P: tl.constexpr = INDEX.block_p
+    BLOCK_D: tl.constexpr = TILE.block_d
+    key = tl.arange(0, BLOCK_P)
+    dims = tl.arange(0, BLOCK_D)
     mask = tile_mask(key, INDEX.keys, dims, TILE.dim)
-    means = tl.zeros([INDEX.block_p, TILE.block_d], tl.float32)
+    means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     for i in range(size):
         token = (key * size + i).to(tl.int64)
         at = token[:, None] * stride + dims[None, :]
