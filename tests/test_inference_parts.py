@@ -487,7 +487,7 @@ def test_a_sampler_starts_anew_with_each_request():
             sampler.start(sampling, [7, 8], 50)
             found.append(torch.cat([sampler.choose(logits, sampling.kind) for _ in range(5)], 1))
         assert torch.equal(found[0], found[2]) and len(set(found[1][0].tolist())) <= 4
-        sampler.start(Sampling(), [7, 8], 50)
+        sampler.start(Sampling(1.0), [7, 8], 50)
         values = (float(sampler.temperature), int(sampler.top_k), float(sampler.top_p))
         assert values == (1.0, 50, 1.0)
         sampler.start(Sampling(1.0, 999, 0.25), [7, 8], 50)

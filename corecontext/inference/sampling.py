@@ -110,7 +110,7 @@ class Sampler:
         """Set the settings and restart the random streams for a new request."""
         if sampling.kind == "greedy":
             return  # nothing is drawn
-        self.temperature.fill_(sampling.temperature or 1.0)
+        self.temperature.fill_(sampling.temperature)
         self.top_k.fill_(min(sampling.top_k or vocabulary, vocabulary))
         self.top_p.fill_(sampling.top_p)
         for generator, seed in zip(self.generators, seeds):
