@@ -1,8 +1,8 @@
 """Measure what a user waits for: first and next token under full attention and under presets, and
 the bytes of their caches.
 
-Full attention is the fastest of plain transformers with SDPA and of the Engine: its own step from
-raw tokens on a GPU, its uncaptured one elsewhere. Methods take turns in one process.
+Full attention is the fastest of plain transformers with SDPA and of the Engine, as it runs short
+requests, at every length. Methods take turns in one process.
 """
 
 import contextlib
@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
-from benchmarks.model_methods import PlainRun, RowsRun
+from benchmarks.model_methods import PlainRun
 from benchmarks.options import DTYPES, check_choices, check_positive, option
 from benchmarks.shapes import make_model, make_prompt
 from corecontext.config import PRESETS, CCAConfig, check_choice
@@ -23,10 +24,12 @@ from corecontext.inference import Engine
 from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
 from corecontext.integrations.hf.enabling import enable
 from corecontext.measure import synchronize
+from corecontext.ops.fetch import prompt_rule
+from corecontext.ops.fetch.prompt_rule import NO_END
 from corecontext.record import Record, device_name, latest, make_record
 
 FULL = "full"
-ROWS = "full_rows"
+ENGINE = "full_engine"
 NAMES = ("user.first_token_s", "user.next_token_ms", "user.device_bytes", "user.host_bytes")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CPU_LENGTHS = (512, 1024, 2048, 4096)
@@ -69,9 +72,9 @@ class UserBench:
 class Way:
     """Run a method in one way, prompt after prompt, and hold its samples."""
 
-    def __init__(self, first: Callable[[], Any] | None, step: Callable[[], Any]) -> None:
+    def __init__(self, first: Callable[[], Any], step: Callable[[], Any]) -> None:
         self.first = first
-        """Reads the prompt and makes a token; None where only steps are measured."""
+        """Reads the prompt and makes a token."""
         self.step = step
         """Makes one more token."""
         self.first_s: list[float] = []
@@ -79,8 +82,7 @@ class Way:
 
     def run(self, new_tokens: int, device: str) -> None:
         """Measure one prompt and what follows."""
-        if self.first is not None:
-            self.first_s.append(_seconds(self.first, device))
+        self.first_s.append(_seconds(self.first, device))
         for _ in range(WARM_STEPS):
             self.step()
         steps = [_seconds(self.step, device) for _ in range(new_tokens)]
@@ -118,6 +120,15 @@ class EngineRun:
             self.stream.close()
 
 
+class FullRun(EngineRun):
+    """Keep all tokens of requests, however long, as the Engine does of short ones."""
+
+    def first(self) -> None:
+        """Read the prompt and make a token."""
+        with mock.patch.dict(prompt_rule.WHOLE_TOKENS, cpu=NO_END, cuda=NO_END):
+            super().first()
+
+
 def run_user_bench(
     bench: UserBench, on_records: Callable[[list[Record]], Any] | None = None
 ) -> list[Record]:
@@ -126,7 +137,7 @@ def run_user_bench(
     of_model["model"] = of_model.pop("shape").removesuffix(".gguf")
     # Models that share the weights, each under one method.
     twins = {name: _twin(model, CCAConfig.preset(name)) for name in bench.methods}
-    twins[ROWS] = _twin(model, CCAConfig.paper(1))
+    twins[ENGINE] = _twin(model, CCAConfig())
     records: list[Record] = []
     for length in bench.lengths:
         params = {**of_model, "length": length, "new_tokens": bench.new_tokens}
@@ -151,19 +162,13 @@ def _measured(
 ) -> Iterator[Record]:
     """Measure one length, and yield its records."""
     length = params["length"]
-    cuda = bench.device.startswith("cuda")
     input_ids = make_prompt(model, 1, length)
     plain = PlainRun(model, FULL, input_ids)
     runs = {name: EngineRun(twins[name], input_ids, bench.new_tokens) for name in bench.methods}
     ways = {name: Way(run.first, run.step) for name, run in runs.items()}
     ways[FULL] = Way(plain.first, plain.step)
-    if cuda:
-        room = (bench.repeats + 2) * (bench.new_tokens + WARM_STEPS)
-        rows = RowsRun(twins[ROWS], FULL, 1, length, room)
-        ways[ROWS] = Way(None, rows.step)
-    else:
-        engine = EngineRun(model, input_ids, bench.new_tokens)
-        ways[ROWS] = Way(engine.first, engine.step)
+    engine = FullRun(twins[ENGINE], input_ids, bench.new_tokens)
+    ways[ENGINE] = Way(engine.first, engine.step)
 
     # The first round warms up: kernels are compiled, buffers made and steps captured.
     full_bytes = 0
@@ -179,12 +184,12 @@ def _measured(
                 way.first_s.clear()
                 way.next_ms.clear()
     cache_sizes = {name: run.bytes for name, run in runs.items()}
-    for run in runs.values():
+    for run in (engine, *runs.values()):
         run.close()
 
     device = device_name(bench.device)
-    full = [ways[FULL], ways[ROWS]]
-    seconds = min((way.first_s for way in full if way.first_s), key=median)
+    full = [ways[FULL], ways[ENGINE]]
+    seconds = min((way.first_s for way in full), key=median)
     next_ms = min((way.next_ms for way in full), key=median)
     rows_of: dict[str, tuple[Any, ...]] = {FULL: (seconds, next_ms, full_bytes, 0)}
     rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *cache_sizes[name]) for name in runs}

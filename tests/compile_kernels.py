@@ -25,10 +25,11 @@ from triton.compiler import ASTSource
 
 from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Spec
+from corecontext.ops.triton import rotate
 from corecontext.ops.triton.attend import anywhere as attend
 from corecontext.ops.triton.attend import marks, unions
 from corecontext.ops.triton.attend import raw as fetch_kernels
-from corecontext.ops.triton.choose import byte_keys, index_codes
+from corecontext.ops.triton.choose import byte_keys
 from corecontext.ops.triton.choose import index_keys as fetch_index_keys
 from corecontext.ops.triton.choose import score_kernels as fetch_score_kernels
 from corecontext.ops.triton.choose import select as fetch_choose
@@ -196,6 +197,7 @@ NUMBERS = {
     fetch_kernels.fetch_dq_kernel: 3,
     fetch_kernels.fetch_dkv_kernel: 4,
     fetch_score_kernels.group_scores_kernel: 8,
+    rotate.rotate_heads_kernel: 3,
     fetch_choose._select_kernel: 7,
     marks._mark_kernel: 4,
     unions.union_kernel: 7,
@@ -248,6 +250,11 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         types = {"labels_ptr": "i64", **sums}
         yield Kernel(loss_kernel.loss_kernel, {**sizes, "num_warps": 8}, types)
     yield from kernels_of_pooling(dim)
+    halves = {"HALF": dim // 2, "BLOCK": dim // 2, "ROWS": rotate._ROWS, "num_warps": 4}
+    types = dict.fromkeys(("sources", "tables", "results"), ("", ""))
+    strides = {"q_strides": 3, "k_strides": 3, "out_strides": (3, 3), "table_strides": 2}
+    if dtype != torch.float32:
+        yield Kernel(rotate.rotate_heads_kernel, halves, {**types, **strides})
     plan = decode_plan.step_plan(chip, dtype, 8, HEADS, dim, 4096)
     pooling = decode_plan.Pooling(True, dim // 2, False, HEADS, 8)
     types = {**STEP_TYPES, "cache": ("", "", "fp32", "fp32", "fp32")}
@@ -302,7 +309,9 @@ def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kerne
     blocks = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "BLOCK_P": 8, "BLOCK_G": 8}
     wide = {"inputs": ("", "fp32", "bf16"), "strides": 2}
     if dim <= fetch_index_keys.MAX_DIM:
-        yield Kernel(fetch_index_keys.index_keys_kernel, {**index, **blocks, "num_warps": 4}, wide)
+        for as_codes, results in ((False, ("",)), (True, ("u8", "fp16"))):
+            sizes = {**index, "AS_CODES": as_codes, **blocks, "num_warps": 4}
+            yield Kernel(fetch_index_keys.index_keys_kernel, sizes, {**wide, "results": results})
     sizes = {"RUN": byte_keys.RUN, "FROM_RUNS": True, "BLOCK": 1024, "BLOCK_K": 64, "num_warps": 1}
     yield Kernel(fetch_choose._select_kernel, sizes, types)
     yield Kernel(marks._mark_kernel, {"BY_ENTRY": True, "BLOCK": 64, "num_warps": 1}, types)
@@ -404,10 +413,6 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types["index"] = ("u8", "fp16", "fp32", "fp32")
     sizes = {"SINKS": 16, "GROUP": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
     yield Kernel(paged_index._index_pages_kernel, sizes, types)
-    if dim <= fetch_index_keys.MAX_DIM:
-        types = {"inputs": ("", "fp32", "fp32"), "stored": ("u8", "fp16"), "strides": 2}
-        sizes = {"GROUP_SIZE": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
-        yield Kernel(index_codes.index_codes_kernel, sizes, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
     yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})

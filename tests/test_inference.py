@@ -2,6 +2,7 @@
 policy."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from corecontext.inference.prefill import ANSWER_TOKENS
 from corecontext.inference.sampling import InvalidLogits
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import handle_of
+from corecontext.ops.triton import rotate
 
 pytestmark = pytest.mark.usefixtures("default_device")
 CONFIG = CCAConfig.paper(5, 13)
@@ -841,7 +843,7 @@ def test_a_fused_step_is_one_graph_and_changes_no_token(default_device, tracing)
         plain = Engine(model, static=True)
         expected = plain.generate(ids, mask, max_new_tokens=12)
         engine = Engine(model, fuse="compile", chunk_size=16)
-        engine.fused._compiled, engine.fused._files = [], set()  # the step alone
+        engine.fused._modules, engine.fused._files = [], set()  # the step alone
         assert engine.static and engine.generate(ids, mask, max_new_tokens=12) == expected
         assert tracing.frame_count == 1
         assert engine.generate(ids, mask, max_new_tokens=12) == expected
@@ -881,6 +883,41 @@ def test_what_cannot_be_compiled_runs_as_it_is(model, monkeypatch):
     }
     assert len(calls) == 7 + 2  # each module, the rotation and the step tried once
     assert engine.generate(ids, max_new_tokens=6) == expected and len(calls) == 9
+
+
+@pytest.mark.parametrize(
+    "family, has_plain_norms, rotates_halves",
+    [
+        *(("llama", True, True), ("qwen3", True, True), ("olmo2", True, False)),
+        *(("gemma3", False, True), ("glm4", True, False), ("helium", True, False)),
+    ],
+)
+def test_kernels_give_a_models_numbers(family, has_plain_norms, rotates_halves, monkeypatch):
+    """Those that exist for norms and rotary; others stay the model's own."""
+    model = tiny_model(family).half()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    ids = tokens(2, 23)
+    monkeypatch.setattr(fuse, "_has_kernels", lambda model: True)
+    monkeypatch.setattr(fuse, "_rotating", {})
+    fused = Fused(model, "kernels")
+    norms = [x for x in model.modules() if type(x).__name__.endswith("RMSNorm")]
+    assert len(fused._modules) == has_plain_norms * len(norms)
+    kernel = mock.Mock(wraps=rotate.rotate)
+    monkeypatch.setattr(rotate, "rotate", kernel)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with fused:
+            got = model(ids).logits
+        assert torch.equal(fused.step(ids).logits, got)
+        assert torch.equal(model(ids).logits, expected)  # the model as it was
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
+    if rotates_halves:  # one probe, then each layer of both passes
+        assert kernel.call_count == 1 + 2 * model.config.num_hidden_layers
+    else:
+        assert kernel.call_count <= 1
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ PLAIN = {
     "pool_bwd_kernel",
     "step_kernel",
     "merge_kernel",
+    "rotate_heads_kernel",
 }
 FETCH = {
-    "index_codes_kernel",
     "index_keys_kernel",
     "keys_kernel",
     "queries_kernel",

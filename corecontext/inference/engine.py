@@ -47,10 +47,11 @@ class Engine:
     a CPU than it saves."""
     capture: bool = True
     """False runs steps uncaptured on a GPU too."""
-    fuse: str | None = None
-    """"compile" fuses elementwise work: of MLP and norm modules during prefill, which saves their
-    intermediate tensors, and of the whole step in decoding, where buffers are fixed. Compiling
-    takes from seconds to minutes at the first request of each kind."""
+    fuse: str | None = "kernels"
+    """"kernels" runs norms and rotary by kernels that exist, on a GPU. "compile" fuses elementwise
+    work: of MLP and norm modules during prefill, which saves their intermediate tensors, and of the
+    whole step in decoding, where buffers are fixed. Compiling takes from seconds to minutes at the
+    first request of each kind. None runs the model as it is."""
     policy: Policy | None = None
     """Gives (group_size, window_size), or these and fetch_groups, of requests that choose none;
     None leaves those of the model's handle. A model with a g for each layer or head keeps its own
@@ -80,7 +81,7 @@ class Engine:
             )
         self.fused = Fused(self.model, self.fuse)
         if self.static is None:
-            self.static = self.fuse is not None or self.model.device.type == "cuda"
+            self.static = self.fuse == "compile" or self.model.device.type == "cuda"
         self._idle: OrderedDict[SessionKey, Session] = OrderedDict()
         # A stream that is dropped without `close` takes its session with it.
         self._busy: weakref.WeakSet[Session] = weakref.WeakSet()

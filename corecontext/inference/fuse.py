@@ -1,9 +1,10 @@
-"""Fuse a model's elementwise work (norms, rotary, SwiGLU, residuals) by torch.compile.
+"""Fuse a model's elementwise work: norms and rotary by kernels that exist, or these, SwiGLU and
+residuals by torch.compile.
 
-While a prompt is read, or a model trained, the MLP and norm modules and the rotation of queries and
-keys are compiled, for any number of tokens: their intermediate tensors, several times the hidden
-state, are not made. A decoding step is compiled as one graph, so that its many small kernels become
-few; a CUDA graph then captures the compiled step.
+While a prompt is read, or a model trained, norms and the rotation of queries and keys, and where
+they are compiled MLP modules, make no intermediate tensors, which are several times the hidden
+state. A decoding step is compiled as one graph, so that its many small kernels become few; a CUDA
+graph then captures the compiled step.
 """
 
 import sys
@@ -15,10 +16,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-FUSE = (None, "compile")
+from corecontext.ops.api import choose_backend
+from corecontext.ops.capability import is_captured
+
+FUSE = (None, "kernels", "compile")
 MOST_STEPS = 64
 """Most variants of the step (by batch, length, g, s) that stay compiled; later ones run
 uncompiled."""
@@ -33,10 +38,12 @@ _ROTATE = "apply_rotary_pos_emb"  # transformers' name of the rotation in each m
 class _Rotation:
     """The rotation of a model's file."""
 
+    fuse: str
+    """As of `Fused`."""
     original: Callable[..., Any]
-    compiled: Callable[..., Any]
+    fused: Callable[..., Any]
     users: int = 0
-    """Open with blocks whose models use the compiled function."""
+    """Open with blocks whose models use the fused function."""
 
 
 _rotating: dict[ModuleType, _Rotation] = {}
@@ -45,17 +52,19 @@ _lock = threading.Lock()
 
 
 class Fused:
-    """Compile one model's parts: modules within a with block, and `step` for decoding.
+    """Fuse one model's parts: modules within a with block, and `step` for decoding.
 
     MLP and norm modules work on each token by itself; they are recognized by their class's name, as
     transformers names them. Modules that are compiled already keep their own. The rotation is a
-    function of a model's file, so other models of that architecture also rotate by the compiled
+    function of a model's file, so other models of that architecture also rotate by the fused
     function for the length of the with block. Where the compiler fails (none for this machine, a
     model that it cannot trace), a warning is given and the model runs uncompiled.
 
     Args:
         model: Any module.
-        fuse: "compile", or None to change nothing.
+        fuse: "kernels" takes PyTorch's kernel for norms and one of this package for the rotation,
+            where the model is on a GPU and they give its numbers; "compile" compiles; None changes
+            nothing.
 
     Raises:
         ValueError: `fuse` is something else.
@@ -63,46 +72,56 @@ class Fused:
 
     def __init__(self, model: nn.Module, fuse: str | None = "compile") -> None:
         if fuse not in FUSE:
-            raise ValueError(f"fuse must be None or 'compile', got {fuse!r}.")
+            raise ValueError(f"fuse must be None, 'kernels' or 'compile', got {fuse!r}.")
+        if fuse == "kernels" and not _has_kernels(model):
+            fuse = None
         self.model = model
-        self._is_on = fuse is not None
+        self.fuse = fuse
         self._step: Callable[..., Any] = model
-        self._compiled: list[tuple[nn.Module, Any]] = []
+        self._modules: list[tuple[nn.Module, Any]] = []
         self._files: set[ModuleType] = set()
         if fuse is None:
             return
-        # As one graph or not at all: where it fails, no part has run and the cache is untouched.
-        name = type(model).__name__
-        self._step = compiled_or_plain(model, name, dynamic=False, fullgraph=True)
+        if fuse == "compile":
+            # As one graph or not at all: where it fails, no part has run and the cache is
+            # untouched.
+            name = type(model).__name__
+            self._step = compiled_or_plain(model, name, dynamic=False, fullgraph=True)
+        suits: dict[type, bool] = {}
         for module in model.modules():
             name = type(module).__name__
             if module._compiled_call_impl is None and name.endswith(("MLP", "RMSNorm")):
-                self._compiled.append((module, compiled_or_plain(module._call_impl, name)))
+                if fuse == "compile":
+                    self._modules.append((module, compiled_or_plain(module._call_impl, name)))
+                elif suits.setdefault(type(module), _is_plain_norm(module)):
+                    self._modules.append((module, _norm_of(module)))
             if name.endswith("Attention"):
                 file = sys.modules[type(module).__module__]
                 if hasattr(file, _ROTATE):
                     self._files.add(file)
 
     def __enter__(self) -> None:
-        if not self._is_on:
+        if self.fuse is None:
             return
-        for module, compiled in self._compiled:
-            module._compiled_call_impl = compiled
+        for module, fused in self._modules:
+            module.__dict__["_compiled_call_impl"] = fused  # nn.Module looks at each attribute
         with _lock:
-            _limits.append(torch._dynamo.config.recompile_limit)
-            torch._dynamo.config.recompile_limit = max(_limits[-1], MOST_PARTS)
+            if self.fuse == "compile":
+                _limits.append(torch._dynamo.config.recompile_limit)
+                torch._dynamo.config.recompile_limit = max(_limits[-1], MOST_PARTS)
             for file in self._files:
-                rotation = _rotation_of(file)
+                rotation = _rotation_of(file, self.fuse)
                 rotation.users += 1
-                setattr(file, _ROTATE, rotation.compiled)
+                setattr(file, _ROTATE, rotation.fused)
 
     def __exit__(self, *exc: Any) -> None:
-        if not self._is_on:
+        if self.fuse is None:
             return
-        for module, _ in self._compiled:
-            module._compiled_call_impl = None
+        for module, _ in self._modules:
+            del module.__dict__["_compiled_call_impl"]
         with _lock:
-            torch._dynamo.config.recompile_limit = _limits.pop()
+            if self.fuse == "compile":
+                torch._dynamo.config.recompile_limit = _limits.pop()
             for file in self._files:
                 rotation = _rotating[file]
                 rotation.users -= 1
@@ -111,18 +130,92 @@ class Fused:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on one token a row and a cache of fixed buffers."""
+        if self.fuse != "compile":
+            with self:
+                return self.model(*args, **kwargs)
         with torch._dynamo.config.patch(recompile_limit=MOST_STEPS):
             return self._step(*args, **kwargs)
 
 
-def _rotation_of(file: ModuleType) -> _Rotation:
-    """Return the rotation of a model's file, compiled once unless the file's has changed since."""
+def _rotation_of(file: ModuleType, fuse: str) -> _Rotation:
+    """Return the rotation of a model's file, fused once unless the file's has changed since; who
+    comes first says how."""
     rotation = _rotating.get(file)
+    if rotation is not None and rotation.users:
+        return rotation
     current = getattr(file, _ROTATE)
-    if rotation is None or (not rotation.users and current is not rotation.original):
-        rotation = _Rotation(current, compiled_or_plain(current, _ROTATE))
+    if rotation is None or rotation.fuse != fuse or current is not rotation.original:
+        fused = compiled_or_plain(current, _ROTATE) if fuse == "compile" else _by_kernel(current)
+        rotation = _Rotation(fuse, current, fused)
         _rotating[file] = rotation
     return rotation
+
+
+def _has_kernels(model: nn.Module) -> bool:
+    """Whether a model is where kernels run."""
+    first = next(model.parameters(), None)
+    return first is not None and first.is_cuda and choose_backend("auto", first) == "triton"
+
+
+def _by_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rotation by one kernel where it gives the numbers of the original."""
+    from corecontext.ops.triton import rotate as kernel
+
+    suits: dict[Any, bool] = {}
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or torch.is_grad_enabled():
+            return original(q, k, cos, sin, *args, **kwargs)
+        if kernel.unsupported_reason(q, k, cos, sin) is not None:
+            return original(q, k, cos, sin)
+        key = (q.device, q.dtype)
+        if key not in suits and not is_captured(q.device):
+            suits[key] = _rotates_alike(kernel.rotate, original, key)
+        return (kernel.rotate if suits.get(key) else original)(q, k, cos, sin)
+
+    return rotate
+
+
+def _rotates_alike(
+    rotate: Callable[..., Any], original: Callable[..., Any], key: tuple[torch.device, torch.dtype]
+) -> bool:
+    """Whether two rotations give the same numbers, of random ones."""
+    device, dtype = key
+    generator = torch.Generator(device).manual_seed(0)
+    options = {"generator": generator, "device": device}
+    q, k = (torch.randn(2, heads, 5, 16, **options).to(dtype) for heads in (2, 1))
+    cos, sin = (torch.randn(2, 5, 16, **options).to(dtype) for _ in range(2))
+    pairs = zip(rotate(q, k, cos, sin), original(q, k, cos, sin))
+    # mutant inference: a model that rotates in another way is rotated by the kernel
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a norm by PyTorch's kernel, which rounds once where transformers rounds twice."""
+    shape = module.weight.shape
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+    def norm(x: Tensor) -> Tensor:
+        if x.dtype != module.weight.dtype:
+            return module._call_impl(x)
+        return F.rms_norm(x, shape, module.weight, eps)
+
+    return norm
+
+
+@torch.no_grad()
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether a module is a root-mean-square norm times its weight, and calls nobody else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    weight = getattr(module, "weight", None)
+    if any(hooks) or not isinstance(weight, Tensor) or weight.dim() != 1:
+        return False
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(4, *weight.shape, generator=generator, device=weight.device).to(weight.dtype)
+    # Two roundings, and weights that are not all zero.
+    close = 4 * torch.finfo(weight.dtype).eps
+    # mutant inference: a norm of another kind is taken for a plain one
+    return bool(weight.any()) and torch.allclose(module(x), _norm_of(module)(x), close, close)
 
 
 def compiled_or_plain(

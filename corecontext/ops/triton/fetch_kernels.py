@@ -14,7 +14,7 @@ from corecontext.ops.triton.attend import anywhere, best
 from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Call, add_raw_gradients, split, together
 from corecontext.ops.triton.attend.shares import Choosing
-from corecontext.ops.triton.choose import index_codes, index_keys
+from corecontext.ops.triton.choose import index_keys
 from corecontext.ops.triton.choose.best_choice import best_choice
 from corecontext.ops.triton.launch import on_device
 from corecontext.ops.triton.pool.launcher import pool_backward
@@ -60,7 +60,7 @@ def encode(keys: Tensor, centre: Tensor | None, spec: Spec) -> tuple[Tensor, ...
     if not keys.shape[1] or not _has_kernels(spec, keys.shape[3]):
         return spec.index.encode(keys, centre)
     with on_device(keys):
-        return index_codes.encode(keys, centre, spec)
+        return index_keys.encode(keys, spec.index, centre)
 
 
 def _has_kernels(spec: Spec, dim: int) -> bool:

@@ -1,5 +1,5 @@
-"""Build an index in low bits for a whole sequence: its keys as stored, in the dtype of the queries
-(`ops/fetch/low_bits.py`), in one reading of the raw keys."""
+"""Build an index in low bits for a whole sequence in one reading of the raw keys: its codes and
+scales, or its keys as stored, in the dtype of the queries (`ops/fetch/low_bits.py`)."""
 
 import functools
 
@@ -35,19 +35,20 @@ def _rotate(x, rotation_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _nearest_levels(x, BITS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the level nearest to each element, of two at the same distance the lower one."""
+def _nearest_codes(x, BITS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the code of the level nearest to each element, of two at the same distance the lower
+    one."""
     codes = (x > 0.0).to(tl.int32) + (2 ** (BITS - 1) - 1)
     for i in tl.static_range(1, 2 ** (BITS - 1)):
         edge = (LEVELS[i - 1] + LEVELS[i]) / 2
         codes += (x > edge).to(tl.int32) - (x <= -edge).to(tl.int32)
-    return level_of(codes, BITS, LEVELS)
+    return codes
 
 
 @triton.jit(do_not_specialize=["num_groups"])
 def index_keys_kernel(
     inputs,
-    keys_ptr,
+    results,
     num_groups,
     unit,
     strides,
@@ -56,18 +57,21 @@ def index_keys_kernel(
     SHARED: tl.constexpr,
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
+    AS_CODES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Write the stored keys [N, M, P, D] of groups.
+    """Write the stored keys [N, M, P, D] of groups, or AS_CODES their codes [N, M, P, bytes] and
+    scales.
 
     Grid: (blocks of BLOCK_G groups, N).
 
     Args:
         inputs: Pointers to raw keys from the first group on, to the centre [N, D], and to the
             rotation over `unit`: numbers 1, -1 and 0.
+        results: Pointers to keys, or to codes and to scales [N, M, P], [N, M] where SHARED.
         SHARED: One scale for the P keys of a group, else one for each.
     """
     k_ptr, centre_ptr, rotation_ptr = inputs
@@ -98,16 +102,35 @@ def index_keys_kernel(
         count = HEAD_DIM * PARTS
     rms = tl.maximum(tl.sqrt(squares / count), TINY)
     x = x / rms[:, None]
-    stored = _nearest_levels(x, BITS, LEVELS)
+    codes = _nearest_codes(x, BITS, LEVELS)
+    stored = level_of(codes, BITS, LEVELS)
     squares = tl.sum(x * x, 1)
     product = tl.sum(x * stored, 1)
     if SHARED:
         squares = _sum_of_group(squares, BLOCK_G, BLOCK_P)
         product = _sum_of_group(product, BLOCK_G, BLOCK_P)
     scale = tl.minimum(rms * (squares / tl.maximum(product, TINY)), 65504.0).to(tl.float16)
-    keys = stored * scale.to(tl.float32)[:, None]
-    at = ((n * num_groups + group) * PARTS + part_idx)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(keys_ptr + at, keys.to(keys_ptr.dtype.element_ty), mask=mask)
+    first = n * num_groups + group
+    key = first * PARTS + part_idx
+    if AS_CODES:
+        EACH: tl.constexpr = 8 // BITS
+        BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
+        BLOCK_C: tl.constexpr = BLOCK_D // EACH
+        codes = tl.where((dims < HEAD_DIM)[None, :], codes, 0)
+        codes = tl.reshape(codes, [BLOCK_G * BLOCK_P, BLOCK_C, EACH])
+        shifts = BITS * tl.arange(0, EACH)
+        packed = tl.sum(codes << shifts[None, None, :], 2).to(tl.uint8)
+        cols = tl.arange(0, BLOCK_C)
+        is_byte = exists[:, None] & (cols < BYTES)[None, :]
+        tl.store(results[0] + key[:, None] * BYTES + cols[None, :], packed, mask=is_byte)
+        if SHARED:
+            key = first
+            exists = exists & (part_idx == 0)
+        tl.store(results[1] + key, scale, mask=exists)
+    else:
+        keys = stored * scale.to(tl.float32)[:, None]
+        at = key[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(results[0] + at, keys.to(results[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -136,29 +159,59 @@ def build(
         k: Raw keys from the first group on, [N, S, D], rotary applied.
         centre: From `scoring.centre_of`, [N, D]; None where the window is smaller than a group.
     """
+    shape = (k.shape[0], num_groups, index.num_keys(group_size), k.shape[2])
+    keys = torch.empty(shape, dtype=k.dtype, device=k.device)
+    _launch(k, (keys,), (num_groups, group_size), index, centre)
+    return keys
+
+
+def encode(keys: Tensor, index: LowBits, centre: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return codes and scales as `LowBits.encode`, of parts of one size.
+
+    Args:
+        keys: [N, M, g, D], with D of at most MAX_DIM.
+    """
+    n, num_groups, group_size, dim = keys.shape
+    count = index.num_keys(group_size)
+    shape = (n, num_groups, count, ceil_div(dim * index.bits, 8))
+    codes = torch.empty(shape, dtype=torch.uint8, device=keys.device)
+    shape = shape[: 2 if index.shares_scale else 3]
+    scales = torch.empty(shape, dtype=torch.float16, device=keys.device)
+    _launch(keys.flatten(1, 2), (codes, scales), (num_groups, group_size), index, centre)
+    return codes, scales
+
+
+def _launch(
+    k: Tensor,
+    results: tuple[Tensor, ...],
+    sizes: tuple[int, int],
+    index: LowBits,
+    centre: Tensor | None,
+) -> None:
+    """Fill keys, or codes and scales; `sizes` are groups and their tokens."""
+    num_groups, group_size = sizes
     count = index.num_keys(group_size)
     k = contiguous_rows(k)
     n, _, dim = k.shape
     if centre is None:
         centre = k.new_zeros(n, dim)
-    keys = torch.empty((n, num_groups, count, dim), dtype=k.dtype, device=k.device)
     block_p = power_of_2(count)
     block_g = max(1, _ROWS // block_p)
     signs, unit = signs_of(dim, k.device)
     launch(
         index_keys_kernel,
         (ceil_div(num_groups, block_g), n),
-        ((k, centre.float().contiguous(), signs), keys, num_groups, unit),
+        ((k, centre.float().contiguous(), signs), results, num_groups, unit),
         (k.stride()[:-1],),
         GROUP_SIZE=group_size,
         PARTS=count,
         SHARED=index.shares_scale,
         BITS=index.bits,
         LEVELS=low_bits.LEVELS[index.bits],
+        AS_CODES=len(results) > 1,
         HEAD_DIM=dim,
         BLOCK_D=max(16, power_of_2(dim)),
         BLOCK_P=block_p,
         BLOCK_G=block_g,
         num_warps=4,
     )
-    return keys

@@ -42,11 +42,13 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     HEAD_DIM: tl.constexpr = TILE.dim
     BLOCK_C: tl.constexpr = INDEX.block_c
     BLOCK_P: tl.constexpr = INDEX.block_p
+    BLOCK_D: tl.constexpr = TILE.block_d
     EACH: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
     dims = tl.arange(0, TILE.block_d)
     in_dims = dims < HEAD_DIM
     key = tl.arange(0, BLOCK_P)
+    mask = tile_mask(key, KEYS, dims, HEAD_DIM)
 
     if position + 1 == num_centred:
         total = tl.load(new_ptr + dims, mask=in_dims, other=0.0).to(tl.float32)
@@ -61,8 +63,17 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     else:
         centre = tl.load(centre_ptr + dims, mask=in_dims, other=0.0)
 
-    raw_ptr += group.to(tl.int64) * group_size * HEAD_DIM
-    means = part_means(raw_ptr, HEAD_DIM, centre, group_size // KEYS, INDEX, TILE)
+    # The means of its parts, one for each key, without the centre.
+    first = group.to(tl.int64) * group_size
+    size = group_size // KEYS
+    means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)  # [P, D]
+    for i in range(size):
+        token = first + key * size + i
+        at = token[:, None] * HEAD_DIM + dims[None, :]
+        means += tl.load(raw_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    means = means / size
+    means = tl.where(mask, means - centre[None, :], 0.0)
+
     packed, scales = encode_keys(means, rotation_ptr, INDEX, TILE)
     cols = tl.arange(0, BLOCK_C)
     at = (group.to(tl.int64) * KEYS + key)[:, None] * BYTES + cols[None, :]
@@ -72,28 +83,6 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     at = group.to(tl.int64) * INDEX.scales + key
     scales = scales.to(scales_ptr.dtype.element_ty)
     tl.store(scales_ptr + at, scales, mask=key < INDEX.scales)
-
-
-@triton.jit
-def part_means(keys_ptr, stride, centre, size, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Return the means of a group's parts without the centre, one for each key, [P, D] in float32,
-    0 outside.
-
-    Args:
-        keys_ptr: Raw keys from the group's first on, `stride` numbers apart.
-        size: Tokens of a part.
-    """
-    BLOCK_P: tl.constexpr = INDEX.block_p
-    BLOCK_D: tl.constexpr = TILE.block_d
-    key = tl.arange(0, BLOCK_P)
-    dims = tl.arange(0, BLOCK_D)
-    mask = tile_mask(key, INDEX.keys, dims, TILE.dim)
-    means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    for i in range(size):
-        token = (key * size + i).to(tl.int64)
-        at = token[:, None] * stride + dims[None, :]
-        means += tl.load(keys_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, means / size - centre[None, :], 0.0)
 
 
 @triton.jit
