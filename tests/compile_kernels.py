@@ -251,6 +251,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         yield Kernel(loss_kernel.loss_kernel, {**sizes, "num_warps": 8}, types)
     yield from kernels_of_pooling(dim)
     halves = {"HALF": dim // 2, "BLOCK": dim // 2, "ROWS": rotate._ROWS, "num_warps": 4}
+    halves["enable_fp_fusion"] = False
     types = dict.fromkeys(("sources", "tables", "results"), ("", ""))
     strides = {"q_strides": 3, "k_strides": 3, "out_strides": (3, 3), "table_strides": 2}
     if dtype != torch.float32:
@@ -541,7 +542,7 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
     """The kernel as it is compiled for aligned tensors."""
     options = {
         name: kernel.constants[name]
-        for name in ("num_warps", "num_stages", "maxnreg")
+        for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
         if name in kernel.constants
     }
     constants = {name: value for name, value in kernel.constants.items() if name not in options}

@@ -669,7 +669,7 @@ def test_wrong_settings_are_refused(model):
     for options, message in (
         ({"max_length": 0}, "max_length must be at least 1"),
         ({"keep": -1}, "keep must be"),
-        ({"fuse": "no"}, "fuse must be None or 'compile'"),
+        ({"fuse": "no"}, "fuse must be None, 'kernels' or 'compile'"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             Engine(model, static=True, **options)
@@ -787,12 +787,12 @@ def test_fused_modules_change_no_token(model):
     engine, ids = Engine(model, static=True, chunk_size=10), tokens(1, 40)
     expected = engine.generate(ids, max_new_tokens=6)
     engine.fused = Fused(model)
-    count = len(engine.fused._compiled)
+    count = len(engine.fused._modules)
     assert count == 2 * 3 + 1  # an MLP and two norms a layer, and the last norm
     used = []
-    engine.fused._compiled = [
+    engine.fused._modules = [
         (module, lambda *a, module=module: used.append(module) or module._call_impl(*a))
-        for module, _ in engine.fused._compiled
+        for module, _ in engine.fused._modules
     ]
     assert engine.generate(ids, max_new_tokens=6) == expected
     assert len(used) == 4 * count

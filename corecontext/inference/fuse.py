@@ -118,7 +118,7 @@ class Fused:
         if self.fuse is None:
             return
         for module, _ in self._modules:
-            del module.__dict__["_compiled_call_impl"]
+            module.__dict__.pop("_compiled_call_impl", None)
         with _lock:
             if self.fuse == "compile":
                 torch._dynamo.config.recompile_limit = _limits.pop()
@@ -154,7 +154,9 @@ def _rotation_of(file: ModuleType, fuse: str) -> _Rotation:
 def _has_kernels(model: nn.Module) -> bool:
     """Whether a model is where kernels run."""
     first = next(model.parameters(), None)
-    return first is not None and first.is_cuda and choose_backend("auto", first) == "triton"
+    if first is None or not first.is_cuda:
+        return False
+    return choose_backend("auto", first.new_empty(1)) == "triton"
 
 
 def _by_kernel(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ def launch(
     num_warps: int,
     num_stages: int | None = None,
     maxnreg: int | None = None,
+    enable_fp_fusion: bool = True,
     **constants: Any,
 ) -> None:
     """Run a kernel.
@@ -39,6 +40,7 @@ def launch(
         specialized: The arguments after them, for whose values Triton may compile a kernel of its
             own: integers and, as tuples, strides.
         maxnreg: Most registers of a thread, on NVIDIA's chips.
+        enable_fp_fusion: Whether a product that is added may stay unrounded.
         constants: The values that the kernel is compiled for; a NamedTuple holds some by name.
     """
     options: dict[str, Any] = {"num_warps": num_warps}
@@ -46,6 +48,8 @@ def launch(
         options["num_stages"] = num_stages
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
+    if not enable_fp_fusion:
+        options["enable_fp_fusion"] = False
     if torch.compiler.is_compiling():
         _launch_outside_graph(kernel, grid, arguments + specialized, {**constants, **options})
         return

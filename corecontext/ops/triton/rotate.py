@@ -113,5 +113,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             BLOCK=power_of_2(dim // 2),
             ROWS=_ROWS,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
