@@ -4,9 +4,11 @@ Every capture of a process goes through here, because all must share one side st
 a workspace, 32 MiB on Hopper, for every stream that it has seen.
 """
 
+import contextlib
 import functools
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -24,6 +26,19 @@ def side_stream() -> torch.cuda.Stream:
 @functools.cache
 def _side_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(current.device)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect garbage, then none: a graph that is freed while another is captured spoils it."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(eq=False)
@@ -85,12 +100,14 @@ class CapturedStep:
             graph = torch.cuda.CUDAGraph()
             for generator in self.generators:
                 graph.register_generator_state(generator)
-            with torch.cuda.graph(
+            recording = torch.cuda.graph(
                 graph,
                 pool=self.memory,
                 stream=side_stream(),
                 capture_error_mode=self.error_mode,
-            ):
+            )
+            # mutant graphs: garbage is collected while a step is captured
+            with without_collection(), recording:
                 self._result = self.function()
             self._graph = graph
 

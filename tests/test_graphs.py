@@ -1,7 +1,9 @@
 """Captured steps: warm-up, recording and replays on one side stream; on a CPU by fakes of CUDA."""
 
 import contextlib
+import gc
 import warnings
+import weakref
 from unittest import mock
 
 import pytest
@@ -91,6 +93,30 @@ def test_a_step_is_recorded_after_its_warm_up_and_then_replayed(cuda):
     assert step.recorded and len(calls) == WARM_UP + 1  # recorded once
     assert step._graph.replay.call_count == 3 and all(x is results[0] for x in results)
     assert cuda.registered == ["random"] and cuda.modes == [("pool", "thread_local")]
+
+
+def test_nothing_is_collected_while_a_step_is_recorded(cuda):
+    """A graph of before, in a cycle that nobody holds, would spoil the one that is captured."""
+    events = []
+
+    class Old:
+        def __init__(self, name):
+            self.itself = self
+            weakref.finalize(self, events.append, name)
+
+    def function():
+        Old("now")
+        for _ in range(3 * gc.get_threshold()[0]):
+            kept.append([])  # what the collector counts
+        events.append("ran")
+
+    kept = []
+    step = CapturedStep(function, warm_up=0)
+    Old("before")
+    step.record()
+    assert events[:2] == ["before", "ran"] and gc.isenabled()
+    gc.collect()
+    assert events == ["before", "ran", "now"]
 
 
 def test_streams_wait_for_each_other_around_a_warm_up(cuda, monkeypatch):
