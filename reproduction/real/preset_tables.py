@@ -58,12 +58,11 @@ def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
         r for r in records if r.params["method"] in METHODS and not r.params.get("trained_tokens")
     ]
     needles = {"model": PLACES[0][0], "task": "needles"}
-    of_user = {
-        r.params["length"]
-        for r in records
-        if r.name.startswith("user.") and r.params["model"] == SHAPE
-    }
-    measured = [length for length in LENGTHS if length in of_user]
+    of_user = [r for r in records if r.name.startswith("user.") and r.params["model"] == SHAPE]
+    # Speeds of one device, that of the last measurement.
+    records = [r for r in records if r not in of_user or r.device == of_user[-1].device]
+    lengths = {r.params["length"] for r in records if r in of_user}
+    measured = [length for length in LENGTHS if length in lengths]
     columns = [
         *(_gain(f"gain, {_place(*place)}", *place) for place in PLACES),
         *(
