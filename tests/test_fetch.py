@@ -189,6 +189,9 @@ def test_shares_are_aligned_to_positions_of_the_sequence():
     assert torch.equal(attended(late, *rest)[2].groups, chosen.groups[:, 6:])
     odd = attended(tokens._replace(q=tokens.q[:, :, 45:], q_start=45), *rest)
     torch.testing.assert_close(odd[0][:, :, 3:], whole[:, :, 48:], rtol=0, atol=1e-12)
+    few = tokens._replace(q=tokens.q[:, :, 70:], q_start=70)  # fewer than share one
+    out, _, _ = fetch.attend(packed, few, *rest)
+    torch.testing.assert_close(out, reference.attend(few, *rest)[0])
 
 
 @pytest.mark.parametrize("ragged", ["attention_mask", "cu_seqlens"])

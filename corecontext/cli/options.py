@@ -190,7 +190,6 @@ def _taking(name: str, parameters: list[inspect.Parameter], make: Callable[..., 
             if parameter.name != name
         ]
         run.__signature__ = inspect.Signature(all_parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in all_parameters}
         return run
 
     return decorate
