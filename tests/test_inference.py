@@ -914,6 +914,11 @@ def test_kernels_give_a_models_numbers(family, has_plain_norms, rotates_halves, 
         assert torch.equal(fused.step(ids).logits, got)
         assert torch.equal(model(ids).logits, expected)  # the model as it was
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
+    if norms:  # whoever looks at a norm goes on seeing it
+        seen = []
+        norms[0].register_forward_hook(lambda *args: seen.append(args))
+        with torch.no_grad(), fused:
+            assert torch.equal(norms[0](torch.ones(1, len(norms[0].weight)).half()), seen[0][2])
     if rotates_halves:  # one probe, then each layer of both passes
         assert kernel.call_count == 1 + 2 * model.config.num_hidden_layers
     else:

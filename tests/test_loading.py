@@ -311,10 +311,8 @@ def test_quantized_weights_are_loaded_onto_their_device(monkeypatch):
     monkeypatch.setattr(loading, "check_finite", lambda model, name: None)
     for quantized in (None, {"quant_method": "bitsandbytes"}):
         config = SimpleNamespace(quantization_config=quantized)
-        assert loading._load_model("m", config, "auto", "cuda:1", False) == "ready"
+        assert loading._load_model("m", config, "auto", "cuda:1") == "ready"
     assert loads == [{}, {"device_map": "cuda:1"}] and moves == ["cuda:1"]
-    loading._load_model("m", SimpleNamespace(), "auto", "cuda", True)
-    assert loads[2]["distributed_config"].tp_plan == "auto" and len(moves) == 1
 
 
 def test_gpus_are_counted_from_0(monkeypatch):

@@ -593,8 +593,8 @@ def unions_for_hopper(monkeypatch):
 
     launches = []
 
-    def launch(kernel, grid, arguments, *, num_warps, **constants):
-        names = dict(zip(kernel.arg_names, arguments, strict=False))
+    def launch(kernel, grid, arguments, specialized=(), *, num_warps, **constants):
+        names = dict(zip(kernel.arg_names, arguments + specialized, strict=False))
         launches.append((kernel, grid, SimpleNamespace(**names), constants))
 
     for module in (hopper_union, hopper_scores):
@@ -655,6 +655,7 @@ def test_what_hoppers_kernels_of_a_union_get(unions_for_hopper, monkeypatch, wit
         assert (constants["GROUP_SIZE"], constants["HEAD_DIM"]) == (16, 128)
     first, second = (given for _, _, given, _ in launches)
     assert all(map(operator.is_, first.results, (out, lse)))
+    assert first.out_strides == out.stride()[:3]
     assert (first.k_desc.shape[2], second.k_desc.shape[2], second.query_scale) == (148, 100, 0.25)
     assert all(map(operator.is_, second.results, (dq, delta)))
     wanted = (out, out, lse, grad_lse if with_lse else lse)

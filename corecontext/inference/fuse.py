@@ -198,7 +198,8 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
     def norm(x: Tensor) -> Tensor:
-        if x.dtype != module.weight.dtype:
+        if x.dtype != module.weight.dtype or module._forward_hooks or module._forward_pre_hooks:
+            # mutant inference: a norm forgets who looks at it
             return module._call_impl(x)
         return F.rms_norm(x, shape, module.weight, eps)
 
@@ -207,10 +208,9 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether a module is a root-mean-square norm times its weight, and calls nobody else."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    """Whether a module is a root-mean-square norm times its weight."""
     weight = getattr(module, "weight", None)
-    if any(hooks) or not isinstance(weight, Tensor) or weight.dim() != 1:
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
         return False
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(4, *weight.shape, generator=generator, device=weight.device).to(weight.dtype)

@@ -184,6 +184,8 @@ class Session:
             self.cache = self._new_cache()
         self.mask = None
         self.length = 0
+        if self.seen is not None:
+            self.seen.zero_()
 
     def begin_prompt(self, pads: list[int]) -> None:
         """Take a prompt whose rows begin with so much padding."""
