@@ -250,7 +250,8 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         types = {"labels_ptr": "i64", **sums}
         yield Kernel(loss_kernel.loss_kernel, {**sizes, "num_warps": 8}, types)
     yield from kernels_of_pooling(dim)
-    halves = {"HALF": dim // 2, "BLOCK": dim // 2, "ROWS": rotate._ROWS, "num_warps": 4}
+    halves = {"HALF": dim // 2, "BLOCK": power_of_2(dim // 2), "ROWS": rotate._ROWS}
+    halves["num_warps"] = 4
     halves["enable_fp_fusion"] = False
     types = dict.fromkeys(("sources", "tables", "results"), ("", ""))
     strides = {"q_strides": 3, "k_strides": 3, "out_strides": (3, 3), "table_strides": 2}
