@@ -925,6 +925,19 @@ def test_kernels_give_a_models_numbers(family, has_plain_norms, rotates_halves, 
         assert kernel.call_count <= 1
 
 
+def test_norms_that_are_elsewhere_stay_the_models_own(monkeypatch):
+    """Those of offloaded layers, whose forward brings their weights, and of other signatures."""
+    model = tiny_model().half()
+    monkeypatch.setattr(fuse, "_has_kernels", lambda model: True)
+    norms = [x for x in model.modules() if type(x).__name__.endswith("RMSNorm")]
+    norms[0].weight = torch.nn.Parameter(norms[0].weight.to("meta"))
+    norms[1].forward = norms[1].forward  # as accelerate replaces it
+    del norms[2].variance_epsilon
+    assert [x for x, _ in Fused(model, "kernels")._modules] == norms[3:]
+    q, table = torch.zeros(70000, 1, 1, 16).half(), torch.zeros(1, 1, 16).half()
+    assert "more heads" in rotate.unsupported_reason(q, q, table, table)
+
+
 @pytest.mark.slow
 def test_compiled_modules_and_steps_change_no_token(model):
     ids, mask, _ = ragged()

@@ -29,6 +29,9 @@ class Engine:
     every later request. On a CPU, for models with sliding-window layers and for models without
     CCA, steps run uncaptured and the cache grows.
 
+    A captured step runs as it was captured: call `clear` where modules, adapters or hooks change or
+    weights move between requests.
+
     Raises:
         ValueError: a setting breaks a rule.
     """

@@ -93,8 +93,11 @@ class Fused:
             if module._compiled_call_impl is None and name.endswith(("MLP", "RMSNorm")):
                 if fuse == "compile":
                     self._modules.append((module, compiled_or_plain(module._call_impl, name)))
-                elif suits.setdefault(type(module), _is_plain_norm(module)):
-                    self._modules.append((module, _norm_of(module)))
+                elif _has_own_norm(module):
+                    if type(module) not in suits:
+                        suits[type(module)] = _is_plain_norm(module)
+                    if suits[type(module)]:
+                        self._modules.append((module, _norm_of(module)))
             if name.endswith("Attention"):
                 file = sys.modules[type(module).__module__]
                 if hasattr(file, _ROTATE):
@@ -192,10 +195,23 @@ def _rotates_alike(
     return all(torch.equal(x, y) for x, y in pairs)
 
 
+def _has_own_norm(module: nn.Module) -> bool:
+    """Whether a module has a weight of its own in memory, an epsilon, and its class's forward:
+    weights that are offloaded come with another."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
+        return False
+    return _epsilon_of(module) is not None and "forward" not in module.__dict__
+
+
+def _epsilon_of(module: nn.Module) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a norm by PyTorch's kernel, which rounds once where transformers rounds twice."""
     shape = module.weight.shape
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    eps = _epsilon_of(module)
 
     def norm(x: Tensor) -> Tensor:
         if x.dtype != module.weight.dtype or module._forward_hooks or module._forward_pre_hooks:
@@ -209,9 +225,7 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 @torch.no_grad()
 def _is_plain_norm(module: nn.Module) -> bool:
     """Whether a module is a root-mean-square norm times its weight."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1:
-        return False
+    weight = module.weight
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(4, *weight.shape, generator=generator, device=weight.device).to(weight.dtype)
     # Two roundings, and weights that are not all zero.

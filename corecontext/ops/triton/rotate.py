@@ -10,6 +10,7 @@ from corecontext.ops.triton.launch import ceil_div, ints, launch, on_device, pow
 from corecontext.ops.triton.primitives import integers
 
 _INTERPRETED = triton.knobs.runtime.interpret
+_MOST_PROGRAMS = 65535  # along the second dimension of a launch
 _ROWS = 32  # tokens of a head that one program rotates
 
 
@@ -83,6 +84,8 @@ def unsupported_reason(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | 
     has_tables = cos.dim() == 3 and cos.shape == sin.shape and cos.stride() == sin.stride()
     if not has_tables or cos.shape[2] != q.shape[3] or q.shape[3] % 2:
         return f"cosines {list(cos.shape)} are not those of whole heads of {q.shape[3]}"
+    if len(q) * (q.shape[1] + k.shape[1]) > _MOST_PROGRAMS:
+        return f"{len(q)} rows have more heads than {_MOST_PROGRAMS}"
     if any(x.stride(-1) != 1 for x in (q, k, cos, sin)):
         return "elements of a row are not neighbours"
     return None
