@@ -33,7 +33,8 @@ class Format(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """Hold the tokens of a `put`, which are on the device."""
+    """Hold the tokens of a `put`, which are on the device: a store in host memory does not read
+    them back."""
 
     position: int
     """Of the first of them."""

@@ -1,10 +1,9 @@
-"""Fuse a model's elementwise work: norms and rotary by kernels that exist, or these, SwiGLU and
-residuals by torch.compile.
+"""Fuse a model's elementwise work in one of two ways: "kernels" runs norms and rotary by a kernel
+each; "compile" has torch.compile fuse them, SwiGLU and residuals.
 
-While a prompt is read, or a model trained, norms and the rotation of queries and keys, and where
-they are compiled MLP modules, make no intermediate tensors, which are several times the hidden
-state. A decoding step is compiled as one graph, so that its many small kernels become few; a CUDA
-graph then captures the compiled step.
+Either way norms and rotary make no intermediate tensors, which are several times the hidden state;
+compiled MLP modules make none either. "compile" makes a decoding step one graph, so that its many
+small kernels become few; a CUDA graph then captures the compiled step.
 """
 
 import sys

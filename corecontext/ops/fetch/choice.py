@@ -16,8 +16,8 @@ class Choice(NamedTuple):
     """
 
     groups: Tensor
-    """[N, C, k] in int32: of each KV head and share that the queries touch the numbers of groups,
-    the first one after the tokens kept raw being 0, rising, then -1."""
+    """[N, C, k] in int32, N rows x KV heads: for each share that the queries touch the numbers of
+    groups, rising, then -1. The first group after the tokens kept raw is 0."""
     share: int
     """Queries of a share: n."""
 
@@ -45,7 +45,8 @@ def num_shares(first: int, end: int, share: int) -> int:
 
 def choose(scores: Tensor, visible: Tensor, num_groups: int) -> Tensor:
     """Return the numbers of the k groups with the largest score of any query head; of equal ones
-    the lower group. For kernels `ops/triton/choose/score_kernels.py` says it.
+    the lower group. For kernels `ops/triton/choose` says it: score_kernels.py the largest score,
+    select.py the k best.
 
     Args:
         scores: Index scores, [N, r, C, M] in float32 or wider.

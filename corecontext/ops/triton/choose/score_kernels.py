@@ -31,7 +31,7 @@ def _store_scores(
 
     Args:
         queries: The query tile of each head.
-        offsets: What every product of a row has besides, for each head.
+        offsets: Products of a row with the centre of keys, added to every score, for each head.
         index: Pointer to the index keys of a KV head, strides of groups and keys, number of groups.
         bounds: begin and end.
         rows: Rows of the scores, which of them exist, elements between them, and groups that each
