@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -475,48 +474,6 @@ def test_cards_name_data_of_the_hub_in_full(tmp_path):
     assert "\ndatasets:\n- some/set\n" in text
 
 
-def test_deepspeed_gets_its_settings_or_a_reason(setting, tmp_path, monkeypatch):
-    path, config = (
-        tmp_path / "zero.json",
-        setting.replace(output=str(tmp_path / "run"), deepspeed=str(tmp_path / "zero.json")),
-    )
-
-    def refused(settings, message):
-        path.write_text(settings)
-        with pytest.raises(UserError, match=message):
-            train(config)
-
-    refused("{", "zero.json' must hold JSON")
-    refused("[2]", "must hold DeepSpeed's settings, a JSON object, got a list")
-    refused('{"zero_optimization": {"stage": 3}}', "must have ZeRO stage 0, 1 or 2, got 3")
-    for name in ("optimizer", "scheduler"):
-        refused(f'{{"zero_optimization": null, "{name}": {{}}}}', f"must have no '{name}'")
-    find = importlib.util.find_spec
-    for found, message in (
-        (None, "--deepspeed needs the package deepspeed"),
-        ("yes", "--deepspeed needs torchrun"),
-    ):
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: found if name == "deepspeed" else find(name)
-        )
-        refused('{"zero_optimization": {"stage": 2}}', message)
-    for change in ({"context_parallel": 2}, {"fsdp": True}):
-        with pytest.raises(ValueError, match="deepspeed must be left out with"):
-            config.replace(**change)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    given = {}
-    monkeypatch.setattr(
-        "transformers.TrainingArguments",
-        lambda **options: (
-            given.update(options),
-            SimpleNamespace(device=torch.device("cpu"), n_gpu=0),
-        )[1],
-    )
-    arguments.arguments_of(config)
-    assert given["deepspeed"] == {"zero_optimization": {"stage": 2}}
-    assert not (tmp_path / "run").exists()
-
-
 def test_fsdp_sums_gradients_split_and_in_float32(setting, monkeypatch):
     given = {}
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -595,51 +552,6 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
         one.save_checkpoint()
     assert gathered == ["model", "optimizer"] and "No space left" in str(one.save_error)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_two_processes_under_deepspeed_equal_one(setting, whole, tmp_path):
-    pytest.importorskip("deepspeed", reason="an extra")
-    path = tmp_path / "zero.json"
-    path.write_text(
-        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", '
-        '"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", '
-        '"train_batch_size": "auto"}'
-    )
-    config = setting.replace(output=str(tmp_path / "two"), deepspeed=str(path), steps=3)
-    (tmp_path / "recipe.json").write_text(json.dumps(config.to_dict()))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        port,
-        "-m",
-    ]
-    done = subprocess.run(
-        [*launcher, "corecontext", "train", str(tmp_path / "recipe.json")],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    one = setting.replace(output=str(tmp_path / "one"), batch_size=2, steps=3)
-    train(one)
-    got, want = weights(config), weights(one)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_compiled_parts_train_alike(setting, whole, tmp_path):

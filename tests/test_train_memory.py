@@ -172,7 +172,6 @@ def test_weights_that_are_not_trained_have_no_moments(kept_bytes, monkeypatch):
     [
         {"fit_memory": False},
         {"fsdp": True},
-        {"deepspeed": "zero.json"},
         {"context_parallel": 2},
         {"deterministic": True},
     ],

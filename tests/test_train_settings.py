@@ -74,8 +74,6 @@ def test_other_values_have_bounds_too(name, allowed, refused):
 def test_settings_that_exclude_each_other_are_refused_in_both_forms():
     for settings in (
         {"method": "window", "layer_group_sizes": (4,)},
-        {"deepspeed": "z", "fsdp": True},
-        {"deepspeed": "z", "context_parallel": 2},
         {"streaming": True, "long_tokens": 5},
     ):
         with pytest.raises(ValueError, match="must be left out"):
@@ -387,7 +385,7 @@ def test_arguments_depend_on_the_device(has_gpu, precision, half, checkpointing,
     (kept,) = [given[name] for name in given if name.endswith("_checkpointing")]
     (options,) = [given[name] for name in given if name.endswith("_checkpointing_kwargs")]
     assert kept == checkpointing and options == {"use_reentrant": False}
-    assert "fsdp" not in given and "deepspeed" not in given
+    assert "fsdp" not in given
 
 
 def test_a_process_takes_a_gpu_and_no_more(tmp_path, monkeypatch):
@@ -514,7 +512,6 @@ def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypa
         output=str(tmp_path / "out/mine"),
         data=(str(tmp_path / "a.txt"), "hub:me/one"),
         eval_data=(str(tmp_path / "b.txt"),),
-        deepspeed=str(tmp_path / "zero.json"),
         cache_dir=str(tmp_path / "cache"),
         workers=77,
         steps=9,
@@ -553,7 +550,7 @@ def test_the_card_shows_data_losses_and_settings_but_no_paths(tmp_path, monkeypa
     for hidden in (str(tmp_path), "secret", "77", "base_model", "core tokens were idle"):
         assert hidden not in text, hidden
     settings = json.loads(text[text.index("```json\n") + 8 :].split("\n```")[0])
-    assert settings["model"] == "base" and settings["deepspeed"] == "zero.json"
+    assert settings["model"] == "base"
     assert settings["eval_data"] == ["b.txt"] and settings["distil"] == 0.25
     assert set(config.to_dict()) - set(settings) == {"output", "cache_dir", "workers"}
 

@@ -314,7 +314,6 @@ def test_the_log_has_the_means_of_a_distilled_runs_parts():
     trainer.accelerator = SimpleNamespace(
         num_processes=4, reduce=lambda x, how: (reduced.append(how), x)[1]
     )
-    trainer.is_deepspeed_enabled = False
     parts = iter((0.25, 0.5, 0.75, 1.0))
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
@@ -369,15 +368,6 @@ def test_a_number_that_is_not_finite_is_said_with_the_rows_of_this_step(tmp_path
         "the length of the gradient of step 7 must be finite, got nan, from rows 1, 2, 3, 4, 5, 6 "
         "(row 1: place 1; row 2: place 2; row 3: place 3; row 4: place 4). Training"
     )
-
-
-def test_under_deepspeed_the_loss_is_checked_before_its_backward():
-    trainer = CCATrainer.__new__(CCATrainer)
-    trainer.distil, trainer.is_deepspeed_enabled = 0.0, True
-    trainer._check_finite = mock.Mock()
-    with mock.patch.object(Trainer, "compute_loss", lambda *_, **__: 5.0):
-        assert trainer.compute_loss(None, {}) == 5.0
-    trainer._check_finite.assert_called_once_with("loss", 5.0)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,13 @@ REMOVED = (
         _SEARCH,
     ),
     Removed(
+        "deepspeed",
+        "(?!None$).+",
+        "DeepSpeed's settings",
+        "Use --fsdp.",
+        is_field_gone=True,
+    ),
+    Removed(
         "push_to",
         "(?!None$).+",
         "a push to the hub after training",

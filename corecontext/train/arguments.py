@@ -1,14 +1,12 @@
 """Turn a TrainConfig into transformers' TrainingArguments."""
 
-import importlib.util
 import os
 import sys
 from typing import Any
 
 import torch
 
-from corecontext.data.readers import read_json
-from corecontext.files import UserError, install_command
+from corecontext.files import UserError
 from corecontext.loading import one_line
 from corecontext.train.memory_fit import Split
 from corecontext.train.train_config import TrainConfig
@@ -18,7 +16,7 @@ def arguments_of(config: TrainConfig) -> Any:
     """Return the run's TrainingArguments.
 
     Raises:
-        UserError: the processes, DeepSpeed's settings or a value do not fit.
+        UserError: the processes or a value do not fit.
     """
     from transformers import TrainingArguments
     from transformers.utils import logging as hf_logging
@@ -34,8 +32,6 @@ def arguments_of(config: TrainConfig) -> Any:
             "fsdp_config": {"version": 2, "activation_checkpointing": config.checkpointing},
             "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         }
-    if config.deepspeed is not None:
-        sharding["deepspeed"] = _deepspeed_settings(config.deepspeed)
     name = checkpointing_name()
     checkpointing: dict[str, Any] = {
         name: config.checkpointing and not config.fsdp,
@@ -115,42 +111,3 @@ def _check_fsdp(has_gpu: bool) -> None:
             f"{'a GPU' if has_gpu else 'a CPU'}. Start with torchrun --nproc-per-node, or leave "
             "--fsdp out."
         )
-
-
-def _deepspeed_settings(name: str) -> dict[str, Any]:
-    """Return DeepSpeed's settings from a file.
-
-    Raises:
-        UserError: the file does not hold settings that this training supports; or the package or
-            torchrun is missing.
-    """
-    settings = read_json(name)
-    if not isinstance(settings, dict):
-        raise UserError(
-            f"deepspeed '{name}' must hold DeepSpeed's settings, a JSON object, got a "
-            f"{type(settings).__name__}."
-        )
-    zero = settings.get("zero_optimization") or {}
-    if zero.get("stage", 0) not in (0, 1, 2):
-        raise UserError(
-            f"deepspeed '{name}' must have ZeRO stage 0, 1 or 2, got {zero['stage']!r}: the loss "
-            "in chunks needs the output head whole. Use --fsdp, which splits weights, too."
-        )
-    for key in ("optimizer", "scheduler"):
-        if key in settings:
-            raise UserError(
-                f"deepspeed '{name}' must have no {key!r}: this training brings AdamW with a "
-                "cosine. Leave it out, and use --learning-rate."
-            )
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            "--deepspeed needs the package deepspeed. Install it with: "
-            f"{install_command('deepspeed')}. Or use "
-            "--fsdp."
-        )
-    if "LOCAL_RANK" not in os.environ:
-        raise UserError(
-            "--deepspeed needs torchrun, also for one process. Start with torchrun "
-            "--nproc-per-node COUNT -m corecontext train."
-        )
-    return settings

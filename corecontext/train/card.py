@@ -80,7 +80,6 @@ def write(
     settings["model"] = model
     settings["data"] = [_public_name(name) for name in config.data]
     settings["eval_data"] = [_public_name(name) for name in config.eval_data]
-    settings["deepspeed"] = config.deepspeed and Path(config.deepspeed).name
     # The hub reads the header.
     header = ModelCardData(
         library_name="transformers",

@@ -65,7 +65,7 @@ def split_for_memory(model: Any, config: TrainConfig, arguments: Any) -> Split |
 def _may_split(model: Any, config: TrainConfig) -> bool:
     """Whether the run asks for a split, each process has the whole model and whole rows, and
     results do not depend on the split but for rounding."""
-    is_sharded = config.fsdp or config.deepspeed is not None or config.context_parallel > 1
+    is_sharded = config.fsdp or config.context_parallel > 1
     # A router's loss is a mean over the rows of a pass.
     has_loss_of_router = getattr(model.config, "output_router_logits", False)
     return config.fit_memory and not (is_sharded or has_loss_of_router or config.deterministic)

@@ -160,15 +160,13 @@ class TrainConfig:
     """Take as many of a step's rows at once as the GPU's memory holds, by passes before the first
     step, and recompute activations only where it holds no row otherwise. The command does so,
     unless a recipe's file, --batch-size, --accumulation or --checkpointing say otherwise. No effect
-    on a CPU, or with --fsdp, --deepspeed, --context-parallel or --deterministic."""
+    on a CPU, or with --fsdp, --context-parallel or --deterministic."""
     fuse: bool = False
     """Compile norms, MLPs and rotations (torch.compile), which saves intermediate tensors."""
     loss_chunk: int = 2048
     """Tokens whose logits exist at once."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer over processes (FSDP2); under torchrun, on GPUs."""
-    deepspeed: str | None = None
-    """DeepSpeed's settings, a JSON file, ZeRO stage 0 to 2; needs the package deepspeed."""
     context_parallel: int = 1
     """Processes that share a row, each with a part of it; under torchrun."""
     eval_every: int = 0
@@ -252,12 +250,6 @@ class TrainConfig:
             raise ValueError(
                 f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': "
                 "only its core tokens travel."
-            )
-        if self.deepspeed is not None and (self.fsdp or self.context_parallel > 1):
-            sharding = "fsdp" if self.fsdp else "context_parallel"
-            raise ValueError(
-                f"deepspeed must be left out with {sharding}, got {self.deepspeed!r}: both would "
-                "split the run. Use --fsdp with --context-parallel."
             )
 
     def _check_teacher(self) -> None:

@@ -135,17 +135,13 @@ class CCATrainer(Trainer):
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
-        """Return Trainer's loss; under DeepSpeed, whose backward runs the optimizer at once, check
-        it here."""
-        if self.distil:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            # Trainer multiplies the loss by the processes, over which gradients are averaged.
-            scale = self.accelerator.num_processes
-            self._cross_entropies.append(scale * outputs["cross_entropy"])
-        else:
-            loss = super().compute_loss(model, inputs, **kwargs)
-        if self.is_deepspeed_enabled:
-            self._check_finite("loss", loss)
+        """Return Trainer's loss, and keep a distilled run's cross-entropy for the log."""
+        if not self.distil:
+            return super().compute_loss(model, inputs, **kwargs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        # Trainer multiplies the loss by the processes, over which gradients are averaged.
+        scale = self.accelerator.num_processes
+        self._cross_entropies.append(scale * outputs["cross_entropy"])
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
