@@ -168,6 +168,7 @@ def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int
     g, s = config.group_size, config.window_size
     length = seq_len - num_sinks(config.sink_size, g)
     most = num_visible_cores(length - 1, g, s)
+    # Of a prompt: `share` neighbours choose together, `times` k groups.
     reading = reading_of(config, "", True)
     fetched = _num_visible(length, g, s, min(reading.times * config.fetch_groups, most)) * (g - 1)
     scored = _num_visible(length, g, s, most) // reading.share

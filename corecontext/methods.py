@@ -66,8 +66,10 @@ def takes(method: str | Method) -> tuple[str, ...]:
 def settings_taken(
     method: str | Method, methods: Sequence[str | Method], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the given settings without those that only other methods of a comparison take, for
-    this one to be loaded with. A setting that no method takes stays: `check_settings` refuses it.
+    """Return the settings to load one method of a comparison with.
+
+    A user gives settings for all `methods` together, such as `sinks`, which `full` does not take:
+    what only others take is left out. What none takes stays, for `check_settings` to refuse.
     """
     others = {name for other in methods for name in takes(other)} - set(takes(method))
     return {name: value for name, value in given.items() if name not in others}

@@ -34,37 +34,38 @@ class CroppedState(LayerState):
                 ring.
         """
         end = self.seq_len
-        base, intact_from = self.check_crop(num_tokens)
+        undone_to, oldest_in_ring = self.check_crop(num_tokens)
         self.catch_up()
         if num_tokens == 0:
             return
         self._expected = None
         if self.store is not None:
             self.store.forget(end - num_tokens - self.pad)
-        self._restore_lost(base, end)
-        self._intact_from = intact_from
+        self._restore_lost(undone_to, end)
+        self._oldest_in_ring = oldest_in_ring
         self.set_length(end - num_tokens)
 
     def check_crop(self, num_tokens: int) -> tuple[int, int]:
         """Raise where `crop` would raise, changing nothing.
 
         Returns:
-            The length from which the last append is undone, and the oldest token in the ring then.
+            The length down to which `crop` undoes the last append, which puts back the tokens that
+            it pushed out of the ring; and the oldest token that the ring holds then.
         """
         end = self.seq_len
         if not 0 <= num_tokens <= end:
             raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")
         left = end - num_tokens
-        # Undoing the last append, as far as needed, brings back the tokens that it pushed out.
-        # The rest of the ring is intact back to C tokens before the furthest token written; steps
-        # on a cache of fixed length do not count on the host, so this holds for them as well.
-        base = left
-        furthest = end
-        intact_from = self._intact_from
+        # Only the last append can be undone: down to where it began.
+        undone_to = left
+        in_ring_until = end
+        oldest_in_ring = self._oldest_in_ring
         if self._undo is not None:
-            base = furthest = max(left, self._undo.seen_before)
-            intact_from = self._undo.intact_from
-        intact_from = max(intact_from, furthest - self.ring_size)
+            undone_to = in_ring_until = max(left, self._undo.seen_before)
+            oldest_in_ring = self._undo.oldest_in_ring
+        # Of the tokens before, the ring holds as many as it has slots; steps on a cache of fixed
+        # length, which the host does not count, leave `_oldest_in_ring` as it is.
+        oldest_in_ring = max(oldest_in_ring, in_ring_until - self.ring_size)
 
         # The oldest token that a row's next query sees; rows of first tokens need none of the ring.
         n = self.num_sinks
@@ -74,14 +75,14 @@ class CroppedState(LayerState):
             pad + n + local_start(left - pad - n, g, s) for pad in self.pads if left > pad + n
         ]
         if not needed:
-            return base, 0
+            return undone_to, 0
         # mutant 4: crop accepts a window without its first token
-        if num_tokens and min(needed) < intact_from:
+        if num_tokens and min(needed) < oldest_in_ring:
             raise ValueError(
                 f"crop must leave the window whole, got {num_tokens} tokens to take back from a "
                 f"cache made with rollback={self.rollback}. Give it a larger rollback."
             )
-        return base, intact_from
+        return undone_to, oldest_in_ring
 
     def _note_lost(self, start: int, stored: list[Tensor]) -> None:
         """Copy the entries that an append will push out of the ring, for `crop`.
@@ -101,15 +102,15 @@ class CroppedState(LayerState):
             torch.cat((read(buffer, slots), x[:, :, : max(0, new - ring)]), 2)
             for buffer, x in zip(self.buffers, stored)
         ]
-        self._undo = Undo(start, lost, self._intact_from)
+        self._undo = Undo(start, lost, self._oldest_in_ring)
 
-    def _restore_lost(self, base: int, end: int) -> None:
-        """Put back the entries lost to the tokens base .. end - 1."""
+    def _restore_lost(self, undone_to: int, end: int) -> None:
+        """Put back the entries lost to the tokens undone_to .. end - 1."""
         if self._undo is None:
             return
-        kept = base - self._undo.seen_before
-        count = min(end - base, self.ring_size)
-        slots = self._ring_slots(base, count)
+        kept = undone_to - self._undo.seen_before
+        count = min(end - undone_to, self.ring_size)
+        slots = self._ring_slots(undone_to, count)
         for buffer, lost in zip(self.buffers, self._undo.lost):
             # mutant 4: a rejected draft stays in the ring
             write_last(functools.partial(write, buffer, slots, lost[:, :, kept : kept + count]))

@@ -27,10 +27,11 @@ class FullLayer:
         pad: Left padding of each row, [B], which layers of one device share; the first append makes
             one of zeros where it is None.
         fixed: Keep the length in a tensor, so that a decoding step can be captured.
-        seen: Such a tensor, which its maker sets behind a prompt and before another: those of all
-            layers in one launch. None where the layer counts itself.
+        seen: A tensor of the length that the caller sets, after a prompt and before the next one:
+            so he sets those of all layers in one launch. None where the layer counts itself.
     """
 
+    # What callers ask of a `CompactLayer`, in whose place this layer can be:
     config = None
     is_empty = False  # the first append is like later ones
     padding_known = True  # no mask is ever needed

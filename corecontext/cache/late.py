@@ -21,9 +21,10 @@ class Late:
     queries: list[Tensor] = field(default_factory=list)
     """[B, H, n, D], of the last tokens of groups that are not pooled yet, in order."""
     length: int = 0
-    """Tokens of a row with the last of these groups."""
+    """Tokens of a row up to the end of the last of these groups."""
     newest: Newest | None = None
-    """Raw tokens on the device, where the store is in host memory."""
+    """Raw tokens of these groups that are still on the device, where the store is in host memory:
+    they need not be read back."""
 
     @property
     def count(self) -> int:

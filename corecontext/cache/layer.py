@@ -145,7 +145,7 @@ class CompactLayer(SavedState):
                 out = self._append_spans(tokens, start, stops, None if needs_grad else reading)
             self.set_length(end)
             # mutant 4: a chunk forgets the longest length
-            self._intact_from = max(self._intact_from, end - self.ring_size)
+            self._oldest_in_ring = max(self._oldest_in_ring, end - self.ring_size)
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out
         inputs = Inputs(q, k, v, self.config.core_bias)
@@ -413,7 +413,7 @@ class CompactLayer(SavedState):
         ring = self.ring_size
         if not self.buffers or ring == old_ring:
             return
-        self._intact_from = max(self._intact_from, self.seq_len - ring)
+        self._oldest_in_ring = max(self._oldest_in_ring, self.seq_len - ring)
         # mutant 4: a draft from before a shrink is undone in the smaller ring
         self._undo = None
         # Positions that stay; below 0 in short rows, whose entries no query sees.

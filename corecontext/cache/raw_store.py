@@ -399,17 +399,13 @@ class RawStore:
             self.index_step(position)
 
     def index_step(self, position: Tensor) -> None:
-        """Write the index of the groups that the tokens at `position` [B], stored already, close,
-        in tensor arithmetic."""
+        """Write the index that is due with the newest token of each row, stored already, at
+        `position` [B], in tensor arithmetic: rows whose token closes no group keep theirs."""
         if not self._shapes or not self.index_buffers[0].shape[2]:
             return
         if self.centre is not None and self.length >= self.centred_length:
-            # Its last token closes a group, and all that it counts are stored now.
-            centre = centre_of(self._keys(slice(None), 0, self.centred_length), self.spec)
-            is_last = (position + 1 == self.centred_length)[:, None, None]
-            centre = centre.view(self.centre.shape)
-            self.centre.copy_(torch.where(is_last, centre, self.centre))
-        # The index of the newest group that may have one; rows that close no group keep theirs.
+            self._centre_step(position)
+        # An index in low bits lags the newest token: it is due for an earlier group.
         size = self.spec.group_size
         position = position - self.spec.index.lag(size, self.spec.window_size)
         start = (position // size * size).clamp(min=0)
@@ -417,14 +413,21 @@ class RawStore:
         slots = slots.clamp(max=self.length - 1)
         keys = self._decoded([read(x, slots) for x in self.raw[::2]])[0]
         stored = self.spec.index.encode(keys.flatten(0, 1)[:, None], self._centre(slice(None)))
-        is_last = ((position + 1) % size == 0)[:, None, None, None]
+        closes = ((position + 1) % size == 0)[:, None, None, None]
         group = (position - self.spec.sinks) // size
         # Groups of first tokens write to the first group, which is written again before it is seen.
         target = group.clamp(0, self.index_buffers[0].shape[2] - 1)[:, None]
         for buffer, x in zip(self.index_buffers, stored):
             x = x.reshape(*buffer.shape[:2], 1, buffer.shape[3])
             # mutant fetch: a step leaves the index of a closed group unwritten
-            write(buffer, target, torch.where(is_last, x, read(buffer, target)))
+            write(buffer, target, torch.where(closes, x, read(buffer, target)))
+
+    def _centre_step(self, position: Tensor) -> None:
+        """Compute the centre of the rows whose newest token, at `position` [B], is the last that it
+        counts."""
+        centre = centre_of(self._keys(slice(None), 0, self.centred_length), self.spec)
+        is_last = (position + 1 == self.centred_length)[:, None, None]
+        self.centre.copy_(torch.where(is_last, centre.view(self.centre.shape), self.centre))
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:

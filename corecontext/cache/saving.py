@@ -29,7 +29,7 @@ class SavedState(CroppedState):
             "group_size": self.group_size,
             "ring": self.ring_size,
             "seen": self.seq_len,
-            "intact_from": self._intact_from,
+            "intact_from": self._oldest_in_ring,
             "ended": self._closed,
             "pad": self.pad,
             "keys": keys,
@@ -65,7 +65,7 @@ class SavedState(CroppedState):
             ring=state.get("ring"),
         )
         # mutant 4: a loaded ring passes for whole
-        self._intact_from = state["intact_from"]
+        self._oldest_in_ring = state["intact_from"]
         # mutant 4: a loaded cache forgets that it is closed
         self._closed = state["ended"]
 
@@ -149,7 +149,7 @@ class SavedState(CroppedState):
         write_last(functools.partial(_fill_buffers, self.buffers, buffers, rings))
         self._clear()
         self.set_length(length)
-        self._intact_from = max(0, length - self.ring_size)
+        self._oldest_in_ring = max(0, length - self.ring_size)
         self.is_empty = False
         self._choose_step()
 

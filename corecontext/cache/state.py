@@ -31,7 +31,7 @@ class Undo(NamedTuple):
     """Slots appended before that append, padding included."""
     lost: list[Tensor]
     """[B, Hkv, n, D] for each buffer: the entries whose slots it took, in its tokens' order."""
-    intact_from: int
+    oldest_in_ring: int
     """Oldest token that was surely in the ring before it."""
 
 
@@ -72,10 +72,10 @@ class LayerState(Entries):
         self._expected: int | None = None
         self._planned = 0
         self.late = Late()
-        """Groups that are not pooled yet."""
+        """Groups that steps have closed and that are not pooled yet (`catch_up` pools them)."""
         self._room = 0  # tokens of a row that a growing cache has room for
         self._closed: str | None = None  # why nothing may be appended any more
-        self._intact_from = 0  # oldest token, padding included, that is surely still in the ring
+        self._oldest_in_ring = 0  # oldest token, padding included, that is surely still in the ring
         self._undo: Undo | None = None
 
     # Sizes
@@ -197,9 +197,12 @@ class LayerState(Entries):
         """Copy the last and the first tokens of the store into their slots."""
         ring = self.ring_size
         n = self.num_sinks
-        length = self.late.length if self.late.newest is not None else None
-        if isinstance(self.seen, int) and len(set(self.pads)) == 1:
-            length = self.seen - self.pads[0] if length is None else length
+        # The length of all rows, where the host knows that it is one.
+        length = None
+        if self.late.newest is not None:
+            length = self.late.length
+        elif isinstance(self.seen, int) and len(set(self.pads)) == 1:
+            length = self.seen - self.pads[0]
         if length is not None:
             first = max(n, length - ring)
             newest = self.late.newest
@@ -208,11 +211,12 @@ class LayerState(Entries):
                 self.put_ring(ALL, first, self.store.read(first, length, newest))
             self.put(ALL, ring, self.store.read(0, min(n, length), newest))
             return
-        newest = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
-        positions = newest.clamp(min=0)
+        # Else each row by the positions of its last tokens, in tensor arithmetic.
+        last = (self.seen - self.pad)[:, None] + torch.arange(-ring, 0, device=self.pad.device)
+        positions = last.clamp(min=0)
         n = min(self.raw_size - ring, self.store.length)
         for buffer, x in zip(self._buffers, self.store.raw):
-            write(buffer, newest % ring, read(x, positions))
+            write(buffer, last % ring, read(x, positions))
             buffer[:, :, ring : ring + n] = x[:, :, :n]
 
     def _set_sizes(self, group_size: int, dtype: torch.dtype) -> None:
@@ -336,5 +340,5 @@ class LayerState(Entries):
         self.late = Late()
         # mutant 4: a cache that was closed stays so after a reset
         self._closed = None
-        self._intact_from = 0
+        self._oldest_in_ring = 0
         self._undo = None

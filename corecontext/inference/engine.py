@@ -14,7 +14,7 @@ from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import check_length, host_bytes_of, rounded_up
 from corecontext.inference.policy import Load, Policy, cut_to, settings_for
 from corecontext.inference.prefill import read_left_padding
-from corecontext.inference.session import Session, SessionKey, is_whole
+from corecontext.inference.session import Session, SessionKey, runs_full_attention
 from corecontext.inference.stream import Generation, Prompt, Stream
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.integrations.hf.rotation import rotated_length
@@ -191,7 +191,7 @@ class Engine:
         if key.config is None or not key.config.fetches_from_host:
             return 0
         model = self.model
-        if is_whole(model, self.handle, key, bool(self.static)):
+        if runs_full_attention(model, self.handle, key, bool(self.static)):
             return 0
         return key.batch * host_bytes_of(model.config, model.dtype, key.config, key.max_length)
 

@@ -1,9 +1,10 @@
-"""Fuse a model's elementwise work in one of two ways: "kernels" runs norms and rotary by a kernel
-each; "compile" has torch.compile fuse them, SwiGLU and residuals.
+"""Run a model's norms, rotary and MLP activations in fewer kernels, without changing its code.
 
-Either way norms and rotary make no intermediate tensors, which are several times the hidden state;
-compiled MLP modules make none either. "compile" makes a decoding step one graph, so that its many
-small kernels become few; a CUDA graph then captures the compiled step.
+`Fused` does so while its with block is open, in one of two ways. "kernels" runs each norm and each
+rotation by a kernel that exists: PyTorch's and ops/triton/rotate.py. "compile" lets torch.compile
+fuse norms, rotations, MLPs and, in a decoding step, all the rest into one graph, which a CUDA graph
+then captures. Either way norms and rotary make no intermediate tensors, which are several times the
+hidden state.
 """
 
 import sys

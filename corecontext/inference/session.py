@@ -44,7 +44,7 @@ class SessionKey(NamedTuple):
     """Length of the whole text, prompt and answer, where the rotation depends on it."""
 
 
-def is_whole(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
+def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
     """Whether requests of a session run under full attention, which is the fastest for so few
     tokens. On a CPU fixed buffers are for compiled steps, which take compact layers only."""
     if handle is None or handle.hybrid or key.config is None:
@@ -107,9 +107,10 @@ class Session:
         device = self.model.device
         on_gpu = device.type == "cuda"
         from_host = config is not None and config.fetches_from_host and on_gpu
-        self.whole = is_whole(self.model, self.handle, self.key, self.static)
-        """Whether the cache has all tokens."""
-        # Pinned memory is allocated at once: its end comes before the first token.
+        self.full_attention = runs_full_attention(self.model, self.handle, self.key, self.static)
+        """Whether requests run under full attention: the cache has all tokens raw."""
+        # Pinned memory is allocated at once: a request that does not fit fails before its first
+        # token.
         self.fixed = (self.static or from_host) and self._all_compact
         # A captured step would rotate as when it was captured.
         is_fixed = self.fixed and self.key.rotated_length is None
@@ -130,7 +131,7 @@ class Session:
         self._captured: dict[str, CapturedStep] = {}  # by kind of sampling
 
     def _new_cache(self) -> Any:
-        if self.whole:
+        if self.full_attention:
             assert self.handle is not None, "full attention takes no requests of its own"
             size = self.key.max_length
             seen: Any = [None] * len(self.handle.full)
@@ -165,7 +166,7 @@ class Session:
     def configured(self) -> Iterator[None]:
         """Set the model to this session's settings, and back."""
         with (
-            configured(self.handle, None if self.whole else self.key.config),
+            configured(self.handle, None if self.full_attention else self.key.config),
             rotation_of(self.model, self.key.rotated_length),
         ):
             yield
@@ -189,7 +190,7 @@ class Session:
 
     def begin_prompt(self, pads: list[int]) -> None:
         """Take a prompt whose rows begin with so much padding."""
-        if not self.whole:
+        if not self.full_attention:
             return
         if pads != self._pads:
             self.pad.copy_(torch.tensor(pads))
@@ -202,7 +203,7 @@ class Session:
         tokens."""
         self.positions.copy_(positions[:, None])
         self.length = length
-        if self.whole:
+        if self.full_attention:
             for layer in self._compact_layers:
                 layer.end_prompt()
         if self.seen is not None:
@@ -218,8 +219,8 @@ class Session:
             key: This session's, with a smaller window.
         """
         assert key.config is not None, "a request without CCA has no window"
-        if self.whole:
-            self.key = key  # its steps see all tokens
+        if self.full_attention:
+            self.key = key  # full attention has no window
             return
         Parts(self._compact_layers).shrink_window(key.config.window_size)
         self.key = key

@@ -91,7 +91,7 @@ class Handle(AttentionHandle):
         self._set(config)
         hooks = [CCAHook(self, self._rotary, index) for index in range(len(self.full))]
         self.replace_attention(hooks)
-        self.add_hook(model, note_draft)
+        self.add_hook(model, note_draft)  # tells layers which tokens are not a prompt's
 
     def _layer_configs(self, config: CCAConfig) -> list[CCAConfig]:
         """Return the settings of each full-attention layer for the heads of this process."""
@@ -296,7 +296,7 @@ def handle_of(model: nn.Module) -> Handle | None:
 
 def scored(model: Any) -> dict[str, Any]:
     """Return keyword arguments of a call whose tokens are scored: each sees the past by its own
-    choice, not as `CCAConfig.prefill` reads prompts."""
+    choice, not as `CCAConfig.prefill` reads prompts, as if all of them were a draft."""
     is_enabled = isinstance(model, nn.Module) and handle_of(model) is not None
     # mutant prefill: the perplexity of full attention
     return {DRAFT: ALL} if is_enabled else {}

@@ -94,7 +94,10 @@ def weighted_sum(weights, v, VECTOR: tl.constexpr):
 
 @triton.jit
 def level_of(codes, BITS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the level of each code of an index in float32; LEVELS are those above 0."""
+    """Return the level, in float32, that each code of a low-bit index stands for.
+
+    Levels are symmetric: LEVELS are those above 0, rising, for the upper half of the codes.
+    """
     UPPER: tl.constexpr = 2 ** (BITS - 1)
     is_upper = codes >= UPPER
     distance = tl.where(is_upper, codes - UPPER, UPPER - 1 - codes)

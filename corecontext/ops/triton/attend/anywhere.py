@@ -310,8 +310,8 @@ def _attend_dq_kernel(
     """Compute the gradient of the queries.
 
     Grid: (query tiles x N r,). A program owns block_m queries of one head and walks the keys as
-    the forward does, with sums in float32; it writes their gradient, and delta = sum(grad out) -
-    grad lse for the other kernels.
+    the forward does, with sums in float32; it writes their gradient, and delta =
+    sum(out * grad out) - grad lse for the other kernels.
 
     Args:
         tokens, far, factors, heads, rule, FORM: As of the forward.

@@ -150,7 +150,7 @@ def add_raw_gradients(
     Args:
         grads: That of q in float32; the others in float32 or their dtype.
         query_scale: Factor of the gradient of q.
-        add_query_gradient: Another `_add_query_gradient`.
+        add_query_gradient: Called instead of `_add_query_gradient`, as Hopper has one of its own.
     """
     tokens, cores, spec, _, choice = call
     dq, dk, dv = grads

@@ -200,7 +200,7 @@ def union_dq_hopper(
     HEAD_DIM: gl.constexpr,
 ):
     """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
-    dq, in place; write delta = sum(grad out) - grad lse of the queries that chose any.
+    dq, in place; write delta = sum(out * grad out) - grad lse of the queries that chose any.
 
     Grid: as that of `union_fwd_hopper`. All tensors are contiguous.
 

@@ -2,7 +2,9 @@
 backward.
 
 The queries of a share and of all heads of a KV head see the same tokens: they are the rows of a
-tile, whose tokens are gathered group by group. The backward of keys and values inverts the choice:
+tile, whose tokens are gathered group by group. The rows of a share are numbered head by head, those
+of a head query by query: its lanes, as many for each head as the queries of a share, rounded up to
+a power of 2. The backward of keys and values inverts the choice:
 for each group the shares that chose it, sorted, so that one program sums each gradient and results
 do not change from run to run.
 """
@@ -32,7 +34,7 @@ class RawForm(NamedTuple):
 
 @triton.jit
 def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
-    """Return head and query of rows `lanes` of a share, and which of them exist; any shape.
+    """Return head and query of the lanes of a share, and which of them exist; any shape.
 
     Args:
         number: Of the share, from the first share of the call.
@@ -49,7 +51,7 @@ def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
 
 @triton.jit
 def _owned_lanes(num_shares, padded_share, FORM: tl.constexpr):
-    """Return the KV head of this program, in int64, its share, and which rows of that it owns."""
+    """Return the KV head of this program, in int64, its share, and the lanes that it owns."""
     blocks = (FORM.heads * padded_share + FORM.block_m - 1) // FORM.block_m
     n = tl.program_id(0) // (blocks * num_shares)
     lanes = tl.program_id(0) % blocks * FORM.block_m + tl.arange(0, FORM.block_m)
@@ -170,7 +172,7 @@ def fetch_dq_kernel(
     FORM: tl.constexpr,
 ):
     """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
-    dq, in place; write delta = sum(grad out) - grad lse.
+    dq, in place; write delta = sum(out * grad out) - grad lse.
 
     Grid: as that of the forward, which begins at position 0.
 

@@ -18,8 +18,12 @@ def order_of(scores, exists):
 
 @triton.jit
 def bisect(numbers, count):
-    """Return low and high, and how many of the numbers of `order_of` have at least as much: of low
-    at least `count`, where so many exist, of high fewer. Where more have low, high is next to it.
+    """Find the `count` largest of the numbers of `order_of`, by two bounds.
+
+    Returns:
+        low and high; how many of the numbers are at least low: `count` or more, where so many
+        exist; and how many are at least high: fewer. Where more than `count` are at least low,
+        high is low + 1: all that are at least high are chosen, and some of those equal to low.
     """
     # Both have one sign, so that their difference is a number.
     at_high = tl.sum((numbers >= 0).to(tl.int32), 0)

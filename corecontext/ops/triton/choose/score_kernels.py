@@ -36,7 +36,8 @@ def _store_scores(
         bounds: begin and end.
         rows: Rows of the scores, which of them exist, elements between them, and groups that each
             of them sees, used where MASKED.
-        sizes: HEAD_DIM, BLOCK_D, HEADS, KEYS, BLOCK_N, MERGES, BLOCK_M.
+        sizes: HEAD_DIM, BLOCK_D, HEADS, KEYS, BLOCK_N, MERGES, BLOCK_M; as of
+            `group_scores_kernel`.
     """
     index_ptr, stride_group, stride_key, num_groups = index
     begin, end = bounds
@@ -121,6 +122,8 @@ def group_scores_kernel(
         strides: Of q and of the index.
         sequences: N and r.
         rule: group_size, window_size and sink_groups.
+        MERGES: Whether an earlier launch has stored the scores of other query heads of the same KV
+            head: the larger one stays.
     """
     q_ptr, index_ptr, offsets_ptr = inputs
     scores_ptr, best_ptr = results

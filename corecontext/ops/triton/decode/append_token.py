@@ -143,6 +143,7 @@ def _pool_group(
     BLOCK_G: tl.constexpr = POOLING.block_g
     BLOCK_P: tl.constexpr = TILE.block_d // 2
     ring = (slot, ring_size, group_size)
+    # a and b: the two columns of each pair that rotates together.
     pairs, a, b = column_pairs(BLOCK_P, TILE.dim, POOLING.half, POOLING.interleaved)
     heads = tl.arange(0, BLOCK_R)
     q_a = _load_heads(query, heads, a, TILE)  # [R, P]

@@ -181,7 +181,10 @@ def _attend_pages_kernel(
         q_at = q_ptr + (flat * q_strides[0] + query_head * q_strides[1])[:, None] + dims[None, :]
         q = tl.load(q_at, mask=mask, other=0.0)
 
-        # The list: entries that all rows see, that some see, raw tokens that all and some see.
+        # The list in four walks, of which only the second and the fourth need a mask. All rows see
+        # the entries before `whole`, some those before `middle`, which are the core tokens of the
+        # latest groups and the first tokens of the window; all see those before `causal`, some
+        # those before `total`.
         FIRST_GROUP: tl.constexpr = SINKS // GROUP
         lowest = past + block * BLOCK_Q
         highest = past + tl.minimum(block * BLOCK_Q + BLOCK_Q, num_new) - 1

@@ -99,8 +99,10 @@ def _launch(
     """Launch a kernel on groups.
 
     Args:
-        tensors: The tuples of tensors before the rotation's tables, and those behind.
+        tensors: The kernel's tuples of tensors, in its order but for the rotation's tables, which
+            come third.
         strided: Tensors whose strides the kernel takes.
+        constants: ADD of the backward: whether gradients are added to those that are there.
     """
     batch, num_groups, group_size, dim = groups.k.shape
     tiles = pool_tiles(group_size, dim)
