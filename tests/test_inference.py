@@ -94,7 +94,7 @@ def test_short_requests_run_under_full_attention(chunk_size):
         padded = (ids[1:2], mask[1:2])  # all rows begin with padding
         with engine.stream(*padded, max_new_tokens=12) as stream:
             made = [next(stream)[0], next(stream)[0]]
-            assert stream.session.whole and stream.window_size == 3
+            assert stream.session.full_attention and stream.window_size == 3
             stream.configure(window_size=2)  # changes nothing: steps see all tokens
             assert made + [token for (token,) in stream] == expected[1]
             assert stream.key.config.window_size == 2
@@ -103,7 +103,7 @@ def test_short_requests_run_under_full_attention(chunk_size):
             handle_of(model).configure(**changes)
             stream = Engine(model).stream(ids[3:], max_new_tokens=2)
             next(stream)
-            assert not stream.session.whole, changes
+            assert not stream.session.full_attention, changes
             handle_of(model).configure(**config.to_dict())
     layer = FullLayer(8, torch.zeros(1, dtype=torch.long), fixed=False)
     q = torch.ones(1, 2, 5, 4)
