@@ -871,8 +871,7 @@ def test_caches_never_take_more_than_the_budget(model, fixed):
         assert [one.error for one in jobs] == [None] * 4 and most_read == rows // 2
 
 
-def test_a_broken_device_ends_all_requests_and_the_thread(model, monkeypatch):
-    """Before, the thread went on failing, turn after turn, and clients waited."""
+def test_a_broken_device_ends_all_requests_and_the_thread(model, monkeypatch, caplog):
     scheduler = Scheduler(model, max_rows=2)
 
     def step(pools):
@@ -888,6 +887,10 @@ def test_a_broken_device_ends_all_requests_and_the_thread(model, monkeypatch):
     assert all(isinstance(slot.error, torch.AcceleratorError) for slot in slots)
     worker.stop(20)
     assert worker.failed and worker.draining and not worker.alive and worker.idle
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and record.exc_info[0] is torch.AcceleratorError
+    with pytest.raises(RequestError, match="shutting down"):
+        worker.submit(Request([1], 1), mock.Mock())
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(model, monkeypatch):

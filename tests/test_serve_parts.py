@@ -36,7 +36,7 @@ from corecontext.serve.scheduler import UNLIMITED  # noqa: E402
 from corecontext.serve.settings import BUNDLED, Serving  # noqa: E402
 from corecontext.serve.text import TextStream  # noqa: E402
 from corecontext.serve.token_text import TokenText  # noqa: E402
-from corecontext.serve.worker import Answer, Worker, _failure, error_of  # noqa: E402
+from corecontext.serve.worker import Answer, Worker, _failure  # noqa: E402
 
 CONFIG = CCAConfig.paper(4, 8)
 END = "\x03"
@@ -680,13 +680,37 @@ def test_a_refused_request_reaches_no_worker(server, body, status, message, para
     assert server.ask(prompt=[127]).status_code == 200
 
 
-def test_the_log_says_where_an_error_was_raised_last():
+def test_a_request_that_ends_is_a_line_of_the_log_without_its_words(monkeypatch, caplog):
+    monkeypatch.setattr(time, "monotonic", lambda: 13.00004)
     try:
-        json.loads("{")
+        json.loads("{words")
     except ValueError as error:
-        fields = error_of(SimpleNamespace(error=error))
-    assert fields["error"] == "JSONDecodeError" and "json/decoder.py:" in fields["at"]
-    assert error_of(SimpleNamespace(error=None)) == {}
+        failure = error
+    service = Scripted().service
+    sizes = {"group_size": None, "window_size": None, "fetch_groups": None}
+    counts = {"prompt_tokens": 2, "cached_tokens": 1, "completion_tokens": 3}
+    times = {"queued_s": None, "first_token_s": None, "total_s": 3.0}
+    at = {"config": CCAConfig(4, 8, fetch_groups=5), "started": 10.25, "first_token_at": 11.5}
+    for reason, error, settings, expected, level in (
+        ("stop", None, at, {}, "INFO"),
+        ("timeout", None, {}, sizes | times, "INFO"),
+        ("error", failure, {}, sizes | times, "ERROR"),
+    ):
+        slot = Slot(Request([1, 2], 9, arrived=10.0), end_reason=reason, error=error, **settings)
+        slot.made = 3
+        slot.cached_tokens = 1
+        with caplog.at_level(logging.INFO, "corecontext.serve"):
+            service._ended(slot)
+        record = caplog.records[-1]
+        assert (record.message, record.levelname) == ("request", level)
+        place = record.fields.pop("at", None)
+        assert (place is None) == (error is None)
+        known = {"group_size": 4, "window_size": 8, "fetch_groups": 5} | counts
+        known |= {"queued_s": 0.25, "first_token_s": 1.5, "total_s": 3.0, "outcome": reason}
+        if error is not None:
+            assert "json/decoder.py:" in place and place.count(":") == 1
+            known["error"] = "JSONDecodeError"
+        assert record.fields == known | expected
 
 
 def test_paths_and_methods_that_are_not_there():

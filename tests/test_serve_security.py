@@ -36,7 +36,7 @@ from corecontext.serve.metrics import Metrics  # noqa: E402
 from corecontext.serve.request import Request, Slot  # noqa: E402
 from corecontext.serve.settings import Serving  # noqa: E402
 from corecontext.serve.text import TextStream  # noqa: E402
-from corecontext.serve.worker import Answer, error_of  # noqa: E402
+from corecontext.serve.worker import Answer  # noqa: E402
 
 KEY = "the-right-key"
 
@@ -167,17 +167,6 @@ def test_lines_of_asyncio_hold_no_text_of_an_error(capsys):
     assert len(lines) == 1 and "words" not in lines[0]
     assert json.loads(lines[0])["event"] == context["message"]
     assert json.loads(lines[0])["error"] == "OSError"
-
-
-def test_the_log_of_a_request_that_fails_holds_no_text_of_its_error():
-    slot = Slot(Request([1], 1))
-    try:
-        raise ValueError("words of a prompt")
-    except ValueError as error:
-        slot.error = error
-    fields = error_of(slot)
-    assert fields["error"] == "ValueError" and __file__ in fields["at"]
-    assert "words" not in str(fields)
 
 
 @pytest.mark.parametrize("stop", ["b\ufffd", "ab\ufffd"])

@@ -83,6 +83,51 @@ def test_settings_that_exclude_each_other_are_refused_in_both_forms():
                 TrainConfig(**{name: settings[name]})
 
 
+REFUSED_RECIPES = {
+    "list.json": ("[]", "must hold a TrainConfig: got a list"),
+    "broken.json": ("{", "must hold a TrainConfig: Expecting"),
+    "word.json": ('{"stepz": 3}', "unknown recipe key 'stepz'. Did you mean 'steps'?"),
+    "shape.json": ('{"shape": 64}', 'shape must be a JSON object, as {"hidden_size": 64}, got 64.'),
+    "shared.json": (
+        '{"context_parallel": 2, "method": "window"}',
+        "context_parallel must be 1, got 2, but for method 'cca'",
+    ),
+    "sort.py": ("def sort(): return {}", "must return a TrainConfig, got dict."),
+    "lost.py": (
+        "def _lost(): pass\ndef b(): pass\ndef a(): pass",
+        "must have a function 'lost', got a, b. Give FILE.py:FUNCTION.",
+    ),
+    "empty.py:f": ("f = 3", "must have a function 'f', got none."),
+    "zero.py": ("def zero():\n    return 1 / 0", ", line 2: ZeroDivisionError: division by zero"),
+    "bound.py": (
+        "from corecontext.train import TrainConfig as T\ndef bound(): return T(steps=0)",
+        ", line 2: steps must be at least 1, got 0",
+    ),
+    "none.py": (None, "does not exist. Give fetch, paper, FILE.py:FUNCTION, "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_RECIPES)
+def test_a_recipe_that_is_none_is_refused_by_its_name(name, tmp_path):
+    text, words = REFUSED_RECIPES[name]
+    path = tmp_path / name.partition(":")[0]
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        load_recipe(f"{tmp_path}/{name}")
+    assert str(refusal.value).startswith(f"recipe '{path}'")
+    assert words in str(refusal.value)
+
+
+def test_a_recipe_is_a_function_of_a_file(tmp_path):
+    text = "from corecontext.train import TrainConfig\n"
+    text += "def mine(): return TrainConfig(steps=3)\ndef second(): return TrainConfig(steps=4)\n"
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert load_recipe(str(path)) == TrainConfig(steps=3)
+    assert load_recipe(f"{path}:second") == TrainConfig(steps=4)
+
+
 def test_sizes_by_head_survive_the_file_of_a_run(tmp_path):
     config = TrainConfig(model="m", output="o", layer_group_sizes=((8, 1), 8), data=("a", "b"))
     path = tmp_path / "train_config.json"
