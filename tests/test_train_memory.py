@@ -105,7 +105,8 @@ def split_of(config, model=None, **changes):
     return memory_fit.split_for_memory(model, config, settings), model
 
 
-CONFIG = TrainConfig(fit_memory=True, accumulation=4, batch_size=2, context_length=40)
+CONFIG = TrainConfig(fit_memory=True, accumulation=4, batch_size=2, context_length=100)
+"""Rows are longer than the vocabulary."""
 
 
 @pytest.fixture(scope="module")
