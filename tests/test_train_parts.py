@@ -158,6 +158,10 @@ def test_the_kernel_gives_the_loss_and_its_gradient(dtype, share, monkeypatch):
     for got, wanted in zip(*results):
         error = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(got, wanted, rtol=error, atol=error)
+    logits = (hidden @ weight.T).contiguous()
+    before = logits.clone()
+    kernel.chunk_loss(logits, None, labels, torch.ones((), device=device), 0.0, False)
+    assert torch.equal(logits, before)  # no gradient takes their place
 
 
 @pytest.mark.parametrize("share", [None, 0.5])
