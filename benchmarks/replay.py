@@ -1,5 +1,9 @@
 """Let decoding steps fetch groups that repeat as those of a real text do, and layers share host
-memory: a model of random weights repeats few, and pinning memory takes longer than measuring."""
+memory: a model of random weights repeats few, and pinning memory takes longer than measuring.
+
+A step runs all of its own launches. Its choice reads scores that are replayed, one row of a table
+for all layers, so that a step has few launches more, and a layer none.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,11 +18,13 @@ from torch import Tensor
 from benchmarks.model_methods import fetching
 from benchmarks.model_settings import ModelBench
 from corecontext.cache import host_store
-from corecontext.ops.spec import RawSlots
 from corecontext.ops.triton.decode import step_with_fetch as fetch_decode
 from corecontext.ops.triton.launch import launch, power_of_2
 from corecontext.ops.triton.paged import attend_rows
 from corecontext.ops.triton.paged.group_slots import GroupSlots
+
+LARGE = 1e6
+"""A score far above those of groups that are not replayed, also with the centre's products."""
 
 
 def repeating_choices(
@@ -79,19 +85,49 @@ def _replay_kernel(
 def replayed(share: float, length: int | None = None) -> Iterator[None]:
     """Have steps with slots find `share` of their groups in a slot; all groups are among the first
     `length` tokens behind those that are never pooled."""
-    find = fetch_decode.find_slots
-    replay = _Replay(share)
+    select = fetch_decode._select
+    shared: dict[tuple[int, ...], _SharedScores] = {}
 
-    def find_slots(raw: RawSlots, chosen: Tensor, marks: Tensor) -> Tensor:
-        assert raw.slots is not None, "there are slots"
-        num_seen = raw.codes.shape[2]
+    def replay(step: Any) -> None:
+        slots = step.raw.slots
+        if slots is None:
+            select(step)
+            return
+        num_seen = step.raw.codes.shape[2]
         if length is not None:
-            num_seen = min(num_seen, length // raw.slots.keys.shape[3])
-        replay.write(chosen, marks, raw.slots.counts, (num_seen, raw.slots.owner.shape[2]))
-        return find(raw, chosen, marks)
+            num_seen = min(num_seen, length // slots.keys.shape[3])
+        key = (*step.work.choice[0].shape, num_seen, slots.owner.shape[2], *step.work.scores.shape)
+        if key not in shared:
+            groups = repeating_choices(*key[:3], share, key[3], step.work.scores.device)
+            shared[key] = _SharedScores(groups, step.work.scores)
+        scores = shared[key].of(slots.counts)
+        select(step._replace(work=step.work._replace(scores=scores)))
 
-    with mock.patch.object(fetch_decode, "find_slots", find_slots):
+    with mock.patch.object(fetch_decode, "_select", replay):
         yield
+
+
+class _SharedScores:
+    """Replace the scores of all layers, once a step, by those that choose the groups of a table."""
+
+    def __init__(self, groups: Tensor, like: Tensor) -> None:
+        """Take groups [steps, rows, count], and scores [rows, heads, groups] to be replaced."""
+        table = like.new_zeros(len(groups), *like.shape)
+        places = groups.long()[:, :, None].expand(-1, -1, like.shape[1], -1)
+        self._table = table.scatter_(3, places, LARGE)
+        self._scores = table[0].clone()
+        self._layers: set[int] = set()
+
+    def of(self, counts: Tensor) -> Tensor:
+        """Return the scores for a layer with the counts of these slots; a layer that comes again
+        begins a step."""
+        layer = counts.data_ptr()
+        if not self._layers or layer in self._layers:
+            step = counts.flatten()[:1] % len(self._table)
+            self._scores.copy_(self._table.index_select(0, step)[0])
+            self._layers.clear()
+        self._layers.add(layer)
+        return self._scores
 
 
 @contextlib.contextmanager

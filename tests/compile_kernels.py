@@ -36,7 +36,6 @@ from corecontext.ops.triton.choose import select as fetch_choose
 from corecontext.ops.triton.decode import (
     attend_chosen,
     attend_compact,
-    find_slots,
     merge_parts,
     plain_step,
     score_index,
@@ -164,7 +163,6 @@ STEP = (
     select_groups.select_kernel,
     attend_compact.attend_compact_kernel,
     attend_chosen.attend_chosen_kernel,
-    find_slots.find_slots_kernel,
 )
 STEP_TYPES = {
     "tokens": ("", "", ""),
@@ -184,11 +182,6 @@ STEP_TYPES = {
     "seen_ptr": "i64",
 }
 """Pointers of the kernels of a decoding step."""
-SLOT_TYPES = {
-    "choice": ("i32", "i8"),
-    "slots": ("i32", "i32", "i64", "i64"),
-    "results": ("i32", "i32"),
-}
 NUMBERS = {
     FORWARD: 7,
     QUERY_GRADIENTS: 5,
@@ -203,11 +196,10 @@ NUMBERS = {
     unions.union_kernel: 7,
     attend_chosen.attend_chosen_kernel: 10,
     attend_compact.attend_compact_kernel: 10,
-    find_slots.find_slots_kernel: 4,
     merge_parts.merge_kernel: 2,
     plain_step.step_kernel: 6,
     score_index.score_kernel: 5,
-    select_groups.select_kernel: 5,
+    select_groups.select_kernel: 7,
     paged_attend._attend_pages_kernel: 2,
     paged_gather._gather_kernel: 6,
     pool_kernels.pool_fwd_kernel: 2,
@@ -419,16 +411,16 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
     yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
     blocks = {"BLOCK": plan.scoring.width, "BLOCK_K": 64, "TILE": plan.tile}
-    sizes = {**place, **blocks, "num_warps": plan.select_warps}
-    yield Kernel(select_groups.select_kernel, sizes, STEP_TYPES)
+    types = {**STEP_TYPES, "slots": ("i32", "i32", "i64", "i64"), "places": ("i32", "i32")}
+    for num_slots in (0, 512):
+        sizes = {**place, **blocks, "BLOCK_N": num_slots, "num_warps": plan.select_warps}
+        yield Kernel(select_groups.select_kernel, sizes, types)
     entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
     sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}
     yield Kernel(attend_compact.attend_compact_kernel, sizes, STEP_TYPES)
     for fetched_sinks, has_slots in ((spec.sinks, False), (0, True)):
         sizes = {**entries, "FETCHED_SINKS": fetched_sinks, "HAS_SLOTS": has_slots}
         yield Kernel(attend_chosen.attend_chosen_kernel, sizes, STEP_TYPES)
-    blocks = {"BLOCK_N": 512, "BLOCK_K": 64, "num_warps": 8}
-    yield Kernel(find_slots.find_slots_kernel, blocks, SLOT_TYPES)
 
 
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:

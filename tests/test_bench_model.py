@@ -1,6 +1,8 @@
 """The benchmark of whole models: what it records, that one failure does not end it, its tables and
 figures."""
 
+import collections
+import copy
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -224,20 +226,33 @@ def test_replayed_choices_are_in_slots_by_their_share(share, kept):
 
 
 def test_steps_choose_the_replayed_groups():
-    """The third step replaces the choice and its marks, before slots are found."""
-    fetch_decode = replay.fetch_decode
-    loaded = []
-    slots = SimpleNamespace(owner=torch.zeros(1, 4, 16), counts=torch.tensor([[[2, 0, 0]] * 4]))
-    raw = SimpleNamespace(slots=slots, codes=torch.zeros(1, 4, 30, 1))
-    chosen = torch.zeros(4, 5, dtype=torch.int32)
-    marks = torch.ones(4, 32, dtype=torch.int8)
-    find = mock.patch.object(fetch_decode, "find_slots", lambda *given: loaded.append(given))
-    with find, replay.replayed(0.8):
-        fetch_decode.find_slots(raw, chosen, marks)
-    wanted = replay.repeating_choices(4, 5, 30, 0.8, 16)[2]
-    assert torch.equal(chosen, wanted)
-    assert torch.equal(marks, torch.zeros_like(marks).scatter(1, wanted.long(), 1))
-    assert len(loaded) == 1 and loaded[0][1] is chosen
+    """All layers of a step choose by the scores of its first one's clock."""
+    chosen = []
+    work = collections.namedtuple("Work", "choice scores")
+    made = collections.namedtuple("Step", "raw work")
+    steps = []
+    for layer in range(2):
+        counts = torch.full((1, 4, 3), 2 + layer)
+        slots = SimpleNamespace(owner=torch.zeros(1, 4, 16), counts=counts)
+        raw = SimpleNamespace(slots=slots, codes=torch.zeros(1, 4, 30, 1))
+        steps.append(made(raw, work((torch.zeros(4, 5), None), torch.zeros(4, 2, 32))))
+    without = made(SimpleNamespace(slots=None), "as it is")
+    select = mock.patch.object(
+        replay.fetch_decode, "_select", lambda step: chosen.append(copy.deepcopy(step.work))
+    )
+    with select, replay.replayed(0.8):
+        for step in (*steps, *steps, without):
+            replay.fetch_decode._select(step)
+            if step is steps[1]:
+                for x in steps:
+                    x.raw.slots.counts[..., 0] += 1
+    assert chosen.pop() == "as it is"
+    wanted = replay.repeating_choices(4, 5, 30, 0.8, 16)
+    for work, number in zip(chosen, (2, 2, 3, 3), strict=True):
+        assert work.scores.shape == (4, 2, 32)
+        for head in range(2):
+            found = work.scores[:, head].topk(5).indices.sort(1)[0]
+            assert torch.equal(found.int(), wanted[number])
 
 
 def test_steps_over_pages_choose_the_replayed_groups():

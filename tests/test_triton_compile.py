@@ -42,7 +42,6 @@ FETCH = {
     "select_kernel",
     "attend_compact_kernel",
     "attend_chosen_kernel",
-    "find_slots_kernel",
 }
 LOSS = {"loss_kernel"}
 PAGED = {"_store_kernel", "_pool_pages_kernel", "_gather_kernel", "_attend_pages_kernel"}

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
+import triton
+import triton.language as tl
 from test_triton_fetch_step import HALF, assert_rows, fed, reference, tensors
 
 from corecontext import CCAConfig, Rotary
@@ -12,7 +14,7 @@ from corecontext.cache import CompactLayer
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.raw_store import Format
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.decode.find_slots import find_slots
+from corecontext.ops.triton.decode.find_slots import give_slots
 
 pytestmark = pytest.mark.usefixtures("default_device")
 
@@ -25,6 +27,12 @@ def filled_store(num_slots):
     for x in store.raw:
         x.normal_(generator=torch.Generator(x.device).manual_seed(0))
     return store
+
+
+@triton.jit
+def slots_kernel(choice, slots, results, sizes, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Give slots to the groups of each row."""
+    give_slots(tl.program_id(0).to(tl.int64), choice, slots, results, sizes, BLOCK_N, BLOCK_K)
 
 
 @pytest.mark.parametrize("num_slots", [4, 7, 33])
@@ -46,10 +54,13 @@ def test_slots_are_those_of_the_store(num_slots):
             groups = torch.randperm(count, generator=generator, device="cpu")[:size].sort()[0]
             chosen[row, :size] = groups.int()
             marks[row, groups] = 1
-        found = find_slots(store.as_slots(), chosen, marks).long()
+        found = torch.empty_like(chosen)
+        results = (found, torch.empty_like(chosen))
+        sizes = (4, 30, store.table.shape[2], store.owner.shape[2])
+        slots_kernel[(4,)]((chosen, marks), store.as_slots().slots[2:], results, sizes, 64, 4)
         slots, is_missing = wanted._find_slots(chosen.long())
         slots = torch.where(is_missing, -2 - slots, slots)
-        assert torch.equal(found, torch.where(chosen < 0, -1, slots))
+        assert torch.equal(found.long(), torch.where(chosen < 0, -1, slots))
         for name in ("table", "owner", "last_used", "counts"):
             assert torch.equal(getattr(store, name), getattr(wanted, name)), name
     assert 0 < store.hits < store.lookups < 24 * 16

@@ -51,7 +51,7 @@ def attend_chosen_kernel(
             tokens, or slots of groups.
         raw: Where HAS_SLOTS, pointers to raw keys and values [B Hkv, raw_room, D] in host memory.
         chosen: Pointers to the groups chosen, [B Hkv, num_chosen] in int32, -1 for none, and to
-            their places in `fetched`: the same, or their slots as `find_slots_kernel` writes them.
+            their places in `fetched`: the same, or their slots as `give_slots` writes them.
         length, partial: As of `attend_compact_kernel`; this launch's parts are behind that of the
             new token, that of the core tokens last.
     """

@@ -1,13 +1,7 @@
 """Give the groups that a step has chosen slots on the device."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from corecontext.ops.spec import RawSlots
-from corecontext.ops.triton.launch import ints, launch, power_of_2
-from corecontext.ops.triton.primitives import integers
 
 MOST_SLOTS = 2048
 """Slots of a KV head that one program orders by age."""
@@ -26,34 +20,33 @@ def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
 
 
 @triton.jit
-def find_slots_kernel(
+def give_slots(
+    n,
     choice,
     slots,
     results,
-    numbers,
+    sizes,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the slot of each chosen group: -1 for none, -2 - slot where the group is still to be
-    loaded. These get the slots that were not read for longest, of equal ones the lower, as in
-    `SlotStore._find_slots`.
-
-    Grid: (B Hkv,).
+    """Write the slot of each group that a row has chosen: -1 for none, -2 - slot where the group is
+    still to be loaded. These get the slots that were not read for longest, of equal ones the lower,
+    as in `SlotStore._find_slots`.
 
     Args:
-        choice: Pointers to the groups chosen [B Hkv, num_chosen], and to marks [B Hkv, num_groups],
-            1 for these.
+        n: The row, of B Hkv.
+        choice: Pointers to the groups chosen [B Hkv, num_chosen], and to marks [B Hkv, WIDTH], 1
+            for these.
         slots: Pointers to `FetchSlots.table`, `owner`, `last_used` and `counts`.
         results: Pointers to what is written, and to slots in the order in which they are given
             away, [B Hkv, num_chosen] each.
+        sizes: num_chosen, WIDTH, groups of the table and slots.
     """
-    num_chosen, num_groups, table_size, num_slots = integers(numbers)
-    chosen_ptr, marks_ptr = choice
+    num_chosen, width, table_size, num_slots = sizes
     table_ptr, owner_ptr, last_used_ptr, counts_ptr = slots
     slot_ptr, order_ptr = results
-    n = tl.program_id(0).to(tl.int64)
-    chosen_ptr += n * num_chosen
-    marks_ptr += n * num_groups
+    chosen_ptr = choice[0] + n * num_chosen
+    marks_ptr = choice[1] + n * width
     table_ptr += n * table_size
     owner_ptr += n * num_slots
     last_used_ptr += n * num_slots
@@ -97,30 +90,3 @@ def find_slots_kernel(
     tl.store(counts_ptr + 3 * n, clock)
     tl.store(counts_ptr + 3 * n + 1, hits + num_read - num_missing)
     tl.store(counts_ptr + 3 * n + 2, lookups + num_read)
-
-
-def find_slots(raw: RawSlots, chosen: Tensor, marks: Tensor) -> Tensor:
-    """Return the slots [B Hkv, k] in int32 of the groups chosen: -1 for none, -2 - slot for a group
-    that is still to be loaded into its slot.
-
-    Args:
-        chosen: [B Hkv, k] in int32, -1 for none.
-        marks: [B Hkv, M], 1 for the groups chosen.
-    """
-    fetched = raw.slots
-    assert fetched is not None, "there are slots"
-    rows, num_chosen = chosen.shape
-    num_slots = fetched.keys.shape[2]
-    places = torch.empty_like(chosen)
-    launch(
-        find_slots_kernel,
-        (rows,),
-        (
-            *((chosen, marks), fetched[2:], (places, torch.empty_like(chosen))),
-            ints(num_chosen, marks.shape[1], fetched.table.shape[2], num_slots),
-        ),
-        BLOCK_N=max(32, power_of_2(num_slots)),
-        BLOCK_K=power_of_2(num_chosen),
-        num_warps=8 if num_slots > 128 else 4,
-    )
-    return places

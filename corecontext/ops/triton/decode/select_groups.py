@@ -1,10 +1,11 @@
-"""Choose groups in a decoding step with fetch."""
+"""Choose groups in a decoding step with fetch, and give them slots where there are any."""
 
 import triton
 import triton.language as tl
 
 from corecontext.ops.triton.choose.bisection import bisect, order_of
 from corecontext.ops.triton.decode.attend_entries import row_of
+from corecontext.ops.triton.decode.find_slots import give_slots
 from corecontext.ops.triton.primitives import integers, visible_cores
 
 
@@ -15,6 +16,8 @@ def select_kernel(
     scores_ptr,
     choice,
     length,
+    slots,
+    places,
     numbers,
     scale,
     num_chosen,
@@ -24,6 +27,7 @@ def select_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Write the numbers of the k groups with the largest score of any query head
     (`ops.fetch.choice.choose`), rising, then -1, and a mark for each visible group.
@@ -38,8 +42,10 @@ def select_kernel(
         scores_ptr: [B H, BLOCK] in float32, without the centre, as `score_kernel` writes them.
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
+        slots, places: With BLOCK_N, slots as of `give_slots`, and its results.
     """
-    seen, kv_heads, num_groups, group_size, window_size = integers(numbers)
+    values = integers(numbers)
+    seen, kv_heads, num_groups, group_size, window_size = values[:5]
     HEADS: tl.constexpr = TILE.heads
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     q_ptr += batch * q_strides[0] + head * HEADS * q_strides[1]
@@ -58,21 +64,26 @@ def select_kernel(
         offset = tl.sum(q.to(tl.float32) * centre, 0) * scale
         # Groups that are not seen have no scores; without a mask four are loaded at once.
         largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups) + offset)
-    values = order_of(largest, inside)
-    low, high, at_low, at_high = bisect(values, num_chosen)
+    scores = order_of(largest, inside)
+    low, high, at_low, at_high = bisect(scores, num_chosen)
 
-    is_chosen = inside & (values >= low)
+    is_chosen = inside & (scores >= low)
     if at_low > num_chosen:
-        is_last = inside & (values == low)
+        is_last = inside & (scores == low)
         before = _running_count(is_last, BLOCK)
         # mutant fetch: of equal scores a step chooses the last groups
-        is_chosen = (inside & (values >= high)) | (is_last & (before <= num_chosen - at_high))
+        is_chosen = (inside & (scores >= high)) | (is_last & (before <= num_chosen - at_high))
     place = _running_count(is_chosen, BLOCK) - 1
     tl.store(chosen_ptr + place, groups, mask=is_chosen)
-    slots = tl.arange(0, BLOCK_K)
-    empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
-    tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
+    choices = tl.arange(0, BLOCK_K)
+    empty = (choices >= tl.minimum(at_low, num_chosen)) & (choices < num_chosen)
+    tl.store(chosen_ptr + choices, choices * 0 - 1, mask=empty)
     tl.store(marks_ptr + groups, is_chosen.to(tl.int8))
+    if BLOCK_N:
+        tl.debug_barrier()  # all threads have written the choice
+        table_size, num_slots = values[5:]
+        sizes = (num_chosen, BLOCK, table_size, num_slots)
+        give_slots(n, choice, slots, places, sizes, BLOCK_N, BLOCK_K)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 rotate          the queries, where the index has two bits (`score_index`)
 score           the visible groups (`score_index`)
-select          the groups with the largest shares (`select_groups`)
-find            slots for them, where there are any (`find_slots`)
+select          the groups with the largest shares (`select_groups`), and slots for them, where
+                there are any (`find_slots`)
 attend_chosen   to their raw tokens, which it loads into slots where they are missing, and to their
                 core tokens in a part apart (`attend_chosen`)
 attend_compact  to compact entries, the core tokens of all groups among them; it also appends the
@@ -37,7 +37,7 @@ from corecontext.ops.fetch.low_bits import LowBits
 from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton.decode.attend_chosen import attend_chosen_kernel
 from corecontext.ops.triton.decode.attend_compact import attend_compact_kernel
-from corecontext.ops.triton.decode.find_slots import MOST_SLOTS, find_slots
+from corecontext.ops.triton.decode.find_slots import MOST_SLOTS
 from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plain_step import arguments_of, slots_of
 from corecontext.ops.triton.decode.plan import (
@@ -88,6 +88,8 @@ class _Work(NamedTuple):
     """As `score_kernel` writes them."""
     choice: tuple[Tensor, Tensor]
     """Groups [B Hkv, k] in int32 and marks [B Hkv, WIDTH] in int8."""
+    places: tuple[Tensor, Tensor]
+    """As `give_slots` writes them, [B Hkv, k] in int32 each; without slots the groups."""
     partial: tuple[Tensor, Tensor]
     """Parts of the softmax: outputs [B Hkv, parts, r, D] and log-sum-exp [B Hkv, parts, r] in
     float32, that of the new token first, then those of `attend_chosen`."""
@@ -161,10 +163,15 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec) -> Tensor:
 
     scoring = plan.scoring
     num_bytes = 8 * scoring.block_m * plan.index.block_c if scoring.whole else 0
+    chosen = make(num_chosen, dtype=torch.int32)
+    places = (chosen, chosen)
+    if raw.slots is not None:
+        places = (torch.empty_like(chosen), torch.empty_like(chosen))
     work = _Work(
         rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
         scores=make(heads, scoring.width),
-        choice=(make(num_chosen, dtype=torch.int32), make(scoring.width, dtype=torch.int8)),
+        choice=(chosen, make(scoring.width, dtype=torch.int8)),
+        places=places,
         partial=(make(plan.num_parts, heads, dim), make(plan.num_parts, heads)),
         out=torch.empty_like(q, memory_format=torch.contiguous_format),
     )
@@ -252,19 +259,25 @@ def _score(step: _Step) -> None:
 
 
 def _select(step: _Step) -> None:
-    """Choose groups."""
+    """Choose groups, and give them slots."""
     spec = step.spec
     plan = step.plan
+    raw = step.raw
+    work = step.work
     q = step.tokens[0]
-    num_chosen = step.work.choice[0].shape[1]
+    num_chosen = work.choice[0].shape[1]
+    slots, table_size, num_slots = (*work.choice, *work.choice), 0, 0
+    if raw.slots is not None:
+        slots = raw.slots[2:]
+        table_size, num_slots = raw.slots.table.shape[2], raw.slots.owner.shape[2]
     launch(
         select_kernel,
         (step.grid,),
         (
-            *(q, step.raw.centre, step.work.scores, step.work.choice, step.length),
+            *(q, raw.centre, work.scores, work.choice, step.length, slots, work.places),
             ints(
-                *(step.seen, step.slots.keys.shape[1], step.raw.codes.shape[2]),
-                *(spec.group_size, spec.window_size),
+                *(step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
+                *(spec.group_size, spec.window_size, table_size, num_slots),
             ),
             float(spec.scale),
         ),
@@ -274,6 +287,7 @@ def _select(step: _Step) -> None:
         TILE=plan.tile,
         BLOCK=plan.scoring.width,
         BLOCK_K=power_of_2(num_chosen),
+        BLOCK_N=max(32, power_of_2(num_slots)) if num_slots else 0,
         num_warps=plan.select_warps,
     )
 
@@ -284,13 +298,11 @@ def _attend_chosen(step: _Step) -> None:
     raw = step.raw
     plan = step.plan
     q = step.tokens[0]
-    chosen, marks = step.work.choice
+    chosen = step.work.choice[0]
     fetched = (raw.keys, raw.values)
     fetched_room = raw.keys.shape[2]
     fetched_sinks = spec.sinks
-    places = chosen
     if raw.slots is not None:
-        places = find_slots(raw, chosen, marks)
         fetched = (raw.slots.keys, raw.slots.values)
         fetched_room = raw.slots.keys.shape[2] * spec.group_size
         fetched_sinks = 0
@@ -299,7 +311,7 @@ def _attend_chosen(step: _Step) -> None:
         attend_chosen_kernel,
         (step.grid, plan.num_fetching),
         (
-            *(q, step.cache, fetched, (raw.keys, raw.values), (chosen, places)),
+            *(q, step.cache, fetched, (raw.keys, raw.values), (chosen, step.work.places[0])),
             *(step.length, step.work.partial),
             ints(
                 *(step.seen, kv_heads, spec.group_size, spec.window_size, capacity),

@@ -333,7 +333,7 @@ def attend_rows(
         (count,),
         (
             *(q, centres, work.scores, work.choice, length),
-            *(ints(0, *sizes), float(spec.scale)),
+            *(work.choice * 2, work.choice, ints(0, *sizes, 0, 0), float(spec.scale)),
         ),
         (num_chosen, q.stride()[:2]),
         ON_DEVICE=False,
@@ -341,6 +341,7 @@ def attend_rows(
         TILE=plan.tile,
         BLOCK=plan.scoring.width,
         BLOCK_K=power_of_2(num_chosen),
+        BLOCK_N=0,
         num_warps=plan.select_warps,
     )
     # Kernels do not touch the tensors that stand in for missing ones.
