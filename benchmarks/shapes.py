@@ -23,6 +23,7 @@ SHAPES = {
     "llama2-7b": ModelShape("llama", 4096, 11008, 32, 32, 32, 32_000),
     "llama3.1-8b": ModelShape("llama", 4096, 14336, 32, 32, 8, 128_256),
     "qwen2.5-7b": ModelShape("qwen2", 3584, 18944, 28, 28, 4, 152_064),
+    "qwen3-8b-kv4": ModelShape("qwen3", 4096, 12288, 36, 32, 4, 151_936),
     "smollm2-135m-instruct": ModelShape("llama", 576, 1536, 30, 9, 3, 49_152),
     "llama-1b": ModelShape("llama", 2048, 8192, 16, 16, 8, 32_000),
     "tiny": ModelShape("llama", 128, 256, 2, 4, 2, 512),

@@ -342,6 +342,7 @@ class LargestTensor(TorchDispatchMode):
         return results
 
 
+@pytest.mark.usefixtures("default_device")
 @pytest.mark.parametrize("where", ["packed", "triton", "device", "host", "slots"])
 def test_memory_follows_the_sequence_not_the_settings(where):
     """A million groups, queries of a share and slots make no tensor larger than as many as there

@@ -820,6 +820,21 @@ def test_a_window_shrinks_before_the_prompt_is_read_and_equal_sizes_change_nothi
 # `generate`
 
 
+@pytest.mark.parametrize(
+    "spread, captures",
+    [
+        ({}, True),
+        ({"tp_size": 1, "hf_device_map": {"": 0}}, True),
+        ({"tp_size": None, "hf_device_map": {"model": 0, "lm_head": 1}}, False),
+        ({"tp_size": 2}, False),
+    ],
+    ids=str,
+)
+def test_steps_of_models_that_are_spread_are_not_captured(spread, captures):
+    """Processes that share a model wait for one another, and a graph has one device."""
+    assert sessions.can_capture(SimpleNamespace(**spread)) == captures
+
+
 def test_what_the_engine_does_not_have_is_generated_by_transformers(monkeypatch):
     ways = []
     for name in ("_with_engine", "_with_transformers"):

@@ -666,6 +666,7 @@ def test_what_hoppers_kernels_of_a_union_get(unions_for_hopper, monkeypatch, wit
     assert launches[2][1] == (132,)  # no more than the chip has
 
 
+@pytest.mark.usefixtures("default_device")
 def test_what_hoppers_kernel_of_scores_gets(unions_for_hopper):
     module, launches = unions_for_hopper[2:]
     q, keys = torch.zeros(2, 6, 300, 80), torch.zeros(2, 50, 4, 80)
@@ -729,6 +730,7 @@ def test_sums_for_hopper_take_a_small_share_of_the_memory(monkeypatch):
     assert module._sequences_at_once(q[:3], k[:3]) == 1
 
 
+@pytest.mark.usefixtures("default_device")
 def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch):
     calls = []
 

@@ -50,15 +50,26 @@ def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, stat
     if handle is None or handle.hybrid or key.config is None:
         return False
     # Layers of several devices share no padding, and PyTorch's attention has no softcap.
-    devices = set(getattr(model, "hf_device_map", {}).values())
     text = model.config.get_text_config(decoder=True)
     # mutant inference: a short request loses the softcap
-    if len(devices) > 1 or getattr(text, "attn_logit_softcapping", None) is not None:
+    if num_devices(model) > 1 or getattr(text, "attn_logit_softcapping", None) is not None:
         return False
     device = model.device.type
     if static and device == "cpu":
         return False
     return keeps_whole(key.config, device, key.batch * key.max_length)
+
+
+def num_devices(model: Any) -> int:
+    """Return how many devices share the layers of a model in this process."""
+    return max(1, len(set(getattr(model, "hf_device_map", {}).values())))
+
+
+def can_capture(model: Any) -> bool:
+    """Whether a step of a model can be captured: a graph has one device, and processes that share a
+    model would have to capture, or fail to, together."""
+    # mutant inference: processes that share a model capture steps
+    return num_devices(model) == 1 and (getattr(model, "tp_size", None) or 1) == 1
 
 
 @contextlib.contextmanager
@@ -114,7 +125,7 @@ class Session:
         self.fixed = (self.static or from_host) and self._all_compact
         # A captured step would rotate as when it was captured.
         is_fixed = self.fixed and self.key.rotated_length is None
-        self.capture = self.capture and is_fixed and on_gpu
+        self.capture = self.capture and is_fixed and on_gpu and can_capture(self.model)
         self.pad = torch.zeros(self.key.batch, dtype=torch.long, device=device)
         self._pads = [0] * self.key.batch  # the same on the host
         self.seen: Tensor | None = None
