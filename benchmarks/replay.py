@@ -96,12 +96,15 @@ def replayed(share: float, length: int | None = None) -> Iterator[None]:
         num_seen = step.raw.codes.shape[2]
         if length is not None:
             num_seen = min(num_seen, length // slots.keys.shape[3])
-        key = (*step.work.choice[0].shape, num_seen, slots.owner.shape[2], *step.work.scores.shape)
+        rows, count = step.work.choice[0].shape
+        scores = step.work.scores
+        num_slots = slots.owner.shape[2]
+        key = (rows, count, num_seen, num_slots, *scores.shape)
         if key not in shared:
-            groups = repeating_choices(*key[:3], share, key[3], step.work.scores.device)
-            shared[key] = _SharedScores(groups, step.work.scores)
-        scores = shared[key].of(slots.counts)
-        select(step._replace(work=step.work._replace(scores=scores)))
+            groups = repeating_choices(rows, count, num_seen, share, num_slots, scores.device)
+            shared[key] = _SharedScores(groups, scores)
+        work = step.work._replace(scores=shared[key].of(slots.counts))
+        select(step._replace(work=work))
 
     with mock.patch.object(fetch_decode, "_select", replay):
         yield
