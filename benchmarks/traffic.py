@@ -1,11 +1,13 @@
 """Count the bytes that one attention layer moves between processes, in closed form: context
 parallelism, and ring attention."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from corecontext.distributed.halo import Shape
 from corecontext.distributed.layout import Layout
 from corecontext.ops.spec import Spec
+from corecontext.visibility import num_complete_groups
 
 
 class Traffic(NamedTuple):
@@ -28,11 +30,20 @@ def context_parallel_traffic(
 
     Forward: keys, values and group-end queries, `item_bytes` an element, and masses in float32.
     Backward: gradients of the same elements in float32, from all others for its core tokens, and
-    from the receivers of its raw tokens for these.
+    from the receivers of its raw tokens for these. With fetch, all keys, values and group-end
+    queries of the others, backward again, and gradients of as many elements.
     """
     g = spec.group_size
     assert isinstance(g, int)  # heads of another size are counted by another call
     batch_size, num_heads, num_kv_heads, head_dim = shape
+    if spec.fetch_groups and g > 1:
+        # Every rank's share is padded to the largest.
+        edges = [num_complete_groups(start - spec.sinks, g) for start in layout.starts]
+        ends = Layout(tuple(b - a for a, b in pairwise(edges)), layout.owners, layout.rank)
+        vectors = 2 * num_kv_heads * _largest_share(layout, num_processes)
+        vectors += num_heads * _largest_share(ends, num_processes)
+        elements = (num_processes - 1) * batch_size * head_dim * vectors
+        return Traffic(elements * item_bytes, elements * (item_bytes + max(4, item_bytes)))
     # First tokens: every rank's share is padded to the largest. The others are a sequence of their
     # own.
     sinks = min(spec.sinks, layout.seq_len)

@@ -138,6 +138,10 @@ def varied_settings() -> list[dict]:
         {**BASE, "sink_size": 9, "core_mass": True},
         {**BASE, "core_mass": True},
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
+        {**BASE, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
+        {**BASE, "fetch_groups": 5, "sink_size": 6, "core_mass": True, "softcap": 3.0},
+        {**BASE, "fetch_groups": 2, "fetch_index": "mean"},
+        {**BASE, "fetch_groups": 99, "group_size": (1, 5), "core_mass": True},
     ]
 
 
@@ -153,6 +157,7 @@ def cases(size: int, here: int) -> Iterator[Case]:
         for settings in (
             {**BASE, "core_mass": True},
             {**BASE, "sink_size": 7, "core_mass": True},
+            {**BASE, "fetch_groups": 3, "sink_size": 7, "core_mass": True},
         ):
             yield Case(layout, inputs(sum(lengths)), settings)
     for sink_size in (0, 16, 200):  # none, those of two processes, all tokens
@@ -162,6 +167,7 @@ def cases(size: int, here: int) -> Iterator[Case]:
         for settings in (
             {**BASE, "sink_size": 4},
             BASE,
+            {**BASE, "fetch_groups": 2, "core_mass": True},
         ):
             yield Case(Layout.balanced(120, size, here), inputs(120, batch=1), settings, documents)
     for documents in ((), (0, 30, 40)):  # all of it on one process
@@ -190,7 +196,8 @@ def traffic(group: dist.ProcessGroup) -> None:
     length = 64 * size
     layout = Layout.contiguous((64,) * size, group.rank())
     shape = Shape(2, 4, 2, D)
-    for more in ({"sink_size": 7, "core_mass": True}, {}):
+    fetching = {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 7}
+    for more in (fetching, {"sink_size": 7, "core_mass": True}, {}):
         case = Case(layout, inputs(length), {**BASE, **more})
         moved = check(group, case, whole(case))
         spec = Spec(4, 9, 1.0, **more)
@@ -236,7 +243,7 @@ def model(world: int, rank: int, pair: dist.ProcessGroup) -> None:
                 core_mass=True,
             )
             if checkpointing
-            else plain.replace(core_mass=bool(documents))
+            else plain.replace(fetch_groups=2, core_mass=bool(documents))
         )
         corecontext.enable(whole, config)
         expected, loss = run(whole, ids, positions, labels, ids.numel())

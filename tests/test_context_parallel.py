@@ -195,16 +195,14 @@ def test_chunks_get_what_they_see_once_and_make_each_group_once():
         assert layout.is_shared == (len(held) == 2)
 
 
-def test_fetch_is_refused_with_the_way_out():
+def test_fetch_that_cannot_be_spread_is_refused_with_the_way_out():
     from corecontext.distributed.context_parallel import Shard, context_parallel_attention
 
     wire = SimpleNamespace(rank=0, size=2)
     x = torch.zeros(1, 2, 20, 8)
-    spec = Spec(4, 9, 1.0, fetch_groups=3)
+    spec = Spec(4, 9, 1.0, fetch_groups=3, fetch_share=16)
     shard = Shard(wire, Layout.balanced(40, 2, 0))
-    with pytest.raises(
-        NotImplementedError, match="fetch_groups must be 0 .* got 3.* CCAConfig.pooling"
-    ):
+    with pytest.raises(NotImplementedError, match="fetch_share must be 1 .* got 16"):
         context_parallel_attention(Inputs(x, x, x), shard, spec)
 
 

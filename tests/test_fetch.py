@@ -2,6 +2,7 @@
 others; its laws, its gradients, its indices."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,17 +290,17 @@ def test_rows_in_lower_precision(dtype, gathers, monkeypatch, device):
 def test_the_backward_takes_the_choice_of_the_forward():
     """And chooses again where none is kept."""
     spec = Spec(4, 9, 0.25, core_mass=True, fetch_groups=2, fetch_index="mean")
-    tokens, *rest = sequence(75, spec)
-    out, lse, chosen = attended(tokens, *rest)
+    arguments = sequence(75, spec)
+    out, lse, chosen = attended(*arguments)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-    arguments = (Upstream(grad, None, out, lse), tokens, complete_groups(tokens, 4, 0), *rest)
-    truth = query_blocks.gradients(*arguments, chosen)
+    upstream = Upstream(grad, None, out, lse)
+    truth = query_blocks.attend_backward(upstream, *arguments, chosen)
     for kept in (chosen, None):
-        grads = fetch.gradients(packed, *arguments, kept)
+        grads = fetch.attend_backward(packed, upstream, *arguments, kept)
         for got, wanted in zip(grads, truth):
             assert torch.equal(got, wanted)
     none = chosen._replace(groups=torch.full_like(chosen.groups, -1))
-    grads = fetch.gradients(packed, *arguments, none)
+    grads = fetch.attend_backward(packed, upstream, *arguments, none)
     assert not torch.allclose(grads[0], truth[0])
 
 
@@ -355,12 +356,9 @@ def test_memory_follows_the_sequence_not_the_settings(where):
         with LargestTensor() as largest:
             if where in ("packed", "triton"):
                 tokens, cores, spec, _ = sequence(40, Spec(4, 9, 0.25, **choice))
-                tokens = Tokens(*(x.float() for x in tokens[:3]))
-                cores = Cores(*(x.float() for x in cores))
                 out, lse, chosen = fetch.attend(backend, tokens, cores, spec)
                 upstream = Upstream(out, None, out, lse)
-                groups = complete_groups(tokens, 4, 0)
-                fetch.gradients(backend, upstream, tokens, groups, cores, spec, None, chosen)
+                fetch.attend_backward(backend, upstream, tokens, cores, spec, None, chosen)
             else:
                 stored = {"store": where if where == "device" else "host"}
                 stored["fetch_slots"] = k if where == "slots" else 0
@@ -599,6 +597,35 @@ def test_the_rotation_is_made_under_any_default_device():
     with torch.device("meta"):
         found = low_bits.rotation.__wrapped__(16, torch.float32, torch.device("cpu"))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_keys, num_cores", [(40, 9), (7, 0)])
+def test_gradients_of_later_queries_are_those_of_the_portable_path_on_every_backend(
+    num_keys, num_cores
+):
+    """Kernels have a backward of whole sequences only; among the first tokens kept raw there is no
+    core token yet."""
+    generator = torch.Generator().manual_seed(0)
+    spec = Spec(4, 9, 0.4, sink_size=4, fetch_groups=2, fetch_index="mean")
+    q = torch.randn(1, 2, num_keys - 2, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 1, num_keys, 8, generator=generator, dtype=torch.float64)
+    tokens = Tokens(q, k, v, q_start=2)
+    cores = Cores(*torch.randn(2, 1, 1, num_cores, 8, generator=generator, dtype=torch.float64))
+
+    def kernels(*call):
+        raise AssertionError("a backward of whole sequences was called")
+
+    of_fetch = SimpleNamespace(
+        choose=query_blocks.choose, attend=query_blocks.attend, attend_backward=kernels
+    )
+    module = SimpleNamespace(attend=packed.attend, attend_backward=kernels, fetch=of_fetch)
+    out, lse, chosen = fetch.attend(module, tokens, cores, spec)
+    upstream = Upstream(torch.ones_like(out), None, out, lse)
+    dq, dk, *_ = fetch.attend_backward(module, upstream, tokens, cores, spec, None, chosen)
+    leaves = [x.clone().requires_grad_() for x in (q, k)]
+    reference.attend(Tokens(*leaves, v, q_start=2), cores, spec)[0].sum().backward()
+    torch.testing.assert_close(dq, leaves[0].grad)
+    torch.testing.assert_close(dk, leaves[1].grad)
 
 
 def test_a_backward_of_whole_sequences_refuses_later_queries():

@@ -426,10 +426,7 @@ def test_a_context_is_extended_and_a_folder_is_one_runs_only(setting, whole, tmp
         ({"output": str(tmp_path)}, "must be a new or empty folder, or a run's"),
         ({"output": setting.output, "steps": 7}, "other settings: steps was 6, got 7"),
         ({"fsdp": True}, "fsdp needs several processes with a GPU each"),
-        (
-            {"context_parallel": 2, "fetch_groups": 0},
-            "context_parallel must divide the number of processes 1, got 2",
-        ),
+        ({"context_parallel": 2}, "context_parallel must divide the number of processes 1, got 2"),
         ({"long_tokens": 9}, "source_field must be given with long_tokens"),
         (
             {"distil": 0.5, "context_length": 9999},

@@ -151,9 +151,8 @@ def test_fetch_is_a_part_of_the_attention_and_of_cca_alone():
     assert (cca.fetch_groups, cca.fetch_index, cca.fetch_share) == (3, "mean", 16)
     with pytest.raises(ValueError, match="fetch_groups must be 0 with method 'window'"):
         TrainConfig(fetch_groups=3, method="window")
-    spread = TrainConfig(fetch_groups=3, context_parallel=2, distil=0.0, output="run")
-    with pytest.raises(UserError, match="fetch_groups must be 0 with context_parallel, got 3"):
-        run.train(spread)
+    spread = {"fetch_groups": 3, "context_parallel": 2, "sink_size": 0}
+    assert TrainConfig(**spread).cca().fetch_groups == 3
     with pytest.raises(ValueError, match="fetch_groups must be at least 0"):
         TrainConfig(fetch_groups=-1)
 

@@ -2,7 +2,7 @@
 
 Per layer a process receives the core tokens of all others, L / g, and the few raw tokens before its
 chunks: about 1 / g of ring attention's keys and values (benchmarks/traffic.py counts both).
-attention.py has the computation.
+attention.py has the computation; fetch.py that of fetch, for which all raw tokens travel.
 """
 
 import functools
@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from corecontext.distributed import first_tokens
+from corecontext.distributed import fetch, first_tokens
 from corecontext.distributed.attention import attend
 from corecontext.distributed.call import Call
 from corecontext.distributed.halo import Halo, Shape
@@ -66,7 +66,8 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: backend="reference", which has no backward in parts, or fetch.
+        NotImplementedError: backend="reference", which has no backward in parts, or a shared choice
+            of queries on several processes.
     """
     q, k, v, bias = inputs[:4]
     _check(inputs, shard, spec)
@@ -91,10 +92,10 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
     """Raise unless the inputs are a process's share, under settings that can be spread."""
     q, k = inputs[:2]
     layout = shard.layout
-    if spec.fetch_groups:
+    if spec.fetch_groups and spec.fetch_share > 1:
         raise NotImplementedError(
-            f"fetch_groups must be 0 in context parallelism, got {spec.fetch_groups}: a query may "
-            "fetch any token, so every process would need all of them. Use CCAConfig.pooling()."
+            f"fetch_share must be 1 in context parallelism, got {spec.fetch_share}: neighbours may "
+            "be on several processes."
         )
     if isinstance(spec.group_size, tuple):
         check_sizes(spec.group_size, k.shape[1], spec.num_groups)
@@ -149,6 +150,11 @@ def _attend_document(
         out, _ = api.attend(inputs._replace(q=q, k=k, v=v), spec, backend=backend)
         return out
     spec = spec.for_length(layout.seq_len)
+    if spec.fetch_groups and spec.group_size > 1:
+        module = api.backend_module(backend, q)
+        bias = float(inputs.bias or 0.0)
+        call = fetch.FetchCall(shard.wire, layout, spec, module, bias)
+        return fetch.attend(q, k, v, call)
     # The first tokens are on every process; those after them are a sequence of their own.
     n = min(spec.sinks, layout.seq_len)
     first = None

@@ -96,11 +96,6 @@ def train(config: TrainConfig) -> Result:
         raise UserError(
             "source_field must be given with long_tokens, got none. Use --source-field."
         )
-    if config.context_parallel > 1 and config.fetch_groups:
-        raise UserError(
-            f"fetch_groups must be 0 with context_parallel, got {config.fetch_groups}. Use "
-            "--fetch-groups 0."
-        )
     folder = Path(config.output)
     hf_config = prepare_config(config)
     tokenizer = make_tokenizer(config, hf_config)

@@ -1,15 +1,16 @@
 """Attend by a backend, with fetch where the settings and the sequence have it.
 
-A backend may have fetch of its own, as `fetch`: a module with `encode`, `choose`, `attend`
-and `gradients`. For others `query_blocks` has the same functions.
+A backend may have fetch of its own, as `fetch`: a module with `encode`, `choose`, `attend`,
+`attend_backward` and `gradients`. For others `query_blocks` has the same functions.
 """
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from corecontext.ops.fetch import query_blocks
-from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.fetch.choice import Choice, num_shares
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 
 
@@ -55,6 +56,28 @@ def _written(results: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor
     return results if out is None else (out.copy_(results[0]), results[1])
 
 
+def attend_backward(
+    backend: ModuleType,
+    upstream: Upstream,
+    tokens: Tokens,
+    cores: Cores,
+    spec: Spec,
+    core_bias: Tensor | None = None,
+    choice: Choice | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return gradients as a backend's `attend_backward` does, for the choice of a forward; without
+    one it chooses again."""
+    fetch = _fetch_of(backend)
+    spec, choice = _bounded(tokens, cores, spec, choice)
+    if tokens.q_start:
+        # A backend's backward is that of whole sequences.
+        fetch = query_blocks
+    elif not _fetches(cores, spec):
+        return backend.attend_backward(upstream, tokens, cores, spec, core_bias)
+    choice = _chosen(backend, tokens, cores, spec, choice)
+    return fetch.attend_backward(upstream, tokens, cores, spec, core_bias, choice)
+
+
 def gradients(
     backend: ModuleType,
     upstream: Upstream,
@@ -70,9 +93,8 @@ def gradients(
     if not _fetches(cores, spec):
         return backend.gradients(upstream, tokens, groups, cores, spec, core_bias)
     spec, choice = _bounded(tokens, cores, spec, choice)
+    choice = _chosen(backend, tokens, cores, spec, choice)
     fetch = _fetch_of(backend)
-    if choice is None:
-        choice = fetch.choose(tokens, cores.k.shape[2], spec)
     return fetch.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
 
 
@@ -90,6 +112,21 @@ def _bounded(
     if choice is not None:
         choice = choice._replace(share=min(choice.share, end))
     return spec, choice
+
+
+def _chosen(
+    backend: ModuleType, tokens: Tokens, cores: Cores, spec: Spec, choice: Choice | None
+) -> Choice:
+    """The choice of a forward, or what it would have been."""
+    if choice is not None:
+        return choice
+    if not _fetches(cores, spec):
+        end = tokens.q_start + tokens.q.shape[2]
+        count = num_shares(tokens.q_start, end, spec.fetch_share)
+        shape = (tokens.q.shape[0], count, spec.fetch_groups)
+        nothing = torch.full(shape, -1, dtype=torch.int32, device=tokens.q.device)
+        return Choice(nothing, spec.fetch_share)
+    return _fetch_of(backend).choose(tokens, cores.k.shape[2], spec)
 
 
 def _fetches(cores: Cores, spec: Spec) -> bool:

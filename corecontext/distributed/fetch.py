@@ -1,0 +1,172 @@
+"""Attend with fetch within one document that several processes hold.
+
+A query may fetch any group, and over a chunk nearly every group is fetched by some query. So every
+process receives the keys and values of the whole document, and the queries that pool: as many bytes
+as ring attention's. It makes all core tokens and the index itself, and its own queries choose and
+attend as on one process. Nothing received is kept: the backward receives it again, and sends each
+gradient to the process that holds the token.
+"""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from corecontext.distributed import whole
+from corecontext.distributed.attention import by_head
+from corecontext.distributed.layout import Layout
+from corecontext.distributed.wire import Wire
+from corecontext.ops.fetch import attend as fetch
+from corecontext.ops.fetch.choice import Choice
+from corecontext.ops.mass import add_to_bias
+from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
+
+
+class FetchCall(NamedTuple):
+    """Hold the settings that forward and backward of one document share."""
+
+    wire: Wire
+    layout: Layout
+    spec: Spec
+    """With one group size, and fetch."""
+    module: ModuleType
+    """The backend."""
+    core_bias: float
+
+    def group_ends(self, device: torch.device) -> Tensor:
+        """Mask this process's tokens that are the last of a group, [T]."""
+        behind = self.layout.positions(device)[0] - self.spec.sinks
+        size = self.spec.group_size
+        return (behind >= 0) & (behind % size == size - 1)
+
+    @property
+    def end_layout(self) -> Layout:
+        """The layout of these tokens alone."""
+        return self.layout.groups(self.spec.group_size, self.spec.sinks)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> Tensor:
+    """Attend from this process's queries [B, H, T, D], T the share that the layout gives it. A
+    collective call."""
+    return _Attend.apply(q, k, v, call)
+
+
+class _Document:
+    """A whole document as one process sees it for a while: keys, values and core tokens."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> None:
+        self.call = call
+        spec = call.spec
+        ends = q[:, :, call.group_ends(q.device)]
+        q_last = whole.gather(ends, call.end_layout, call.wire)()
+        keys = whole.gather(torch.stack((k, v)), call.layout, call.wire)()
+        self.k, self.v = keys.flatten(1, 2)  # [N, L, D] each
+        count = q_last.shape[2]
+        pooled = slice(spec.sinks, spec.sinks + count * spec.group_size)
+        shape = (count, spec.group_size)
+        grouped = (x[:, pooled].unflatten(1, shape) for x in (self.k, self.v))
+        self.groups = Groups(by_head(q_last, k.shape[1]), *grouped)
+        self.cores, mass = call.module.pool_with_mass(self.groups, spec)
+        heads = self.groups.q_last.shape[1]
+        bias = None
+        if call.core_bias:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            bias = torch.full((len(self.k), heads), call.core_bias, dtype=wide, device=q.device)
+        self.core_bias = add_to_bias(bias, mass, heads)
+
+    def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Tensor | None]]:
+        """Yield the call of each of this process's chunks, with its rows of q [N, r, T, D]: raw and
+        core tokens up to the chunk's end."""
+        layout = self.call.layout
+        done = 0
+        for chunk in layout.chunks():
+            start, end = layout.span(chunk)
+            rows = slice(done, done + end - start)
+            done = rows.stop
+            count = self.call.end_layout.span(chunk)[1]
+            bias = self.core_bias
+            if bias is not None and bias.dim() == 3:
+                bias = bias[:, :, :count]
+            tokens = Tokens(q[:, :, rows], self.k[:, :end], self.v[:, :end], q_start=start)
+            yield rows, tokens, Cores(*(x[:, :, :count] for x in self.cores)), bias
+
+
+class _Attend(torch.autograd.Function):
+    """The chunks of one process; the backward has the forward's choices."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> Tensor:
+        document = _Document(q, k, v, call)
+        queries = by_head(q, k.shape[1])
+        outs = [queries[:, :, :0]]
+        lses = [queries.new_zeros(*queries.shape[:2], 0, dtype=torch.float32)]
+        groups = []
+        for _, tokens, cores, bias in document.calls(queries):
+            out, lse, choice = fetch.attend(call.module, tokens, cores, call.spec, bias)
+            outs.append(out)
+            lses.append(lse)
+            groups.append(None if choice is None else choice.groups)
+        out = torch.cat(outs, 2)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, torch.cat(lses, 2), *groups)
+        return out.reshape(q.shape).to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        q, k, v, out, lse, *groups = ctx.saved_tensors
+        choices = [None if x is None else Choice(x, 1) for x in groups]
+        with torch.autocast(q.device.type, enabled=False):
+            document = _Document(q, k, v, call)
+            upstream = Upstream(by_head(grad_out, k.shape[1]), None, out, lse)
+            grad_q, grad_keys, grad_ends = _gradients(
+                document, by_head(q, k.shape[1]), upstream, choices
+            )
+            grad_keys = grad_keys.unflatten(1, k.shape[:2])
+            grad_keys = whole.scatter_sum(grad_keys, call.layout, call.wire)()
+            grad_ends = grad_ends.reshape(*q.shape[:2], *grad_ends.shape[2:])
+            grad_ends = whole.scatter_sum(grad_ends, call.end_layout, call.wire)()
+            grad_q = grad_q.reshape(q.shape)
+            # mutant context parallelism: with fetch, queries that pool get no gradient for it
+            grad_q[:, :, call.group_ends(q.device)] += grad_ends
+        grad_k, grad_v = grad_keys
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def _gradients(
+    document: _Document, queries: Tensor, upstream: Upstream, choices: list[Choice | None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients from this process's queries [N, r, T, D]: of them, of all keys and
+    values [2, N, L, D], and of the queries that pool [N, r, M, D]."""
+    call = document.call
+    spec = call.spec
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    options: dict[str, Any] = {"dtype": wide, "device": queries.device}
+    grad_q = torch.zeros(queries.shape, **options)
+    grad_keys = torch.zeros(2, *document.k.shape, **options)
+    grad_cores = torch.zeros(2, *document.cores.k.shape, **options)
+    groups = document.groups
+    grad_bias = torch.zeros(groups.q_last.shape[:3], **options)
+    calls = document.calls(queries)
+    for (rows, tokens, cores, bias), choice in zip(calls, choices, strict=True):
+        dq, dk, dv, dcore_k, dcore_v, dbias = fetch.attend_backward(
+            call.module, upstream.rows(rows), tokens, cores, spec, bias, choice
+        )
+        grad_q[:, :, rows] = dq
+        grad_keys[:, :, : dk.shape[1]] += torch.stack((dk, dv))
+        grad_cores[:, :, :, : dcore_k.shape[2]] += torch.stack((dcore_k, dcore_v))
+        if bias is not None and bias.dim() == 3:
+            grad_bias[:, :, : bias.shape[2]] += dbias
+    grad_ends = torch.zeros(groups.q_last.shape, **options)
+    count, size = groups.k.shape[1:3]
+    if not count:
+        return grad_q, grad_keys, grad_ends
+    pooled = grad_keys[:, :, spec.sinks : spec.sinks + count * size].unflatten(2, (count, size))
+    grad_mass = grad_bias.sum(1, keepdim=True) if spec.core_mass else None
+    dq_last, dk, dv = call.module.pool_backward(Cores(*grad_cores), groups, spec, grad_mass)
+    grad_ends += dq_last
+    pooled += torch.stack((dk, dv))
+    return grad_q, grad_keys, grad_ends
