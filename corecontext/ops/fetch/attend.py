@@ -117,7 +117,7 @@ def _bounded(
 def _chosen(
     backend: ModuleType, tokens: Tokens, cores: Cores, spec: Spec, choice: Choice | None
 ) -> Choice:
-    """The choice of a forward, or what it would have been."""
+    """The choice of a forward, or the one that it would have made."""
     if choice is not None:
         return choice
     if not _fetches(cores, spec):
