@@ -1,6 +1,8 @@
 """The decoding step in Triton against the reference: on the GPU where there is one, else in
 Triton's interpreter."""
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -10,8 +12,9 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer
 from corecontext.cache.eight_bit import encode
-from corecontext.ops.spec import Slots, Spec
+from corecontext.ops.spec import FetchSlots, RawSlots, Slots, Spec
 from corecontext.ops.triton import backend
+from corecontext.ops.triton.decode import plain_step, step_with_fetch
 from corecontext.ops.triton.decode.plain_step import decode_step
 from corecontext.ops.triton.tiles import chip_of, decode_splits, decode_tiles
 from corecontext.visibility import num_visible_cores
@@ -274,6 +277,48 @@ def test_compiles_as_one_graph(interleaved):
     for stored, whole in zip(layer.buffers, appended.buffers):
         cores = slice(layer.ring_size, layer.ring_size + 7)
         assert_rows(stored[:, :, cores], whole[:, :, cores].double(), torch.float32)
+
+
+def described(x):
+    """Return a nested value whose parts compare: a tensor as its numbers, settings as a dict."""
+    if isinstance(x, torch.Tensor):
+        return str(x.dtype), x.tolist()
+    if isinstance(x, (Spec, Rotary)):
+        return {name: described(value) for name, value in vars(x).items()}
+    return [*map(described, x)] if isinstance(x, (tuple, list)) else x
+
+
+@pytest.mark.parametrize(
+    "sinks, softcap, interleaved, on_device, with_raw, extras",
+    [*itertools.product((0, 8), (None, 3.0), (None, False, True), (0, 1), (0, 1, 2), range(4))],
+)
+def test_an_operator_of_a_graph_passes_all_on(
+    sinks, softcap, interleaved, on_device, with_raw, extras, monkeypatch
+):
+    """Whatever a step takes outside a graph, it takes through the operator."""
+    new = (torch.tensor([0.5 + i]) for i in itertools.count())
+    q, k, v, keys, values, key_scales, value_scales, masses, inv_freq = itertools.islice(new, 9)
+    rotary = None if interleaved is None else Rotary(inv_freq, interleaved)
+    settings = {} if not with_raw else {"fetch_groups": 6, "fetch_index": "bits:2"}
+    spec = Spec(4, 9, 0.25, sink_size=sinks, softcap=softcap, rotary=rotary, **settings)
+    scales = (key_scales, value_scales) if extras % 2 and not with_raw else (None, None)
+    raw = None
+    if with_raw:
+        raw = RawSlots(*itertools.islice(new, 5), tuple(itertools.islice(new, 2)))
+        raw = raw._replace(slots=FetchSlots(*itertools.islice(new, 6)) if with_raw > 1 else None)
+    slots = Slots(
+        *(keys, values, torch.tensor(7) if on_device else 7, torch.tensor([3]), 12),
+        None if rotary is None else (inv_freq, next(new)),
+        *(*scales, "auto" if scales[0] is None else "int8", masses if extras // 2 else None, raw),
+    )
+    taken = []
+    module = step_with_fetch if with_raw else plain_step
+    monkeypatch.setattr(module, "_decode", lambda *args: taken.append(args) or torch.zeros(1))
+    step = step_with_fetch.fetch_step if with_raw else decode_step
+    for in_graph in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda in_graph=in_graph: in_graph)
+        step(q, k, v, slots, spec, 0.0 if with_raw else 0.75)
+    assert described(taken[0]) == described(taken[1])
 
 
 @pytest.mark.gpu

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     """Tell which new tokens belong to which sequence."""
 
     starts: Tensor
-    """[B + 1] in int32: sequence i has the new tokens starts[i] .. starts[i+1]-1."""
+    """[B + 1] in int32, from 0: sequence i has the new tokens starts[i] .. starts[i+1]-1."""
     lengths: Tensor
     """[B] in int32: tokens of each sequence, the new ones included."""
     most_new: int
@@ -83,17 +83,16 @@ def num_blocks(tokens: int, sequences: int, block: int) -> int:
 @triton.jit
 def owned_block(starts_ptr, num_sequences, block, BLOCK: tl.constexpr):
     """Return the sequence of a block and the block's number within it."""
-    first = tl.load(starts_ptr)
     low = 0
     high = num_sequences
     while high - low > 1:
         middle = (low + high) // 2
-        begin = (tl.load(starts_ptr + middle) - first) // BLOCK + middle
+        begin = tl.load(starts_ptr + middle) // BLOCK + middle
         if begin <= block:
             low = middle
         else:
             high = middle
-    return low, block - (tl.load(starts_ptr + low) - first) // BLOCK - low
+    return low, block - tl.load(starts_ptr + low) // BLOCK - low
 
 
 @triton.jit
