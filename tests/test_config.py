@@ -309,6 +309,7 @@ def test_a_layer_has_its_own_group_size_and_all_else_of_the_model():
     plain = CCAConfig(7, 9, core_bias=0.5, sink_size=2)
     assert plain.of_layer(50) is plain and not plain.varies and config.varies
     assert config.of_layer(0) == plain.replace(group_size=3)
+    assert plain.replace(layer_group_sizes=(6, 6)).of_layer(1) == plain.replace(group_size=6)
     assert config.of_layer(1) == plain.replace(head_group_sizes=(1, 4))
     assert config.of_layer(1).varies
     with pytest.raises(ValueError, match="one g for each full-attention layer, got 2"):
