@@ -98,7 +98,6 @@ class SavedState(CroppedState):
         dtype: torch.dtype | None = None,
         pad: Tensor | None = None,
         store: Sequence[Tensor] = (),
-        raw: Sequence[Tensor] = (),
         ring: int | None = None,
     ) -> None:
         """Copy `length` tokens a row, padding included, from buffers laid out as this layer's.
@@ -107,14 +106,12 @@ class SavedState(CroppedState):
             dtype: Of keys and values before they were rounded; None is that of the buffers.
             pad: [B], left padding; None is one row without.
             store: Entries of the store for fetch.
-            raw: Keys and values of all tokens, [B, Hkv, length, D], from which that store is made
-                otherwise.
             ring: Slots of the ring in the buffers; None is all.
 
         Raises:
-            NotImplementedError: the layer fetches, and has neither.
+            NotImplementedError: the layer fetches, and has no store.
         """
-        if self.config.fetch_groups and not store and not raw:
+        if self.config.fetch_groups and not store:
             raise NotImplementedError(
                 f"fetch_groups must be 0 where prompts are shared, got {self.config.fetch_groups}."
             )
@@ -141,10 +138,6 @@ class SavedState(CroppedState):
             self.begin_prompt(like[0])
             self.allocate_store(like)
             self.store.load(store)
-        elif raw:
-            self.allocate_store([x[:, :, :1] for x in raw])
-            self.store.reserve(length)
-            self.store.put(slice(None), 0, list(raw))
         rings = (self.ring_size, ring or self.whole_ring)
         write_last(functools.partial(_fill_buffers, self.buffers, buffers, rings))
         self._clear()
