@@ -1,6 +1,5 @@
 """List the methods that are compared, and how a model is adapted to each."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -113,7 +112,6 @@ def _variants(size: Size) -> Iterator[Method]:
     window = size.window + _entries(size, g) - _entries(size, coarse)
     wider = cca.replace(group_size=coarse, window_size=window)
     yield Method("coarse", wider, f"CCA, groups of {coarse}, a wider window", later=True)
-    yield Method("log_g", cca.replace(core_bias=math.log(g)), "CCA + log g", later=True)
 
 
 def _fine_layers(size: Size) -> Iterator[Method]:

@@ -36,6 +36,7 @@ class PlainSettings(NamedTuple):
     rotary: Rotary | None = None
     softcap: float | None = None
     sink_size: int = 0
+    core_mass: bool = False
 
 
 class Inputs(NamedTuple):
@@ -100,7 +101,6 @@ def plain_cca(
     k: Tensor,
     v: Tensor,
     *,
-    core_bias: Tensor | None = None,
     fused: bool = False,
     **settings: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,6 @@ def plain_cca(
     Core tokens and raw tokens are in one masked matrix of scores.
 
     Args:
-        core_bias: [B, H], added to the scores of core tokens.
         fused: Take the output from `scaled_dot_product_attention` instead of an eager softmax.
         settings: Fields of `PlainSettings`.
     """
@@ -137,18 +136,13 @@ def plain_cca(
     keys, values = torch.cat((core_k, k), 2), torch.cat((core_v, v), 2)
     seen = _seen(seq_len, chosen, q.device)
     scores = _cap(q @ keys.mT * scale, chosen.softcap)
-    bias = None
-    if core_bias is not None:
-        bias = core_bias.to(q.dtype)[:, None].expand(-1, num_cores)
-        bias = F.pad(bias, (0, seq_len))[:, None]
-        scores = scores + bias
+    if chosen.core_mass:
+        scores = scores + F.pad(torch.special.entr(weights).sum(-1), (0, seq_len))[:, :, None]
     scores = scores.masked_fill(~seen, -torch.inf).to(torch.promote_types(q.dtype, torch.float32))
     lse = scores.logsumexp(-1)
-    if not fused or chosen.softcap is not None:
+    if not fused or chosen.softcap is not None or chosen.core_mass:
         return scores.softmax(-1).to(q.dtype) @ values, lse
     mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
-    if bias is not None:
-        mask = mask + bias.detach()
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask), lse
 
 
@@ -169,14 +163,10 @@ def _seen(seq_len: int, settings: PlainSettings, device: torch.device) -> Tensor
 def results_and_gradients(
     function: Callable[..., tuple[Tensor, Tensor]],
     inputs: Inputs,
-    core_bias: Tensor | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """Return out, lse and the gradients of q, k, v (and core_bias) of function(q, k, v,
-    core_bias=..., **settings)."""
+    """Return out, lse and the gradients of q, k, v of function(q, k, v, **settings)."""
     leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", inputs)}
-    if core_bias is not None:
-        leaves["core_bias"] = core_bias.detach().clone().requires_grad_()
     out, lse = function(**leaves, **settings)
     outputs = [out]
     grads_in = [inputs.grad_out]
@@ -192,28 +182,23 @@ def results_and_gradients(
 def assert_accurate(
     function: Callable[..., tuple[Tensor, Tensor]],
     inputs: Inputs,
-    core_bias: Tensor | None = None,
     **settings: Any,
 ) -> None:
-    """Hold results and gradients of function(q, k, v, core_bias=..., **settings) to the budget, row
-    by row.
+    """Hold results and gradients of function(q, k, v, **settings) to the budget, row by row.
 
     Truth is the reference in float64. The plain error of a row is the larger one of eager and fused
     plain PyTorch, since a single one is now and then zero by luck. Roundings granted beyond it: two
     of the output (its partial results, their merge); three of the log-sum-exp (two partial results
     and their merge); two of the gradient of v (the log-sum-exp inside the weights, the sum); four
-    of those of q and k (also dO . out and dO . v); for the core bias one of each term, added in
-    quadrature.
+    of those of q and k (also dO . out and dO . v).
     """
     reference = functools.partial(cca_attention, backend="reference", return_lse=True)
-    wide_bias = None if core_bias is None else core_bias.double()
-    truth = results_and_gradients(reference, inputs.to(torch.float64), wide_bias, **settings)
-    actual = results_and_gradients(function, inputs, core_bias, **settings)
+    truth = results_and_gradients(reference, inputs.to(torch.float64), **settings)
+    actual = results_and_gradients(function, inputs, **settings)
     plain = [
-        results_and_gradients(plain_cca, inputs, core_bias, fused=fused, **settings)
-        for fused in (False, True)
+        results_and_gradients(plain_cca, inputs, fused=fused, **settings) for fused in (False, True)
     ]
-    _, num_heads, seq_len, head_dim = inputs.q.shape
+    head_dim = inputs.q.shape[3]
     row = head_dim**0.5  # norm of a row of the inputs, whose elements are of size 1
     roundings = {
         "out": (2, row / 2),
@@ -221,7 +206,6 @@ def assert_accurate(
         "grad_q": (4, row),
         "grad_k": (4, row),
         "grad_v": (2, row),
-        "grad_core_bias": (1, row * (num_heads * seq_len) ** 0.5),
     }
     for name, value in actual.items():
         errors = torch.stack([row_errors(run[name], truth[name]) for run in plain]).amax(0)

@@ -90,7 +90,7 @@ FORWARD = attend._attend_fwd_kernel
 QUERY_GRADIENTS = attend._attend_dq_kernel
 KEY_GRADIENTS = attend._attend_dkv_kernel
 ATTENTION = (FORWARD, QUERY_GRADIENTS, KEY_GRADIENTS)
-PLACES = {"tokens": ("", "", ""), "heads": 3, "rule": 3}
+PLACES = {"tokens": ("", "", ""), "heads": 2, "rule": 3}
 ATTENTION_TYPES = {
     FORWARD: {
         **PLACES,
@@ -222,7 +222,7 @@ class Kernel(NamedTuple):
 
 def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those that run everywhere, with the sizes that their launches choose for this chip."""
-    for function, tiles_of, has_bias, more in (
+    for function, tiles_of, has_mass, more in (
         (FORWARD, forward_tiles, False, {}),
         (QUERY_GRADIENTS, dq_tiles, True, {"HAS_GRAD_LSE": True}),
         (KEY_GRADIENTS, dkv_tiles, False, {"FAR": False}),
@@ -231,7 +231,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         tiles = tiles_of(chip, dtype, dim)
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         for has_marks in (False, True) if more.get("FAR", True) else (False,):
-            form = attend.form_of(tiles, dim, Spec(16, 1024, 1.0), has_bias, has_marks)
+            form = attend.form_of(tiles, dim, Spec(16, 1024, 1.0), has_mass, has_marks)
             yield Kernel(function, {"FORM": form, **more, **options}, ATTENTION_TYPES[function])
     yield from fetch_kernels_of(chip, dtype, dim)
     yield from paged_kernels(chip, dtype, dim)
@@ -427,7 +427,7 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     """Whether a kernel is compiled without `all`: each once, in its longest variants.
 
     On Hopper its own kernels. With head size 256 attention, whose tiles take the most shared
-    memory. The kernels with a bias hold the code of those without.
+    memory. The kernels with masses hold the code of those without.
     """
     function, constants = kernel.function, kernel.constants
     if function in ATTENTION and constants["FORM"].has_marks:
@@ -446,8 +446,8 @@ def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
     if function is merge_parts.merge_kernel:
         return constants["REMOVES"]
     if function.__name__ in ("_attend_fwd_hopper", "_attend_bwd_hopper"):
-        has_bias = constants["HAS_BIAS"] or constants.get("HAS_MASSES", False)
-        return has_bias and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
+        has_mass = constants.get("HAS_MASS", constants.get("HAS_MASSES"))
+        return has_mass and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
     return True
 
 
@@ -473,12 +473,12 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
     keys = 128 if dim <= 128 else 64
     queries = dict.fromkeys(("q_desc", "out_desc", "grad_desc"), tile(64, dim))
-    types = {"pointers": ("fp32", "fp32", "i32"), **queries}
+    types = {"pointers": ("fp32", "i32"), **queries}
     kinds = ("k_desc", "v_desc", "far_k_desc", "far_v_desc")
-    for added, marked in itertools.product(("nothing", "bias", "masses"), (False, True)):
-        has = {"HAS_MASSES": added == "masses", "HAS_BIAS": added == "bias", "HAS_MARKS": marked}
+    for with_masses, marked in itertools.product((False, True), (False, True)):
+        has = {"HAS_MASSES": with_masses, "HAS_MARKS": marked}
         sizes = {"BLOCK_D": dim, "BLOCK_N": keys, "DTYPE": tensor_memory.DTYPES[dtype]}
-        masses = tile(keys, MASS_PARTS if has["HAS_MASSES"] else dim)
+        masses = tile(keys, MASS_PARTS if with_masses else dim)
         yield Kernel(
             hopper_forward._attend_fwd_hopper,
             {**has, **sizes},
@@ -511,10 +511,10 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         "strides": (3, 3),
     }
     sizes = {"HEAD_DIM": dim, "BLOCK_D": dim}
-    for bias, share in itertools.product((False, True), (0, 1, 16)):
+    for with_masses, share in itertools.product((False, True), (0, 1, 16)):
         yield Kernel(
             hopper_backward._attend_bwd_hopper,
-            {"HAS_BIAS": bias, "SHARE": share, **sizes},
+            {"HAS_MASS": with_masses, "SHARE": share, **sizes},
             {
                 **types,
                 **dict.fromkeys(kinds, tile(64, dim)),

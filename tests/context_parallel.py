@@ -56,7 +56,7 @@ def inputs(
     ]
 
 
-def sharded_attention(q, k, v, shard, *, core_bias=0.0, **settings):
+def sharded_attention(q, k, v, shard, **settings):
     """`context_parallel_attention` with the keywords of `cca_attention`."""
     softcap, rotary = settings.pop("softcap", None), settings.pop("rotary", None)
     group_size = settings.pop("group_size", 16)
@@ -65,7 +65,7 @@ def sharded_attention(q, k, v, shard, *, core_bias=0.0, **settings):
     else:
         config = CCAConfig.paper(group_size, **settings)
     spec = Spec.of(config, rotary, q.shape[-1] ** -0.5, softcap)
-    inputs = Inputs(q, k, v, core_bias)
+    inputs = Inputs(q, k, v)
     return context_parallel_attention(inputs, shard, spec, config.backend)
 
 
@@ -126,7 +126,6 @@ def varied_settings() -> list[dict]:
     rotary = BASE["rotary"]
     return [
         BASE,
-        {**BASE, "core_bias": 1.3},
         {**BASE, "softcap": 3.0},
         {**BASE, "core_position": "token", "rotary": None},
         {**BASE, "group_size": 5, "window_size": 30},
@@ -134,11 +133,11 @@ def varied_settings() -> list[dict]:
         {**BASE, "group_size": 1},
         {**BASE, "group_size": (4, 1)},
         {**BASE, "group_size": (1, 5)},
-        {**BASE, "sink_size": 16, "core_bias": 1.3, "softcap": 3.0, "core_mass": True},
+        {**BASE, "sink_size": 16, "softcap": 3.0, "core_mass": True},
         {**BASE, "sink_size": 9, "core_mass": True},
         {**BASE, "core_mass": True},
         {"num_groups": 7, "window_size": 8, "rotary": rotary, "sink_size": 50},
-        {**BASE, "fetch_groups": 3, "fetch_index": "mean", "core_bias": 0.4},
+        {**BASE, "fetch_groups": 3, "fetch_index": "mean"},
         {**BASE, "fetch_groups": 5, "sink_size": 6, "core_mass": True, "softcap": 3.0},
         {**BASE, "fetch_groups": 2, "fetch_index": "mean"},
         {**BASE, "fetch_groups": 99, "group_size": (1, 5), "core_mass": True},

@@ -39,7 +39,6 @@ def reference(config, q, k, v, **options):
         window_size=config.window_size,
         num_groups=config.num_groups,
         core_position=config.core_position,
-        core_bias=config.core_bias,
         core_mass=config.core_mass,
         sink_size=config.sink_size,
         rotary=ROTARY,
@@ -113,11 +112,10 @@ def test_any_way_of_appending_equals_one_pass(g, s, sinks, sizes, padded, monkey
     "options",
     [
         {"core_position": "token"},
-        {"core_bias": 1.3},
         {"backend": "reference"},
-        {"sink_size": 8, "core_bias": -0.7},
+        {"sink_size": 8, "core_mass": True},
         {"sink_size": 26},
-        {"sink_size": 4, "core_bias": 1.3, "backend": "reference"},
+        {"sink_size": 4, "backend": "reference"},
     ],
     ids=str,
 )
@@ -735,20 +733,18 @@ def test_a_cache_reset_within_padding_is_as_new(fixed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_decoding_does_not_round_the_core_bias(dtype):
-    """16 bits hold neither 4.0156 (bfloat16) nor 4.001 (float16)."""
-    bias = {torch.bfloat16: 4.0156, torch.float16: 4.001}[dtype]
-    config = CCAConfig.paper(16, 64, core_bias=bias)
+def test_decoding_does_not_round_masses(dtype):
+    config = CCAConfig.paper(16, 64, core_mass=True)
     tensors = qkv(1, 4, 2, 400)
     rounded = [x.to(dtype) for x in tensors]
     exact = reference(config, *(x.double() for x in rounded))
     once = cca_attention(
-        *rounded, group_size=16, window_size=64, rotary=ROTARY, core_bias=bias, backend="packed"
+        *rounded, group_size=16, window_size=64, rotary=ROTARY, core_mass=True, backend="packed"
     )
     layer = CompactLayer(config, ROTARY)
     steps = fed(layer, rounded, [200] + [1] * 200)
     errors = [(x.double() - exact)[:, :, 200:].norm() for x in (once, steps)]
-    assert errors[1] < errors[0]  # a rounded bias: 1.5 times as much in bfloat16
+    assert errors[1] < errors[0]
 
 
 def test_a_captured_step_finds_the_tables_of_changed_frequencies(monkeypatch):
@@ -833,7 +829,7 @@ def test_a_full_cache_of_full_attention_takes_no_more(fixed):
 
 
 def test_a_differentiated_first_append_has_every_setting_and_fills_the_cache():
-    config = CCAConfig.pooling(4, 9, core_bias=0.7, sink_size=4)
+    config = CCAConfig.pooling(4, 9, sink_size=4)
     tensors, mask = qkv(3, 4, 2, 40), left_padding(3, 40)
     weights = torch.randn(3, 4, 30, D, dtype=torch.float64)
     options = {"scale": 0.31, "softcap": 5.0}

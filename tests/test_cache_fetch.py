@@ -17,7 +17,7 @@ INDICES = ["mean", "oracle", "bits:2", "pairs:2", "parts:3:4"]
 KINDS = {
     "plain": {},
     "mass": {"core_mass": True},
-    "sinks": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
+    "sinks": {"sink_size": 6, "core_mass": True},
     "heads": {"head_group_sizes": (4, 3), "core_mass": True},
     "single tokens": {"head_group_sizes": (4, 1)},
     "more than there are": {"fetch_groups": 40},
@@ -39,7 +39,6 @@ def one_pass(config, tensors, **options):
         *tensors,
         group_size=config.head_group_sizes or config.group_size,
         rotary=ROTARY,
-        core_bias=config.core_bias or None,
         **settings,
         **options,
     )

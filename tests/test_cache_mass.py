@@ -11,7 +11,7 @@ ROTARY = Rotary.from_theta(100.0, 16)
 LENGTH = 45
 KINDS = {
     "kv": {},
-    "sinks": {"sink_size": 6, "core_bias": 0.5},
+    "sinks": {"sink_size": 6},
     "heads": {"head_group_sizes": (4, 1)},
 }
 
@@ -31,7 +31,6 @@ def one_pass(config, tensors):
         window_size=config.window_size,
         rotary=ROTARY,
         sink_size=config.sink_size,
-        core_bias=config.core_bias or None,
         core_mass=config.core_mass,
     )
 

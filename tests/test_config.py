@@ -58,11 +58,7 @@ def test_the_papers_rule_has_a_name():
         1024,
         "middle",
     )
-    assert (config.num_groups, config.core_bias, config.backend) == (
-        None,
-        0.0,
-        "auto",
-    )
+    assert (config.num_groups, config.backend) == (None, "auto")
 
 
 def test_dict_round_trip_through_json():
@@ -71,7 +67,7 @@ def test_dict_round_trip_through_json():
         window_size=5,
         num_groups=7,
         core_position="token",
-        core_bias=1.5,
+        core_mass=False,
         backend="reference",
     )
     assert CCAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -80,12 +76,12 @@ def test_dict_round_trip_through_json():
 @pytest.mark.parametrize("key", PAPER_RULE)
 def test_settings_saved_before_a_field_existed_are_the_papers(key):
     """A checkpoint was trained without sinks and fetch if its config.json does not know them."""
-    saved = CCAConfig.paper(core_bias=1.5).to_dict()
+    saved = CCAConfig.paper(fetch_share=3).to_dict()
     assert saved.pop(key) == PAPER_RULE[key]
     checkpoint = SimpleNamespace(cca=saved)
     for read in (CCAConfig.from_dict(saved), CCAConfig.saved_in(checkpoint)):
-        assert read == CCAConfig.paper(core_bias=1.5)
-        assert read.replace(num_groups=5) == CCAConfig.paper(core_bias=1.5, num_groups=5)
+        assert read == CCAConfig.paper(fetch_share=3)
+        assert read.replace(num_groups=5) == CCAConfig.paper(fetch_share=3, num_groups=5)
     assert CCAConfig.from_dict({}) == CCAConfig.paper()
 
 
@@ -149,25 +145,9 @@ def test_frozen_and_replaced():
             "mean 'packed'?",
         ),
         (
-            {"core_bias": "log"},
-            TypeError,
-            "core_bias must be a number, got 'log'. Use 0.0 for none.",
-        ),
-        ({"core_bias": True}, TypeError, "core_bias must be a number, got True. Use 0.0 for none."),
-        (
             {"window_size": 10**20},
             ValueError,
             "window_size must be at most 2147483647, got 100000000000000000000.",
-        ),
-        (
-            {"core_bias": float("nan")},
-            ValueError,
-            "core_bias must be finite, got nan. Use 0.0 for none.",
-        ),
-        (
-            {"core_bias": float("inf")},
-            ValueError,
-            "core_bias must be finite, got inf. Use 0.0 for none.",
         ),
     ],
 )
@@ -188,7 +168,7 @@ def test_messages(settings, error, message):
         (
             "zzz",
             "Known: group_size, window_size, num_groups, core_position, "
-            "core_bias, layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
+            "layer_group_sizes, sink_size, cache_dtype, head_group_sizes, backend, "
             "core_mass, fetch_groups, fetch_index, fetch_share, store, fetch_slots, prefill.",
         ),
     ],
@@ -264,11 +244,6 @@ def test_bounds_are_the_last_that_are_taken():
         with pytest.raises(ValueError, match=f"^{name} must be at most 2147483647, got 2147483648"):
             CCAConfig(**{name: 2**31})
     assert CCAConfig(1, 1, 1) == CCAConfig(num_groups=1).replace(group_size=1, window_size=1)
-    assert CCAConfig(core_bias=-3.4e38).core_bias == -3.4e38
-    with pytest.raises(ValueError, match="core_bias must be finite, got -3.5e\\+38"):
-        CCAConfig(core_bias=-3.5e38)  # of float32, which kernels compute in
-    with pytest.raises(ValueError, match="core_bias must be finite, got -inf"):
-        CCAConfig(core_bias=float("-inf"))
     with pytest.raises(TypeError, match="core_mass must be True or False, got 1"):
         CCAConfig(core_mass=1)
 
@@ -305,8 +280,8 @@ def test_a_field_that_is_no_more_is_refused_unless_it_was_off(field, values, har
 
 
 def test_a_layer_has_its_own_group_size_and_all_else_of_the_model():
-    config = CCAConfig(7, 9, core_bias=0.5, layer_group_sizes=(3, (1, 4)), sink_size=2)
-    plain = CCAConfig(7, 9, core_bias=0.5, sink_size=2)
+    config = CCAConfig(7, 9, layer_group_sizes=(3, (1, 4)), sink_size=2)
+    plain = CCAConfig(7, 9, sink_size=2)
     assert plain.of_layer(50) is plain and not plain.varies and config.varies
     assert config.of_layer(0) == plain.replace(group_size=3)
     assert plain.replace(layer_group_sizes=(6, 6)).of_layer(1) == plain.replace(group_size=6)

@@ -21,7 +21,6 @@ from corecontext.ops.fetch import choice, gathered, low_bits, query_blocks
 from corecontext.ops.fetch.choice import Choice
 from corecontext.ops.fetch.index import index_of
 from corecontext.ops.fetch.scoring import Queries, centre_of, group_keys, scores
-from corecontext.ops.mass import add_to_bias
 from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.visibility import num_visible_cores
 
@@ -34,14 +33,13 @@ INDICES = [
 ]
 OPTIONS = [
     {},
-    {"core_bias": True},
     {"softcap": 2.0, "core_mass": True},
     {"core_position": "token", "sink_size": 6},
-    {"core_bias": True, "core_mass": True, "sink_size": 4},
+    {"core_mass": True, "sink_size": 4},
     {"core_mass": True},
     {"num_groups": 9},
     {"group_size": (4, 7)},
-    {"group_size": (1, 5), "core_bias": True},
+    {"group_size": (1, 5)},
     {"fetch_share": 7, "core_mass": True},
     {"fetch_share": 64},
 ]
@@ -52,18 +50,18 @@ FETCH = functools.partial(
 
 def sequence(length: int, spec: Spec, **sizes: int):
     """Arguments of a backend's attention on one whole sequence, in float64: tokens, core tokens,
-    spec and bias."""
+    spec and masses."""
     x = make_inputs(length, dtype=torch.float64, num_heads=3, num_kv_heads=1, **sizes)
     tokens = Tokens(x.q, x.k[:, 0], x.v[:, 0])
     groups = complete_groups(tokens, spec.group_size, spec.sinks)
     cores, masses = packed.pool_with_mass(groups, spec)
-    return tokens, cores, spec, add_to_bias(None, masses, 3)
+    return tokens, cores, spec, masses
 
 
-def attended(tokens: Tokens, cores: Cores, spec: Spec, bias: torch.Tensor | None = None):
+def attended(tokens: Tokens, cores: Cores, spec: Spec, mass: torch.Tensor | None = None):
     """Out, log-sum-exp and choice by blocks of queries."""
     chosen = query_blocks.choose(tokens, cores.k.shape[2], spec)
-    return *query_blocks.attend(tokens, cores, spec, bias, chosen), chosen
+    return *query_blocks.attend(tokens, cores, spec, mass, chosen), chosen
 
 
 # Laws
@@ -101,7 +99,7 @@ def test_as_many_groups_as_are_seen_are_full_attention():
     visible = num_visible_cores(74, 4, 9)
     full = cca_attention(x.q, x.k, x.v, group_size=1, core_position="token")
     errors = [
-        float((FETCH(x.q, x.k, x.v, fetch_groups=k, core_bias=1.0) - full).abs().max())
+        float((FETCH(x.q, x.k, x.v, fetch_groups=k) - full).abs().max())
         for k in (visible - 1, visible)
     ]
     assert errors[0] > 1e-6 and errors[1] < 1e-13
@@ -222,13 +220,9 @@ def test_documents_of_different_length_have_gradients_of_their_own_choice():
 def compare(x, index: str, **options) -> None:
     """Hold the packed backend to the reference, results and gradients, in float64."""
     settings = {**SIZES, "rotary": ROTARY, "fetch_groups": 3, "fetch_index": index, **options}
-    heads = x.q.shape[1]
-    bias = None
-    if settings.pop("core_bias", None):
-        bias = torch.linspace(-1, 1, heads, dtype=torch.float64)
     found = [
         results_and_gradients(
-            functools.partial(cca_attention, return_lse=True, backend=name), x, bias, **settings
+            functools.partial(cca_attention, return_lse=True, backend=name), x, **settings
         )
         for name in ("reference", "packed")
     ]
@@ -317,9 +311,7 @@ def test_the_registered_operator_has_the_settings():
     spec = Spec(4, 9, scale=0.25, rotary=ROTARY, fetch_groups=2, fetch_index="mean", fetch_share=3)
 
     def compiled(q, k, v):
-        return cca_attention_op(
-            q, k, v, None, ROTARY.inv_freq, None, None, None, *_flat(spec, "packed")
-        )
+        return cca_attention_op(q, k, v, ROTARY.inv_freq, None, None, None, *_flat(spec, "packed"))
 
     settings = {"fetch_groups": 2, "fetch_index": "mean", "fetch_share": 3, "rotary": ROTARY}
     eager = functools.partial(cca_attention, return_lse=True, **SIZES, **settings)

@@ -36,8 +36,6 @@ class Case(NamedTuple):
 
     number: int
     inputs: Inputs
-    bias: torch.Tensor | None
-    """[H]."""
     settings: dict[str, Any]
     """Of `cca_attention`; in every tenth case those of a preset."""
     layout: str
@@ -74,18 +72,12 @@ def draw_case(number: int) -> Case:
         del preset["store"]  # of a cache
         settings |= preset | {"num_groups": None}
     settings |= draw_layout(draw, layout, inputs)
-    bias = None
-    if draw.random() < 0.4:
-        bias = torch.full((num_heads,), draw.uniform(-2, 2), dtype=torch.float64)
-        bias = bias + draw.choice((0, 1)) * torch.linspace(-1, 1, num_heads, dtype=torch.float64)
-        # In 32 bits, and so the same for every dtype.
-        bias = bias.float().to(inputs.q.dtype)
     blocks = {
         "_GATHER_COST": draw.choice((0, 1, 16)),
         "_ELEMENTS": draw.choice((1, 500, 1 << 22)),
         "_BLOCK_QUERIES": draw.choice((1, 13, 128)),
     }
-    return Case(number, inputs, bias, settings, layout, blocks)
+    return Case(number, inputs, settings, layout, blocks)
 
 
 def draw_sizes(draw: random.Random, num_kv_heads: int) -> dict[str, Any]:
@@ -144,8 +136,7 @@ def draw_layout(draw: random.Random, layout: str, inputs: Inputs) -> dict[str, A
 def run(case: Case, inputs: Inputs, backend: str) -> dict[str, torch.Tensor]:
     """Return results and gradients."""
     attend = functools.partial(cca_attention, return_lse=True, backend=backend)
-    bias = None if case.bias is None else case.bias.to(inputs.q.dtype)
-    return results_and_gradients(attend, inputs, bias, **case.settings)
+    return results_and_gradients(attend, inputs, **case.settings)
 
 
 def largest_error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
@@ -187,11 +178,8 @@ def fill_cache(case: Case) -> torch.Tensor | None:
     draw = random.Random(f"cache {case.number}")
     settings = dict(case.settings)
     rotary, scale, softcap = (settings.pop(name) for name in ("rotary", "scale", "softcap"))
-    is_one_bias = case.bias is None or bool((case.bias == case.bias[0]).all())
-    if case.layout != "rows" or settings["fetch_share"] > 1 or not is_one_bias:
+    if case.layout != "rows" or settings["fetch_share"] > 1:
         return None
-    if case.bias is not None:
-        settings["core_bias"] = float(case.bias[0])
     if isinstance(settings["group_size"], tuple):
         settings["head_group_sizes"] = settings.pop("group_size")
     slots = draw.choice((0, *(settings["fetch_groups"] + more for more in (0, 1, 5))))

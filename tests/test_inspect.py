@@ -34,13 +34,12 @@ def model(tmp_path_factory) -> str:
     "settings",
     [
         {},
-        {"core_mass": True, "sink_size": 8, "core_bias": 0.7},
+        {"core_mass": True, "sink_size": 8},
         {"core_mass": True},
         {"num_groups": 5},
-        {"core_bias": 0.7},
         {"layer_group_sizes": (3, 5)},
         {"layer_group_sizes": (5, (1, 5)), "sink_size": 5},
-        {"sink_size": 8, "core_bias": 0.7},
+        {"sink_size": 8},
         {"sink_size": 60},
         {"fetch_groups": 2, "core_mass": True, "sink_size": 4},
         {"fetch_groups": 3, "fetch_index": "mean", "fetch_share": 4},
@@ -77,7 +76,6 @@ def test_maps_are_the_weights_of_attention(model, settings):
                 for name in (
                     "window_size",
                     "num_groups",
-                    "core_bias",
                     "core_mass",
                     "sink_size",
                     "fetch_groups",

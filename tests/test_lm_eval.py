@@ -55,9 +55,9 @@ def test_settings_reach_the_model_and_matter(folder, tmp_path):
         dtype="float32",
         group_size=8,
         window_size=16,
-        core_bias=0.5,
+        sink_size=3,
     )
-    assert lm.model.config.cca["group_size"] == 8 and lm.model.config.cca["core_bias"] == 0.5
+    assert lm.model.config.cca["group_size"] == 8 and lm.model.config.cca["sink_size"] == 3
     default = ours.register()(pretrained=str(folder / "model"), device="cpu", dtype="float32")
     assert default.model.config.cca["window_size"] == 1024
     ours.register()(

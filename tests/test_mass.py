@@ -21,7 +21,6 @@ OPTIONS = [
     {"softcap": 2.0},
     {"core_position": "token"},
     {"sink_size": 6},
-    {"core_bias": True},
     {"num_groups": 5},
     {"group_size": (4, 7)},
     {"group_size": 1},
@@ -55,7 +54,7 @@ def test_a_core_token_weighs_at_most_as_its_group():
     tokens, groups = groups_of(60, 5)
     spec = Spec(5, 7, scale=0.5)
     cores = reference.pool(groups, spec)
-    masses = reference.mass(groups, spec)
+    masses = reference.mass_of(groups, spec)
     scores = 0.5 * tokens.q @ cores.k.mT + masses[:, :, None]  # [N, r, T, M]
     true = (0.5 * torch.einsum("nrtd,nmgd->nrtmg", tokens.q, groups.k)).logsumexp(-1)
     assert (scores <= true + 1e-12).all()
@@ -68,7 +67,7 @@ def test_at_the_pooling_query_a_core_token_weighs_as_its_group():
     spec = Spec(5, 7, scale=0.5)
     cores = reference.pool(groups, spec)
     scores = (
-        0.5 * (groups.q_last[:, 0] * cores.k[:, 0]).sum(-1) + reference.mass(groups, spec)[:, 0]
+        0.5 * (groups.q_last[:, 0] * cores.k[:, 0]).sum(-1) + reference.mass_of(groups, spec)[:, 0]
     )
     true = (0.5 * torch.einsum("nrmd,nmgd->nrmg", groups.q_last, groups.k)).logsumexp(-1)[:, 0]
     torch.testing.assert_close(scores, true, rtol=0, atol=1e-12)
@@ -78,7 +77,7 @@ def test_at_the_pooling_query_a_core_token_weighs_as_its_group():
 def test_one_token_in_a_group_changes_nothing(backend):
     x = make_inputs(40)
     run = functools.partial(cca_attention, x.q, x.k, x.v, group_size=1, window_size=5)
-    settings = {"core_position": "token", "core_bias": 0.5, "backend": backend}
+    settings = {"core_position": "token", "backend": backend}
     assert torch.equal(run(core_mass=True, **settings), run(**settings))
 
 
@@ -101,10 +100,9 @@ def test_the_sum_of_a_row_is_nearer_to_that_of_full_attention():
 def test_results_and_gradients_are_the_references(options, with_lse, backend):
     x = make_inputs(75, batch_size=2, dtype=torch.float64, with_lse=with_lse)
     settings = {"group_size": 4, "window_size": 9, "rotary": ROTARY, "core_mass": True, **options}
-    bias = torch.randn(4, dtype=torch.float64) if settings.pop("core_bias", None) else None
     found = [
         results_and_gradients(
-            functools.partial(cca_attention, return_lse=True, backend=name), x, bias, **settings
+            functools.partial(cca_attention, return_lse=True, backend=name), x, **settings
         )
         for name in ("reference", backend)
     ]
@@ -161,9 +159,7 @@ def test_the_registered_operator_has_the_setting():
     spec = Spec(4, 9, scale=0.25, core_mass=True, rotary=ROTARY)
 
     def compiled(q, k, v):
-        return cca_attention_op(
-            q, k, v, None, ROTARY.inv_freq, None, None, None, *_flat(spec, "packed")
-        )
+        return cca_attention_op(q, k, v, ROTARY.inv_freq, None, None, None, *_flat(spec, "packed"))
 
     eager = functools.partial(
         cca_attention, group_size=4, window_size=9, rotary=ROTARY, core_mass=True, return_lse=True
@@ -219,13 +215,13 @@ def test_triton_kernels_take_it(options):
 def test_a_buffer_of_entries_with_their_masses(softcap):
     """As a decoding step attends: raw tokens, then core tokens, for each row and KV head."""
     x = make_inputs(30, batch_size=2, dtype=torch.float64)  # 4 heads, 2 KV heads
-    masses = torch.rand(2, 4, 20, dtype=torch.float64)
+    masses = torch.rand(2, 2, 20, dtype=torch.float64)
     see = torch.ones(2, 1, 30, dtype=torch.bool)
     options = {"scale": 0.25, "softcap": softcap}
-    got = attend_buffer(x.q[:, :, :1], x.k, x.v, see, 10, core_bias=masses, **options)
+    got = attend_buffer(x.q[:, :, :1], x.k, x.v, see, 10, mass=masses, **options)
     scores = 0.25 * x.q[:, :, :1] @ x.k.repeat_interleave(2, 1).mT
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores[..., 10:] += masses[:, :, None]
+    scores[..., 10:] += masses.repeat_interleave(2, 1)[:, :, None]
     truth = scores.softmax(-1) @ x.v.repeat_interleave(2, 1)
     torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)

@@ -81,9 +81,6 @@ POSITIONS = "position_ids must be [1 or B, L] with B = 2, L = 6, got [1, 5]."
 CALL_ERRORS = [
     ({"window_size": 0}, ValueError, "window_size must be at least 1 (a query sees itself), got 0"),
     ({"num_groups": 0}, ValueError, "num_groups must be at least 1, got 0."),
-    ({"core_bias": torch.zeros(2)}, ValueError, "core_bias must be a number or have shape [H] = ["),
-    ({"core_bias": float("nan")}, ValueError, "core_bias must be finite, got nan. Use 0.0 for non"),
-    ({"core_bias": [0.0] * 4}, TypeError, "core_bias must be a number or a tensor [H], got [0.0, "),
     ({"attention_mask": [[1] * 6] * 2}, TypeError, "attention_mask must be a tensor, got list."),
     ({"attention_mask": -1e9 * ones(2, 6).float()}, ValueError, "attention_mask must hold 1 for "),
     ({"attention_mask": ones(2, 5)}, ValueError, "attention_mask must be [B, L] = [2, 6], got [2,"),
@@ -230,22 +227,6 @@ def test_dtypes_of_results(device, dtype, backend):
     assert {core.dtype for core in pool_core_tokens(x.q, x.k, x.v, **settings)} == {dtype}
 
 
-def test_core_bias_as_a_number_or_one_for_each_head(device):
-    x = make_inputs(40, device=device)
-    run = functools.partial(
-        cca_attention,
-        x.q,
-        x.k,
-        x.v,
-        group_size=4,
-        window_size=5,
-        rotary=Rotary.from_theta(10000.0, 16, device),
-    )
-    assert torch.equal(run(core_bias=1.5), run(core_bias=torch.full((4,), 1.5, device=device)))
-    assert not torch.allclose(run(core_bias=1.5), run())
-    torch.testing.assert_close(run(core_bias=0.0), run(core_bias=torch.zeros(4, device=device)))
-
-
 def test_two_tokens_are_two_documents_where_positions_begin_again(device):
     q, k, v = torch.randn(3, 1, 2, 2, 4, device=device).unbind()
     positions = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -267,7 +248,7 @@ def compiled_case(device):
     operations."""
     rotary = Rotary.from_theta(10000.0, 16, device)
 
-    def call(q, k, v, core_bias):
+    def call(q, k, v):
         out, lse = cca_attention(
             q * 1.25,
             k,
@@ -275,12 +256,12 @@ def compiled_case(device):
             group_size=4,
             window_size=9,
             rotary=rotary,
-            core_bias=core_bias,
+            core_mass=True,
             return_lse=True,
         )
         return out.sin(), lse
 
-    return call, make_inputs(61, device=device), torch.linspace(-1, 1, 4, device=device)
+    return call, make_inputs(61, device=device)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +270,10 @@ def compiled_case(device):
 def test_compiles_as_one_graph_forward_and_backward(device, compiler):
     if compiler == "inductor" and device.type == "cpu" and not shutil.which("g++"):
         pytest.skip("no C++ compiler")
-    call, inputs, bias = compiled_case(device)
-    eager = results_and_gradients(call, inputs, bias)
+    call, inputs = compiled_case(device)
+    eager = results_and_gradients(call, inputs)
     torch.compiler.reset()
-    compiled = results_and_gradients(
-        torch.compile(call, fullgraph=True, backend=compiler), inputs, bias
-    )
+    compiled = results_and_gradients(torch.compile(call, fullgraph=True, backend=compiler), inputs)
     for name, value in eager.items():
         torch.testing.assert_close(
             compiled[name],
@@ -312,7 +291,6 @@ def operator_arguments(device, **changes):
         "q": x.q,
         "k": x.k,
         "v": x.v,
-        "core_bias": torch.ones(4, device=device),
         "inv_freq": ROTARY.inv_freq.to(device),
         "attention_mask": None,
         "cu_seqlens": None,
@@ -380,12 +358,11 @@ def test_nothing_reads_fresh_memory(device, fresh_memory_is_nan, settings, lengt
     x = make_inputs(length, batch_size=2, device=device)
     mask = torch.ones(2, length, device=device)
     mask[0, : length // 3] = 0
-    rotary, bias = Rotary.from_theta(10000.0, 16, device), torch.ones(4, device=device)
+    rotary = Rotary.from_theta(10000.0, 16, device)
     for extra in ({}, {"attention_mask": mask}):
         found = results_and_gradients(
             functools.partial(cca_attention, return_lse=True, **extra),
             x,
-            bias,
             group_size=4,
             window_size=9,
             rotary=rotary,

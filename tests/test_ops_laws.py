@@ -82,16 +82,8 @@ def test_law_1_groups_of_one_token_are_full_attention(device, backend, option):
             **option,
         }
         full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
-        out, lse = cca_attention(x.q, x.k, x.v, backend=backend, return_lse=True, **settings)
+        out = cca_attention(x.q, x.k, x.v, backend=backend, **settings)
         torch.testing.assert_close(out, full, rtol=0, atol=1e-13)
-        # A bias that is zero takes no shortcut: groups of one token go through pooling and the core
-        # part.
-        zero = torch.zeros(4, dtype=torch.float64, device=device)
-        pooled, pooled_lse = cca_attention(
-            x.q, x.k, x.v, backend=backend, core_bias=zero, return_lse=True, **settings
-        )
-        torch.testing.assert_close(pooled, full, rtol=0, atol=1e-13)
-        torch.testing.assert_close(pooled_lse, lse, rtol=0, atol=1e-13)
 
 
 def test_law_1_the_first_core_query_is_the_first_to_differ(device):
@@ -395,7 +387,6 @@ def test_num_groups_is_the_group_size_it_stands_for(device):
 @pytest.mark.parametrize("group_size, window_size", SIZES)
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_laws_6_and_8_backends_agree_in_float64(device, option, group_size, window_size, with_lse):
-    bias = torch.linspace(-1, 2, 4, dtype=torch.float64, device=device)
     for length in (first_core_query(group_size, window_size) + 1, 97):
         x = make_inputs(
             length, batch_size=2, dtype=torch.float64, device=device, seed=length, with_lse=with_lse
@@ -410,7 +401,6 @@ def test_laws_6_and_8_backends_agree_in_float64(device, option, group_size, wind
             results_and_gradients(
                 functools.partial(cca_attention, backend=backend, return_lse=True),
                 x,
-                bias,
                 **settings,
             )
             for backend in BACKENDS
@@ -524,11 +514,10 @@ def test_a_batch_gives_what_its_rows_give_alone(device):
 def test_how_long_inputs_are_cut_changes_nothing(device, option, with_lse, monkeypatch):
     """Long inputs are computed a few groups, heads and rows at a time; here so few that short ones
     are cut, too, with a rest at every end."""
-    bias = torch.linspace(-1, 2, 4, dtype=torch.float64, device=device)
     x = make_inputs(86, batch_size=2, dtype=torch.float64, device=device, with_lse=with_lse)
     settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
     run = functools.partial(cca_attention, return_lse=True, **settings)
-    expected = results_and_gradients(functools.partial(run, backend="reference"), x, bias)
+    expected = results_and_gradients(functools.partial(run, backend="reference"), x)
     # 3 groups of 4 sequences.
     monkeypatch.setattr(pooling_chunks, "_CHUNK_ELEMENTS", 3 * 4 * 4 * 16)
     monkeypatch.setattr(packed, "_CORE_ELEMENTS", 3 * 2 * 86 * 16)  # 3 of these
@@ -537,7 +526,7 @@ def test_how_long_inputs_are_cut_changes_nothing(device, option, with_lse, monke
     monkeypatch.setattr(partial, "_CHUNK_SCORES", 3 * 4 * 2 * 20)
     monkeypatch.setattr(merge, "_ELEMENTS", {"cpu": 5 * 3 * 2 * 16})  # 5 rows
     monkeypatch.setattr(merge, "_ELEMENTS_DEFAULT", 5 * 3 * 2 * 16)
-    found = results_and_gradients(functools.partial(run, backend="packed"), x, bias)
+    found = results_and_gradients(functools.partial(run, backend="packed"), x)
     for name, value in found.items():
         torch.testing.assert_close(
             value, expected[name], rtol=0, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
@@ -547,15 +536,12 @@ def test_how_long_inputs_are_cut_changes_nothing(device, option, with_lse, monke
 @pytest.mark.parametrize("option", [{}, {"core_mass": True}], ids=str)
 def test_either_result_may_be_differentiated_alone(device, option):
     x = make_inputs(50, batch_size=2, dtype=torch.float64, device=device)
-    bias = torch.linspace(-1, 2, 4, dtype=torch.float64, device=device)
     settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
-    leaves = [y.clone().requires_grad_() for y in (*x[:3], bias)]
+    leaves = [y.clone().requires_grad_() for y in x[:3]]
     for result, upstream in ((0, x.grad_out), (1, x.grad_lse)):
         found, expected = (
             torch.autograd.grad(
-                cca_attention(
-                    *leaves[:3], core_bias=leaves[3], backend=backend, return_lse=True, **settings
-                )[result],
+                cca_attention(*leaves, backend=backend, return_lse=True, **settings)[result],
                 leaves,
                 upstream,
                 materialize_grads=True,
@@ -572,7 +558,7 @@ def test_autocast_rounds_the_inputs_and_nothing_else(device):
     x = make_inputs(50, batch_size=2, device=device, with_lse=False)
     for option in ({}, {"core_mass": True}):
         settings = {"group_size": 4, "window_size": 9, "rotary": rotary_on(device), **option}
-        run = functools.partial(cca_attention, core_bias=0.7, **settings)
+        run = functools.partial(cca_attention, **settings)
         half = [y.bfloat16().requires_grad_() for y in x[:3]]
         single = [y.clone().requires_grad_() for y in x[:3]]
         expected = run(*half)

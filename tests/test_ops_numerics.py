@@ -47,12 +47,11 @@ def test_awkward_lengths(device, dtype, group_size, window_size):
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("option", range(len(OPTIONS)))
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_every_option_with_a_core_bias(device, dtype, option, with_lse):
+def test_every_option(device, dtype, option, with_lse):
     inputs = make_inputs(83, dtype=dtype, device=device, seed=option, with_lse=with_lse)
     assert_accurate(
         packed,
         inputs,
-        torch.linspace(-1, 2, 4, device=device),
         group_size=5,
         window_size=12,
         rotary=rotary_for(16, device),
@@ -108,7 +107,6 @@ def test_the_reference_keeps_the_budget_too(device, dtype):
     assert_accurate(
         function,
         make_inputs(61, dtype=dtype, device=device),
-        torch.linspace(-1, 2, 4, device=device),
         group_size=5,
         window_size=12,
         rotary=rotary_for(16, device),
@@ -202,30 +200,6 @@ def test_scores_of_large_queries_are_rounded_as_sums_of_large_products(
     assert_within_budget(lse[..., None], truth[..., None], errors, "lse", q.dtype, 3, lse_size(q))
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("backend", ["packed", "reference"])
-def test_a_core_bias_that_16_bits_do_not_hold(device, backend, softcap):
-    """Where all scores are 0, the log-sum-exp counts tokens: log(raw + core exp(bias))."""
-    bias = 4.0156  # between two numbers of bfloat16 that are 0.03 apart
-    zeros = torch.zeros(1, 2, 60, 16, dtype=torch.bfloat16, device=device)
-    _, lse = cca_attention(
-        *(zeros, zeros, zeros),
-        group_size=4,
-        window_size=9,
-        core_position="token",
-        softcap=softcap,
-        core_bias=bias,
-        backend=backend,
-        return_lse=True,
-    )
-    position = torch.arange(60, dtype=torch.float64, device=device)
-    cores = (position + 1 - 9).clamp(min=0) // 4
-    truth = (position + 1 - 4 * cores + cores * math.exp(bias)).log()
-    # PyTorch's attention to n equal scores gives log n less 5e-5 on some CPUs. A rounded bias would
-    # be off by 1e-2.
-    torch.testing.assert_close(lse.double(), truth.expand(1, 2, -1), rtol=0, atol=2e-4)
-
-
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("backend", ["packed", "triton"])
 def test_pooling_alone(device, dtype, backend):
@@ -260,16 +234,14 @@ def test_pooling_alone(device, dtype, backend):
 
 
 def test_float64_gradients_by_finite_differences(device):
-    """Against no formula at all: every gradient of a small case, the log-sum-exp and the bias
-    included."""
+    """Against no formula at all: every gradient of a small case, the log-sum-exp included."""
     x = make_inputs(11, dtype=torch.float64, device=device, head_dim=4, num_heads=2, num_kv_heads=1)
-    bias = torch.tensor([0.3, -0.7], dtype=torch.float64, device=device)
     rotary = Rotary(torch.tensor([1.0, 0.2], device=device))
-    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, bias)]
-    for settings in ({}, {"softcap": 2.0}):
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    for settings in ({}, {"softcap": 2.0}, {"core_mass": True}):
         assert torch.autograd.gradcheck(
-            lambda q, k, v, b, settings=settings: packed(
-                q, k, v, core_bias=b, group_size=3, window_size=2, rotary=rotary, **settings
+            lambda q, k, v, settings=settings: packed(
+                q, k, v, group_size=3, window_size=2, rotary=rotary, **settings
             ),
             leaves,
             fast_mode=True,

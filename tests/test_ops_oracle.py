@@ -38,7 +38,6 @@ def oracle(
     core_position="middle",
     rotary,
     softcap=None,
-    core_bias=None,
 ):
     """CCA of un-rotated q [H, L, D] and k, v [Hkv, L, D]: out, lse, core_k, core_v of each query
     head."""
@@ -86,8 +85,7 @@ def oracle(
                 for c in range(length // group_size)
                 if (c + 1) * group_size - 1 <= t - window_size
             ]
-            bias = 0.0 if core_bias is None else float(core_bias[h])
-            terms = [(score(h, t, cores[h][c][0]) + bias, cores[h][c][1]) for c in seen]
+            terms = [(score(h, t, cores[h][c][0]), cores[h][c][1]) for c in seen]
             terms += [
                 (score(h, t, k_rot[h // repeats][i]), v[h // repeats, i])
                 for i in range(len(seen) * group_size, t + 1)
@@ -117,10 +115,6 @@ CASES = [
     {"rotary": PARTIAL_INTERLEAVED},
     {"rotary": HALF, "core_position": "token"},
     {"rotary": PARTIAL, "softcap": 1.5},
-    {
-        "rotary": HALF,
-        "core_bias": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=F64),
-    },
 ]
 
 
@@ -141,9 +135,6 @@ def test_operator_equals_the_second_writing(device, backend, length, group_size,
         torch.stack([torch.stack(row) for row in x])[None].to(device) for x in (q_rot, k_rot)
     ]
     v = v[None].to(device)
-    for name in ("rotary", "core_bias"):
-        if isinstance(settings.get(name), torch.Tensor):
-            settings[name] = settings[name].to(device)
     got, got_lse = cca_attention(
         *rotated,
         v,
@@ -155,7 +146,6 @@ def test_operator_equals_the_second_writing(device, backend, length, group_size,
     )
     torch.testing.assert_close(got[0].cpu(), out, rtol=0, atol=1e-12)
     torch.testing.assert_close(got_lse[0].cpu(), lse, rtol=0, atol=1e-12)
-    settings.pop("core_bias", None)
     pooled = pool_core_tokens(*rotated, v, group_size=group_size, backend=backend, **settings)
     for mine, theirs in zip(pooled, (core_k, core_v)):
         mine = mine[0].cpu().repeat_interleave(4 // mine.shape[1], 0)

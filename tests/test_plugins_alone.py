@@ -129,7 +129,6 @@ def test_settings_without_a_kernel_over_pages_are_refused(setting, value):
         ("sink_size", 0),
         ("prefill", "fetch"),
         ("head_group_sizes", (1, 32)),
-        ("core_bias", 0.5),
         ("fetch_index", "mean"),
         ("fetch_index", "parts:3:2"),
         ("window_size", 31),
@@ -162,9 +161,6 @@ def test_heads_over_pages_have_one_group_size_or_keep_every_token():
     assert settings_of(config) == CONFIG.replace(group_size=8, prefill="fetch")
     assert spec_of(config, 0.5, None).sinks == 8
     assert raw_heads_of(config, 2).heads == (((), ()), ((0,), ()), ((0,), (0,)))
-    config.cca["core_bias"] = -0.5
-    with pytest.raises(ValueError, match="^cca.core_bias must be 0 with KV heads .* got -0.5. Ch"):
-        settings_of(config)
     config.num_hidden_layers = 4
     with pytest.raises(ValueError, match="^layer_group_sizes must have one g for each of the 4"):
         raw_heads_of(config, 1)

@@ -19,7 +19,7 @@ LENGTH = 60
 PROMPT = 41
 KINDS = {
     "plain": {},
-    "mass": {"sink_size": 6, "core_bias": 0.5, "core_mass": True},
+    "mass": {"sink_size": 6, "core_mass": True},
     "heads": {"head_group_sizes": (4, 3), "sink_size": 4},
     "fetch": {"fetch_groups": 2, "fetch_index": "mean", "sink_size": 4},
 }
@@ -38,7 +38,6 @@ def dense(config, tensors, **options):
         *tensors,
         group_size=config.head_group_sizes or config.group_size,
         rotary=ROTARY,
-        core_bias=config.core_bias or None,
         fetch_index=config.fetch_index,
         **{name: getattr(config, name) for name in names},
         **options,

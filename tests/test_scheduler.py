@@ -691,7 +691,6 @@ def held_bytes(scheduler):
 SETTINGS = {
     "int8": {"cache_dtype": "int8"},
     "fp8": {"cache_dtype": "fp8"},
-    "bias": {"core_bias": 0.7},
     "layers": {"layer_group_sizes": (3, 8)},
     "heads": {"layer_group_sizes": ((3, 1), 8)},
     "heads-all": {
@@ -725,7 +724,7 @@ COMBINED = ("fp8", "heads-all", "all")
         ),
     ],
 )
-def test_eight_bits_a_core_bias_and_a_g_for_each_layer(setting, fixed):
+def test_eight_bits_and_a_g_for_each_layer(setting, fixed):
     draw, config = random.Random(3), CCAConfig.paper(5, 13, **SETTINGS[setting])
     with corecontext.enabled(model := tiny_model(), config):
         scheduler = Scheduler(model, chunk_size=16, rows_per_pool=3, capture=False)

@@ -26,7 +26,6 @@ OPTIONS = [
     {},
     {"core_position": "token"},
     {"softcap": 2.0},
-    {"core_bias": True},
 ]
 
 
@@ -38,7 +37,7 @@ def seen_by(position: int, g: int, s: int, n: int) -> tuple[list[int], list[int]
     return cores, [i for i in range(position + 1) if i // g not in cores]
 
 
-def dense(q, k, v, *, group_size, window_size, sink_size, core_bias=None, softcap=None, **options):
+def dense(q, k, v, *, group_size, window_size, sink_size, softcap=None, **options):
     """One softmax under a mask of that definition; core tokens pooled from all groups."""
     length, repeats = q.shape[2], q.shape[1] // k.shape[1]
     n = -(-sink_size // group_size) * group_size
@@ -62,10 +61,6 @@ def dense(q, k, v, *, group_size, window_size, sink_size, core_bias=None, softca
     )
     scores = q @ keys.mT * q.shape[3] ** -0.5
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    if core_bias is not None:
-        scores = (
-            scores + F.pad(core_bias[:, None].expand(-1, core_k.shape[2]), (0, length))[:, None]
-        )
     scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ values, scores.logsumexp(-1)
 
@@ -106,12 +101,6 @@ def test_the_integer_rules_are_the_definition(g, s):
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("g, s, sink_size", SIZES)
 def test_rows_and_gradients_are_those_of_the_dense_mask(backend, option, g, s, sink_size):
-    option = dict(option)
-    bias = (
-        torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
-        if option.pop("core_bias", None)
-        else None
-    )
     for length, with_lse in ((1, True), (9, False), (53, True)):
         x = make_inputs(
             length,
@@ -127,9 +116,9 @@ def test_rows_and_gradients_are_those_of_the_dense_mask(backend, option, g, s, s
             "rotary": ROTARY,
             **option,
         }
-        expected = results_and_gradients(dense, x, bias, **settings)
+        expected = results_and_gradients(dense, x, **settings)
         got = results_and_gradients(
-            functools.partial(cca_attention, backend=backend, return_lse=True), x, bias, **settings
+            functools.partial(cca_attention, backend=backend, return_lse=True), x, **settings
         )
         for name in expected:
             torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-11)
@@ -174,19 +163,9 @@ def test_full_attention_up_to_its_exact_length():
 def test_groups_of_one_token_are_full_attention(backend):
     x = make_inputs(29, dtype=torch.float64, device=torch.get_default_device())
     full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
-    for bias in (None, torch.zeros(4, dtype=torch.float64)):  # a bias takes no shortcut
-        out = cca_attention(
-            x.q,
-            x.k,
-            x.v,
-            group_size=1,
-            window_size=3,
-            sink_size=5,
-            rotary=ROTARY,
-            core_bias=bias,
-            backend=backend,
-        )
-        torch.testing.assert_close(out, full, rtol=0, atol=1e-13)
+    settings = {"group_size": 1, "window_size": 3, "sink_size": 5, "rotary": ROTARY}
+    out = cca_attention(x.q, x.k, x.v, backend=backend, **settings)
+    torch.testing.assert_close(out, full, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -187,10 +187,7 @@ def test_the_card_names_all_of_the_attention():
             ("--layer-group-sizes", "4", "--layer-group-sizes", "8"),
             {"layer_group_sizes": (4, 8)},
         ),
-        (
-            ("--learning-rate", "1e-4", "--core-bias", "2"),
-            {"learning_rate": 1e-4, "core_bias": 2.0},
-        ),
+        (("--learning-rate", "1e-4"), {"learning_rate": 1e-4}),
         (("--shape", '{"hidden_size": 8}'), {"shape": {"hidden_size": 8}}),
         (("--seed", "7", "--deterministic"), {"seed": 7, "deterministic": True}),
         (

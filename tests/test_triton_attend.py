@@ -89,8 +89,7 @@ def assert_near(got, expected, dtype, what, terms=16):
     [
         {},
         {"softcap": 5.0},
-        {"bias": "heads", "grad_lse": True},
-        {"bias": "cores", "grad_lse": True, "sink_groups": 2},
+        {"mass": True, "grad_lse": True, "sink_groups": 2},
     ],
     ids=str,
 )
@@ -99,10 +98,9 @@ def test_forward_and_gradients(shape, dtype, options):
         pytest.skip("the interpreter is slow, and caps scores of float32 whatever the dtype")
     sink_groups = options.get("sink_groups", 0)
     (q, k, v, core_k, core_v), _ = tensors(*shape, dtype, sink_groups=sink_groups)
-    bias = None
-    if "bias" in options:
-        each = core_k.shape[2:3] if options["bias"] == "cores" else ()
-        bias = torch.randn(*shape[:2], *each, device=DEVICE)
+    mass = None
+    if "mass" in options:
+        mass = torch.randn(shape[0], 1, core_k.shape[2], device=DEVICE)
     spec = Spec(
         shape[4],
         shape[5],
@@ -112,9 +110,9 @@ def test_forward_and_gradients(shape, dtype, options):
     )
     tokens, cores = Tokens(q, k, v), Cores(core_k, core_v)
     leaves = [x.double().requires_grad_() for x in (q, k, v, core_k, core_v)]
-    wide_bias = None if bias is None else bias.double().requires_grad_()
-    truth, truth_lse = reference.attend(Tokens(*leaves[:3]), Cores(*leaves[3:]), spec, wide_bias)
-    out, lse = kernels.attend(tokens, cores, spec, bias)
+    wide_mass = None if mass is None else mass.double().requires_grad_()
+    truth, truth_lse = reference.attend(Tokens(*leaves[:3]), Cores(*leaves[3:]), spec, wide_mass)
+    out, lse = kernels.attend(tokens, cores, spec, mass)
     assert_near(out, truth, dtype, "out")
     torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=ERROR[dtype])
     grad = torch.randn_like(q)
@@ -123,16 +121,16 @@ def test_forward_and_gradients(shape, dtype, options):
         0 if grad_lse is None else (truth_lse * grad_lse.double()).sum()
     )
     expected = torch.autograd.grad(
-        loss, leaves + ([] if bias is None else [wide_bias]), allow_unused=True
+        loss, leaves + ([] if mass is None else [wide_mass]), allow_unused=True
     )
     upstream = Upstream(grad, grad_lse, out, lse)
-    got = kernels.attend_backward(upstream, tokens, cores, spec, bias)
-    for name, a, b in zip(("q", "k", "v", "core_k", "core_v", "bias"), got, expected):
-        terms = shape[2] * shape[3] if name == "bias" else 16
+    got = kernels.attend_backward(upstream, tokens, cores, spec, mass)
+    for name, a, b in zip(("q", "k", "v", "core_k", "core_v", "mass"), got, expected):
+        terms = shape[2] * shape[3] if name == "mass" else 16
         assert_near(a, torch.zeros_like(a) if b is None else b, dtype, f"gradient of {name}", terms)
     if not GPU and shape != SHAPES[0]:
         return  # the interpreter has one order, whatever the shape
-    again = kernels.attend_backward(upstream, tokens, cores, spec, bias)
+    again = kernels.attend_backward(upstream, tokens, cores, spec, mass)
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, again))  # the same from run to run
 
 
@@ -162,14 +160,14 @@ def test_first_tokens_may_come_apart_from_the_others(q_start, length):
     q = q[:, :, q_start:]
     spec = Spec(group_size=g, window_size=s, scale=0.25, sink_size=n)
     tokens = Tokens(q, k[:, k_start:], v[:, k_start:], q_start, k_start, k[:, :n], v[:, :n])
-    bias = torch.randn(1, 2, core_k.shape[2], device=DEVICE)
+    mass = torch.randn(1, 1, core_k.shape[2], device=DEVICE)
     truth, truth_lse = reference.attend(
         Tokens(q.double(), k.double(), v.double(), q_start),
         Cores(core_k.double(), core_v.double()),
         spec,
-        bias,
+        mass,
     )
-    out, lse = kernels.attend(tokens, Cores(core_k, core_v), spec, bias)
+    out, lse = kernels.attend(tokens, Cores(core_k, core_v), spec, mass)
     assert_near(out, truth, torch.float32, "out")
     assert_near(lse, truth_lse, torch.float32, "log-sum-exp")
 
@@ -204,8 +202,7 @@ def test_tiles_without_a_mask_hold_no_token_of_the_future(g, s):
         {},
         {"attention_mask": True},
         {"cu_seqlens": True},
-        {"core_bias": 0.7},
-        {"sink_size": 8, "core_bias": 0.7},
+        {"sink_size": 8, "core_mass": True},
     ],
     ids=str,
 )

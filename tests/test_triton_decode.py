@@ -51,7 +51,6 @@ def reference(config, rotary, qkv, mask=None, softcap=None):
         group_size=c.group_size,
         window_size=c.window_size,
         core_position=c.core_position,
-        core_bias=c.core_bias,
         core_mass=c.core_mass,
         sink_size=c.sink_size,
         rotary=rotary,
@@ -86,20 +85,19 @@ CASES = [
     (4, 9, 4, 2, 16, 21, 34, {}),
     (5, 12, 2, 2, 16, 1, 24, {}),
     (16, 4, 2, 1, 16, 13, 37, {}),
-    (1, 5, 2, 1, 16, 7, 19, {"core_bias": 0.7}),
+    (1, 5, 2, 1, 16, 7, 19, {}),
     (7, 3, 3, 1, 80, 20, 36, {}),
-    (4, 9, 4, 2, 16, 21, 33, {"core_bias": -0.7}),
     (5, 6, 3, 1, 16, 13, 31, {}),
     (5, 8, 2, 1, 16, 13, 31, {}),
     (4, 9, 2, 1, 18, 13, 31, {"core_position": "token"}),
     (40, 3, 2, 1, 96, 35, 45, {}),
-    (4, 5, 4, 2, 16, 6, 24, {"sink_size": 8, "core_bias": -0.7}),
+    (4, 5, 4, 2, 16, 6, 24, {"sink_size": 8}),
     (5, 6, 2, 1, 16, 1, 28, {"sink_size": 10}),
 ]
 if GPU:
     CASES += [
         (16, 100, 32, 8, 128, 3000, 3050, {}),
-        (16, 64, 8, 8, 128, 1000, 1040, {"core_bias": 2.0}),
+        (16, 64, 8, 8, 128, 1000, 1040, {}),
         (16, 33, 64, 1, 128, 500, 540, {}),
         (300, 50, 4, 2, 256, 890, 905, {}),
     ]
@@ -138,7 +136,7 @@ def test_every_step_of_every_row(case, softcap, dtype):
     "g, heads, kv_heads, dim, dtype, settings",
     [
         (5, 4, 2, 16, DTYPES[-1], {"sink_size": 5}),
-        (12, 3, 1, 96, torch.float32, {"core_bias": 0.7}),
+        (12, 3, 1, 96, torch.float32, {}),
     ],
 )
 def test_masses_are_computed_and_added(g, heads, kv_heads, dim, dtype, settings):

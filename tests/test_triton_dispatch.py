@@ -37,7 +37,7 @@ from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
 from corecontext.ops.fetch.choice import Choice  # noqa: E402
 from corecontext.ops.fetch.index import index_of  # noqa: E402
-from corecontext.ops.mass import add_to_bias  # noqa: E402
+from corecontext.ops.mass import if_any  # noqa: E402
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream  # noqa: E402
 from corecontext.ops.triton import backend  # noqa: E402
 from corecontext.ops.triton.attend import anywhere, best, chosen  # noqa: E402
@@ -60,13 +60,14 @@ class _Anywhere:
     """The functions that run everywhere, in the shape of the surface."""
 
     pool = staticmethod(backend.pool)
+    pool_with_mass = staticmethod(backend.pool_with_mass)
     pool_backward = staticmethod(backend.pool_backward)
     attend = staticmethod(anywhere.attend)
     attend_backward = staticmethod(backend.attend_backward)
 
     @staticmethod
-    def gradients(upstream, tokens, groups, cores, spec, core_bias=None):
-        grads = backend.attend_backward(upstream, tokens, cores, spec, core_bias)
+    def gradients(upstream, tokens, groups, cores, spec, mass=None):
+        grads = backend.attend_backward(upstream, tokens, cores, spec, mass)
         return compose.through_pooling(grads, groups, spec, backend.pool_backward)
 
 
@@ -82,24 +83,24 @@ CASES = [
     (4, 700, 128, 16, 100, {"grad_lse": True}),
     (4, 333, 80, 7, 50, {"grad_lse": True}),
     (2, 500, 96, 1, 64, {}),
-    (2, 500, 96, 1, 61, {"bias": True}),
+    (2, 500, 96, 1, 61, {"mass": True}),
     (2, 700, 128, 150, 170, {}),
-    (1, 460, 64, 150, 10, {"bias": True, "grad_lse": True}),
+    (1, 460, 64, 150, 10, {"mass": True, "grad_lse": True}),
     (1, 400, 256, 16, 64, {}),
     (2, 300, 256, 7, 45, {"grad_lse": True}),
     (4, 600, 128, 16, 64, {}),
-    (2, 430, 80, 7, 20, {"bias": True}),
-    (4, 600, 128, 16, 50, {"bias": True}),
-    (4, 130, 96, 16, 40, {"bias": True, "grad_lse": True}),
+    (2, 430, 80, 7, 20, {"mass": True}),
+    (4, 600, 128, 16, 50, {"mass": True}),
+    (4, 130, 96, 16, 40, {"mass": True, "grad_lse": True}),
     (2, 127, 128, 7, 1, {}),
     (1, 20, 64, 16, 9, {}),
     (1, 1, 128, 16, 9, {}),
     (4, 600, 128, 16, 64, {"sink_groups": 1}),
-    (2, 500, 64, 7, 33, {"sink_groups": 3, "bias": True, "grad_lse": True}),
+    (2, 500, 64, 7, 33, {"sink_groups": 3, "mass": True, "grad_lse": True}),
     (2, 700, 128, 150, 170, {"sink_groups": 1}),
     (1, 400, 256, 16, 64, {"sink_groups": 9}),
 ]
-SMALL = [(2, 45, 40, 7, 10, {"bias": True, "grad_lse": True, "sink_groups": 1})]
+SMALL = [(2, 45, 40, 7, 10, {"mass": True, "grad_lse": True, "sink_groups": 1})]
 CASES = CASES if GPU else SMALL
 BATCH = 2 if GPU else 1  # two KV heads are two sequences to the kernels
 
@@ -149,11 +150,11 @@ def one_row(x: Tensor, like: Tensor) -> Tensor:
 
 
 class _Direct(torch.autograd.Function):
-    """A surface's `pool`, `attend` and `gradients` on whole sequences, called with tensors laid out
-    by `place`."""
+    """A surface's `pool_with_mass`, `attend` and `gradients` on whole sequences, called with
+    tensors laid out by `place`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, core_bias, surface, place, spec):
+    def forward(ctx, q, k, v, surface, place, spec):
         ctx.set_materialize_grads(False)
         ctx.shapes, kv_heads, g = (q.shape, k.shape), k.shape[1], spec.group_size
         q = place(by_sequence(q, kv_heads))
@@ -165,16 +166,12 @@ class _Direct(torch.autograd.Function):
             q[:, :, pooled][:, :, g - 1 :: g],
             *(x[:, pooled].unflatten(1, (count, g)) for x in (k, v)),
         )
-        bias = (
-            None
-            if core_bias is None
-            else core_bias.view(kv_heads, -1).repeat(q.shape[0] // kv_heads, 1)
-        )
         tokens = Tokens(q, k, v)
-        cores = surface.pool(groups, spec)
-        out, lse = surface.attend(tokens, cores, spec, bias)
+        cores, mass = surface.pool_with_mass(groups, spec)
+        mass = if_any(mass)
+        out, lse = surface.attend(tokens, cores, spec, mass)
         ctx.surface, ctx.place, ctx.results = surface, place, (place(out), place(lse))
-        ctx.inputs = (tokens, groups, cores, spec, bias)
+        ctx.inputs = (tokens, groups, cores, spec, mass)
         return out.view(ctx.shapes[0]), lse.view(ctx.shapes[0][:-1])
 
     @staticmethod
@@ -190,8 +187,7 @@ class _Direct(torch.autograd.Function):
             x.reshape(shape).to(grad_out.dtype)
             for x, shape in zip(grads, (ctx.shapes[0], ctx.shapes[1], ctx.shapes[1]))
         )
-        dbias = None if grads[3] is None else grads[3].view(-1, ctx.shapes[0][1]).sum(0)
-        return dq, dk, dv, dbias, None, None, None
+        return dq, dk, dv, None, None, None
 
 
 def direct(
@@ -200,17 +196,15 @@ def direct(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    core_bias: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp, differentiable, by `_Direct`."""
     spec = Spec(scale=q.shape[-1] ** -0.5, **settings)
-    return _Direct.apply(q, k, v, core_bias, surface, place, spec)
+    return _Direct.apply(q, k, v, surface, place, spec)
 
 
-def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, Tensor | None, dict[str, Any]]:
-    """Inputs, bias and settings of a case."""
+def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
+    """Inputs and settings of a case."""
     r, length, dim, g, s, options = case
     inputs = make_inputs(
         length,
@@ -223,17 +217,13 @@ def prepared(case: tuple, dtype: torch.dtype) -> tuple[Inputs, Tensor | None, di
         seed=length,
         with_lse="grad_lse" in options,
     )
-    bias = torch.linspace(-1, 1, 2 * r, device=DEVICE) if "bias" in options else None
-    return (
-        inputs,
-        bias,
-        {
-            "group_size": g,
-            "window_size": s,
-            "sink_size": options.get("sink_groups", 0) * g,
-            "rotary": Rotary.from_theta(1e4, dim, DEVICE),
-        },
-    )
+    return inputs, {
+        "group_size": g,
+        "window_size": s,
+        "sink_size": options.get("sink_groups", 0) * g,
+        "rotary": Rotary.from_theta(1e4, dim, DEVICE),
+        "core_mass": "mass" in options,
+    }
 
 
 @contextlib.contextmanager
@@ -290,28 +280,25 @@ def test_parts_of_masses_add_up_to_them_over_the_scale(dtype):
     torch.testing.assert_close(parts[:, 0].float().sum(-1), mass / 0.088, rtol=1e-6, atol=1e-6)
 
 
-def test_masses_alone_are_told_from_other_biases():
-    """Only those of all query heads can be one column of a product."""
+def test_entries_have_the_masses_of_their_core_tokens():
+    """First tokens have none."""
     n, r, count = 2, 3, 5
     cores = Cores(*torch.randn(2, n, 1, count, 8, device=DEVICE))
     tokens = Tokens(torch.randn(n, r, 40, 8), *torch.randn(2, n, 40, 8, device=DEVICE))
     spec = Spec(4, 8, 1.0, sink_size=4)
     mass = torch.rand(n, 1, count, device=DEVICE)
-    far = far_past(tokens, cores, spec, add_to_bias(None, mass, r))
+    far = far_past(tokens, cores, spec, mass)
     assert torch.equal(far.mass, torch.cat((torch.zeros(n, 4, device=DEVICE), mass[:, 0]), 1))
-    assert far.bias.shape == (n, 1, far.k.shape[1]) and far.heads_per_bias(r) == r
-    heads = torch.rand(n, r, device=DEVICE)
-    for bias in (None, heads, add_to_bias(heads, mass, r)):
-        assert far_past(tokens, cores, spec, bias).mass is None
+    assert far_past(tokens, cores, spec, None).mass is None
 
 
 @WAYS
 @DTYPE
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_row_is_within_its_budget(case, dtype, way):
-    inputs, bias, settings = prepared(case, dtype)
+    inputs, settings = prepared(case, dtype)
     assert_accurate(
-        functools.partial(direct, SURFACES[way], LAYOUTS["contiguous"]), inputs, bias, **settings
+        functools.partial(direct, SURFACES[way], LAYOUTS["contiguous"]), inputs, **settings
     )
 
 
@@ -319,27 +306,23 @@ def test_every_row_is_within_its_budget(case, dtype, way):
 @DTYPE
 @pytest.mark.parametrize("layout", [*LAYOUTS, "expanded number", "expanded row"])
 def test_tensors_may_lie_anyhow(layout, dtype, way):
-    inputs, bias, settings = prepared(
-        (2, 300, 80, 7, 33, {"bias": True}) if GPU else SMALL[0], dtype
-    )
+    inputs, settings = prepared((2, 300, 80, 7, 33, {"mass": True}) if GPU else SMALL[0], dtype)
     spread = {"expanded number": one, "expanded row": one_row}.get(layout)
     if spread is not None:
         inputs = inputs._replace(grad_out=spread(inputs.grad_out, inputs.q))
     place = LAYOUTS.get(layout, LAYOUTS["contiguous"])
-    assert_accurate(functools.partial(direct, SURFACES[way], place), inputs, bias, **settings)
+    assert_accurate(functools.partial(direct, SURFACES[way], place), inputs, **settings)
 
 
 @WAYS
 @DTYPE
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_bits_from_run_to_run(case, dtype, way):
-    inputs, bias, settings = prepared(case, dtype)
-    leaves = [x.requires_grad_() for x in (*inputs[:3], *(() if bias is None else (bias,)))]
+    inputs, settings = prepared(case, dtype)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
 
     def run():
-        out, lse = direct(
-            SURFACES[way], LAYOUTS["contiguous"], *leaves[:3], core_bias=bias, **settings
-        )
+        out, lse = direct(SURFACES[way], LAYOUTS["contiguous"], *leaves, **settings)
         into = inputs.grad_out if inputs.grad_lse is None else (inputs.grad_out, inputs.grad_lse)
         with deterministic():
             return [
@@ -379,32 +362,31 @@ def test_chunks_of_queries(r, dim, g, s, q_start, count, dtype, way):
         device=DEVICE,
     )
     q, k, v = inputs[:3]
-    bias = torch.linspace(-1, 1, 2 * r, device=DEVICE)
     settings = {
         "group_size": g,
         "window_size": s,
         "rotary": Rotary.from_theta(1e4, dim, DEVICE),
+        "core_mass": True,
     }
     truth = cca_attention(
         *(x.double() for x in inputs[:3]),
-        core_bias=bias.double(),
         backend="reference",
         return_lse=True,
         **settings,
     )
-    plain = [plain_cca(q, k, v, core_bias=bias, fused=fused, **settings) for fused in (False, True)]
+    plain = [plain_cca(q, k, v, fused=fused, **settings) for fused in (False, True)]
     surface, end = SURFACES[way], q_start + count
     rows, (keys, values) = by_sequence(q, 2), (by_sequence(x, 2)[:, 0] for x in (k, v))
     groups = end // g
     spec = Spec(scale=dim**-0.5, **settings)
     q_last = rows[:, :, g - 1 : groups * g : g]
     grouped = (x[:, : groups * g].unflatten(1, (groups, g)) for x in (keys, values))
-    cores = surface.pool(Groups(q_last, *grouped), spec)
+    cores, mass = surface.pool_with_mass(Groups(q_last, *grouped), spec)
     k_start = max(0, (q_start + 1 - s) // g) * g
     tokens = Tokens(
         rows[:, :, q_start:end], keys[:, k_start:end], values[:, k_start:end], q_start, k_start
     )
-    got = [surface.attend(tokens, cores, spec, bias.view(2, r).repeat(BATCH, 1)) for _ in range(2)]
+    got = [surface.attend(tokens, cores, spec, if_any(mass)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*got))
     for name, index, roundings, size in (("out", 0, 2, dim**0.5 / 2), ("lse", 1, 3, 1.0)):
 
@@ -525,12 +507,12 @@ def test_what_the_hopper_backward_prepares_is_of_its_own_rows(dtype, monkeypatch
     cores = Cores(*torch.zeros(2, 2, 1, length // 7, dim, dtype=dtype, device=DEVICE))
     grouped = (some[name][:, :42].unflatten(1, (6, 7)) for name in "kv")
     groups = Groups(some["q"][:, :, 6:42:7], *grouped)
-    bias = torch.ones(4, 2, device=DEVICE)[::2]
+    mass = torch.ones(4, 1, length // 7, device=DEVICE)[::2]
     spec = Spec(group_size=7, window_size=10, scale=0.2)
     tokens = Tokens(some["q"], some["k"], some["v"])
     upstream = Upstream(some["grad_out"], some_grad_lse, some["out"], some_lse)
-    hopper_forward.attend_list(tokens, far_past(tokens, cores, spec, bias), spec)
-    hopper_backward.gradients(upstream, tokens, groups, cores, spec, bias)
+    hopper_forward.attend_list(tokens, far_past(tokens, cores, spec, mass), spec)
+    hopper_backward.gradients(upstream, tokens, groups, cores, spec, mass)
     assert launched == [
         hopper_forward._attend_fwd_hopper,
         hopper_backward._prepare_kernel,

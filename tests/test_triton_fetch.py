@@ -41,8 +41,8 @@ def normal(*shape, seed=0):
 
 
 def with_extras(cases):
-    """Each case as it is or with a softcap and biases, in turn; on a GPU both."""
-    extras = ("", "softcap bias")
+    """Each case as it is or with a softcap and masses, in turn; on a GPU both."""
+    extras = ("", "softcap mass")
     if GPU:
         return list(itertools.product(cases, extras))
     return [(case, extras[number % 2]) for number, case in enumerate(cases)]
@@ -208,7 +208,7 @@ def test_equal_scores_go_to_the_lower_number():
 # Attention
 
 
-def dense(inputs, choice, spec, q_start=0, bias=None):
+def dense(inputs, choice, spec, q_start=0, mass=None):
     """out [N, r, T, D] and log-sum-exp [N, r, T] over first tokens, core tokens of groups not
     chosen, raw tokens of chosen groups and the window; differentiable."""
     q, k, v, core_k, core_v = inputs
@@ -237,9 +237,8 @@ def dense(inputs, choice, spec, q_start=0, bias=None):
     scores = q @ keys.mT * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if bias is not None:
-        each = bias if bias.dim() == 3 else bias[:, :, None].expand(-1, -1, m)
-        scores = scores + torch.nn.functional.pad(each, (0, k.shape[1]))[:, :, None]
+    if mass is not None:
+        scores = scores + torch.nn.functional.pad(mass, (0, k.shape[1]))[:, :, None]
     seen = torch.cat((see_core, see_raw), 2)[:, None]
     scores = scores.masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ values, scores.logsumexp(-1)
@@ -259,7 +258,7 @@ if GPU:
 
 
 def case_of(case, dtype=torch.float32, extra="", q_start=0):
-    """Tensors, choice, spec and bias of a case; the choice is that of random index scores."""
+    """Tensors, choice, spec and masses of a case; the choice is that of random index scores."""
     n, r, t, d, g, s, sinks, k, share = case
     spec = Spec(g, s, d**-0.5, sink_size=sinks, softcap=4.0 if "softcap" in extra else None)
     total = q_start + t
@@ -270,10 +269,8 @@ def case_of(case, dtype=torch.float32, extra="", q_start=0):
     scores = normal(n, settings.num_shares, m).abs()
     for number in range(settings.num_shares):
         scores[:, number, settings.visible_groups(number, m) :] = -torch.inf
-    bias = None
-    if "bias" in extra:
-        bias = normal(n, r, m) if r == 7 else normal(n, r)
-    return tensors, Choice(best(scores, k).to(torch.int32), share), spec, bias
+    mass = normal(n, 1, m) if "mass" in extra else None
+    return tensors, Choice(best(scores, k).to(torch.int32), share), spec, mass
 
 
 def assert_rows(got, expected, dtype, message, least=1.0):
@@ -289,14 +286,14 @@ def assert_rows(got, expected, dtype, message, least=1.0):
 @pytest.mark.parametrize("case, extra", with_extras(CASES), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention(dtype, case, extra, monkeypatch):
-    tensors, choice, spec, bias = case_of(case, dtype, extra)
+    tensors, choice, spec, mass = case_of(case, dtype, extra)
     tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
-    wide = None if bias is None else bias.double()
-    expected, expected_lse = dense([x.double() for x in tensors], choice, spec, bias=wide)
+    wide = None if mass is None else mass.double()
+    expected, expected_lse = dense([x.double() for x in tensors], choice, spec, mass=wide)
     for name in WAYS:
         if name == "anywhere":
             monkeypatch.setattr(best_kernels, "hopper_forward", None)
-        out, lse = fetch.attend(tokens, cores, spec, bias, choice)
+        out, lse = fetch.attend(tokens, cores, spec, mass, choice)
         monkeypatch.undo()
         assert_rows(out, expected, dtype, f"out, {name}")
         assert_rows(lse[..., None], expected_lse[..., None], dtype, f"lse, {name}")
@@ -316,12 +313,12 @@ def test_a_later_chunk(q_start):
 @pytest.mark.parametrize("case, extra", with_extras(CASES[:5]), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients(dtype, case, extra):
-    tensors, choice, spec, bias = case_of(case, dtype, extra)
-    out, lse = fetch.attend(Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, choice)
+    tensors, choice, spec, mass = case_of(case, dtype, extra)
+    out, lse = fetch.attend(Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, mass, choice)
     grad_out, grad_lse = normal(*out.shape, seed=7).to(dtype), normal(*lse.shape, seed=8)
     leaves = [x.double().requires_grad_() for x in tensors]
-    wide = None if bias is None else bias.double().requires_grad_()
-    expected, expected_lse = dense(leaves, choice, spec, bias=wide)
+    wide = None if mass is None else mass.double().requires_grad_()
+    expected, expected_lse = dense(leaves, choice, spec, mass=wide)
     wanted = torch.autograd.grad(
         (expected * grad_out.double()).sum() + (expected_lse * grad_lse.double()).sum(),
         [*leaves, *([] if wide is None else [wide])],
@@ -331,7 +328,7 @@ def test_gradients(dtype, case, extra):
         Tokens(*tensors[:3]),
         Cores(*tensors[3:]),
         spec,
-        bias,
+        mass,
         choice,
     )
     # Where a query sees few tokens the gradients of its scores are small differences, from which
@@ -339,7 +336,7 @@ def test_gradients(dtype, case, extra):
     rounded = out.double().norm(dim=-1) * grad_out.double().norm(dim=-1) / out.shape[-1] ** 0.5
     for name, grad, right in zip(("q", "k", "v", "core_k", "core_v"), got, wanted):
         assert_rows(grad, right, dtype, name, rounded.flatten().clamp(min=1) if name == "q" else 1)
-    if bias is not None:
+    if mass is not None:
         assert torch.allclose(got[5].double(), wanted[5], atol=20 * ERROR[dtype])
 
 
@@ -348,24 +345,24 @@ def test_gradients(dtype, case, extra):
 def test_gradients_at_once(sinks, share, monkeypatch):
     """Those of the kernels for Hopper are those of the kernels that run everywhere."""
     case = (2, 4, 1205, 128, 16, 64, sinks, 9, share)
-    tensors, choice, spec, bias = case_of(case, torch.bfloat16, "bias")
+    tensors, choice, spec, mass = case_of(case, torch.bfloat16, "mass")
     spec = spec.replace(fetch_groups=9, fetch_index="mean", fetch_share=share)
     tokens, cores = Tokens(*tensors[:3]), Cores(*tensors[3:])
     groups = complete_groups(tokens, 16, sinks)
-    out, lse = fetch.attend(tokens, cores, spec, bias, choice)
+    out, lse = fetch.attend(tokens, cores, spec, mass, choice)
     grad_out, grad_lse = normal(*out.shape, seed=7).bfloat16(), normal(*lse.shape, seed=8)
-    inputs = (Upstream(grad_out, grad_lse, out, lse), tokens, groups, cores, spec, bias)
+    inputs = (Upstream(grad_out, grad_lse, out, lse), tokens, groups, cores, spec, mass)
     got = fetch.gradients(*inputs, choice)
     monkeypatch.setattr(best_kernels, "hopper_backward", None)
     right = fetch.gradients(*inputs, choice)
-    for name, grad, expected in zip(("q", "k", "v", "bias"), got, right):
+    for name, grad, expected in zip("qkv", got, right):
         assert_rows(grad, expected, torch.bfloat16, name)
 
 
-@pytest.mark.parametrize("extra", ["", "bias"])
+@pytest.mark.parametrize("extra", ["", "mass"])
 def test_marks_of_some_heads_at_a_time(extra, monkeypatch):
-    tensors, choice, spec, bias = case_of(CASES[0], extra=extra)
-    arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, bias, choice)
+    tensors, choice, spec, mass = case_of(CASES[0], extra=extra)
+    arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, mass, choice)
     whole = fetch.attend(*arguments)
     monkeypatch.setattr(chosen, "_MARK_BYTES", 1)
     for got, expected in zip(fetch.attend(*arguments), whole):

@@ -36,7 +36,6 @@ def reference(config, rotary, qkv, mask=None, backend="reference"):
     return cca_attention(
         *(x.double() for x in qkv),
         group_size=config.group_size,
-        core_bias=config.core_bias or None,
         core_position=config.core_position,
         rotary=rotary,
         attention_mask=mask,
@@ -235,7 +234,6 @@ def test_of_equal_groups_the_lower_are_fetched():
         ({"window_size": 7}, None),
         ({"cache_dtype": "int8"}, None),
         ({"store": "host", "fetch_slots": 2, "cache_dtype": "int8"}, None),
-        ({"core_bias": 0.5}, None),
         ({}, 3.0),
     ],
     ids=str,

@@ -95,7 +95,7 @@ def sequences_of(lengths, dtype, kv_heads=1):
     ]
 
 
-def served(config, rotary, qkv, steps, dtype, bias=0.0, softcap=None, page_size=4):
+def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
     """Outputs of all sequences, whose new tokens of each step are {sequence: count}."""
     lengths = [len(q) for q, _, _ in qkv]
     spec = Spec.of(config, rotary, DIM**-0.5, softcap)
@@ -122,7 +122,7 @@ def served(config, rotary, qkv, steps, dtype, bias=0.0, softcap=None, page_size=
         pool_pages(q, batch, raw, cores, spec)
         parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
         out = torch.full_like(q, torch.nan)
-        attend_parts((q, k, v), parts, raw, cores, spec, bias, out)
+        attend_parts((q, k, v), parts, raw, cores, spec, 0.0, out)
         for rows, (i, (a, b)) in zip(out.split(list(step.values())), spans.items()):
             outs[i][a:b] = rows
             computed[i] = b
@@ -130,7 +130,7 @@ def served(config, rotary, qkv, steps, dtype, bias=0.0, softcap=None, page_size=
     return outs
 
 
-def reference(config, rotary, qkv, bias=0.0, softcap=None):
+def reference(config, rotary, qkv, softcap=None):
     """Outputs of one sequence by itself, in float64."""
     q, k, v = (x.double().transpose(0, 1)[None] for x in qkv)
     return cca_attention(
@@ -140,7 +140,6 @@ def reference(config, rotary, qkv, bias=0.0, softcap=None):
         sink_size=config.sink_size,
         core_position=config.core_position,
         core_mass=config.core_mass,
-        core_bias=bias,
         rotary=rotary,
         softcap=softcap,
         backend="reference",
@@ -178,9 +177,9 @@ def test_programs_share_the_entries_of_a_block(monkeypatch):
     check(config, halves(), [{0: 46}, {0: 2, 1: 1}])
 
 
-def test_masses_bias_and_softcap():
+def test_masses_and_softcap():
     config = CCAConfig.pooling(group_size=3, window_size=4, sink_size=3, core_mass=True)
-    check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, bias=-0.5, softcap=2.0)
+    check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, softcap=2.0)
 
 
 def test_half_precision_without_rotation():
@@ -221,13 +220,13 @@ def test_entries_of_long_chunks_are_gathered(monkeypatch, sinks, window, mass, l
     monkeypatch.setattr(paged_chunk, "LONG_CHUNK", long)
     config = CCAConfig.pooling(group_size=4, window_size=window, sink_size=sinks, core_mass=mass)
     steps = [{0: 5, 1: 1}, {1: 1, 2: 15, 3: 9, 0: 4}, {0: 2, 2: 1, 1: 3, 3: 5}, {0: 6, 2: 1, 1: 5}]
-    check(config, halves(), steps, kv_heads=2, bias=0.5 * mass)
+    check(config, halves(), steps, kv_heads=2)
 
 
-@pytest.mark.parametrize("bias, mass", [(0.0, False), (-0.5, False), (0.0, True), (2.0, True)])
+@pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize("past, sinks", [(0, 4), (9, 4), (70, 8), (71, 0)])
-def test_a_chunk_gets_each_entry_once(past, sinks, bias, mass):
-    """Raw tokens before it and its own, first tokens, core tokens and their biases, bit for bit."""
+def test_a_chunk_gets_each_entry_once(past, sinks, mass):
+    """Raw tokens before it and its own, first tokens, core tokens and their masses, bit for bit."""
     num_new, kv_heads, page_size = 5, 2, 8
     spec = Spec(4, 6, scale=1.0, sink_size=sinks, core_mass=mass)
     end = past + num_new
@@ -239,7 +238,7 @@ def test_a_chunk_gets_each_entry_once(past, sinks, bias, mass):
     # The new tokens lie between others, as in the output of a joint product.
     new = torch.randn(num_new, 3, kv_heads, DIM)[:, 1:].unbind(1)
     span = Span.of(past, num_new, spec)
-    k, v, far = gather_chunk(new, span, raw, cores, bias)
+    k, v, far = gather_chunk(new, span, raw, cores, 0.0)
 
     assert span.low == max(0, (past - 5) // 4 * 4)
     groups = (end - 6) // 4
@@ -255,14 +254,12 @@ def test_a_chunk_gets_each_entry_once(past, sinks, bias, mass):
         entries = of_cores[core_table[0].long()].flatten(0, 1)[group]
         wanted = torch.cat((before[: span.sinks], entries))
         assert torch.equal(listed, wanted.transpose(0, 1))
-    if not groups > 0 or not (bias or mass):
-        assert far.bias is None
+    if not groups > 0 or not mass:
+        assert far.mass is None
         return
-    wanted = torch.full((kv_heads, span.cores), bias)
-    if mass:
-        wanted = wanted + masses[core_table[0].long()].flatten(0, 1)[group].T
-    assert torch.equal(far.bias[..., span.sinks :], wanted[:, None])
-    assert not far.bias[..., : span.sinks].any()
+    wanted = masses[core_table[0].long()].flatten(0, 1)[group].T
+    assert torch.equal(far.mass[:, span.sinks :], wanted)
+    assert not far.mass[:, : span.sinks].any()
 
 
 def test_a_batch_is_split_at_its_long_chunks(monkeypatch):
@@ -393,7 +390,7 @@ def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
         needed.add((kernel, *dtypes_of(arguments), specialized, *constants.items()))
 
     def attend_list(tokens, far, spec, out):
-        needed.add(("attend", far.bias is None))
+        needed.add(("attend", far.mass is None))
 
     monkeypatch.setattr(paged_gather, "launch", launch)
     monkeypatch.setattr(paged_chunk.backend, "attend_list", attend_list)

@@ -28,7 +28,7 @@ LENGTH = 120
 ROWS = 4
 KINDS = (
     {},
-    {"core_mass": True, "sink_size": 6, "core_bias": 0.5},
+    {"core_mass": True, "sink_size": 6},
     {"cache_dtype": "int8"},
     {"head_group_sizes": (4, 8)},
     {"fetch_groups": 3, "fetch_index": "bits:2"},

@@ -203,7 +203,6 @@ def expected(tokens: list[int], layer: int, config: CCAConfig, prompt: int) -> t
         "group_size": config.head_group_sizes or config.group_size,
         "sink_size": config.sink_size,
         "core_mass": config.core_mass,
-        "core_bias": config.core_bias,
         "rotary": rotary_of(hf_config()),
         "backend": "reference",
     }
@@ -286,7 +285,7 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, 
     """With masses, chunks of 8 tokens are long ones."""
     if mass:
         monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 8)
-    config = vllm_config(core_mass=mass, core_bias=0.5 * mass)
+    config = vllm_config(core_mass=mass)
     make_layers(config)
     settings = CCAConfig.saved_in(config.model_config.hf_text_config)
     run_requests(Runner(config, 40), settings, 12)  # a core page is 12 tokens

@@ -132,9 +132,9 @@ def append_rows(
         spec = reading.settings(spec)
         cores = entries.get_cores(rows, total, new.k.dtype)
         backend = backend_module(entries.config.backend, q)
-        bias = entries.bias_of_cores(rows, total, q)
+        mass = entries.mass_of_cores(rows, total)
         rest = tokens.after(num_full)
-        fetch.attend(backend, rest, cores, spec, bias, out=out[:, :, num_full:])
+        fetch.attend(backend, rest, cores, spec, mass, out=out[:, :, num_full:])
     return out.unflatten(0, (-1, heads)).flatten(1, 2).to(q.dtype)
 
 

@@ -41,7 +41,6 @@ def decode_step(
             return attend_fetched(entries, entries.store, q, see, position)
     raw_size = entries.raw_size
     keys, values = entries.get(ALL, 0, raw_size + num_cores, q.dtype)
-    # mutant sinks: core bias added to them
     return attend_buffer(
         q,
         keys,
@@ -50,17 +49,8 @@ def decode_step(
         raw_size,
         scale=entries.spec.scale,
         softcap=entries.spec.softcap,
-        core_bias=_core_bias(entries, q, num_cores),
+        mass=entries.masses(ALL, num_cores) if entries.has_mass else None,
     )
-
-
-def _core_bias(entries: Entries, q: Tensor, num_cores: int) -> float | Tensor:
-    """Return the addend of core scores: a number, or with masses [B, H, M]."""
-    bias = entries.config.core_bias
-    if not entries.has_mass:
-        return bias
-    masses = entries.masses(ALL, num_cores)
-    return masses.repeat_interleave(q.shape[1] // masses.shape[1], 1) + bias
 
 
 def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> None:

@@ -28,7 +28,6 @@ from corecontext.cache.raw_store import RawStore
 from corecontext.cache.slots import grown, read, ring_views, write
 from corecontext.config import CCAConfig
 from corecontext.ops.api import backend_module
-from corecontext.ops.mass import add_to_bias
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
 from corecontext.visibility import num_complete_groups, window_capacity
@@ -242,16 +241,11 @@ class Entries:
         # mutant mass: that of the group before, from a cache
         return self.buffers[-1][rows, :, start : start + count, 0]
 
-    def bias_of_cores(self, rows: slice, count: int, q: Tensor) -> Tensor | None:
-        """Return the addend of the scores of the first `count` groups' core tokens, for queries
-        [N, r, T, D] of these rows: [N, r], with masses [N, r, M], or None for 0."""
-        bias = None
-        if self.config.core_bias:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            bias = q.new_full(q.shape[:2], self.config.core_bias, dtype=wide)
+    def mass_of_cores(self, rows: slice, count: int) -> Tensor | None:
+        """Return the masses [N, 1, M] of the first `count` groups, N = rows x Hkv; None without."""
         if not self.has_mass or not count:
-            return bias
-        return add_to_bias(bias, self.masses(rows, count).flatten(0, 1)[:, None], q.shape[1])
+            return None
+        return self.masses(rows, count).flatten(0, 1)[:, None]
 
     def reserve(self, length: int) -> int:
         """Make room for a row of `length` tokens, and a quarter more than now at least; return the

@@ -2,6 +2,7 @@
 tokens of the groups chosen."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.cache.entries import ALL, Entries
@@ -28,14 +29,12 @@ def attend_fetched(
     queries = q.reshape(-1, repeats, 1, q.shape[3])  # [N, r, 1, D], N = B x Hkv
     keys, values = entries.get(ALL, 0, see.shape[2], q.dtype)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    core_bias = entries.bias_of_cores(ALL, count, queries)
+    mass = entries.mass_of_cores(ALL, count)
 
     # Scores of the compact entries, [N, r, 1, C + n + M].
     compact = cap(products(queries, keys) * spec.scale, spec)
-    if core_bias is not None:
-        each = core_bias.to(compact.dtype).reshape(*core_bias.shape[:2], 1, -1)
-        each = each.expand(-1, -1, -1, count)
-        compact = compact + torch.cat((each.new_zeros(*each.shape[:3], num_raw), each), 3)
+    if mass is not None:
+        compact = compact + F.pad(mass.to(compact.dtype), (num_raw, 0))[:, :, None]
     see = see[:, None].expand(-1, heads, -1, -1).flatten(0, 1)[:, :, None]  # [N, 1, 1, S]
     compact = compact.masked_fill(~see, -torch.inf)
 

@@ -148,7 +148,7 @@ class CompactLayer(SavedState):
             self._oldest_in_ring = max(self._oldest_in_ring, end - self.ring_size)
         if not needs_grad:
             return q.new_zeros(q.shape) if out is None else out
-        inputs = Inputs(q, k, v, self.config.core_bias)
+        inputs = Inputs(q, k, v)
         spec = self.spec
         if reading.full_until == NO_END:
             spec = spec.of_full(end)
@@ -224,7 +224,7 @@ class CompactLayer(SavedState):
                 self._close_exactly(q)
             self.lags = True
         elif (slots := self._slots()) is not None:
-            out = self._step(q, k, v, slots, self.spec, self.config.core_bias)
+            out = self._step(q, k, v, slots, self.spec)
         else:
             # A fixed cache does not know its length on the host: each step looks at all groups.
             num_cores = self.capacity
@@ -264,8 +264,7 @@ class CompactLayer(SavedState):
         raw = None
         if self.store is not None:
             raw = self.store.as_slots()
-            bias = self.config.core_bias
-            if raw is None or self._refusal(self.spec, raw, bias) is not None:
+            if raw is None or self._refusal(self.spec, raw) is not None:
                 return None
         return Slots(
             self.keys,

@@ -15,7 +15,6 @@ from corecontext.config.field_checks import (
     check_choice,
     check_flag,
     check_int,
-    check_number,
     check_sizes,
     check_sizes_by_layer,
     did_you_mean,
@@ -55,9 +54,6 @@ class CCAConfig:
     core_position: str = "middle"
     """Rotary position of a core key: "middle" of its group (the paper), or "token": keys pooled as
     they are."""
-    core_bias: float = 0.0
-    """Added to every core token's score; log(group_size) without `core_mass` is proportional
-    attention."""
     layer_group_sizes: tuple[int | tuple[int, ...], ...] | None = None
     """g of each full-attention layer, in order, instead of group_size for all; or for each KV head
     of a layer, a tuple. A head whose g is 1 keeps every token."""
@@ -272,7 +268,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "window_size": partial(check_int, least=1, why=" (a query sees itself)"),
     "num_groups": optional(partial(check_int, least=1)),
     "core_position": partial(check_choice, allowed=CORE_POSITIONS),
-    "core_bias": check_number,
     "layer_group_sizes": optional(check_sizes_by_layer),
     "sink_size": partial(check_int, least=0),
     "cache_dtype": partial(check_choice, allowed=CACHE_DTYPES),

@@ -7,10 +7,6 @@ from typing import Any
 
 MOST = 2**31 - 1
 """The largest size: kernels count tokens in 32-bit integers."""
-LARGEST = 3.4e38
-"""The largest number: caches hold float32 at least."""
-
-
 SHOWN = 100
 """Characters of a value that an error quotes."""
 
@@ -45,15 +41,6 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     """Return a check that takes None, too."""
     return lambda name, value: None if value is None else check(name, value)
-
-
-def check_number(name: str, value: Any) -> float:
-    """Return value, or raise unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {shown(value)}. Use 0.0 for none.")
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"{name} must be finite, got {shown(value)}. Use 0.0 for none.")
-    return value
 
 
 def check_tuple(name: str, value: Any, check: Callable[[str, Any], Any]) -> tuple[Any, ...]:

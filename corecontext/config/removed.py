@@ -55,6 +55,13 @@ REMOVED = (
         is_field_gone=True,
     ),
     Removed(
+        "core_bias",
+        r"(?!-?0(\.0)?$).*",
+        "a number added to core tokens' scores",
+        "Leave it out, or use core_mass.",
+        is_field_gone=True,
+    ),
+    Removed(
         "learned",
         r"(?!\(\)$|\[\]$).*",
         "learned parameters of core tokens",

@@ -18,7 +18,7 @@ from torch import Tensor
 from corecontext.distributed import whole
 from corecontext.distributed.call import Call
 from corecontext.ops import partial
-from corecontext.ops.mass import add_to_bias
+from corecontext.ops.mass import if_any
 from corecontext.ops.merge import merge_into
 from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
@@ -87,7 +87,7 @@ class _Attend(torch.autograd.Function):
                 Tokens(queries[chunk], near_k, near_v, q_start=call.halo.size(chunk)),
                 Cores(*cores),
                 call.spec,
-                add_to_bias(call.bias(queries[chunk]), mass, queries[chunk].shape[1]),
+                if_any(mass),
             )
             near[chunk] = _Near(q_last, near_k, near_v, *cores, mass, *results)
         all_cores = wait_for_cores()  # [2, N, 1, M, D], M of the whole sequence
@@ -158,13 +158,13 @@ class _Attend(torch.autograd.Function):
                 halo = call.halo.size(chunk)
                 queries, grad, out, lse = (after_zeros(halo, x) for x in (queries, grad, out, lse))
                 groups = call.groups(q_last, near_k, near_v)
-                dq, dk, dv, _ = call.module.gradients(
+                dq, dk, dv = call.module.gradients(
                     Upstream(grad, None, out, lse),
                     Tokens(queries, near_k, near_v),
                     groups,
                     Cores(*cores),
                     call.spec,
-                    add_to_bias(call.bias(queries), mass, queries.shape[1]),
+                    if_any(mass),
                 )
                 grads[chunk] = [x.to(wide) for x in (dq, dk, dv)]
                 grads[chunk][0][:, :, halo:] += far_dq[chunk]
@@ -190,8 +190,7 @@ def _merge_far(
     """Merge attention to core tokens [2, N, 1, M, D] of masses [N, r, M] into out [N, r, T, D]
     and lse [N, r, T], in place."""
     scoring = partial.Scoring(call.spec.scale, call.spec.softcap, key_bias=mass)
-    far_out, far_lse = partial.forward(q, *far.unbind(), scoring)
-    merge_into(out, lse, (far_out, far_lse + call.core_bias))
+    merge_into(out, lse, partial.forward(q, *far.unbind(), scoring))
 
 
 def _merge_first(call: Call, q: Tensor, first: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -224,10 +223,8 @@ def _far_backward(
     queries [N, r, T, D], in float32 or wider, and of the masses [N, 1, M]."""
     if not far.shape[3]:
         return torch.zeros_like(q, dtype=core_grads.dtype), None
-    # A bias on all core scores only shifts the far part's log-sum-exp.
-    grad_out, _, out, lse = upstream
     dq, dk, dv, *dmass = partial.backward(
-        Upstream(grad_out, None, out, lse - call.core_bias),
+        upstream,
         q,
         *far.unbind(),
         partial.Scoring(call.spec.scale, call.spec.softcap, key_bias=mass),

@@ -3,7 +3,6 @@
 from types import ModuleType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from corecontext.distributed.halo import Halo
@@ -17,7 +16,6 @@ class Call(NamedTuple):
     halo: Halo
     module: ModuleType
     """The backend."""
-    core_bias: float
 
     @property
     def layout(self) -> Layout:
@@ -49,13 +47,6 @@ class Call(NamedTuple):
         """Return which groups of the near part end in the chunk itself."""
         first, end = self.cores.span(chunk)
         return slice(first - self.far(chunk), end - self.far(chunk))
-
-    def bias(self, queries: Tensor) -> Tensor | None:
-        """Return the bias [N, r] of queries [N, r, T, D]."""
-        if not self.core_bias:
-            return None
-        wide = torch.promote_types(queries.dtype, torch.float32)
-        return torch.full(queries.shape[:2], self.core_bias, device=queries.device, dtype=wide)
 
     def empty(self, like: Tensor) -> Tensor:
         """Return keys and values of no core token, [2, N, 1, 0, D], in the dtype of `like`."""

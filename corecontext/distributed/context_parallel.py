@@ -57,7 +57,6 @@ def context_parallel_attention(
     Args:
         inputs: Queries, keys and values of this process's tokens, [B, H or Hkv, T, D], rotary
             applied at their positions in their document; T is the layout's share of this process.
-            bias is a number.
         spec, backend: The same on every process.
 
     Returns:
@@ -69,14 +68,14 @@ def context_parallel_attention(
         NotImplementedError: backend="reference", which has no backward in parts, or a shared choice
             of queries on several processes.
     """
-    q, k, v, bias = inputs[:4]
+    q, k, v = inputs[:3]
     _check(inputs, shard, spec)
     (q, k, v), context = api.outside_autocast(q, k, v)
     if api.choose_backend(backend, q) == "reference":
         raise NotImplementedError(
             "backend 'reference' cannot run context parallelism. Use backend='packed'."
         )
-    inputs = Inputs(q, k, v, bias)
+    inputs = Inputs(q, k, v)
     with context:
         if not isinstance(spec.group_size, tuple):
             return _by_document(inputs, shard, spec, backend)
@@ -151,9 +150,7 @@ def _attend_document(
         return out
     spec = spec.for_length(layout.seq_len)
     if spec.fetch_groups and spec.group_size > 1:
-        module = api.backend_module(backend, q)
-        bias = float(inputs.bias or 0.0)
-        call = fetch.FetchCall(shard.wire, layout, spec, module, bias)
+        call = fetch.FetchCall(shard.wire, layout, spec, api.backend_module(backend, q))
         return fetch.attend(q, k, v, call)
     # The first tokens are on every process; those after them are a sequence of their own.
     n = min(spec.sinks, layout.seq_len)
@@ -169,6 +166,6 @@ def _attend_document(
         layout = layout.clip(n, layout.seq_len)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3])
     halo = Halo(shard.wire, layout, spec.replace(sink_size=0), shape)
-    call = Call(halo, api.backend_module(backend, q), float(inputs.bias or 0.0))
+    call = Call(halo, api.backend_module(backend, q))
     outs.append(attend(q, k, v, call, first))
     return torch.cat(outs, 2)

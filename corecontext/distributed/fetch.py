@@ -20,7 +20,7 @@ from corecontext.distributed.layout import Layout
 from corecontext.distributed.wire import Wire
 from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch.choice import Choice
-from corecontext.ops.mass import add_to_bias
+from corecontext.ops.mass import if_any
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 
 
@@ -33,7 +33,6 @@ class FetchCall(NamedTuple):
     """With one group size, and fetch."""
     module: ModuleType
     """The backend."""
-    core_bias: float
 
     def group_ends(self, device: torch.device) -> Tensor:
         """Mask this process's tokens that are the last of a group, [T]."""
@@ -69,12 +68,7 @@ class _Document:
         grouped = (x[:, pooled].unflatten(1, shape) for x in (self.k, self.v))
         self.groups = Groups(by_head(q_last, k.shape[1]), *grouped)
         self.cores, mass = call.module.pool_with_mass(self.groups, spec)
-        heads = self.groups.q_last.shape[1]
-        bias = None
-        if call.core_bias:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            bias = torch.full((len(self.k), heads), call.core_bias, dtype=wide, device=q.device)
-        self.core_bias = add_to_bias(bias, mass, heads)
+        self.mass = if_any(mass)
 
     def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Tensor | None]]:
         """Yield the call of each of this process's chunks, with its rows of q [N, r, T, D]: raw and
@@ -86,11 +80,9 @@ class _Document:
             rows = slice(done, done + end - start)
             done = rows.stop
             count = self.call.end_layout.span(chunk)[1]
-            bias = self.core_bias
-            if bias is not None and bias.dim() == 3:
-                bias = bias[:, :, :count]
+            mass = None if self.mass is None else self.mass[:, :, :count]
             tokens = Tokens(q[:, :, rows], self.k[:, :end], self.v[:, :end], q_start=start)
-            yield rows, tokens, Cores(*(x[:, :, :count] for x in self.cores)), bias
+            yield rows, tokens, Cores(*(x[:, :, :count] for x in self.cores)), mass
 
 
 class _Attend(torch.autograd.Function):
@@ -103,8 +95,8 @@ class _Attend(torch.autograd.Function):
         outs = [queries[:, :, :0]]
         lses = [queries.new_zeros(*queries.shape[:2], 0, dtype=torch.float32)]
         groups = []
-        for _, tokens, cores, bias in document.calls(queries):
-            out, lse, choice = fetch.attend(call.module, tokens, cores, call.spec, bias)
+        for _, tokens, cores, mass in document.calls(queries):
+            out, lse, choice = fetch.attend(call.module, tokens, cores, call.spec, mass)
             outs.append(out)
             lses.append(lse)
             groups.append(None if choice is None else choice.groups)
@@ -149,24 +141,24 @@ def _gradients(
     grad_keys = torch.zeros(2, *document.k.shape, **options)
     grad_cores = torch.zeros(2, *document.cores.k.shape, **options)
     groups = document.groups
-    grad_bias = torch.zeros(groups.q_last.shape[:3], **options)
+    grad_mass = torch.zeros(len(document.k), 1, groups.k.shape[1], **options)
     calls = document.calls(queries)
-    for (rows, tokens, cores, bias), choice in zip(calls, choices, strict=True):
-        dq, dk, dv, dcore_k, dcore_v, dbias = fetch.attend_backward(
-            call.module, upstream.rows(rows), tokens, cores, spec, bias, choice
+    for (rows, tokens, cores, mass), choice in zip(calls, choices, strict=True):
+        dq, dk, dv, dcore_k, dcore_v, dmass = fetch.attend_backward(
+            call.module, upstream.rows(rows), tokens, cores, spec, mass, choice
         )
         grad_q[:, :, rows] = dq
         grad_keys[:, :, : dk.shape[1]] += torch.stack((dk, dv))
         grad_cores[:, :, :, : dcore_k.shape[2]] += torch.stack((dcore_k, dcore_v))
-        if bias is not None and bias.dim() == 3:
-            grad_bias[:, :, : bias.shape[2]] += dbias
+        if mass is not None:
+            grad_mass[:, :, : mass.shape[2]] += dmass
     grad_ends = torch.zeros(groups.q_last.shape, **options)
     count, size = groups.k.shape[1:3]
     if not count:
         return grad_q, grad_keys, grad_ends
     pooled = grad_keys[:, :, spec.sinks : spec.sinks + count * size].unflatten(2, (count, size))
-    grad_mass = grad_bias.sum(1, keepdim=True) if spec.core_mass else None
-    dq_last, dk, dv = call.module.pool_backward(Cores(*grad_cores), groups, spec, grad_mass)
+    of_masses = grad_mass if spec.core_mass else None
+    dq_last, dk, dv = call.module.pool_backward(Cores(*grad_cores), groups, spec, of_masses)
     grad_ends += dq_last
     pooled += torch.stack((dk, dv))
     return grad_q, grad_keys, grad_ends

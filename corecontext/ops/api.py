@@ -89,7 +89,6 @@ def cca_attention(
     rotary: Rotary | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    core_bias: float | Tensor | None = None,
     core_mass: bool = PAPER_RULE["core_mass"],
     fetch_groups: int = 0,
     fetch_index: str | Index = PAPER_RULE["fetch_index"],
@@ -120,7 +119,6 @@ def cca_attention(
         rotary: How the keys were rotated.
         scale: Factor of the scores, above 0; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
-        core_bias: Added to the scores of core tokens, a number or a tensor [H].
         core_mass: Add the entropy of its pooling weights to each core token's score, which is then
             at most the mass of its group (docs/math.md, eq. 14). The paper's equation has none; the
             default of `CCAConfig` does.
@@ -157,7 +155,7 @@ def cca_attention(
 
     Returns:
         [B, H, L, D] in the dtype of q, accumulated in float32 (float64 for float64). Differentiable
-        in q, k, v and core_bias, the log-sum-exp too.
+        in q, k and v, the log-sum-exp too.
 
     Raises:
         ValueError, TypeError: a shape, dtype or setting breaks a rule above.
@@ -202,7 +200,7 @@ def cca_attention(
     for name, x in zip(ragged._fields, ragged):
         if x is not None:
             checks.check_tensor(name, x)
-    inputs = Inputs(q, k, v, core_bias, choice)
+    inputs = Inputs(q, k, v, choice)
     fetches = fetch_share == 1
     out, lse = attend(inputs, spec, ragged, backend, return_lse, fetches)
     return (out, lse) if return_lse else out
@@ -236,8 +234,7 @@ def attend(
     (q, k, v), context = outside_autocast(*inputs[:3])
     checks.check_tensors(q, k, v)
     checks.check_rotary_size(spec.rotary, q.shape[3])
-    bias = checks.bias_tensor(inputs.bias, q)
-    inputs = inputs._replace(q=q, k=k, v=v, bias=bias)
+    inputs = inputs._replace(q=q, k=k, v=v)
     if ragged.position_ids is not None:
         # mutant 5: position_ids of another length are taken
         check_positions(ragged.position_ids, q.shape[0], q.shape[2])
@@ -270,8 +267,7 @@ def attend(
 
 def _is_plain(inputs: Inputs, spec: Spec, ragged: Ragged, return_lse: bool) -> bool:
     """Whether PyTorch's attention can take the call, were all tokens seen raw."""
-    plain = not return_lse and spec.softcap is None and inputs.bias is None
-    plain = plain and inputs.choice is None
+    plain = not return_lse and spec.softcap is None and inputs.choice is None
     return plain and all(x is None for x in ragged)
 
 

@@ -14,7 +14,7 @@ def attend_buffer(
     *,
     scale: float,
     softcap: float | None = None,
-    core_bias: float | Tensor = 0.0,
+    mass: Tensor | None = None,
 ) -> Tensor:
     """Attend in one softmax over the entries that each row sees (docs/math.md, eq. 5 for a single
     query).
@@ -23,8 +23,8 @@ def attend_buffer(
         q: [B, H, 1, D].
         keys, values: [B, Hkv, S, D]: num_raw raw tokens, then core tokens, in any order.
         see: [B, 1, S], True where the query sees the entry.
-        core_bias: Added to the scores of core tokens, a number, or one for each, [B, H, S -
-            num_raw]; not rounded to the dtype of q.
+        mass: Added to the scores of core tokens, [B, Hkv, S - num_raw]; not rounded to the dtype of
+            q.
 
     Returns:
         [B, H, 1, D].
@@ -33,18 +33,14 @@ def attend_buffer(
     grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
     mask = see[:, None]  # [B, 1, 1, S]
     wide = torch.promote_types(q.dtype, torch.float32)
-    if isinstance(core_bias, Tensor) or core_bias:
-        # 16 bits may not hold the bias, and a mask has the dtype of the queries.
+    if mass is not None:
+        # 16 bits may not hold the masses, and a mask has the dtype of the queries.
         grouped, keys, values = (x.to(wide) for x in (grouped, keys, values))
-        if isinstance(core_bias, Tensor):
-            core_bias = core_bias.to(wide).unflatten(1, (keys.shape[1], -1))  # [B, Hkv, r, M]
-            # mutant mass: not that of the entry, decoding
-            bias = F.pad(core_bias, (num_raw, 0))
-        else:
-            is_core = torch.arange(keys.shape[2], device=q.device) >= num_raw
-            # mutant decoding: core bias rounded to 16 bits
-            bias = is_core.to(wide) * core_bias
-        mask = torch.where(mask, bias, -torch.inf)
+        # mutant mass: not that of the entry, decoding
+        # mutant mass: raw tokens have one, decoding
+        # mutant decoding: masses rounded to 16 bits
+        of_entries = F.pad(mass.to(wide), (num_raw, 0))[:, :, None]  # [B, Hkv, 1, S]
+        mask = torch.where(mask, of_entries, -torch.inf)
     if softcap is None:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.to(q.dtype).reshape(q.shape)

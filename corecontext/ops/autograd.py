@@ -27,7 +27,7 @@ from corecontext.ops.batch import (
 )
 from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch.choice import Choice
-from corecontext.ops.mass import add_to_bias
+from corecontext.ops.mass import if_any
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Inputs, Ragged, Spec, Upstream
 
@@ -44,12 +44,12 @@ def module_of(backend: str) -> ModuleType:
 
 
 def attend(inputs: Inputs, ragged: Ragged, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, L, D] and log-sum-exp [B, H, L], differentiable in q, k, v and the bias.
+    """Return out [B, H, L, D] and log-sum-exp [B, H, L], differentiable in q, k and v.
 
     Under torch.compile this is the registered operator, else the same without the dispatcher, whose
     checks cost more time than a short sequence.
     """
-    tensors = inputs[:4]
+    tensors = inputs[:3]
     if backend == "reference":
         return _reference(inputs, ragged, spec)
     if torch.compiler.is_compiling():
@@ -60,7 +60,7 @@ def attend(inputs: Inputs, ragged: Ragged, spec: Spec, backend: str) -> tuple[Te
             )
         inv_freq = None if spec.rotary is None else spec.rotary.inv_freq
         return cca_attention_op(*tensors, inv_freq, *ragged, *_flat(spec, backend))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _Eager.apply(*tensors, inputs.choice, ragged, spec, backend)
     return _forward(inputs, ragged, spec, module_of(backend))[:2]
 
@@ -95,17 +95,14 @@ def _gradients(
     module: ModuleType,
     pooled: tuple[Tensor | None, ...] = (),
     choices: Sequence[Choice | None] = (),
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and, or None, the bias [H]; pools again without `pooled`, core tokens
-    and their masses, and chooses again without `choices`, one for each segment.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; pools again without `pooled`, core tokens and their masses, and
+    chooses again without `choices`, one for each segment.
 
     upstream: Of the whole batch, [B, H, L, ...].
     """
-    q, k, v, bias = inputs[:4]
+    q, k, v = inputs[:3]
     grads = [Gathered(x) for x in (q, k, v)]
-    grad_bias = None
-    if bias is not None:
-        grad_bias = torch.zeros(q.shape[1], dtype=wide_dtype(q), device=q.device)
     segments = find_segments(q.shape[0], q.shape[2], *ragged)
     # mutant fetch: the backward has another choice
     of_segments = zip(segments, choices or [None] * len(segments), strict=True)
@@ -113,21 +110,19 @@ def _gradients(
         view = SegmentView(segment, inputs, spec)
         groups = view.groups()
         core_k, core_v, mass = pooled or flat_cores(*module.pool_with_mass(groups, view.spec))
-        *segment_grads, segment_bias = fetch.gradients(
+        segment_grads = fetch.gradients(
             module,
             upstream.map(view.take),
             view.tokens,
             groups,
             Cores(core_k, core_v),
             view.spec,
-            add_to_bias(view.core_bias, mass, groups.q_last.shape[1]),
+            if_any(mass),
             choice,
         )
         for grad, segment_grad in zip(grads, segment_grads):
             grad.put(view, segment_grad)
-        if grad_bias is not None:
-            grad_bias += segment_bias.reshape(-1, q.shape[1]).sum(0)
-    return *(grad.result() for grad in grads), grad_bias
+    return tuple(grad.result() for grad in grads)
 
 
 # Outside torch.compile
@@ -137,12 +132,12 @@ class _Eager(torch.autograd.Function):
     """The operator outside torch.compile."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, choice, ragged, spec, backend):
+    def forward(ctx, q, k, v, choice, ragged, spec, backend):
         q, k, v = (_heads_in_rows(x) for x in (q, k, v))
-        inputs = Inputs(q, k, v, bias, choice=choice)
+        inputs = Inputs(q, k, v, choice)
         out, lse, pooled, choices = _forward(inputs, ragged, spec, module_of(backend))
         groups = [None if x is None else x.groups for x in choices]
-        ctx.save_for_backward(q, k, v, bias, out, lse, *ragged, *pooled, *groups)
+        ctx.save_for_backward(q, k, v, out, lse, *ragged, *pooled, *groups)
         ctx.set_materialize_grads(False)
         ctx.num_pooled = len(pooled)
         ctx.spec = spec
@@ -152,7 +147,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        q, k, v, bias, out, lse, *rest = ctx.saved_tensors
+        q, k, v, out, lse, *rest = ctx.saved_tensors
         ragged = Ragged(*rest[:3])
         rest = rest[3:]
         pooled = tuple(rest[: ctx.num_pooled])
@@ -163,18 +158,16 @@ class _Eager(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         # A backward called inside autocast would lose float32 sums.
         with torch.autocast(q.device.type, enabled=False):
-            *grads, grad_bias = _gradients(
+            grads = _gradients(
                 Upstream(grad_out, grad_lse, out, lse),
-                Inputs(q, k, v, bias),
+                Inputs(q, k, v),
                 ragged,
                 ctx.spec,
                 module_of(ctx.backend),
                 pooled,
                 choices,
             )
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return *grads, grad_bias, None, None, None, None
+        return *grads, None, None, None, None
 
 
 def _heads_in_rows(x: Tensor) -> Tensor:
@@ -187,7 +180,7 @@ def _heads_in_rows(x: Tensor) -> Tensor:
 # Under torch.compile
 
 _TENSORS = (
-    "Tensor q, Tensor k, Tensor v, {results}Tensor? core_bias, Tensor? inv_freq, "
+    "Tensor q, Tensor k, Tensor v, {results}Tensor? inv_freq, "
     "Tensor? attention_mask, Tensor? cu_seqlens, Tensor? position_ids"
 )
 _SETTINGS = (
@@ -216,10 +209,10 @@ def _unflattened(inv_freq: Tensor | None, settings: tuple[Any, ...]) -> tuple[Sp
     mutates_args=(),
     schema=f"({_TENSORS.format(results='')}, {_SETTINGS}) -> (Tensor, Tensor)",
 )
-def cca_attention_op(q, k, v, core_bias, inv_freq, *rest) -> tuple[Tensor, Tensor]:
+def cca_attention_op(q, k, v, inv_freq, *rest) -> tuple[Tensor, Tensor]:
     """Return out [B, H, L, D] and log-sum-exp [B, H, L]."""
     spec, backend = _unflattened(inv_freq, rest[3:])
-    inputs = Inputs(q, k, v, core_bias)
+    inputs = Inputs(q, k, v)
     return _forward(inputs, Ragged(*rest[:3]), spec, module_of(backend))[:2]
 
 
@@ -236,49 +229,42 @@ def _(q, *args):
     mutates_args=(),
     schema=(
         f"(Tensor grad_out, Tensor? grad_lse, {_TENSORS.format(results='Tensor out, Tensor lse, ')}"
-        f", {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f", {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
     ),
 )
-def cca_attention_backward_op(
-    grad_out, grad_lse, q, k, v, *rest
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and core_bias ([H], zeros where there is none)."""
-    out, lse, core_bias, inv_freq, *rest = rest
+def cca_attention_backward_op(grad_out, grad_lse, q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    out, lse, inv_freq, *rest = rest
     spec, backend = _unflattened(inv_freq, rest[3:])
-    *grads, grad_bias = _gradients(
+    return _gradients(
         Upstream(grad_out, grad_lse, out, lse),
-        Inputs(q, k, v, core_bias),
+        Inputs(q, k, v),
         Ragged(*rest[:3]),
         spec,
         module_of(backend),
     )
-    if grad_bias is None:
-        grad_bias = torch.zeros(q.shape[1], dtype=wide_dtype(q), device=q.device)
-    return *grads, grad_bias
 
 
 @cca_attention_backward_op.register_fake
 def _(grad_out, grad_lse, q, k, v, *args):
-    grads = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    return *grads, torch.empty(q.shape[1], dtype=wide_dtype(q), device=q.device)
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.settings = *inputs[:8], inputs[8:]
+    *tensors, ctx.settings = *inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out, grad_lse):
-    q, k, v, out, lse, core_bias, *rest = ctx.saved_tensors
+    q, k, v, out, lse, *rest = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     with torch.autocast(q.device.type, enabled=False):
-        *grads, grad_bias = cca_attention_backward_op(
-            grad_out, grad_lse, q, k, v, out, lse, core_bias, *rest, *ctx.settings
+        grads = cca_attention_backward_op(
+            grad_out, grad_lse, q, k, v, out, lse, *rest, *ctx.settings
         )
-    grad_bias = None if core_bias is None else grad_bias.to(core_bias.dtype)
-    return *grads, grad_bias, *(None,) * (len(rest) + len(ctx.settings))
+    return *grads, *(None,) * (len(rest) + len(ctx.settings))
 
 
 cca_attention_op.register_autograd(_backward, setup_context=_setup_context)

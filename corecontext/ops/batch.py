@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from corecontext.ops.fetch.choice import Choice
-from corecontext.ops.mass import add_to_bias
+from corecontext.ops.mass import if_any
 from corecontext.ops.spec import Cores, Groups, Inputs, Ragged, Spec, Tokens
-from corecontext.visibility import first_core_query, num_complete_groups
+from corecontext.visibility import num_complete_groups
 
 
 class Segment(NamedTuple):
@@ -169,23 +169,15 @@ class SegmentView:
     Attributes:
         tokens: The segment's tokens.
         spec: The settings of a sequence of this length.
-        core_bias: [N, r] or None.
-        num_rows: Rows of the segment.
     """
 
     def __init__(self, segment: Segment, inputs: Inputs, spec: Spec) -> None:
-        bias = inputs.bias
         self.rows = slice(segment.first_row, segment.end_row)
         self.span = slice(segment.start, segment.end)
-        self.num_rows = segment.end_row - segment.first_row
         self.num_kv_heads = inputs.k.shape[1]
         seq_len = segment.end - segment.start
         self.spec = spec.for_length(seq_len)
         self.full = self.spec.is_full(seq_len, inputs.choice)
-        if bias is not None and not self.spec.fetches_all(seq_len, inputs.choice):
-            # A bias sets far tokens apart, in groups of one token, too.
-            first = first_core_query(self.spec.group_size, self.spec.window_size)
-            self.full = seq_len - self.spec.sinks <= first
         if self.full:  # one causal call
             self.spec = self.spec.replace(
                 group_size=1, window_size=seq_len, sink_size=0, fetch_groups=0
@@ -195,9 +187,6 @@ class SegmentView:
         self.tokens = Tokens(
             self.take(inputs.q), self.take(inputs.k)[:, 0], self.take(inputs.v)[:, 0]
         )
-        self.core_bias = None
-        if bias is not None:
-            self.core_bias = bias.reshape(self.num_kv_heads, -1).repeat(self.num_rows, 1)
 
     def take(self, x: Tensor) -> Tensor:
         """Return this segment's [N, r or 1, T, ...] of [B, H or Hkv, L, ...]."""
@@ -294,9 +283,8 @@ def by_segment(
         view = SegmentView(segment, inputs, spec)
         cores, mass = pool(view)
         pooled = flat_cores(cores, mass)
-        core_bias = add_to_bias(view.core_bias, mass, view.tokens.q.shape[1])
         segment_out, segment_lse, choice = attend(
-            view.tokens, cores, view.spec, core_bias, inputs.choice
+            view.tokens, cores, view.spec, if_any(mass), inputs.choice
         )
         choices.append(choice)
         out.put(view, segment_out)

@@ -1,4 +1,4 @@
-"""Check the arguments of the operators, and complete scale and bias."""
+"""Check the arguments of the operators, and complete the scale."""
 
 import torch
 from torch import Tensor
@@ -82,27 +82,6 @@ def scale_of(scale: float | None, q: Tensor) -> float:
         return q.shape[3] ** -0.5
     positive("scale", scale, "Use None for 1 / sqrt(D).")
     return float(scale)
-
-
-def bias_tensor(core_bias: float | Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the bias as [H] on q's device, or None where there is none."""
-    num_heads = q.shape[1]
-    if isinstance(core_bias, Tensor):
-        if core_bias.shape != (num_heads,):
-            raise ValueError(
-                f"core_bias must be a number or have shape [H] = [{num_heads}], got "
-                f"{list(core_bias.shape)}."
-            )
-    elif core_bias is not None:
-        if not isinstance(core_bias, (int, float)):
-            raise TypeError(f"core_bias must be a number or a tensor [H], got {core_bias!r}.")
-        if not abs(core_bias) < float("inf"):
-            raise ValueError(f"core_bias must be finite, got {core_bias}. Use 0.0 for none.")
-        if not core_bias:
-            return None
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return torch.full((num_heads,), float(core_bias), dtype=wide, device=q.device)
-    return core_bias
 
 
 def check_choice_settings(choice: Choice, fetch_groups: int, fetch_share: int | None) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from corecontext.ops.mass import gradients_of_parts
 from corecontext.ops.spec import Cores, Groups, Spec
 
 
@@ -14,24 +13,20 @@ def through_pooling(
     groups: Groups,
     spec: Spec,
     pool_backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and core_bias of a whole sequence (docs/math.md, eq. 8 to
-    10).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of a whole sequence (docs/math.md, eq. 8 to 10), in their
+    shapes, in float32 or wider.
 
     Args:
-        grads: Of a backend's `attend_backward`: of q, k, v, core_k, core_v and core_bias.
+        grads: Of a backend's `attend_backward`: of q, k, v, core_k, core_v and the masses.
         pool_backward: That of a backend.
-
-    Returns:
-        In the shapes of q, k and v, and [N, r] of the bias, in float32 or wider.
     """
-    dq, dk, dv, dcore_k, dcore_v, dbias = grads
+    dq, dk, dv, dcore_k, dcore_v, dmass = grads
     num_groups, size = groups.k.shape[1:3]
     if num_groups:
-        dbias, dmass = gradients_of_parts(dbias, spec.core_mass)
         dq_last, dk_pool, dv_pool = pool_backward(Cores(dcore_k, dcore_v), groups, spec, dmass)
         pooled = slice(spec.sinks, spec.sinks + num_groups * size)
         dq[:, :, pooled][:, :, size - 1 :: size] += dq_last
         dk[:, pooled] += dk_pool.flatten(1, 2)
         dv[:, pooled] += dv_pool.flatten(1, 2)
-    return dq, dk, dv, dbias
+    return dq, dk, dv

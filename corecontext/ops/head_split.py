@@ -54,10 +54,7 @@ def split_inputs(inputs: Inputs, shares: Shares) -> list[Inputs]:
     """Split the tensors of a call."""
     kv_heads = inputs.k.shape[1]
     q, k, v = (split_heads(x, shares, kv_heads) for x in inputs[:3])
-    biases = [inputs.bias] * len(shares)
-    if isinstance(inputs.bias, Tensor):
-        biases = split_heads(inputs.bias, shares, kv_heads, 0)
-    return [Inputs(*fields) for fields in zip(q, k, v, biases)]
+    return [Inputs(*fields) for fields in zip(q, k, v)]
 
 
 def gather_heads(outs: Sequence[Tensor], shares: Shares) -> Tensor:

@@ -46,14 +46,14 @@ def unsupported_reason(q: Tensor) -> str | None:
 
 
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `reference.attend`, without autograd and with linear memory; out in the dtype of
     q."""
     if spec.sinks:
-        return sinks.attend(attend, tokens, cores, spec, core_bias)
+        return sinks.attend(attend, tokens, cores, spec, mass)
     q = tokens.q
-    call = _Call(tokens, cores, spec, core_bias)
+    call = _Call(tokens, cores, spec, mass)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
@@ -67,10 +67,10 @@ def attend(
 
 
 def attend_backward(
-    upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v, core_k, core_v and core_bias of a whole sequence
-    (docs/math.md, eq. 9).
+    """Return the gradients of q, k, v, core_k, core_v and masses of a whole sequence (docs/math.md,
+    eq. 9).
 
     Each part's backward is called with the merged out and lse. Sums over blocks are kept in
     float32.
@@ -80,15 +80,16 @@ def attend_backward(
     """
     tokens.check_whole()
     if spec.sinks:
-        return sinks.attend_backward(attend_backward, upstream, tokens, cores, spec, core_bias)
-    call = _Call(tokens, cores, spec, core_bias)
+        return sinks.attend_backward(attend_backward, upstream, tokens, cores, spec, mass)
+    call = _Call(tokens, cores, spec, mass)
     grad_q, grad_k, grad_v, *grad_cores = (
         torch.zeros(x.shape, dtype=upstream.lse.dtype, device=x.device)
         for x in (call.q, call.k, call.v, *cores)
     )
-    each_bias = None
-    if core_bias is not None and call.head_bias is None:
-        each_bias = torch.zeros_like(core_bias, dtype=upstream.lse.dtype)
+    grad_scores = None
+    if mass is not None:
+        shape = (*call.q.shape[:2], mass.shape[2])
+        grad_scores = torch.zeros(shape, dtype=upstream.lse.dtype, device=mass.device)
     for rows, keys, scoring in call.local_blocks():
         dq, dk, dv = partial.backward(
             upstream.rows(rows),
@@ -105,26 +106,11 @@ def attend_backward(
             upstream.map(lambda x, heads=heads: x[heads]),
             grad_q[heads],
             Cores(*(x[heads] for x in grad_cores)),
-            None if each_bias is None else each_bias[heads],
+            None if grad_scores is None else grad_scores[heads],
         )
-    grad_bias = _bias_gradient(call, upstream) if call.head_bias is not None else each_bias
-    return grad_q, grad_k[:, 0], grad_v[:, 0], *grad_cores, grad_bias
-
-
-def _bias_gradient(call: _Call, upstream: Upstream) -> Tensor:
-    """Gradient of the core bias [N, r]: the sum of the core scores' gradients, from each part's own
-    output."""
-    wide = upstream.lse.dtype
-    total = torch.zeros(call.q.shape[:2], dtype=wide, device=call.q.device)
-    for piece in call.core_parts():
-        part_out, part_lse = call.core_forward(piece)
-        whole = upstream.rows(piece.rows)
-        difference = part_out.to(wide) - whole.out.to(wide)
-        change = (difference * whole.grad_out.to(wide)).sum(-1)
-        if whole.grad_lse is not None:
-            change = change + whole.grad_lse
-        total += ((part_lse - whole.lse).exp() * change).sum(-1)
-    return total
+    # mutant mass: its gradient reaches no query
+    grad_mass = None if grad_scores is None else grad_scores.sum(1, keepdim=True)
+    return grad_q, grad_k[:, 0], grad_v[:, 0], *grad_cores, grad_mass
 
 
 def gradients(
@@ -133,12 +119,10 @@ def gradients(
     groups: Groups,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and core_bias, those through pooling too; with
-    `spec.core_mass` those through the masses that a bias [N, r, M] holds, and of the bias [N, r]
-    of heads."""
-    grads = attend_backward(upstream, tokens, cores, spec, core_bias)
+    mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, those through pooling and masses too."""
+    grads = attend_backward(upstream, tokens, cores, spec, mass)
     return compose.through_pooling(grads, groups, spec, pool_backward)
 
 
@@ -204,15 +188,11 @@ class _CorePart(NamedTuple):
 class _Call:
     """One sequence-level call: its tensors, its plan and the parts of its softmax."""
 
-    def __init__(self, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None) -> None:
+    def __init__(self, tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> None:
         self.tokens = tokens
         self.cores = cores
         self.spec = spec
-        self.core_bias = core_bias
-        # A bias on all core scores only shifts the core part's log-sum-exp; one of each core token
-        # belongs into its softmax.
-        is_of_heads = core_bias is not None and core_bias.dim() == 2
-        self.head_bias = core_bias if is_of_heads else None
+        self.mass = mass
         self.q = tokens.q
         self.k = tokens.k[:, None]
         self.v = tokens.v[:, None]
@@ -248,8 +228,8 @@ class _Call:
             q, k, v = (x[heads] for x in self.tokens[:3])
             tokens = self.tokens._replace(q=q, k=k, v=v)
             cores = Cores(*(x[heads] for x in self.cores))
-            bias = None if self.core_bias is None else self.core_bias[heads]
-            yield heads, _Call(tokens, cores, self.spec, bias)
+            mass = None if self.mass is None else self.mass[heads]
+            yield heads, _Call(tokens, cores, self.spec, mass)
 
     # Core parts
 
@@ -293,25 +273,21 @@ class _Call:
         return self.cores.k[:, :, cores], self.cores.v[:, :, cores]
 
     def core_forward(self, piece: _CorePart) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one core part, in the layout of its rows of q; the bias is in
-        the latter."""
+        """Output and log-sum-exp of one core part, in the layout of its rows of q."""
         q = self.q[:, :, piece.rows]
         arranged = self.arrange(q, piece.packed)
         scoring = self.core_scoring(piece)
         # mutant 7: softmax scale 0.2 % off in the core part
         out, lse = partial.forward(arranged, *self.core_kv(piece.cores), scoring)
         out, lse = (self.restore(x, q.shape[2], piece.packed) for x in (out, lse))
-        if self.head_bias is not None:
-            # mutant 7: core bias rounded to the inputs' dtype, packed
-            lse = lse + self.head_bias.to(lse.dtype)[:, :, None]
         return out, lse
 
     def core_scoring(self, piece: _CorePart) -> partial.Scoring:
-        """Scoring of a core part, with the bias of each core token, [N, r or r g, m]."""
+        """Scoring of a core part, with the masses of its core tokens, [N, r or r g, m]."""
         bias = None
-        if self.core_bias is not None and self.head_bias is None:
-            bias = self.core_bias[:, :, piece.cores]
-            bias = bias.repeat_interleave(self.spec.group_size, 1) if piece.packed else bias
+        if self.mass is not None:
+            rows = self.q.shape[1] * (self.spec.group_size if piece.packed else 1)
+            bias = self.mass[:, :, piece.cores].expand(-1, rows, -1)
         return self.scoring._replace(is_causal=piece.packed, key_bias=bias)
 
     def merge_core(self, out: Tensor, lse: Tensor) -> None:
@@ -325,18 +301,13 @@ class _Call:
             merge_into(out[:, :, start:stop], lse[:, :, start:stop], *pieces)
 
     def core_backward(
-        self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores, grad_bias: Tensor | None
+        self, upstream: Upstream, grad_q: Tensor, grad_cores: Cores, grad_scores: Tensor | None
     ) -> None:
-        """Add the core parts' gradients to grad_q [N, r, T, D], grad_cores and that of the bias of
-        each core token [N, r, M], in place."""
-        # Scores are computed again without the bias of heads: the log-sum-exp leaves it out, too.
-        lse = upstream.lse
-        # mutant 6: core bias forgotten in the backward
-        lse = lse if self.head_bias is None else lse - self.head_bias.to(lse.dtype)[:, :, None]
-        upstream = upstream._replace(lse=lse)
+        """Add the core parts' gradients to grad_q [N, r, T, D], grad_cores and, with masses, those
+        of core tokens' scores, grad_scores [N, r, M], in place."""
         for piece in self.core_parts():
             arrange = functools.partial(self.arrange, packed=piece.packed)
-            dq, dk, dv, *dbias = partial.backward(
+            dq, dk, dv, *dscores = partial.backward(
                 upstream.rows(piece.rows).map(arrange),
                 arrange(self.q[:, :, piece.rows]),
                 *self.core_kv(piece.cores),
@@ -348,6 +319,6 @@ class _Call:
             for total, grad in zip(grad_cores, (dk, dv)):
                 total = total[:, :, piece.cores]
                 total += grad.reshape(total.shape)
-            for grad in dbias:
-                total = grad_bias[:, :, piece.cores]
+            for grad in dscores:
+                total = grad_scores[:, :, piece.cores]
                 total += grad.reshape(*total.shape[:2], -1, total.shape[2]).sum(2)

@@ -51,10 +51,10 @@ def pool(groups: Groups, spec: Spec) -> Cores:
 
 def pool_with_mass(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
     """Return the core tokens of groups, and with `spec.core_mass` their masses."""
-    return pool(groups, spec), mass(groups, spec) if spec.core_mass else None
+    return pool(groups, spec), mass_of(groups, spec) if spec.core_mass else None
 
 
-def mass(groups: Groups, spec: Spec) -> Tensor:
+def mass_of(groups: Groups, spec: Spec) -> Tensor:
     """Return the entropy of each core token's pooling weights, [N, 1, M] (docs/math.md, eq.
     14)."""
     q_last, k, _ = map(_wide, groups)
@@ -68,7 +68,7 @@ def attend(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to core tokens of the far past and raw tokens of the near past in one softmax, with
@@ -78,8 +78,7 @@ def attend(
     Args:
         tokens: With fetch, raw tokens from position 0 on.
         cores: Core tokens of the groups n / g .. n / g + M - 1, n = `spec.sinks`.
-        core_bias: Added to the scores of core tokens, [N, r] or, one for each, [N, r, M]; None for
-            nothing.
+        mass: Added to the scores of core tokens, [N, 1, M]; None for nothing.
         choice: Groups that queries fetch; None chooses here.
 
     Returns:
@@ -94,7 +93,7 @@ def attend(
         sink_position = torch.arange(tokens.sink_k.shape[1], device=q.device)
         key_position = torch.cat((sink_position, key_position))
     heads = q.shape[1]
-    core_scores = _core_scores(q, core_k, spec, core_bias)
+    core_scores = _core_scores(q, core_k, spec, mass)
     local_scores = _softcap(q @ k[:, None].mT * spec.scale, spec.softcap)  # [N, r, T, S]
     position = torch.arange(q.shape[2], device=q.device) + tokens.q_start
     see_core, see_local = visible(position, key_position, core_k.shape[2], spec)
@@ -119,12 +118,12 @@ def attend(
     return out, scores.logsumexp(-1)
 
 
-def _core_scores(q: Tensor, core_k: Tensor, spec: Spec, core_bias: Tensor | None) -> Tensor:
+def _core_scores(q: Tensor, core_k: Tensor, spec: Spec, mass: Tensor | None) -> Tensor:
     """Scores of core tokens, [N, r, T, M]."""
     scores = q @ core_k.expand(-1, q.shape[1], -1, -1).mT * spec.scale
     scores = _softcap(scores, spec.softcap)
-    if core_bias is not None:
-        scores = scores + core_bias.to(q.dtype).reshape(*core_bias.shape[:2], 1, -1)
+    if mass is not None:
+        scores = scores + mass.to(q.dtype)[:, :, None]
     return scores
 
 

@@ -21,7 +21,7 @@ AttendBackward = Callable[[Upstream, Tokens, Cores, Spec, Tensor | None], tuple]
 
 
 def attend(
-    backend_attend: Attend, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None
+    backend_attend: Attend, tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attend from any queries of a sequence whose first n = `spec.sinks` tokens stay raw.
 
@@ -51,7 +51,7 @@ def attend(
         results.append(partial.forward(q[:, :, :among], seen_k, seen_v, masked))
     # Later queries: the backend's attention, merged with attention to all first tokens.
     if rest.q.shape[2]:
-        out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), core_bias)
+        out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), mass)
         to_sinks = partial.forward(rest.q, sink_k[:, None], sink_v[:, None], scoring)
         # mutant sinks: later queries do not see them
         merge_into(out, lse, to_sinks)
@@ -68,10 +68,10 @@ def attend_backward(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, core_k, core_v and core_bias of a whole sequence whose first
-    n tokens stay raw.
+    """Return the gradients of q, k, v, core_k, core_v and masses of a whole sequence whose first n
+    tokens stay raw.
 
     Args:
         backend_backward: A backend's backward without first tokens kept raw.
@@ -97,7 +97,7 @@ def attend_backward(
     among_dq, among_dk, among_dv = to_sinks(slice(0, n), True)
     later_dq, later_dk, later_dv = to_sinks(slice(n, None), False)
     dq, dk, dv, *core_grads = backend_backward(
-        upstream.rows(slice(n, None)), rest, cores, spec.replace(sink_size=0), core_bias
+        upstream.rows(slice(n, None)), rest, cores, spec.replace(sink_size=0), mass
     )
     # mutant sinks: their gradient from later queries dropped
     sink_dk = among_dk + later_dk

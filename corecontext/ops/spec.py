@@ -106,8 +106,8 @@ class Spec:
         return num_sinks(self.sink_size, self.group_size)
 
     def is_full(self, seq_len: int, choice: Choice | None = None) -> bool:
-        """Whether a sequence of this length has full attention without a core token's bias: no core
-        token is seen, groups are single tokens, or all that are seen are fetched."""
+        """Whether a sequence of this length has full attention: no core token is seen, groups are
+        single tokens, or all that are seen are fetched."""
         g = self.group_size
         sees_none = is_full_attention(seq_len, g, self.window_size, self.sinks)
         return sees_none or self.fetches_all(seq_len, choice)
@@ -150,8 +150,6 @@ class Inputs(NamedTuple):
     """[B, Hkv, L, D], rotary applied."""
     v: Tensor
     """[B, Hkv, L, D]."""
-    bias: float | Tensor | None = None
-    """Added to the scores of core tokens: a number or [H]."""
     choice: Choice | None = None
     """Groups that queries fetch; None chooses them by the index."""
 

@@ -94,7 +94,6 @@ class TrainConfig:
     group_size: int = CCAConfig.group_size
     window_size: int = CCAConfig.window_size
     core_position: str = CCAConfig.core_position
-    core_bias: float = CCAConfig.core_bias
     core_mass: bool = CCAConfig.core_mass
     fetch_groups: int = CCAConfig.fetch_groups
     fetch_index: str = CCAConfig.fetch_index

@@ -90,7 +90,7 @@ def attention_maps(
         if scale is None:
             scale = q.shape[3] ** -0.5
         spec = Spec.of(config, rotary, scale, softcap)
-        maps[index] = _layer_maps(index, Inputs(q, k, v, config.core_bias), spec, queries)
+        maps[index] = _layer_maps(index, Inputs(q, k, v), spec, queries)
 
     handle.observer = observe
     try:
@@ -135,7 +135,7 @@ def _map(
     used = weights.expand_as(pooling).flatten(0, 1)
     pooling = pooling.flatten(0, 1)
     core_k = reference.pool(groups, spec).k
-    # Keys, biases and masses by query head: a query adds the latter two to its scores.
+    # Keys and masses by query head: a query adds the latter to its scores.
     core_k = core_k.expand(-1, len(q) // kv_heads, -1, -1).flatten(0, 1)  # [H, M, D]
     raw_k = k.repeat_interleave(len(q) // kv_heads, 0)
     mass = entropy(used) if spec.core_mass else torch.zeros_like(used[..., 0])  # [H, M]
@@ -160,7 +160,7 @@ def _map(
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         num_cores = cores.stop - cores.start
         num_local = t + 1 - start
-        scores[:, :num_cores] += inputs.bias + mass[:, cores]
+        scores[:, :num_cores] += mass[:, cores]
         # A group is seen as its core token or, where it is fetched, as its raw tokens.
         scores_of_far = scores[:, num_cores + num_first : num_cores + start]
         scores[:, :num_cores].masked_fill_(chosen[:, i, cores], -torch.inf)

@@ -88,7 +88,7 @@ class CCACall:
             out = append(self.compact, tensors, attention_mask, draft, scaling, softcap)
             return out.transpose(1, 2), None
 
-        inputs = Inputs(*tensors, self.config.core_bias)
+        inputs = Inputs(*tensors)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         # mutant sinks: lost on their way into a model
         spec = Spec.of(self.config, self.rotary, scale, softcap)

@@ -27,7 +27,7 @@ ARCHITECTURES = (
 WAY_OUT = "Change it by --hf-overrides, or serve the model by `corecontext serve`."
 TAKEN = (
     *("group_size", "layer_group_sizes", "head_group_sizes", "window_size", "sink_size"),
-    *("core_position", "core_bias", "core_mass"),
+    *("core_position", "core_mass"),
     *("fetch_groups", "fetch_index", "fetch_share", "store", "fetch_slots"),
 )
 """Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
@@ -36,7 +36,7 @@ UNUSED = ("backend",)
 PREFILL = {False: "fetch", True: "full"}
 """A value of `prefill` besides "auto": without fetch it is the same."""
 
-FETCH_ONLY = {"layer_group_sizes": None, "head_group_sizes": None, "core_bias": 0.0}
+FETCH_ONLY = {"layer_group_sizes": None, "head_group_sizes": None}
 """Values that settings must have with fetch."""
 
 
@@ -110,12 +110,6 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
         raise ValueError(
             f"cca.{name} must be 1 for KV heads that keep every token and equal for the others in "
             f"vLLM, got {given}. {WAY_OUT}"
-        )
-    if config.core_bias and 1 in _sizes(given):
-        # Tokens beyond the window are core tokens of one token there, and have the bias too.
-        raise ValueError(
-            f"cca.core_bias must be 0 with KV heads that keep every token in vLLM, got "
-            f"{config.core_bias}. {WAY_OUT}"
         )
     return config.replace(group_size=pooled.pop(), layer_group_sizes=None, head_group_sizes=None)
 

@@ -344,11 +344,11 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         step = window[1]
         raw, cores, *_ = self._pages(window, cores, query.dtype)
         if compiles:
-            compile_for_any_batch(query, raw, cores, self.spec, self.config.core_bias)
+            compile_for_any_batch(query, raw, cores, self.spec, 0.0)
         store_tokens(key, value, step.slots, raw)
         pool_pages(query, step.batch, raw, cores, self.spec)
         tokens = (query, key, value)
-        attend_step(tokens, step, (raw, cores), self.spec, self.config.core_bias, out)
+        attend_step(tokens, step, (raw, cores), self.spec, 0.0, out)
 
     def _attend_fetched(
         self,
@@ -440,7 +440,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         page_size = self.vllm_config.cache_config.block_size
         if self.caches.cores is not None:
             sizes = (self.num_kv_heads, page_size, self.longest)
-            attend_longest_chunk(query, *sizes, self.spec, self.config.core_bias)
+            attend_longest_chunk(query, *sizes, self.spec, 0.0)
         for _, share in self.caches.raw:
             sizes = (len(share.heads), page_size, self.longest)
             attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec, 0.0)

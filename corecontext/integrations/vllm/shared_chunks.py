@@ -34,7 +34,7 @@ def attend_sharing(
     """
     kv_heads = new[1].shape[1]
     q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
-    heads, count = q.shape[1:3]
+    count = q.shape[2]
     end = past + count
     first_group = spec.sinks // spec.group_size
     num_cores = max(0, end // spec.group_size - first_group)
@@ -50,8 +50,8 @@ def attend_sharing(
     if num_full < count:
         # mutant vllm: neighbours of a prompt choose each by itself
         spec = reading.settings(spec)
-        bias = None if far.bias is None else far.bias.expand(-1, heads, -1)
-        results = fetch.attend(backend, tokens.after(num_full), cores, spec, bias)[0]
+        mass = None if far.mass is None else far.mass[:, None]
+        results = fetch.attend(backend, tokens.after(num_full), cores, spec, mass)[0]
         grouped_out[:, :, num_full:] = results
 
 

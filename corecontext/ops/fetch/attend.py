@@ -26,13 +26,14 @@ def attend(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     choice: Choice | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Choice | None]:
     """Attend from a sequence's queries.
 
     Args:
+        mass: Added to the scores of core tokens, [N, 1, M], or None.
         choice: Groups that queries fetch; None chooses here.
         out: [N, r, T, D] of any strides, written in place; None makes one.
 
@@ -41,14 +42,14 @@ def attend(
         nothing can be fetched.
     """
     if not _fetches(cores, spec):
-        return *_written(backend.attend(tokens, cores, spec, core_bias), out), None
+        return *_written(backend.attend(tokens, cores, spec, mass), out), None
     if not hasattr(backend, "attend_backward"):  # the reference has fetch itself
-        return *_written(backend.attend(tokens, cores, spec, core_bias, choice), out), choice
+        return *_written(backend.attend(tokens, cores, spec, mass, choice), out), choice
     fetch = _fetch_of(backend)
     spec, choice = _bounded(tokens, cores, spec, choice)
     if choice is None:
         choice = fetch.choose(tokens, cores.k.shape[2], spec)
-    return *fetch.attend(tokens, cores, spec, core_bias, choice, out), choice
+    return *fetch.attend(tokens, cores, spec, mass, choice, out), choice
 
 
 def _written(results: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def attend_backward(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return gradients as a backend's `attend_backward` does, for the choice of a forward; without
@@ -73,9 +74,9 @@ def attend_backward(
         # A backend's backward is that of whole sequences.
         fetch = query_blocks
     elif not _fetches(cores, spec):
-        return backend.attend_backward(upstream, tokens, cores, spec, core_bias)
+        return backend.attend_backward(upstream, tokens, cores, spec, mass)
     choice = _chosen(backend, tokens, cores, spec, choice)
-    return fetch.attend_backward(upstream, tokens, cores, spec, core_bias, choice)
+    return fetch.attend_backward(upstream, tokens, cores, spec, mass, choice)
 
 
 def gradients(
@@ -85,17 +86,17 @@ def gradients(
     groups: Groups,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     choice: Choice | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients as a backend's `gradients` does, for the choice of a forward; without one
     it chooses again."""
     if not _fetches(cores, spec):
-        return backend.gradients(upstream, tokens, groups, cores, spec, core_bias)
+        return backend.gradients(upstream, tokens, groups, cores, spec, mass)
     spec, choice = _bounded(tokens, cores, spec, choice)
     choice = _chosen(backend, tokens, cores, spec, choice)
     fetch = _fetch_of(backend)
-    return fetch.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
+    return fetch.gradients(upstream, tokens, groups, cores, spec, mass, choice)
 
 
 def _bounded(

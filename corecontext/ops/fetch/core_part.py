@@ -1,5 +1,5 @@
-"""Attend to the core tokens that each query sees, those of its own choice taken out, with a bias of
-each core token."""
+"""Attend to the core tokens that each query sees, with their masses, those of its own choice taken
+out."""
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ def cap(scores: Tensor, spec: Spec) -> Tensor:
 
 
 def scores(
-    q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None
+    q: Tensor, cores: Cores, spec: Spec, mass: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scores of core tokens, [N, r, T, M] in float32 or wider, and the softcap's slope.
 
     Args:
         cores: [N, 1, M, D].
-        core_bias: [N, r] or [N, r, M], or None.
+        mass: [N, 1, M], or None.
     """
     total = products(q, cores.k[:, 0]) * spec.scale
     slope = None
@@ -30,13 +30,13 @@ def scores(
         capped = torch.tanh(total / spec.softcap)
         total = spec.softcap * capped
         slope = 1 - capped.square()
-    if core_bias is not None:
-        total = total + core_bias.to(total.dtype).reshape(*core_bias.shape[:2], 1, -1)
+    if mass is not None:
+        total = total + mass.to(total.dtype)[:, :, None]
     return total, slope
 
 
 def forward(
-    q: Tensor, cores: Cores, spec: Spec, core_bias: Tensor | None, seen: Tensor
+    q: Tensor, cores: Cores, spec: Spec, mass: Tensor | None, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return out [N, r, T, D] in q's dtype and log-sum-exp [N, r, T] in float32 or wider; a row
     that sees no core token is 0 with -inf.
@@ -44,7 +44,7 @@ def forward(
     Args:
         seen: [N, T, M], True where a query sees the core token.
     """
-    total, _ = scores(q, cores, spec, core_bias)
+    total, _ = scores(q, cores, spec, mass)
     total = total.masked_fill(~seen[:, None], -torch.inf)
     lse = total.logsumexp(-1)
     weights = (total - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
@@ -56,7 +56,7 @@ def backward(
     q: Tensor,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
     seen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, core keys and core values, and those of each core token's scores
@@ -66,11 +66,11 @@ def backward(
     if grad_lse is not None:
         # mutant fetch: gradient of the log-sum-exp dropped, core tokens
         delta = delta - grad_lse
-    total, slope = scores(q, cores, spec, core_bias)
+    total, slope = scores(q, cores, spec, mass)
     total = total.masked_fill(~seen[:, None], -torch.inf)
     weights = (total - lse[..., None]).exp()
     grad_scores = weights * (products(grad_out, cores.v[:, 0]) - delta[..., None])
-    grad_bias = grad_scores.sum(2)
+    of_each = grad_scores.sum(2)
     if slope is not None:
         grad_scores = grad_scores * slope
     grad_scores = (grad_scores * spec.scale).to(q.dtype)
@@ -78,4 +78,4 @@ def backward(
     grad_k = grad_scores.mT @ q
     grad_v = weights.to(q.dtype).mT @ grad_out.to(q.dtype)
     grad_k, grad_v = (x.sum(1, keepdim=True, dtype=lse.dtype) for x in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v, grad_bias
+    return grad_q, grad_k, grad_v, of_each

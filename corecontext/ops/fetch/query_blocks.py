@@ -88,7 +88,7 @@ def attend(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
     choice: Choice,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def attend(
     Args:
         tokens: All raw tokens from position 0 on.
         cores: Core tokens of the complete groups after the first tokens kept raw.
-        core_bias: Added to their scores, [N, r] or [N, r, M], or None.
+        mass: Added to their scores, [N, 1, M], or None.
         out: Written in place; None makes one.
 
     Returns:
@@ -110,7 +110,7 @@ def attend(
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
     for block in call.blocks():
-        results = _Parts(block, tokens, cores, core_bias, choice).forward()
+        results = _Parts(block, tokens, cores, mass, choice).forward()
         out[block.heads, :, block.rows], lse[block.heads, :, block.rows] = results
     return out, lse
 
@@ -120,25 +120,20 @@ def attend_backward(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
     choice: Choice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v, core_k, core_v and core_bias, for a choice."""
+    """Return the gradients of q, k, v, core_k, core_v and masses, for a choice."""
     call = _Call(tokens, cores.k.shape[2], spec)
     q, k, v = tokens[:3]
     shapes = (q.shape, k.shape, v.shape, cores.k.shape, cores.v.shape)
-    bias_shape = (q.shape[0], q.shape[1], cores.k.shape[2])
-    total = Gradients(
-        *(torch.zeros(x, dtype=upstream.lse.dtype, device=q.device) for x in (*shapes, bias_shape))
-    )
+    shapes = (*shapes, (q.shape[0], q.shape[1], cores.k.shape[2]))
+    total = Gradients(*(torch.zeros(x, dtype=upstream.lse.dtype, device=q.device) for x in shapes))
     for block in call.blocks():
         results = upstream.map(lambda x, block=block: x[block.heads, :, block.rows])
         grads = Gradients(*(x[block.heads] for x in total))
-        _Parts(block, tokens, cores, core_bias, choice).backward(results, grads)
-    grad_bias = None
-    if core_bias is not None:
-        grad_bias = total.scores if core_bias.dim() == 3 else total.scores.sum(-1)
-    return *total[:5], grad_bias
+        _Parts(block, tokens, cores, mass, choice).backward(results, grads)
+    return *total[:5], None if mass is None else total.scores.sum(1, keepdim=True)
 
 
 def gradients(
@@ -147,11 +142,11 @@ def gradients(
     groups: Groups,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
     choice: Choice,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and core_bias of a whole sequence, for a choice."""
-    grads = attend_backward(upstream, tokens, cores, spec, core_bias, choice)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of a whole sequence, for a choice."""
+    grads = attend_backward(upstream, tokens, cores, spec, mass, choice)
     return compose.through_pooling(grads, groups, spec, pooling.backward)
 
 
@@ -237,7 +232,7 @@ class _Parts:
         block: _Block,
         tokens: Tokens,
         cores: Cores,
-        core_bias: Tensor | None,
+        mass: Tensor | None,
         choice: Choice,
     ) -> None:
         heads = block.heads
@@ -248,9 +243,7 @@ class _Parts:
         self.k = tokens.k[heads]
         self.v = tokens.v[heads]
         self.cores = Cores(*(x[heads, :, : block.num_groups] for x in cores))
-        self.core_bias = None if core_bias is None else core_bias[heads]
-        if core_bias is not None and core_bias.dim() == 3:
-            self.core_bias = self.core_bias[:, :, : block.num_groups]
+        self.mass = None if mass is None else mass[heads, :, : block.num_groups]
         # The groups of each query: numbers [n, T, k], and marks [n, T, M].
         visible = block.see_groups(torch.arange(block.start, block.end, device=tokens.q.device))
         seen = visible.sum(-1)
@@ -266,7 +259,7 @@ class _Parts:
         results = [partial.forward(self.q, k, v, scoring)]
         if self.num_groups:
             results.append(
-                core_part.forward(self.q, self.cores, self.spec, self.core_bias, self.unfetched)
+                core_part.forward(self.q, self.cores, self.spec, self.mass, self.unfetched)
             )
             results.append(self._raw_forward())
         outs, lses = zip(*results)
@@ -284,7 +277,7 @@ class _Parts:
         if not self.num_groups:
             return
         dq, dk, dv, dscores = core_part.backward(
-            upstream, self.q, self.cores, self.spec, self.core_bias, self.unfetched
+            upstream, self.q, self.cores, self.spec, self.mass, self.unfetched
         )
         grad_q += dq
         # mutant fetch: gradient of the core keys dropped

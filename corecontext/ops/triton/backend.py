@@ -52,12 +52,12 @@ def unsupported_reason(q: Tensor) -> str | None:
 
 
 def attend(
-    tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
     float32."""
     with on_device(tokens.q):
-        return best.attend(tokens, cores, spec, core_bias)
+        return best.attend(tokens, cores, spec, mass)
 
 
 def attend_list(
@@ -69,11 +69,11 @@ def attend_list(
 
 
 def attend_backward(
-    upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None = None
+    upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return gradients as `packed.attend_backward` does, in float32, the same from run to run."""
     with on_device(tokens.q):
-        return anywhere.attend_backward(upstream, tokens, cores, spec, core_bias)
+        return anywhere.attend_backward(upstream, tokens, cores, spec, mass)
 
 
 def gradients(
@@ -82,14 +82,14 @@ def gradients(
     groups: Groups,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients as `packed.gradients` does."""
     with on_device(tokens.q):
-        grads = best.gradients(upstream, tokens, groups, cores, spec, core_bias)
+        grads = best.gradients(upstream, tokens, groups, cores, spec, mass)
         if grads is not None:
             return grads
-        grads = anywhere.attend_backward(upstream, tokens, cores, spec, core_bias)
+        grads = anywhere.attend_backward(upstream, tokens, cores, spec, mass)
         return compose.through_pooling(grads, groups, spec, pooling.pool_backward)
 
 

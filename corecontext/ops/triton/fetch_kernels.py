@@ -74,7 +74,7 @@ def attend(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
     choice: Choice,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -84,13 +84,13 @@ def attend(
     Args:
         tokens: Raw tokens from position 0 on.
         cores: Core tokens of the groups behind the first tokens that stay raw.
-        core_bias: [N, r], or [N, r, M], or None.
+        mass: Of the core tokens, [N, 1, M], or None.
         out: [N, r, T, D] of any strides, written in place; None makes one.
 
     Returns:
         out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in float32.
     """
-    calls = split(Call(tokens, cores, spec, core_bias, choice))
+    calls = split(Call(tokens, cores, spec, mass, choice))
     if out is None and len(calls) > 1:
         out = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
     with on_device(tokens.q):
@@ -113,12 +113,12 @@ def attend_backward(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
     choice: Choice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v, core_k, core_v and core_bias of a whole sequence, in
+    """Return the gradients of q, k, v, core_k, core_v and masses of a whole sequence, in
     float32, the same from run to run; the choice has none."""
-    calls = split(Call(tokens, cores, spec, core_bias, choice))
+    calls = split(Call(tokens, cores, spec, mass, choice))
     with on_device(tokens.q):
         return together([_backward(upstream.map(lambda x, i=i: x[i]), call) for i, call in calls])
 
@@ -136,13 +136,13 @@ def gradients(
     groups: Groups,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None,
+    mass: Tensor | None,
     choice: Choice,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and core_bias of a whole sequence, for a choice."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of a whole sequence, for a choice."""
     with on_device(tokens.q):
-        grads = best.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
+        grads = best.gradients(upstream, tokens, groups, cores, spec, mass, choice)
         if grads is not None:
             return grads
-        grads = attend_backward(upstream, tokens, cores, spec, core_bias, choice)
+        grads = attend_backward(upstream, tokens, cores, spec, mass, choice)
         return compose.through_pooling(grads, groups, spec, pool_backward)

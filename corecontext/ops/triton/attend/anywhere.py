@@ -19,8 +19,8 @@ from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton.attend.far_past import (
     FarPast,
     add_to_sinks,
-    bias_gradient,
     far_past,
+    mass_gradient,
     near_past,
 )
 from corecontext.ops.triton.attend.marks import Marks, marked_entries, marked_keys, marks_of_rows
@@ -45,8 +45,8 @@ from corecontext.ops.triton.tiles import Tiles, chip_of, dkv_tiles, dq_tiles, fo
 class Form(NamedTuple):
     """Hold what every kernel is compiled for."""
 
-    has_bias: bool
-    """Whether numbers are added to the scores of entries."""
+    has_mass: bool
+    """Whether masses are added to the scores of entries."""
     has_marks: bool
     """Whether entries are marked, which are then not seen."""
     has_softcap: bool
@@ -87,7 +87,7 @@ def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.con
         marking: Queries of a share, number of shares, words of each.
     """
     _, k_ptr, v_ptr = tokens
-    far_k_ptr, far_v_ptr, bias_ptr, marks_ptr = far
+    far_k_ptr, far_v_ptr, mass_ptr, marks_ptr = far
     _, k_strides, v_strides, far_k_strides, far_v_strides = strides[:5]
     num_queries, first, q_start, k_start, num_keys, num_entries = place
     group_size, window_size, sink_groups = rule
@@ -95,18 +95,18 @@ def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.con
     position = q_start + first + tl.arange(0, FORM.block_m)
     groups = visible_cores(position, group_size, window_size)
     high = visible_entries(groups, group_size, sink_groups)
-    biases = bias_ptr + head // heads[2] * num_entries
+    masses = mass_ptr + n * num_entries
     marks = marks_ptr
     if FORM.has_marks:
         marks = marks_of_rows(marks_ptr, n, position, q_start, marking)
     far_k = far_k_ptr + n * far_k_strides[0]
     far_v = far_v_ptr + n * far_v_strides[0]
     entries = (far_k, far_v, far_k_strides[1], far_v_strides[1], num_entries)
-    entries = entries + (high * 0, high, biases, marks)
+    entries = entries + (high * 0, high, masses, marks)
     k = k_ptr + n * k_strides[0] - tl.cast(k_start, tl.int64) * k_strides[1]
     v = v_ptr + n * v_strides[0] - tl.cast(k_start, tl.int64) * v_strides[1]
     raw = (k, v, k_strides[1], v_strides[1], k_start + num_keys)
-    raw = raw + (groups * group_size, position + 1, biases, marks)
+    raw = raw + (groups * group_size, position + 1, masses, marks)
 
     # Some rows see the entries whole .. far_end-1 and the raw tokens local .. middle-1 and causal
     # .. end-1, all rows those between.
@@ -146,11 +146,11 @@ def _attend_keys(
     Args:
         state: Output so far, running sum and running maximum of each row.
         keys: Pointers and strides of k and v, their number, the rows' bounds low and high, used
-            where MASKED, and where FAR a pointer to the keys' biases and one to each row's marks.
+            where MASKED, and where FAR a pointer to the keys' masses and one to each row's marks.
         factors: scale and softcap.
     """
     acc, running_sum, running_max = state
-    stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys[2:]
+    stride_k, stride_v, num_keys, low, high, mass_ptr, marks = keys[2:]
     HAS_MARKS: tl.constexpr = FAR and FORM.has_marks
     offs = tl.arange(0, FORM.block_n)
     dims = tl.arange(0, FORM.block_d)
@@ -158,11 +158,11 @@ def _attend_keys(
     for start in tl.range(begin, end, FORM.block_n):
         index = start + offs
         k = load_tile(k_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
-        bias = 0.0
-        if FAR and FORM.has_bias:
-            bias = tl.load(bias_ptr + index, mask=index < num_keys, other=0.0)[None, :]
+        mass = 0.0
+        if FAR and FORM.has_mass:
+            mass = tl.load(mass_ptr + index, mask=index < num_keys, other=0.0)[None, :]
         products = dot(q, tl.trans(k))
-        scores, _ = log2_scores(products, factors[0], bias, factors[1], FORM.has_softcap)
+        scores, _ = log2_scores(products, factors[0], mass, factors[1], FORM.has_softcap)
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
             scores = tl.where(seen, scores, -float("inf"))
@@ -200,12 +200,12 @@ def _attend_fwd_kernel(
 
     Args:
         tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
-        far: Pointers to keys and values of the far past [N, E, D], the biases of its entries [N, E]
-            or [N r, E], and marks.
+        far: Pointers to keys and values of the far past [N, E, D], masses of its entries [N, E],
+            and marks.
         results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T] in float32.
         factors: Scale and softcap.
         strides: Of q, k and v, and of keys and values of the far past.
-        heads: Query heads in all, of each KV head, and those that share biases.
+        heads: Query heads in all, and of each KV head.
         rule: group_size, window_size and sink_groups.
         FORM: `Form`.
     """
@@ -264,7 +264,7 @@ def _query_gradients(
         keys, factors: As in `_attend_keys`.
     """
     q, grad, lse, delta = queries
-    stride_k, stride_v, num_keys, low, high, bias_ptr, marks = keys[2:]
+    stride_k, stride_v, num_keys, low, high, mass_ptr, marks = keys[2:]
     offs = tl.arange(0, FORM.block_n)
     dims = tl.arange(0, FORM.block_d)
     k_tile, v_tile = _tile_pointers(keys, begin, FORM)
@@ -272,11 +272,11 @@ def _query_gradients(
         index = start + offs
         k = load_tile(k_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
         v = load_tile(v_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
-        bias = 0.0
-        if FAR and FORM.has_bias:
-            bias = tl.load(bias_ptr + index, mask=index < num_keys, other=0.0)[None, :]
+        mass = 0.0
+        if FAR and FORM.has_mass:
+            mass = tl.load(mass_ptr + index, mask=index < num_keys, other=0.0)[None, :]
         products = dot(q, tl.trans(k))
-        scores, slope = log2_scores(products, factors[0], bias, factors[1], FORM.has_softcap)
+        scores, slope = log2_scores(products, factors[0], mass, factors[1], FORM.has_softcap)
         weights = tl.exp2(scores - lse[:, None])
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
@@ -376,8 +376,8 @@ def _key_gradients(
     transposed, [keys, queries].
 
     Args:
-        state: The gradients of k, v and the keys' biases so far.
-        keys: k, v, the keys' indices and their biases, [keys, 1] or 0.
+        state: The gradients of k, v and the keys' masses so far.
+        keys: k, v, the keys' indices and their masses, [keys, 1] or 0.
         queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, their
             number, and the marks: a pointer to those of the first query, and share, num_shares and
             num_words.
@@ -385,8 +385,8 @@ def _key_gradients(
         factors: scale and softcap.
         rule: group_size, window_size and sink_groups.
     """
-    dk, dv, dbias = state
-    k, v, index, bias = keys
+    dk, dv, dmass = state
+    k, v, index, mass = keys
     q_ptr, grad_ptr, lse_ptr, delta_ptr, stride_q, stride_g, num_queries, marks, shares = queries
     begin, end = bounds
     group_size, window_size, sink_groups = rule
@@ -404,7 +404,7 @@ def _key_gradients(
             lse = tl.load(lse_ptr + rows) * LOG2E
             delta = tl.load(delta_ptr + rows)
         products = dot(k, tl.trans(q))
-        scores, slope = log2_scores(products, factors[0], bias, factors[1], FORM.has_softcap)
+        scores, slope = log2_scores(products, factors[0], mass, factors[1], FORM.has_softcap)
         weights = tl.exp2(scores - lse[None, :])
         if MASKED:
             groups = visible_cores(rows, group_size, window_size)
@@ -420,14 +420,14 @@ def _key_gradients(
             weights = tl.where(marked_keys(words, index), 0.0, weights)
         dv += dot(weights.to(grad.dtype), grad)
         grad_scores = weights * (dot(v, tl.trans(grad)) - delta[None, :])
-        if FORM.has_bias:
-            dbias += tl.sum(grad_scores, 1)
+        if FORM.has_mass:
+            dmass += tl.sum(grad_scores, 1)
         if FORM.has_softcap:
             grad_scores = grad_scores * slope
         dk += dot(grad_scores.to(q.dtype), q)
         q_tile += FORM.block_n * stride_q
         g_tile += FORM.block_n * stride_g
-    return dk, dv, dbias
+    return dk, dv, dmass
 
 
 @triton.jit
@@ -449,15 +449,15 @@ def _attend_dkv_kernel(
 
     Grid: (key tiles x N,). A program owns block_m keys: it walks all queries of all heads that see
     one of them, sums in float32 and writes once, so the result does not depend on the order of
-    programs. Gradients of biases are written for each query head.
+    programs. Gradients of masses are written for each query head.
 
     Args:
         tokens: Pointers to q [N, r, T, D], and to keys and values [N, S, D].
-        far: Pointers to the biases of entries and to marks.
+        far: Pointers to the masses of entries and to marks.
         upstream: Pointers to log-sum-exp, the gradient of out, and delta.
-        results: Pointers to the gradients of keys, values and biases in float32.
+        results: Pointers to the gradients of keys, values and masses in float32.
         strides: Of q, keys, values and the gradient of out.
-        heads: Number of KV heads, query heads of each, and those that share biases.
+        heads: Number of KV heads, and query heads of each.
         rule: group_size, window_size and sink_groups.
         FORM: `Form`.
     """
@@ -465,9 +465,9 @@ def _attend_dkv_kernel(
     BLOCK_D: tl.constexpr = FORM.block_d
     num_queries, num_keys, num_shares, num_words = integers(numbers)
     q_ptr, k_ptr, v_ptr = tokens
-    bias_ptr, marks_ptr = far
+    mass_ptr, marks_ptr = far
     lse_ptr, grad_ptr, delta_ptr = upstream
-    dk_ptr, dv_ptr, dbias_ptr = results
+    dk_ptr, dv_ptr, dmass_ptr = results
     q_strides, k_strides, v_strides, grad_strides = strides
     group_size, window_size, sink_groups = rule
     # Read the keys that this program owns; early keys are seen by most queries and run first.
@@ -500,15 +500,15 @@ def _attend_dkv_kernel(
     high = low + tl.maximum(high - low, 0) // FORM.block_n * FORM.block_n
     bounds = ((begin, tl.minimum(low, end)), (low, high), (high, end))
 
+    mass = 0.0
+    if FORM.has_mass:
+        masses = mass_ptr + n * num_keys + index
+        mass = tl.load(masses, mask=index < num_keys, other=0.0)[:, None]
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in range(heads[1]):
         r = tl.cast(i, tl.int64)
         head = n * heads[1] + r
-        bias = 0.0
-        if FORM.has_bias:
-            biases = bias_ptr + head // heads[2] * num_keys + index
-            bias = tl.load(biases, mask=index < num_keys, other=0.0)[:, None]
         queries = (
             q_ptr + n * q_strides[0] + r * q_strides[1],
             grad_ptr + n * grad_strides[0] + r * grad_strides[1],
@@ -520,25 +520,25 @@ def _attend_dkv_kernel(
             marks_ptr + n * num_shares * num_words,
             (share, num_shares, num_words),
         )
-        keys = (k, v, index, bias)
+        keys = (k, v, index, mass)
         state = (dk, dv, tl.zeros([BLOCK_M], tl.float32))
         for j in tl.static_range(3):
             state = _key_gradients(
                 state, keys, queries, bounds[j], factors, rule, FAR, j != 1, FORM
             )
-        dk, dv, dbias = state
-        if FORM.has_bias:
-            tl.store(dbias_ptr + head * num_keys + index, dbias, mask=index < num_keys)
+        dk, dv, dmass = state
+        if FORM.has_mass:
+            tl.store(dmass_ptr + head * num_keys + index, dmass, mask=index < num_keys)
     flat = (n * num_keys + index)[:, None] * FORM.dim + dims[None, :]
     tl.store(dk_ptr + flat, (dk * factors[0]).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + flat, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-def form_of(tiles: Tiles, dim: int, spec: Spec, has_bias: bool, has_marks: bool) -> Form:
+def form_of(tiles: Tiles, dim: int, spec: Spec, has_mass: bool, has_marks: bool) -> Form:
     """Return what a kernel is compiled for."""
     block_d = max(16, power_of_2(dim))
     blocks = (block_d, tiles.block_m, tiles.block_n)
-    return Form(has_bias, has_marks, spec.softcap is not None, dim, *blocks)
+    return Form(has_mass, has_marks, spec.softcap is not None, dim, *blocks)
 
 
 def rule_of(spec: Spec) -> tuple[int, int, int]:
@@ -550,12 +550,12 @@ def attend(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     marks: Marks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
     float32; to no core token that is marked for the query's share."""
-    far = far_past(tokens, cores, spec, core_bias)
+    far = far_past(tokens, cores, spec, mass)
     return attend_list(near_past(tokens, spec), far, spec, marks)
 
 
@@ -574,14 +574,14 @@ def attend_list(
     if not out.numel():
         return out, lse
     # A launch needs pointers, also to what is not read.
-    bias = lse if far.bias is None else far.bias
+    mass = lse if far.mass is None else far.mass
     words = lse if marks is None else marks.words
     tiles = forward_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_fwd_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *((q, k, v), (far_k, far_v, bias, words), (out, lse)),
+            *((q, k, v), (far_k, far_v, mass, words), (out, lse)),
             ints(
                 *(num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start),
                 *shape_of(marks),
@@ -591,12 +591,12 @@ def attend_list(
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
             *(
-                (n * r, r, far.heads_per_bias(r)),
+                (n * r, r),
                 rule_of(spec),
                 1 if marks is None else marks.share,
             ),
         ),
-        FORM=form_of(tiles, dim, spec, far.bias is not None, marks is not None),
+        FORM=form_of(tiles, dim, spec, far.mass is not None, marks is not None),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -613,14 +613,14 @@ def attend_backward(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     marks: Marks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return gradients as `packed.attend_backward` does, in float32, the same from run to run; of
     the attention to core tokens that are not marked."""
     tokens.check_whole()
     # Queries: each program walks the keys that its tile sees, and writes delta for the keys.
-    far = far_past(tokens, cores, spec, core_bias)
+    far = far_past(tokens, cores, spec, mass)
     q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     grad_out = contiguous_rows(upstream.grad_out)
     lse = upstream.lse.contiguous()
@@ -629,28 +629,28 @@ def attend_backward(
         torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v, far_k, far_v)
     )
     delta = torch.empty_like(lse)
-    bias = lse if far.bias is None else far.bias  # not read without biases: a launch needs pointers
-    dbias = torch.empty((n, r, far_k.shape[1]), dtype=torch.float32, device=q.device)
+    # Not read without masses: a launch needs pointers.
+    masses = lse if far.mass is None else far.mass
+    dscores = torch.empty((n, r, far_k.shape[1]), dtype=torch.float32, device=q.device)
     words = lse if marks is None else marks.words
     grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
     results = (upstream.out.contiguous(), lse, grad_out, grad_lse)
     factors = (float(spec.scale), float(spec.softcap or 1.0))
     rule = (rule_of(spec), 1 if marks is None else marks.share)
-    heads_per_bias = far.heads_per_bias(r)
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_dq_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *((q, k, v), (far_k, far_v, bias, words), results, (dq, delta)),
+            *((q, k, v), (far_k, far_v, masses, words), results, (dq, delta)),
             *(ints(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), factors),
         ),
         (
             tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
-            *((n * r, r, heads_per_bias), *rule),
+            *((n * r, r), *rule),
         ),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
-        FORM=form_of(tiles, dim, spec, far.bias is not None, marks is not None),
+        FORM=form_of(tiles, dim, spec, far.mass is not None, marks is not None),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -663,25 +663,30 @@ def attend_backward(
         count = key.shape[1]
         if not count:
             continue
-        has_bias = is_far and far.bias is not None
+        has_mass = is_far and far.mass is not None
         launch(
             _attend_dkv_kernel,
             (ceil_div(count, tiles.block_m) * n,),
             (
-                *((q, key, value), (bias, words), (lse, grad_out, delta), (dkey, dvalue, dbias)),
+                *(
+                    (q, key, value),
+                    (masses, words),
+                    (lse, grad_out, delta),
+                    (dkey, dvalue, dscores),
+                ),
                 *(ints(num_queries, count, *shape_of(marks)), factors),
             ),
             (
                 tuple(x.stride()[:-1] for x in (q, key, value, grad_out)),
-                *((n, r, heads_per_bias), *rule),
+                *((n, r), *rule),
             ),
             FAR=is_far,
-            FORM=form_of(tiles, dim, spec, has_bias, is_far and marks is not None),
+            FORM=form_of(tiles, dim, spec, has_mass, is_far and marks is not None),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
     # First tokens are entries of the far past and raw tokens, too.
     dcore_k = add_to_sinks(dfar_k[:, None], dk, spec.sinks)
     dcore_v = add_to_sinks(dfar_v[:, None], dv, spec.sinks)
-    dbias = None if core_bias is None else bias_gradient(dbias, core_bias, spec.sinks)
-    return dq, dk, dv, dcore_k, dcore_v, dbias
+    dmass = None if mass is None else mass_gradient(dscores, spec.sinks)
+    return dq, dk, dv, dcore_k, dcore_v, dmass

@@ -27,7 +27,7 @@ def attend(
     tokens: Tokens,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     marks: Marks | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def attend(
     Args:
         out: As of `attend_list`.
     """
-    far = far_past(tokens, cores, spec, core_bias)
+    far = far_past(tokens, cores, spec, mass)
     return attend_list(near_past(tokens, spec), far, spec, marks, out)
 
 
@@ -85,15 +85,15 @@ def gradients(
     groups: Groups,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     choice: Choice | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """Return the gradients of q, k, v and core_bias all at once, those through pooling too; None
-    where each part has to make its own."""
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the gradients of q, k and v all at once, those through pooling too; None where each
+    part has to make its own."""
     if hopper_backward is None or hopper_backward.unsupported_reason(tokens.q, spec) is not None:
         return None
     try:
-        return hopper_backward.gradients(upstream, tokens, groups, cores, spec, core_bias, choice)
+        return hopper_backward.gradients(upstream, tokens, groups, cores, spec, mass, choice)
     except triton.CompilationError as error:
         do_without_hopper(error)
         return None

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     tokens: Tokens
     cores: Cores
     spec: Spec
-    core_bias: Tensor | None
+    mass: Tensor | None
     choice: Choice
 
     def specialized(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -89,7 +89,7 @@ class Call(NamedTuple):
 
 def split(call: Call) -> list[tuple[slice, Call]]:
     """Return the call for some sequences at a time, whose marks fit into their memory."""
-    tokens, cores, spec, core_bias, choice = call
+    tokens, cores, spec, mass, choice = call
     n, count = choice.groups.shape[:2]
     size = max(1, _MARK_BYTES // max(1, count * (spec.sinks + cores.k.shape[2]) // 8))
     if size >= n:
@@ -101,7 +101,7 @@ def split(call: Call) -> list[tuple[slice, Call]]:
             Tokens(*(x[heads] for x in tokens[:3]), tokens.q_start),
             Cores(*(x[heads] for x in cores)),
             spec,
-            None if core_bias is None else core_bias[heads],
+            None if mass is None else mass[heads],
             choice.part(heads),
         )
         calls.append((heads, smaller))

@@ -22,48 +22,25 @@ class FarPast(NamedTuple):
     """[N, E, D]."""
     v: Tensor
     """[N, E, D]."""
-    bias: Tensor | None
-    """Added to the scores, [N, r, E] in float32, 0 for first tokens; None for zeros. Of one head,
-    [N, 1, E], where it is the same for all, as masses alone are. Contiguous."""
-
-    @property
-    def mass(self) -> Tensor | None:
-        """The bias of any query head where it is the same for all, [N, E]."""
-        return self.bias[:, 0] if self.bias is not None and self.bias.shape[1] == 1 else None
-
-    def heads_per_bias(self, heads: int) -> int:
-        """Return how many of the query heads of a KV head share a bias."""
-        return heads if self.bias is None else heads // self.bias.shape[1]
+    mass: Tensor | None
+    """Added to the scores, [N, E] in float32, contiguous, 0 for first tokens; None for zeros."""
 
 
-def far_past(tokens: Tokens, cores: Cores, spec: Spec, core_bias: Tensor | None) -> FarPast:
+def far_past(tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> FarPast:
     """List the entries of the far past.
 
     Args:
         cores: Core tokens of the groups after the first n = `spec.sinks` tokens.
-        core_bias: [N, r], or [N, r, M] with a number for each core token.
+        mass: Of the core tokens, [N, 1, M].
     """
     k, v = (x[:, 0] for x in cores)
     if spec.sinks:
         first = zip(_sinks(tokens, spec.sinks), (k, v))
         k, v = (torch.cat((raw, core.to(raw.dtype)), 1) for raw, core in first)
-    bias = None
-    if core_bias is not None:
-        bias = _bias_of_entries(core_bias, k.shape[1], cores.k.shape[2])
-    return FarPast(k, v, bias)
-
-
-def _bias_of_entries(core_bias: Tensor, num_entries: int, num_cores: int) -> Tensor:
-    """Return the bias of each entry as `FarPast` has it."""
-    # `ops.mass.add_to_bias` expands masses over query heads.
-    # mutant mass: a bias of each query head is taken for masses
-    is_mass = core_bias.dim() == 3 and core_bias.stride(1) == 0
-    bias = (core_bias[:, :1] if is_mass else core_bias).float()
-    if bias.dim() == 2:
-        bias = bias[:, :, None].expand(-1, -1, num_cores)
-    # mutant sinks: core bias added to them, Triton
-    bias = F.pad(bias, (num_entries - num_cores, 0))
-    return bias.contiguous()
+    if mass is not None:
+        # mutant sinks: masses of core tokens added to them, Triton
+        mass = F.pad(mass[:, 0].float(), (k.shape[1] - cores.k.shape[2], 0)).contiguous()
+    return FarPast(k, v, mass)
 
 
 def near_past(tokens: Tokens, spec: Spec) -> Tokens:
@@ -86,12 +63,10 @@ def add_to_sinks(far_gradient: Tensor, gradient: Tensor, n: int) -> Tensor:
     return far_gradient[:, :, n:]
 
 
-def bias_gradient(far_gradient: Tensor, core_bias: Tensor, n: int) -> Tensor:
-    """Return the gradient of core_bias, in its shape, from that of all entries, [N, r, E]."""
-    of_cores = far_gradient[:, :, n:]
-    if core_bias.dim() == 2:
-        return of_cores.sum(-1)
-    return of_cores
+def mass_gradient(far_gradient: Tensor, n: int) -> Tensor:
+    """Return the gradients of masses, [N, 1, M], from those of the scores of all entries, [N, r,
+    E]."""
+    return far_gradient[:, :, n:].sum(1, keepdim=True)
 
 
 def _sinks(tokens: Tokens, n: int) -> tuple[Tensor, Tensor]:

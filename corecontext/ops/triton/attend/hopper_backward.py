@@ -29,12 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from corecontext.ops.fetch.choice import Choice
-from corecontext.ops.mass import gradients_of_parts
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.ops.triton.attend import hopper_forward, hopper_union, hopper_union_dq
 from corecontext.ops.triton.attend.anywhere import rule_of
 from corecontext.ops.triton.attend.chosen import Call, add_raw_gradients
-from corecontext.ops.triton.attend.far_past import FarPast, add_to_sinks, bias_gradient, far_past
+from corecontext.ops.triton.attend.far_past import FarPast, add_to_sinks, far_past, mass_gradient
 from corecontext.ops.triton.attend.hopper_forward import fill_marked
 from corecontext.ops.triton.attend.marks import EntryMarks, mark_entries
 from corecontext.ops.triton.launch import ceil_div, ints, launch, power_of_2
@@ -255,7 +254,7 @@ def _query_marks(marks, row, exists, SHARE: gl.constexpr):
 @gluon.jit
 def _key_gradients(
     HALF: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    HAS_MASS: gl.constexpr,
     SHARE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -278,16 +277,16 @@ def _key_gradients(
     Args:
         scores: Shared memory of the scores' gradients, and its barriers `ready` and `free`.
         results: Descriptor of the queries' sums, pointers to gradients of the far past, of keys, of
-            values and of biases.
-        inputs: Pointers to biases and to marks, and words of marks of an entry.
+            values and of masses.
+        inputs: Pointers to masses and to marks, and words of marks of an entry.
         keys_of: Keys before those of this sequence, and from keys to values, in gradients; number
             of keys.
         places: num_queries, group_size, window_size, sink_groups.
         memory, tile: As of `_copy_queries`.
     """
     scores_smem, scores_ready, scores_free = scores
-    sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr = results
-    bias_ptr, marks_ptr, num_words = inputs
+    sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dmass_ptr = results
+    mass_ptr, marks_ptr, num_words = inputs
     offset, value_offset, num_keys = keys_of
     num_queries, group_size, window_size, sink_groups = places
     tiles_smem, stats_smem, ready, free = memory
@@ -304,7 +303,7 @@ def _key_gradients(
     zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, s_layout)
     dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
     dv = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
-    dbias = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
+    dmass = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
     # The queries that see a key: low <= t < high; those that see all of the keys: whole_low <= t <
     # whole_high.
     keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, s_layout))
@@ -319,10 +318,10 @@ def _key_gradients(
         whole_low = key + HALF_N - 1
         whole_high = gl.minimum(last_query_of_token(key, group_size, window_size), num_queries)
     products = (tiles_smem, scores_smem, sum_smem, scores_ready, scores_free)
-    bias = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
-    if HAS_BIAS:
+    mass = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
+    if HAS_MASS:
         exists = (keys < num_keys) & is_far
-        bias = gl.load(bias_ptr + keys, mask=exists, other=0.0) * LOG2E
+        mass = gl.load(mass_ptr + keys, mask=exists, other=0.0) * LOG2E
     is_marked = (keys < num_keys) & is_far
     marks = marks_ptr + keys.to(gl.int64) * num_words
     mbarrier.wait(ready.index(STAGES), 0)
@@ -348,8 +347,8 @@ def _key_gradients(
         stats = stats_smem.index(stage).reshape([2 * BLOCK_M])
         start = stats.slice(0, BLOCK_M).load(columns)
         s = s * scale + start[None, :]
-        if HAS_BIAS:
-            s += bias[:, None]
+        if HAS_MASS:
+            s += mass[:, None]
         p = gl.exp2(s)
         if (row < whole_low) | (row + BLOCK_M > whole_high):
             position = row + gl.arange(0, BLOCK_M, columns)
@@ -362,8 +361,8 @@ def _key_gradients(
         # The scores' gradients, handed to the other consumer too.
         dp = warpgroup_mma_wait(0, [dp])
         ds = p * (dp + stats.slice(BLOCK_M, BLOCK_M).load(columns)[None, :])
-        if HAS_BIAS:
-            dbias += gl.sum(ds, 1)
+        if HAS_MASS:
+            dmass += gl.sum(ds, 1)
         p_half = gl.convert_layout(p.to(dtype), p_layout)
         ds_half = ds.to(dtype)
         dv = warpgroup_mma(p_half, grad, dv, is_async=True)
@@ -391,9 +390,9 @@ def _key_gradients(
         _add_query_gradients(products, sum_desc, place, num_heads * tiles - 1, sizes)
 
     # Write the keys' gradients: of the far past in float32 for pooling, of raw ones in their dtype.
-    if HAS_BIAS:
+    if HAS_MASS:
         if is_far:
-            gl.store(dbias_ptr + keys, dbias, mask=keys < num_keys)
+            gl.store(dmass_ptr + keys, dmass, mask=keys < num_keys)
     keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, d_layout))
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, d_layout))
     mask = (keys < num_keys)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -423,7 +422,7 @@ def _attend_bwd_hopper(
     numbers,
     rule,
     scale,
-    HAS_BIAS: gl.constexpr,
+    HAS_MASS: gl.constexpr,
     SHARE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -437,17 +436,16 @@ def _attend_bwd_hopper(
     that their sums stay in the L2 cache.
 
     Args:
-        inputs: Pointers to biases, and to marks of entries by SHARE queries, a power of 2 up to
+        inputs: Pointers to masses, and to marks of entries by SHARE queries, a power of 2 up to
             BLOCK_M; 0 for none.
-        results: Pointers to gradients of the far past, of keys, of values and of biases.
-        numbers: Entries, programs of the far past, words of marks of an entry, neighbouring query
-            heads whose entries have the same biases, and heads_per_turn; of `launch.ints`, as
-            `rule`.
+        results: Pointers to gradients of the far past, of keys, of values and of masses.
+        numbers: Entries, programs of the far past, words of marks of an entry, and heads_per_turn;
+            of `launch.ints`, as `rule`.
         rule: group_size, window_size and sink_groups.
     """
-    bias_ptr, marks_ptr = inputs
-    far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr = results
-    num_entries, far_programs, num_words, heads_per_bias, heads_per_turn = integers(numbers)
+    mass_ptr, marks_ptr = inputs
+    far_grad_ptr, grad_k_ptr, grad_v_ptr, dmass_ptr = results
+    num_entries, far_programs, num_words, heads_per_turn = integers(numbers)
     group_size, window_size, sink_groups = integers(rule)
     num_n, heads_per_n, num_queries, _ = q_desc.shape
     dtype: gl.constexpr = q_desc.dtype
@@ -480,9 +478,9 @@ def _attend_bwd_hopper(
         end = num_queries
         offset = head.to(gl.int64) * num_entries
         value_offset = num_n.to(gl.int64) * heads_per_n * num_entries * HEAD_DIM
-        bias_ptr += (head // heads_per_bias).to(gl.int64) * num_entries
+        mass_ptr += n.to(gl.int64) * num_entries
         marks_ptr += n.to(gl.int64) * num_entries * num_words
-        dbias_ptr += offset
+        dmass_ptr += offset
     else:
         n = (pid - far_programs) % num_n
         first_head = gl.to_tensor(0)
@@ -498,8 +496,8 @@ def _attend_bwd_hopper(
     last_row = (end - 1) // BLOCK_M * BLOCK_M
     # Arguments of a group of warps: constants, its own, those of all.
     scores = (scores_smem, scores_ready, scores_free)
-    results = (sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dbias_ptr)
-    inputs = (bias_ptr, marks_ptr, num_words)
+    results = (sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dmass_ptr)
+    inputs = (mass_ptr, marks_ptr, num_words)
     keys_of = (offset, value_offset, num_keys)
     places = (num_queries, group_size, window_size, sink_groups)
     source = (q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc)
@@ -510,8 +508,8 @@ def _attend_bwd_hopper(
     second = sum_smem.index(1)
     gl.warp_specialize(
         [
-            (_key_gradients, (0, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, first) + consumers),
-            (_key_gradients, (1, HAS_BIAS, SHARE, HEAD_DIM, BLOCK_D, second) + consumers),
+            (_key_gradients, (0, HAS_MASS, SHARE, HEAD_DIM, BLOCK_D, first) + consumers),
+            (_key_gradients, (1, HAS_MASS, SHARE, HEAD_DIM, BLOCK_D, second) + consumers),
             (_copy_queries, (source, memory, tile)),
         ],
         [4, 1],
@@ -543,7 +541,8 @@ class _Chunk(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None
+    dscores: Tensor | None
+    """Of the scores of entries, [N, r, E], with masses."""
     chosen: Tensor | None
     """[N, C, k], of `Choice`."""
 
@@ -567,9 +566,9 @@ def gradients(
     groups: Groups,
     cores: Cores,
     spec: Spec,
-    core_bias: Tensor | None = None,
+    mass: Tensor | None = None,
     choice: Choice | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients as `packed.gradients` does, in the dtype of q, k and v; a few KV heads at a
     time, so that the float32 sums of their queries' gradients take little memory.
 
@@ -581,18 +580,18 @@ def gradients(
     v = aligned(tokens.v[:, None])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty_like(tokens.k, memory_format=torch.contiguous_format) for _ in range(2))
-    far = far_past(tokens, cores, spec, core_bias)
-    dbias = None
-    if far.bias is not None:
+    far = far_past(tokens, cores, spec, mass)
+    dscores = None
+    if far.mass is not None:
         shape = (*q.shape[:2], far.k.shape[1])
-        dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
+        dscores = torch.empty(shape, dtype=torch.float32, device=q.device)
     # mutant 5: of a document in a row the log-sum-exp of other tokens, Hopper
     lse = upstream.lse.contiguous()  # of a document in a packed row it is a slice
     grad_out = aligned(upstream.grad_out)
     upstream = Upstream(grad_out, upstream.grad_lse, aligned(upstream.out), lse)
     chosen = None if choice is None else choice.groups
     share = 0 if choice is None else choice.share
-    all_sequences = _Chunk(q, k, v, far, groups, upstream, dq, dk, dv, dbias, chosen)
+    all_sequences = _Chunk(q, k, v, far, groups, upstream, dq, dk, dv, dscores, chosen)
     size = _sequences_at_once(q, tokens.k)
     sums = torch.empty(size, *q.shape[1:], dtype=torch.float32, device=q.device)
     for start in range(0, q.shape[0], size):
@@ -601,11 +600,7 @@ def gradients(
             all_sequences if size >= q.shape[0] else all_sequences.rows(slice(start, start + size))
         )
         _fill_gradients(chunk, spec, sums, share)
-    if core_bias is not None:
-        dbias = bias_gradient(dbias, core_bias, spec.sinks)
-    if groups.k.shape[1]:
-        dbias, _ = gradients_of_parts(dbias, spec.core_mass)
-    return dq, dk, dv, dbias
+    return dq, dk, dv
 
 
 def _sequences_at_once(q: Tensor, k: Tensor) -> int:
@@ -678,8 +673,8 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
 def _attend_backward(
     chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor, marks: EntryMarks | None
 ) -> Tensor:
-    """Add up the queries' gradients, still to be scaled, in sums; fill those of k, v and the bias;
-    through no entry that is marked.
+    """Add up the queries' gradients, still to be scaled, in sums; fill those of k, v and
+    scores; through no entry that is marked.
 
     Returns:
         Gradients of keys and values of the far past by query head, [2, N, r, E, D] in float32.
@@ -690,11 +685,11 @@ def _attend_backward(
     far_gradients = torch.empty(2, n, r, num_entries, dim, dtype=torch.float32, device=q.device)
     # A descriptor needs memory even where there is no entry to read.
     far_k, far_v = (aligned(x[:, None]) for x in chunk.far[:2]) if num_entries else (k, v)
-    bias = chunk.upstream.lse  # not read: a launch needs a pointer
-    dbias = stats  # not written
-    if chunk.far.bias is not None:
-        bias = chunk.far.bias
-        dbias = chunk.dbias
+    mass = chunk.upstream.lse  # not read: a launch needs a pointer
+    dscores = stats  # not written
+    if chunk.far.mass is not None:
+        mass = chunk.far.mass
+        dscores = chunk.dscores
     far_programs = ceil_div(num_entries, BLOCK_N.value) * n * r
     rows = BLOCK_M.value
     descriptors = (
@@ -702,18 +697,17 @@ def _attend_backward(
         *(descriptor(x, HALF_N.value) for x in (k, v, far_k, far_v)),
         descriptor(sums, rows, power_of_2(dim) // 2),
     )
-    words = bias if marks is None else marks.words
+    words = mass if marks is None else marks.words
     num_words = 0 if marks is None else marks.words.shape[2]
-    heads_per_bias = chunk.far.heads_per_bias(r)
-    numbers = ints(num_entries, far_programs, num_words, heads_per_bias, HEADS_PER_TURN)
+    numbers = ints(num_entries, far_programs, num_words, HEADS_PER_TURN)
     launch(
         _attend_bwd_hopper,
         (far_programs + ceil_div(num_queries, BLOCK_N.value) * n,),
         (
-            *(*descriptors, (bias, words), (far_gradients, chunk.dk, chunk.dv, dbias)),
+            *(*descriptors, (mass, words), (far_gradients, chunk.dk, chunk.dv, dscores)),
             *(numbers, ints(*rule_of(spec)), spec.scale * LOG2E.value),
         ),
-        HAS_BIAS=chunk.far.bias is not None,
+        HAS_MASS=chunk.far.mass is not None,
         SHARE=0 if marks is None else marks.share,
         HEAD_DIM=dim,
         BLOCK_D=power_of_2(dim),
@@ -731,6 +725,6 @@ def _add_pooling(grad_cores: Cores, chunk: _Chunk, spec: Spec) -> Tensor:
     pooled = slice(spec.sinks, spec.sinks + shape[0] * shape[1])
     into = tuple(x[:, pooled].unflatten(1, shape) for x in (chunk.dk, chunk.dv))
     grad_mass = None
-    if spec.core_mass:
-        _, grad_mass = gradients_of_parts(chunk.dbias[:, :, spec.sinks :], True)
+    if chunk.dscores is not None:
+        grad_mass = mass_gradient(chunk.dscores, spec.sinks)
     return pool_backward(grad_cores, chunk.groups, spec, grad_mass, into)[0]

@@ -143,7 +143,7 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _softmax(s, sums, tile, rows, scale, bias, words, kind: gl.constexpr):
+def _softmax(s, sums, tile, rows, scale, words, kind: gl.constexpr):
     """Take a key tile into the online softmax: weights, the factor of earlier sums, the new maximum
     and sum.
 
@@ -152,14 +152,12 @@ def _softmax(s, sums, tile, rows, scale, bias, words, kind: gl.constexpr):
         tile: Number of the key tile, number of far tiles and first raw token.
         rows: Entries and raw tokens that all rows see (up to `whole`, from `seen_by_all` to
             `first`), groups and entries of each row's far past, the rows' positions and group_size.
-        bias: Of each key, used where HAS_BIAS.
         words: From `_tile_marks`, used where HAS_MARKS.
         kind: As of `_scores`.
     """
-    HAS_BIAS: gl.constexpr = kind[1]
-    HAS_MARKS: gl.constexpr = kind[2]
-    BLOCK_N: gl.constexpr = kind[3]
-    layout: gl.constexpr = kind[4]
+    HAS_MARKS: gl.constexpr = kind[1]
+    BLOCK_N: gl.constexpr = kind[2]
+    layout: gl.constexpr = kind[3]
     running_max, running_sum = sums
     i, far_tiles, local = tile
     whole, seen_by_all, first, groups, entries, position, group_size = rows
@@ -167,9 +165,6 @@ def _softmax(s, sums, tile, rows, scale, bias, words, kind: gl.constexpr):
     start = gl.where(is_far, i * BLOCK_N, local + (i - far_tiles) * BLOCK_N)
     begin = gl.where(is_far, 0, seen_by_all)
     end = gl.where(is_far, whole, first + 1)
-    if HAS_BIAS:
-        s = s * scale + bias[None, :]
-        scale = 1.0
     if (start < begin) | (start + BLOCK_N > end):  # some row does not see some key
         keys = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         low = gl.where(is_far, 0, groups * group_size)
@@ -185,21 +180,6 @@ def _softmax(s, sums, tile, rows, scale, bias, words, kind: gl.constexpr):
     weights = gl.exp2(s * scale - finite[:, None])
     fade = gl.exp2(running_max - finite)
     return weights, fade, new_max, running_sum * fade + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _tile_bias(bias_ptr, i, far_tiles, num_entries, kind: gl.constexpr):
-    """Load the biases of key tile i in units of log 2: zeros for raw tokens. `kind` is that of
-    `_softmax`."""
-    HAS_BIAS: gl.constexpr = kind[1]
-    BLOCK_N: gl.constexpr = kind[3]
-    layout: gl.constexpr = kind[4]
-    bias = 0.0
-    if HAS_BIAS:
-        entry = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        exists = (entry < num_entries) & (i < far_tiles)
-        bias = gl.load(bias_ptr + entry, mask=exists, other=0.0) * LOG2E
-    return bias
 
 
 @gluon.jit
@@ -250,10 +230,10 @@ def _scores(q, mine, ring, stage, zero, kind: gl.constexpr, BLOCK_D: gl.constexp
 
     Args:
         mine, ring: As of `_attend_rows`.
-        kind: HAS_MASSES, HAS_BIAS, HAS_MARKS, BLOCK_N and the layout of scores.
+        kind: HAS_MASSES, HAS_MARKS, BLOCK_N and the layout of scores.
     """
     HAS_MASSES: gl.constexpr = kind[0]
-    BLOCK_N: gl.constexpr = kind[3]
+    BLOCK_N: gl.constexpr = kind[2]
     k = ring[0].index(stage).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
     if HAS_MASSES:
         masses = ring[2].index(stage).reshape([BLOCK_N, MASS_COLUMNS]).permute([1, 0])
@@ -268,7 +248,6 @@ def _scores(q, mine, ring, stage, zero, kind: gl.constexpr, BLOCK_D: gl.constexp
 def _attend_rows(
     HALF: gl.constexpr,
     HAS_MASSES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
     HAS_MARKS: gl.constexpr,
     OWN_OUT: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -289,12 +268,12 @@ def _attend_rows(
     Args:
         mine: Shared memory of queries and output, barriers of the queries, `ready` and `free`, and
             of the turns, this consumer's and the other's; shared memory of ones for masses.
-        target: Descriptor of the output, pointers to log-sum-exp and biases, number of entries.
+        target: Descriptor of the output, and a pointer to log-sum-exp.
         marking: Pointer to marks, queries that share them, how many do, and words of each.
         ring, work, places: As of `_copy_tiles`.
     """
     q_smem, out_smem, q_ready, q_free, my_turn, other_turn, _ = mine
-    out_desc, lse_ptr, bias_ptr, num_entries = target
+    out_desc, lse_ptr = target
     marks_ptr, share, num_shares, num_words = marking
     _, v_smem, _, k_ready, k_free, v_ready, v_free = ring
     num_items = work[0]
@@ -307,14 +286,13 @@ def _attend_rows(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
     q = q_smem.reshape([BLOCK_M, BLOCK_D])
-    kind: gl.constexpr = (HAS_MASSES, HAS_BIAS, HAS_MARKS, BLOCK_N, s_layout)
+    kind: gl.constexpr = (HAS_MASSES, HAS_MARKS, BLOCK_N, s_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
     step = 0
     count = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
         row += BLOCK_M * HALF
-        biases = bias_ptr + head.to(gl.int64) * num_entries
         marks = marks_ptr
         first = q_start + row
         last = q_start + gl.minimum(row + BLOCK_M, num_queries) - 1
@@ -334,7 +312,6 @@ def _attend_rows(
         acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, o_layout)
 
         # The first tile has only scores.
-        bias = _tile_bias(biases, 0, far_tiles, num_entries, kind)
         words = _tile_marks(marks, 0, far_tiles, HAS_MARKS, BLOCK_N)
         mbarrier.wait(q_ready, count & 1)
         mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
@@ -345,7 +322,7 @@ def _attend_rows(
         mbarrier.arrive(k_free.index(step % STAGES))
         sums = (running_max, running_sum)
         weights, fade, running_max, running_sum = _softmax(
-            s, sums, (0, far_tiles, local), seen, scale, bias, words, kind
+            s, sums, (0, far_tiles, local), seen, scale, words, kind
         )
         p = gl.convert_layout(weights.to(dtype), p_layout)
 
@@ -355,7 +332,6 @@ def _attend_rows(
             phase = step // STAGES & 1
             step += 1
             stage = step % STAGES
-            bias = _tile_bias(biases, i, far_tiles, num_entries, kind)
             words = _tile_marks(marks, i, far_tiles, HAS_MARKS, BLOCK_N)
             mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
             mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
@@ -368,7 +344,7 @@ def _attend_rows(
             mbarrier.arrive(k_free.index(stage))
             sums = (running_max, running_sum)
             weights, fade, running_max, running_sum = _softmax(
-                s, sums, (i, far_tiles, local), seen, scale, bias, words, kind
+                s, sums, (i, far_tiles, local), seen, scale, words, kind
             )
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_free.index(before))
@@ -435,7 +411,6 @@ def _attend_fwd_hopper(
     num_words,
     scale,
     HAS_MASSES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
     HAS_MARKS: gl.constexpr,
     BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -448,11 +423,11 @@ def _attend_fwd_hopper(
     keeps output and sums in float32, and writes output and log-sum-exp.
 
     Args:
-        pointers: To log-sum-exp, biases and marks.
+        pointers: To log-sum-exp and marks.
         q_start, k_start: Positions of the first query and of the first raw token. Integers are no
             tuples here: a kernel reads its parameters anew, for which it has no registers.
     """
-    lse_ptr, bias_ptr, marks_ptr = pointers
+    lse_ptr, marks_ptr = pointers
     # Shared memory: queries, their output, rings of keys and values.
     dtype: gl.constexpr = DTYPE
     q_smem = tiles(q_desc, 2)
@@ -485,7 +460,7 @@ def _attend_fwd_hopper(
     first += (turns.index(0), turns.index(1), ones)
     second = (q_smem.index(1), out_smem.index(1), q_ready.index(1), q_free.index(1))
     second += (turns.index(1), turns.index(0), ones)
-    target = (out_desc, lse_ptr, bias_ptr, num_entries)
+    target = (out_desc, lse_ptr)
     marking = (marks_ptr, share, num_shares, num_words)
     source = (q_desc, k_desc, v_desc, far_k_desc, far_v_desc, mass_desc)
     queries = (q_smem, q_ready, q_free)
@@ -496,14 +471,8 @@ def _attend_fwd_hopper(
     shared = (target, marking, scale, ring, work, places)
     gl.warp_specialize(
         [
-            (
-                _attend_rows,
-                (0, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, first) + shared,
-            ),
-            (
-                _attend_rows,
-                (1, HAS_MASSES, HAS_BIAS, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, second) + shared,
-            ),
+            (_attend_rows, (0, HAS_MASSES, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, first) + shared),
+            (_attend_rows, (1, HAS_MASSES, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, second) + shared),
             (_copy_tiles, (HAS_MASSES, BLOCK_N, source, queries, sizes, ring, work, places)),
         ],
         [4, 1],
@@ -554,7 +523,6 @@ def attend_list(
     masses = None
     if far.mass is not None and num_entries:
         masses = mass_parts(far.mass, spec.scale, q.dtype)
-    bias = lse if far.bias is None else far.bias  # a launch needs pointers
     block_d = power_of_2(dim)
     block_n = 128 if block_d <= 128 else 64
     num_tiles = ceil_div(num_queries, ITEM_ROWS.value)
@@ -569,14 +537,13 @@ def attend_list(
                 for x in (k, v, far_k, far_v, k if masses is None else masses)
             ),
             descriptor(out, BLOCK_M.value),
-            (lse, bias, lse if marks is None else marks.words),
+            (lse, lse if marks is None else marks.words),  # a launch needs pointers
             *(num_tiles * n * r, num_tiles, n * r, min(heads_per_turn, n * r)),
             *(tokens.q_start, tokens.k_start, num_entries),
             *(*rule_of(spec), 1 if marks is None else marks.share, *shape_of(marks)),
             spec.scale * LOG2E.value,
         ),
         HAS_MASSES=masses is not None,
-        HAS_BIAS=far.bias is not None and masses is None,
         HAS_MARKS=marks is not None,
         BLOCK_D=block_d,
         BLOCK_N=block_n,

@@ -57,15 +57,13 @@ from corecontext.ops.triton.tiles import chip_of
 _MOST_GROUPS = 32768  # whose scores one program holds
 
 
-def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots, core_bias: float) -> str | None:
+def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
     """Return why `fetch_step` cannot take a cache, or None.
 
     The cache stores keys and values as they are; `spec` has its group size.
     """
     g = spec.group_size
     index = spec.index
-    if core_bias:
-        return "core tokens with a bias may weigh too much to be taken out of a sum again"
     if not isinstance(index, LowBits) or g % index.num_keys(g):
         return f"index {index.name} of groups of {g} has no parts of one size in low bits"
     if spec.softcap is not None or spec.scale <= 0:

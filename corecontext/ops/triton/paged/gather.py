@@ -164,7 +164,7 @@ def gather_chunk(
     has_bias = num_far > 0 and (core_bias != 0 or cores.mass is not None)
     bias = gathered
     if has_bias:
-        bias = torch.empty((kv_heads, 1, num_far), dtype=torch.float32, device=k.device)
+        bias = torch.empty((kv_heads, num_far), dtype=torch.float32, device=k.device)
     mass = cores.k if cores.mass is None else cores.mass
     launch(
         _gather_kernel,
