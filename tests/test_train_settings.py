@@ -220,7 +220,6 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
 @pytest.mark.parametrize(
     "method, option, is_used",
     [
-        ("full", ("--core-bias", "1"), False),
         ("full", ("--sinks", "8"), False),
         ("window", ("--group-size", "8", "--window-size", "64"), True),
         ("streaming_llm", ("--sinks", "8"), False),
