@@ -1,5 +1,5 @@
-"""Indices "parts:P:B", "pairs:B" and "bits:B": keys in 1, 2 or 4 bits. Keys are centred, turned by
-a fixed rotation and stored as codes with a scale for each key or each group of them.
+"""Indices "parts:P:B", "pairs:B" and "bits:B": keys in 1, 2 or 4 bits. Keys are centred,
+rotated by a fixed matrix and stored as codes, with a scale for each key or each group of them.
 
 The rotation, a Hadamard matrix after random signs, spreads channels of large values over all
 channels and changes no inner product. Its results are close to normal, so the codes stand for the

@@ -46,7 +46,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For `attend`."""
+    """For the forward of attention: block_m queries are what a program owns."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -111,6 +111,7 @@ def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
 def fetch_dq_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
     """For the gradient of queries through raw tokens of chosen groups, as `fetch_tiles`."""
     tiles = fetch_tiles(chip, dtype, dim, rows)
+    # In half precision with much shared memory few rows get larger tiles than in the forward.
     return Tiles(16, 64, 2, 2) if tiles == (16, 32, 1, 3) else tiles
 
 
@@ -118,8 +119,9 @@ def fetch_dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int, group_size: int) -
     """For the gradients of raw tokens of chosen groups: at most block_m tokens of a group, block_n
     rows."""
     tiles = fetch_tiles(chip, dtype, dim, group_size)
-    of_hopper = (Tiles(16, 32, 1, 3), Tiles(64, 64, 4, 2))
-    return Tiles(32, 128, 4, 2) if tiles in of_hopper and group_size <= 32 else tiles
+    # Half precision with much shared memory: more rows at once, where a group is one tile.
+    is_half_and_large = tiles in (Tiles(16, 32, 1, 3), Tiles(64, 64, 4, 2))
+    return Tiles(32, 128, 4, 2) if is_half_and_large and group_size <= 32 else tiles
 
 
 def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:

@@ -214,15 +214,15 @@ def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
     """
     HALF: gl.constexpr = sizes[0]
     BLOCK_D: gl.constexpr = sizes[1]
-    tiles_smem, scores_smem, sum_smem, scores_ready, scores_free = memory
+    tiles_smem, dscores_smem, sum_smem, dscores_ready, dscores_free = memory
     n, head, row = place
     COLUMNS: gl.constexpr = BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     ring = step % 2
-    mbarrier.wait(scores_ready.index(ring), step // 2 & 1)
+    mbarrier.wait(dscores_ready.index(ring), step // 2 & 1)
     keys = tiles_smem.index(2 * STAGES).reshape([HALF_N, BLOCK_D]).slice(HALF * COLUMNS, COLUMNS, 1)
     dq = warpgroup_mma(
-        scores_smem.index(2 * ring).permute([1, 0]),
+        dscores_smem.index(2 * ring).permute([1, 0]),
         keys,
         gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout),
         use_acc=False,
@@ -230,9 +230,9 @@ def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
     )
     keys = tiles_smem.index(2 * STAGES + 1).reshape([HALF_N, BLOCK_D])
     keys = keys.slice(HALF * COLUMNS, COLUMNS, 1)
-    dq = warpgroup_mma(scores_smem.index(2 * ring + 1).permute([1, 0]), keys, dq, is_async=True)
+    dq = warpgroup_mma(dscores_smem.index(2 * ring + 1).permute([1, 0]), keys, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
-    mbarrier.arrive(scores_free.index(ring))
+    mbarrier.arrive(dscores_free.index(ring))
     wait_out(0)  # the sum before has been read
     sum_smem.reshape([BLOCK_M, COLUMNS]).store(dq)
     fence_async_shared()
@@ -259,7 +259,7 @@ def _key_gradients(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     sum_smem,
-    scores,
+    dscores,
     results,
     inputs,
     keys_of,
@@ -275,7 +275,7 @@ def _key_gradients(
     made from them one step later, so that neither consumer waits for the other.
 
     Args:
-        scores: Shared memory of the scores' gradients, and its barriers `ready` and `free`.
+        dscores: Shared memory of the scores' gradients, and its barriers `ready` and `free`.
         results: Descriptor of the queries' sums, pointers to gradients of the far past, of keys, of
             values and of masses.
         inputs: Pointers to masses and to marks, and words of marks of an entry.
@@ -284,7 +284,7 @@ def _key_gradients(
         places: num_queries, group_size, window_size, sink_groups.
         memory, tile: As of `_copy_queries`.
     """
-    scores_smem, scores_ready, scores_free = scores
+    dscores_smem, dscores_ready, dscores_free = dscores
     sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dmass_ptr = results
     mass_ptr, marks_ptr, num_words = inputs
     offset, value_offset, num_keys = keys_of
@@ -317,7 +317,7 @@ def _key_gradients(
         high = gl.minimum(last_query_of_token(keys, group_size, window_size), num_queries)
         whole_low = key + HALF_N - 1
         whole_high = gl.minimum(last_query_of_token(key, group_size, window_size), num_queries)
-    products = (tiles_smem, scores_smem, sum_smem, scores_ready, scores_free)
+    products = (tiles_smem, dscores_smem, sum_smem, dscores_ready, dscores_free)
     mass = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
     if HAS_MASS:
         exists = (keys < num_keys) & is_far
@@ -367,10 +367,10 @@ def _key_gradients(
         ds_half = ds.to(dtype)
         dv = warpgroup_mma(p_half, grad, dv, is_async=True)
         ring = step % 2
-        mbarrier.wait(scores_free.index(ring), (step // 2 & 1) ^ 1)
-        scores_smem.index(2 * ring + HALF).store(ds_half)
+        mbarrier.wait(dscores_free.index(ring), (step // 2 & 1) ^ 1)
+        dscores_smem.index(2 * ring + HALF).store(ds_half)
         fence_async_shared()
-        mbarrier.arrive(scores_ready.index(ring))
+        mbarrier.arrive(dscores_ready.index(ring))
         dk = warpgroup_mma(gl.convert_layout(ds_half, p_layout), q, dk, is_async=True)
         if step > 0:
             place = (n, head_before, row_before)
@@ -451,13 +451,13 @@ def _attend_bwd_hopper(
     dtype: gl.constexpr = q_desc.dtype
     tiles_smem = tiles(q_desc, 2 * STAGES + 4)
     stats_smem = tiles(stats_desc, STAGES)
-    scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_N, BLOCK_M], dtype)
-    scores_smem = gl.allocate_shared_memory(dtype, [4, HALF_N, BLOCK_M], scores_layout)
+    dscores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_N, BLOCK_M], dtype)
+    dscores_smem = gl.allocate_shared_memory(dtype, [4, HALF_N, BLOCK_M], dscores_layout)
     sum_smem = tiles(sum_desc, 2)
     ready = barriers(STAGES + 1, 1)  # the last one for the keys and values
     free = barriers(STAGES, 2)
-    scores_ready = barriers(2, 2)
-    scores_free = barriers(2, 2)
+    dscores_ready = barriers(2, 2)
+    dscores_free = barriers(2, 2)
     fence_async_shared()
 
     # The keys that this program owns, and the queries begin .. end-1 that see one of them.
@@ -495,7 +495,7 @@ def _attend_bwd_hopper(
     num_tiles = gl.maximum((end + BLOCK_M - 1) // BLOCK_M - begin // BLOCK_M, 0)
     last_row = (end - 1) // BLOCK_M * BLOCK_M
     # Arguments of a group of warps: constants, its own, those of all.
-    scores = (scores_smem, scores_ready, scores_free)
+    dscores = (dscores_smem, dscores_ready, dscores_free)
     results = (sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dmass_ptr)
     inputs = (mass_ptr, marks_ptr, num_words)
     keys_of = (offset, value_offset, num_keys)
@@ -503,7 +503,7 @@ def _attend_bwd_hopper(
     source = (q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc)
     memory = (tiles_smem, stats_smem, ready, free)
     tile = (n, first_head, num_heads, key, is_far, last_row, num_tiles)
-    consumers = (scores, results, inputs, keys_of, places, scale, memory, tile)
+    consumers = (dscores, results, inputs, keys_of, places, scale, memory, tile)
     first = sum_smem.index(0)
     second = sum_smem.index(1)
     gl.warp_specialize(

@@ -1,12 +1,19 @@
 """Attend from neighbouring queries to the raw tokens of the union of their choices, for Hopper,
 written in Triton's Gluon.
 
-The same mathematics as `raw.fetch_fwd_kernel`, which runs everywhere. A program is three groups of
-warps: one copies the tokens of a union's groups into shared memory by the tensor memory
-accelerator; two own 64 rows each, QUERIES queries of two heads, multiply with asynchronous
-warpgroup instructions and take turns. A row takes part only in groups that its query chose. Tiles
-have 64 columns, in which groups of 8 rows or more lie side by side in shared memory as one tile
-would.
+The same mathematics as `raw.fetch_fwd_kernel`, which runs everywhere. A union is the groups that
+QUERIES neighbouring queries of one KV head chose, with those that chose each as bits of a number.
+An item is those queries of HEADS query heads with their union; programs go through the items.
+
+A program is three groups of warps: the producer copies the tokens of a union's groups into shared
+memory by the tensor memory accelerator; two consumers own 64 rows each, the queries of two heads,
+multiply with asynchronous warpgroup instructions and take turns. A row takes part only in groups
+that its query chose.
+
+Tiles in shared memory have 64 of the head's D dimensions, so a head takes DIM_TILES of them, 1 or
+2; `low` and `high` are a result's dimensions 0 to 63 and 64 to 127. Groups of 8 tokens or more lie
+there one after the other as one tile would. Barriers `ready` say that a copy has arrived, `free`
+that its place may be written again.
 """
 
 from typing import Any
@@ -38,11 +45,11 @@ from corecontext.ops.triton.tensor_memory import (
 )
 
 QUERIES = gl.constexpr(UNION_QUERIES)
-ROWS = gl.constexpr(64)  # queries of a consumer: of two heads
-HEADS = gl.constexpr(4)  # of an item
-TOKENS = gl.constexpr(128)  # of a tile
-COLUMNS = gl.constexpr(64)  # of a tile in shared memory
-STAGES = gl.constexpr(2)  # tiles in shared memory
+ROWS = gl.constexpr(64)  # of a consumer: QUERIES queries of two heads
+HEADS = gl.constexpr(4)  # query heads of an item
+TOKENS = gl.constexpr(128)  # of a tile of keys or values: 128 / g groups
+COLUMNS = gl.constexpr(64)  # dimensions of a tile in shared memory
+STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory at a time
 
 
 @gluon.jit
@@ -54,8 +61,8 @@ def num_items_of(shape):
 
 @gluon.jit
 def union_of_item(item, shape, unions):
-    """Return of an item the KV head, the first head, the number of its union, and of the groups
-    there the place of the first and their number.
+    """Return of an item the batch row and KV head n, its first query head, which union of n it
+    attends to, where the groups of that union begin, and how many they are.
 
     Args:
         shape: Of the queries, [N, r, T, D].
@@ -70,17 +77,17 @@ def union_of_item(item, shape, unions):
 
 
 @gluon.jit
-def _copy_groups(desc, smem, slot, ready, tokens, n, HALVES: gl.constexpr, GROUPS: gl.constexpr):
+def _copy_groups(desc, smem, slot, ready, tokens, n, DIM_TILES: gl.constexpr, GROUPS: gl.constexpr):
     """Copy one tile of keys or values: the groups that begin at `tokens`."""
-    mbarrier.expect(ready.index(slot), HALVES * GROUPS * desc.block_type.nbytes)
-    for j in gl.static_range(HALVES * GROUPS):
+    mbarrier.expect(ready.index(slot), DIM_TILES * GROUPS * desc.block_type.nbytes)
+    for j in gl.static_range(DIM_TILES * GROUPS):
         at = [n, 0, tokens[j % GROUPS], j // GROUPS * COLUMNS]
-        copy_in(desc, at, ready.index(slot), smem.index(slot * HALVES * GROUPS + j))
+        copy_in(desc, at, ready.index(slot), smem.index(slot * DIM_TILES * GROUPS + j))
 
 
 @gluon.jit
 def copy_unions(
-    HALVES: gl.constexpr,
+    DIM_TILES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -103,21 +110,21 @@ def copy_unions(
     q_descs, places, q_ready, q_free = queries
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
     shape = q_descs[0].shape
-    num_bytes: gl.constexpr = len(q_descs) * 2 * HALVES * q_descs[0].block_type.nbytes
+    num_bytes: gl.constexpr = len(q_descs) * 2 * DIM_TILES * q_descs[0].block_type.nbytes
     step = 0
     count = 0
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
         n, head, union, first, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:
-            for half in gl.static_range(2):
-                mbarrier.wait(q_free.index(half), (count & 1) ^ 1)
-                mbarrier.expect(q_ready.index(half), num_bytes)
+            for consumer in gl.static_range(2):
+                mbarrier.wait(q_free.index(consumer), (count & 1) ^ 1)
+                mbarrier.expect(q_ready.index(consumer), num_bytes)
                 for i in gl.static_range(len(q_descs)):
-                    for j in gl.static_range(2 * HALVES):
+                    for j in gl.static_range(2 * DIM_TILES):
                         row = union * q_descs[i].block_type.shape[2]
-                        at = [n, head + 2 * half + j % 2, row, j // 2 * COLUMNS]
-                        place = places[i].index(half * 2 * HALVES + j)
-                        copy_in(q_descs[i], at, q_ready.index(half), place)
+                        at = [n, head + 2 * consumer + j % 2, row, j // 2 * COLUMNS]
+                        place = places[i].index(consumer * 2 * DIM_TILES + j)
+                        copy_in(q_descs[i], at, q_ready.index(consumer), place)
             count += 1
             for i in range((num_groups + GROUPS - 1) // GROUPS):
                 tokens = ()
@@ -130,9 +137,9 @@ def copy_unions(
                 slot = step % STAGES
                 phase = (step // STAGES & 1) ^ 1
                 mbarrier.wait(k_free.index(slot), phase)
-                _copy_groups(k_desc, k_smem, slot, k_ready, tokens, n, HALVES, GROUPS)
+                _copy_groups(k_desc, k_smem, slot, k_ready, tokens, n, DIM_TILES, GROUPS)
                 mbarrier.wait(v_free.index(slot), phase)
-                _copy_groups(v_desc, v_smem, slot, v_ready, tokens, n, HALVES, GROUPS)
+                _copy_groups(v_desc, v_smem, slot, v_ready, tokens, n, DIM_TILES, GROUPS)
                 step += 1
 
 
@@ -182,39 +189,39 @@ def _softmax(s, sums, bits, query, scale, GROUP_SIZE: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
-def products(rows, tokens, half: gl.constexpr, slot, zero, HALVES: gl.constexpr):
-    """Ask for the products of a consumer's rows with the tokens of a slot."""
-    first = tokens.index(HALVES * slot).permute([1, 0])
-    s = warpgroup_mma(rows.index(HALVES * half), first, zero, use_acc=False, is_async=True)
-    if HALVES == 2:
-        second = tokens.index(HALVES * slot + 1).permute([1, 0])
-        s = warpgroup_mma(rows.index(HALVES * half + 1), second, s, is_async=True)
+def products(rows, tokens, consumer: gl.constexpr, slot, zero, DIM_TILES: gl.constexpr):
+    """Start the products of a consumer's rows with the tokens of a slot; wait before use."""
+    low = tokens.index(DIM_TILES * slot).permute([1, 0])
+    s = warpgroup_mma(rows.index(DIM_TILES * consumer), low, zero, use_acc=False, is_async=True)
+    if DIM_TILES == 2:
+        high = tokens.index(DIM_TILES * slot + 1).permute([1, 0])
+        s = warpgroup_mma(rows.index(DIM_TILES * consumer + 1), high, s, is_async=True)
     return s
 
 
 @gluon.jit
-def add_values(weights, tokens, slot, first, second, HALVES: gl.constexpr):
-    """Ask for the weighted sums of the tokens of a slot."""
-    first = warpgroup_mma(weights, tokens.index(HALVES * slot), first, is_async=True)
-    if HALVES == 2:
-        second = warpgroup_mma(weights, tokens.index(HALVES * slot + 1), second, is_async=True)
-    return first, second
+def add_values(weights, tokens, slot, low, high, DIM_TILES: gl.constexpr):
+    """Start adding the weighted tokens of a slot to both parts of a result."""
+    low = warpgroup_mma(weights, tokens.index(DIM_TILES * slot), low, is_async=True)
+    if DIM_TILES == 2:
+        high = warpgroup_mma(weights, tokens.index(DIM_TILES * slot + 1), high, is_async=True)
+    return low, high
 
 
 @gluon.jit
-def wait_values(first, second, HALVES: gl.constexpr):
-    """Wait for all products."""
-    if HALVES == 2:
-        first, second = warpgroup_mma_wait(0, [first, second])
+def wait_values(low, high, DIM_TILES: gl.constexpr):
+    """Wait until both parts of a result are there."""
+    if DIM_TILES == 2:
+        low, high = warpgroup_mma_wait(0, [low, high])
     else:
-        first = warpgroup_mma_wait(0, [first])
-    return first, second
+        low = warpgroup_mma_wait(0, [low])
+    return low, high
 
 
 @gluon.jit
 def _attend_unions(
-    HALF: gl.constexpr,
-    HALVES: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    DIM_TILES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     target,
@@ -245,11 +252,11 @@ def _attend_unions(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
-    q = reinterpreted(q_smem, dtype, [2 * HALVES, ROWS, COLUMNS], tile)
-    k = reinterpreted(k_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
-    v = reinterpreted(v_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
-    my_turn = turns.index(HALF)
-    other_turn = turns.index(1 - HALF)
+    q = reinterpreted(q_smem, dtype, [2 * DIM_TILES, ROWS, COLUMNS], tile)
+    k = reinterpreted(k_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
+    v = reinterpreted(v_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
+    my_turn = turns.index(CONSUMER)
+    other_turn = turns.index(1 - CONSUMER)
     zero = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
     lanes = gl.arange(0, ROWS, rows)
     query = lanes % (ROWS // 2)
@@ -263,15 +270,15 @@ def _attend_unions(
             chosen = unions[1] + first_group
             running_max = gl.full([ROWS], -float("inf"), gl.float32, rows)
             sums = (running_max, gl.zeros([ROWS], gl.float32, rows))
-            first = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
-            second = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+            low = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+            high = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
 
             # The first tile has only scores.
             bits = load_bits(chosen, 0, num_groups, GROUPS)
-            mbarrier.wait(q_ready.index(HALF), count & 1)
+            mbarrier.wait(q_ready.index(CONSUMER), count & 1)
             mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
-            mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
-            s = products(q, k, HALF, step % STAGES, zero, HALVES)
+            mbarrier.wait(my_turn, (step & 1) ^ (1 - CONSUMER))
+            s = products(q, k, CONSUMER, step % STAGES, zero, DIM_TILES)
             mbarrier.arrive(other_turn)
             s = warpgroup_mma_wait(0, [s])
             mbarrier.arrive(k_free.index(step % STAGES))
@@ -286,27 +293,27 @@ def _attend_unions(
                 slot = step % STAGES
                 bits = load_bits(chosen, i, num_groups, GROUPS)
                 mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
-                mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
-                s = products(q, k, HALF, slot, zero, HALVES)
+                mbarrier.wait(my_turn, (step & 1) ^ (1 - CONSUMER))
+                s = products(q, k, CONSUMER, slot, zero, DIM_TILES)
                 mbarrier.wait(v_ready.index(before), phase)
-                first, second = add_values(p, v, before, first, second, HALVES)
+                low, high = add_values(p, v, before, low, high, DIM_TILES)
                 mbarrier.arrive(other_turn)
-                s = warpgroup_mma_wait(HALVES, [s])
+                s = warpgroup_mma_wait(DIM_TILES, [s])
                 mbarrier.arrive(k_free.index(slot))
                 weights, fade, sums = _softmax(s, sums, bits, query, scale, GROUP_SIZE, s_layout)
-                first, second = wait_values(first, second, HALVES)
+                low, high = wait_values(low, high, DIM_TILES)
                 mbarrier.arrive(v_free.index(before))
                 factor = gl.convert_layout(fade, o_rows)[:, None]
-                first = first * factor
-                second = second * factor
+                low = low * factor
+                high = high * factor
                 p = gl.convert_layout(weights.to(dtype), p_layout)
 
             # The output of the last tile, while the results so far are read.
-            mbarrier.arrive(q_free.index(HALF))
+            mbarrier.arrive(q_free.index(CONSUMER))
             slot = step % STAGES
             mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
-            first, second = add_values(p, v, slot, first, second, HALVES)
-            head = first_head + 2 * HALF + lanes // (ROWS // 2)
+            low, high = add_values(p, v, slot, low, high, DIM_TILES)
+            head = first_head + 2 * CONSUMER + lanes // (ROWS // 2)
             row = union * (ROWS // 2) + query
             exists = (head < heads) & (row < num_queries)
             flat = (n.to(gl.int64) * heads + head) * num_queries + row
@@ -315,10 +322,10 @@ def _attend_unions(
             at += row.to(gl.int64) * out_strides[2]
             place = gl.convert_layout(at, o_rows)[:, None] + dims[None, :]
             is_row = gl.convert_layout(exists, o_rows)[:, None]
-            has_first = is_row & (dims < HEAD_DIM)[None, :]
-            has_second = is_row & (dims < HEAD_DIM - COLUMNS)[None, :]
-            before_first = gl.load(out_ptr + place, mask=has_first, other=0.0).to(gl.float32)
-            first, second = wait_values(first, second, HALVES)
+            has_low = is_row & (dims < HEAD_DIM)[None, :]
+            has_high = is_row & (dims < HEAD_DIM - COLUMNS)[None, :]
+            before_low = gl.load(out_ptr + place, mask=has_low, other=0.0).to(gl.float32)
+            low, high = wait_values(low, high, DIM_TILES)
             mbarrier.arrive(v_free.index(slot))
             step += 1
             count += 1
@@ -332,13 +339,13 @@ def _attend_unions(
             gl.store(lse_ptr + flat, (top + gl.log2(total)) * LN2, mask=exists)
             fade = gl.convert_layout(fade / total, o_rows)[:, None]
             kept = gl.convert_layout(kept / total, o_rows)[:, None]
-            first = first * fade + before_first * kept
-            gl.store(out_ptr + place, first.to(dtype), mask=has_first)
-            if HALVES == 2:
+            low = low * fade + before_low * kept
+            gl.store(out_ptr + place, low.to(dtype), mask=has_low)
+            if DIM_TILES == 2:
                 place += COLUMNS
-                before_second = gl.load(out_ptr + place, mask=has_second, other=0.0)
-                second = second * fade + before_second.to(gl.float32) * kept
-                gl.store(out_ptr + place, second.to(dtype), mask=has_second)
+                before_high = gl.load(out_ptr + place, mask=has_high, other=0.0)
+                high = high * fade + before_high.to(gl.float32) * kept
+                gl.store(out_ptr + place, high.to(dtype), mask=has_high)
 
 
 @gluon.jit
@@ -379,9 +386,9 @@ def union_fwd_hopper(
         unions: Pointers to groups, queries and counts; `most` groups are in a row.
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
-    HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    q_smem = tiles(q_desc, 4 * HALVES)
-    memory = tile_memory(k_desc, v_desc, STAGES, HALVES * GROUPS)
+    DIM_TILES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
+    q_smem = tiles(q_desc, 4 * DIM_TILES)
+    memory = tile_memory(k_desc, v_desc, STAGES, DIM_TILES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
     turns = barriers(2, 1)
@@ -395,9 +402,9 @@ def union_fwd_hopper(
     producer = ((k_desc, v_desc), queries, memory, unions, sink_groups)
     gl.warp_specialize(
         [
-            (_attend_unions, (0, HALVES, GROUP_SIZE, HEAD_DIM) + consumers),
-            (_attend_unions, (1, HALVES, GROUP_SIZE, HEAD_DIM) + consumers),
-            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES) + producer),
+            (_attend_unions, (0, DIM_TILES, GROUP_SIZE, HEAD_DIM) + consumers),
+            (_attend_unions, (1, DIM_TILES, GROUP_SIZE, HEAD_DIM) + consumers),
+            (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES) + producer),
         ],
         [4, 1],
         [240, 24],

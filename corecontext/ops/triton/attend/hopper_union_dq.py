@@ -1,7 +1,9 @@
 """The gradient of queries through the raw tokens of the union of neighbouring queries' choices, for
 Hopper, written in Triton's Gluon.
 
-Programs are cut as those of `hopper_union.py`, whose producer copies the tiles.
+Unions, items, the producer, consumers, DIM_TILES, `low` and `high` are those of `hopper_union.py`.
+`delta` of a row is the sum of its output times the output's gradient, `ds` the gradient of scores,
+`dp` that of weights.
 """
 
 from torch import Tensor
@@ -37,12 +39,12 @@ STAGES = gl.constexpr(3)  # tiles in shared memory
 
 
 @gluon.jit
-def _row_delta(inputs, place, is_row, dims, HALVES: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _row_delta(inputs, place, is_row, dims, DIM_TILES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Return the sum of each row of out times its gradient."""
     out_ptr, grad_ptr = inputs
     layout: gl.constexpr = place.type.layout
     delta = gl.zeros([ROWS], gl.float32, layout)
-    for i in gl.static_range(HALVES):
+    for i in gl.static_range(DIM_TILES):
         at = (place * HEAD_DIM + i * COLUMNS)[:, None] + dims[None, :]
         mask = is_row[:, None] & (dims < HEAD_DIM - i * COLUMNS)[None, :]
         out = gl.load(out_ptr + at, mask=mask, other=0.0).to(gl.float32)
@@ -71,8 +73,8 @@ def _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE: gl.constexpr):
 
 @gluon.jit
 def _gradients_of_unions(
-    HALF: gl.constexpr,
-    HALVES: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    DIM_TILES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HAS_GRAD_LSE: gl.constexpr,
@@ -107,10 +109,10 @@ def _gradients_of_unions(
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = q_smem.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
-    q = reinterpreted(q_smem, dtype, [2 * HALVES, ROWS, COLUMNS], tile)
-    grad = reinterpreted(grad_smem, dtype, [2 * HALVES, ROWS, COLUMNS], tile)
-    k = reinterpreted(k_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
-    v = reinterpreted(v_smem, dtype, [HALVES * STAGES, TOKENS, COLUMNS], tile)
+    q = reinterpreted(q_smem, dtype, [2 * DIM_TILES, ROWS, COLUMNS], tile)
+    grad = reinterpreted(grad_smem, dtype, [2 * DIM_TILES, ROWS, COLUMNS], tile)
+    k = reinterpreted(k_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
+    v = reinterpreted(v_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
     zero = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
     lanes = gl.arange(0, ROWS, rows)
     query = lanes % (ROWS // 2)
@@ -122,32 +124,32 @@ def _gradients_of_unions(
         n, first_head, union, first_group, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:
             chosen = unions[1] + first_group
-            head = first_head + 2 * HALF + lanes // (ROWS // 2)
+            head = first_head + 2 * CONSUMER + lanes // (ROWS // 2)
             row = union * (ROWS // 2) + query
             exists = (head < heads) & (row < num_queries)
             flat = (n.to(gl.int64) * heads + head) * num_queries + row
             place = gl.convert_layout(flat, gl.SliceLayout(1, o_layout))
             is_row = gl.convert_layout(exists, gl.SliceLayout(1, o_layout))
-            delta = _row_delta((out_ptr, grad_ptr), place, is_row, dims, HALVES, HEAD_DIM)
+            delta = _row_delta((out_ptr, grad_ptr), place, is_row, dims, DIM_TILES, HEAD_DIM)
             delta = gl.convert_layout(delta, rows)
             if HAS_GRAD_LSE:
                 delta -= gl.load(grad_lse_ptr + flat, mask=exists, other=0.0)
             gl.store(delta_ptr + flat, delta, mask=exists)
             stats = (gl.load(lse_ptr + flat, mask=exists, other=0.0) * LOG2E, delta)
-            first = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
-            second = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+            low = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
+            high = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
             # The first tile has only the gradients of scores.
             slot = step % STAGES
             bits = load_bits(chosen, 0, num_groups, GROUPS)
-            mbarrier.wait(q_ready.index(HALF), count & 1)
+            mbarrier.wait(q_ready.index(CONSUMER), count & 1)
             mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
-            s = products(q, k, HALF, slot, zero, HALVES)
+            s = products(q, k, CONSUMER, slot, zero, DIM_TILES)
             mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
-            dp = products(grad, v, HALF, slot, zero, HALVES)
+            dp = products(grad, v, CONSUMER, slot, zero, DIM_TILES)
             s, dp = warpgroup_mma_wait(0, [s, dp])
             mbarrier.arrive(v_free.index(slot))
             ds = _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE)
-            ds_half = gl.convert_layout(ds.to(dtype), p_layout)
+            rounded_ds = gl.convert_layout(ds.to(dtype), p_layout)
 
             # Those of a tile, and the gradients of queries of the one before.
             for i in range(1, (num_groups + GROUPS - 1) // GROUPS):
@@ -156,30 +158,30 @@ def _gradients_of_unions(
                 slot = step % STAGES
                 bits = load_bits(chosen, i, num_groups, GROUPS)
                 mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
-                s = products(q, k, HALF, slot, zero, HALVES)
+                s = products(q, k, CONSUMER, slot, zero, DIM_TILES)
                 mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
-                dp = products(grad, v, HALF, slot, zero, HALVES)
-                first, second = add_values(ds_half, k, before, first, second, HALVES)
-                s, dp = warpgroup_mma_wait(HALVES, [s, dp])
+                dp = products(grad, v, CONSUMER, slot, zero, DIM_TILES)
+                low, high = add_values(rounded_ds, k, before, low, high, DIM_TILES)
+                s, dp = warpgroup_mma_wait(DIM_TILES, [s, dp])
                 mbarrier.arrive(v_free.index(slot))
                 ds = _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE)
-                first, second = wait_values(first, second, HALVES)
+                low, high = wait_values(low, high, DIM_TILES)
                 mbarrier.arrive(k_free.index(before))
-                ds_half = gl.convert_layout(ds.to(dtype), p_layout)
-            first, second = add_values(ds_half, k, slot, first, second, HALVES)
-            first, second = wait_values(first, second, HALVES)
+                rounded_ds = gl.convert_layout(ds.to(dtype), p_layout)
+            low, high = add_values(rounded_ds, k, slot, low, high, DIM_TILES)
+            low, high = wait_values(low, high, DIM_TILES)
             mbarrier.arrive(k_free.index(slot))
-            mbarrier.arrive(q_free.index(HALF))
+            mbarrier.arrive(q_free.index(CONSUMER))
             step += 1
             count += 1
 
             at = dq_ptr + (place * HEAD_DIM)[:, None] + dims[None, :]
             mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-            gl.store(at, gl.load(at, mask=mask, other=0.0) + first * query_scale, mask=mask)
-            if HALVES == 2:
+            gl.store(at, gl.load(at, mask=mask, other=0.0) + low * query_scale, mask=mask)
+            if DIM_TILES == 2:
                 mask = is_row[:, None] & (dims < HEAD_DIM - COLUMNS)[None, :]
                 before = gl.load(at + COLUMNS, mask=mask, other=0.0)
-                gl.store(at + COLUMNS, before + second * query_scale, mask=mask)
+                gl.store(at + COLUMNS, before + high * query_scale, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["most", "sink_groups"])
@@ -209,10 +211,10 @@ def union_dq_hopper(
         unions, most: As of `union_fwd_hopper`.
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
-    HALVES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    q_smem = tiles(q_desc, 4 * HALVES)
-    grad_smem = tiles(grad_desc, 4 * HALVES)
-    memory = tile_memory(k_desc, v_desc, STAGES, HALVES * GROUPS)
+    DIM_TILES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
+    q_smem = tiles(q_desc, 4 * DIM_TILES)
+    grad_smem = tiles(grad_desc, 4 * DIM_TILES)
+    memory = tile_memory(k_desc, v_desc, STAGES, DIM_TILES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
     fence_async_shared()
@@ -225,9 +227,9 @@ def union_dq_hopper(
     producer = ((k_desc, v_desc), queries, memory, unions, sink_groups)
     gl.warp_specialize(
         [
-            (_gradients_of_unions, (0, HALVES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
-            (_gradients_of_unions, (1, HALVES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
-            (copy_unions, (HALVES, GROUP_SIZE, GROUPS, STAGES) + producer),
+            (_gradients_of_unions, (0, DIM_TILES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
+            (_gradients_of_unions, (1, DIM_TILES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
+            (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES) + producer),
         ],
         [4, 1],
         [240, 24],
