@@ -70,6 +70,8 @@ class RawHeads(NamedTuple):
         compact = sum(map(self.pools, numbers))
         raw = self.most(numbers)
 
+        # For `size` heads a cache: entries per token, in units of all heads of a rank (a window
+        # counts nothing), and vLLM's groups, two of pooled heads (core tokens and window).
         def cost(size: int) -> tuple[float, int]:
             layers, groups = grouped_caches([compact, -(-raw // size)])
             entries = layers * (groups[0] / group_size + groups[1] * size / self.kv_heads)

@@ -1,5 +1,11 @@
 """Attend to the raw tokens of chosen groups on any GPU, in one softmax with all else that a query
-sees: results and gradients of that part are taken in here."""
+sees: results and gradients of that part are taken in here.
+
+Neighbouring queries with one choice of k groups are a share, of which there are C; `choice.groups`
+is [N, C, k], of N batch rows x KV heads. A tile's rows are the queries of one share with all r
+query heads. `delta` of a query is what the backward of its softmax subtracts from each gradient of
+a weight, the same number in all parts.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,7 +47,8 @@ class Call(NamedTuple):
     choice: Choice
 
     def specialized(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return the last arguments of every kernel, `sizes` and `rule`."""
+        """Return the last arguments of every kernel: `sizes`, which are k and the queries of a
+        share with its power of 2, and `rule`, which entries a position sees."""
         share = self.choice.share
         sizes = (self.choice.groups.shape[2], share, power_of_2(share))
         return sizes, rule_of(self.spec)
@@ -201,8 +208,8 @@ def _add_query_gradient(
 
 
 def _shares_by_group(chosen: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Return the places [N, C k] of a choice [N, C, k], sorted by group, and where the places of
-    each group begin, [N, M + 1]; both in int32."""
+    """Return the numbers of shares times k, plus the place among its k, [N, C k], sorted by the
+    group that stands there, and where those of each group begin, [N, M + 1]; both in int32."""
     flat = chosen.flatten(1)
     flat = torch.where(flat < 0, num_groups, flat)
     ordered, order = flat.sort(dim=1, stable=True)

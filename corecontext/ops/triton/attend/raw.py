@@ -4,9 +4,10 @@ backward.
 The queries of a share and of all heads of a KV head see the same tokens: they are the rows of a
 tile, whose tokens are gathered group by group. The rows of a share are numbered head by head, those
 of a head query by query: its lanes, as many for each head as the queries of a share, rounded up to
-a power of 2. The backward of keys and values inverts the choice:
-for each group the shares that chose it, sorted, so that one program sums each gradient and results
-do not change from run to run.
+a power of 2.
+
+The backward of keys and values inverts the choice: for each group the shares that chose it, sorted,
+so that one program sums each gradient and results do not change from run to run.
 """
 
 from typing import NamedTuple
