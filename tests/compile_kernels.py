@@ -254,7 +254,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     types = {**STEP_TYPES, "cache": ("", "", "fp32", "fp32", "fp32")}
     codes = {"cache": ("i8", "i8", "fp32", "fp32", "fp32")}
     for kind, sinks in (("auto", 0), ("auto", 16), ("int8", 0), ("fp8", 0)):
-        form = decode_plan.CacheForm(kind, sinks, False, sinks > 0, False)
+        form = decode_plan.CacheForm(kind, sinks, sinks > 0, False)
         sizes = {"ON_DEVICE": True, "CACHE": form, "POOLING": pooling, "TILE": plan.tile}
         sizes["num_warps"] = plan.num_warps
         yield Kernel(plain_step.step_kernel, sizes, types | (codes if kind != "auto" else {}))
@@ -378,7 +378,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes = decode_plan.StepSizes(dtype, 8, HEADS, dim, 9216, 8192, 64, is_nvidia)
     plan = decode_plan.fetch_plan(chip, sizes, spec)
     place = {"ON_DEVICE": True, "SINKS": spec.sinks}
-    form = decode_plan.CacheForm("auto", spec.sinks, False, True, False)
+    form = decode_plan.CacheForm("auto", spec.sinks, True, False)
     pooling = decode_plan.Pooling(True, dim // 2, False, HEADS, 8)
     scoring = {"INDEX": plan.index, "SCORING": plan.scoring, "TILE": plan.tile}
     sizes = {**scoring, "num_warps": decode_plan.ROTATE_WARPS}

@@ -50,7 +50,7 @@ def append_token(
         tables: Pointers to cosines and sines.
         partial: Pointers to this part's output [HEADS, D] and log-sum-exp [HEADS].
         place: Position and slot of the new token, capacity, ring_size and group_size.
-        factors: scale and softcap of scores, and the bias of core tokens.
+        factors: scale and softcap of scores.
         CACHE, POOLING, TILE: `plan.CacheForm`, `plan.Pooling` and `plan.Tile`.
     """
     q_ptr, q_stride, k_ptr, v_ptr = tokens

@@ -72,7 +72,7 @@ def attend_compact_kernel(
     raw_k_ptr = raw[0] + n * room * TILE.dim
     raw_v_ptr = raw[1] + n * room * TILE.dim
     first = n * (1 + num_fetching + programs)  # part of the row
-    factors = (scale, 1.0, 0.0)
+    factors = (scale, 1.0)
     slot = tl.maximum(position, 0) % ring_size
 
     if program == 0:

@@ -75,7 +75,7 @@ def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: 
         cache: Pointers to the row's keys, values, their scales and masses.
         bounds: The first entry, and one past the last.
         place: Position and slot of the new token, reach and ring_size.
-        factors: scale and softcap of scores, and the bias of core tokens.
+        factors: scale and softcap of scores.
 
     Returns:
         Weighted values, sum of the weights and maximum, for `store_part`.
@@ -83,7 +83,7 @@ def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: 
     keys_ptr, values_ptr, ks_ptr, vs_ptr, mass_ptr = cache
     begin, end = bounds
     position, slot, reach, ring_size = place
-    scale, softcap, bias = factors
+    scale, softcap = factors
     SINKS: tl.constexpr = CACHE.sinks
     KIND: tl.constexpr = CACHE.kind
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -120,12 +120,10 @@ def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: 
         if KIND != "auto":
             products = products * load_scales(ks_ptr, entries, seen, KIND)[None, :]
         shift = 0.0
-        if CACHE.has_bias:
-            shift = tl.where(is_core, bias, 0.0)[None, :]
         if CACHE.has_mass:
             # mutant mass: that of the entry before, in a fused step
             mass = tl.load(mass_ptr + entries, mask=seen & is_core, other=0.0)
-            shift += mass[None, :]
+            shift = mass[None, :]
         scores, _ = log2_scores(products, scale, shift, softcap, CACHE.has_softcap)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(

@@ -41,7 +41,6 @@ def step_kernel(
     numbers,
     scale,
     softcap,
-    bias,
     q_strides,
     k_strides,
     v_strides,
@@ -80,7 +79,7 @@ def step_kernel(
     )
     first = (n * programs + program) * TILE.heads
     part = (partial[0] + first * TILE.dim, partial[1] + first)
-    factors = (scale, softcap, bias)
+    factors = (scale, softcap)
     if program == 0:
         k_ptr = tokens[1] + batch * k_strides[0] + head * k_strides[1]
         v_ptr = tokens[2] + batch * v_strides[0] + head * v_strides[1]
@@ -101,7 +100,7 @@ def step_kernel(
         store_part(part, sums, TILE)
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias: float) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Tensor:
     """Launch both kernels of a step."""
     q, k, v = map(contiguous_rows, (q, k, v))
     batch, num_heads, _, head_dim = q.shape
@@ -130,11 +129,11 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias
                     *(0 if on_device else slots.seen, kv_heads, capacity, slots.ring_size),
                     *(spec.group_size, spec.window_size),
                 ),
-                *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
+                *(float(spec.scale), float(spec.softcap or 1.0)),
             ),
             (q.stride()[:2], k.stride()[:2], v.stride()[:2]),
             ON_DEVICE=on_device,
-            CACHE=cache_form(slots, spec, core_bias),
+            CACHE=cache_form(slots, spec),
             POOLING=pooling_of(slots, spec, plan.tile),
             TILE=plan.tile,
             num_warps=plan.num_warps,
@@ -151,12 +150,12 @@ def slots_of(
     sizes: list[int],
     factors: list[float],
     cache_dtype: str,
-) -> tuple[Slots, Spec, float]:
-    """Return the slots, the settings and the core bias of what `arguments_of` returned."""
+) -> tuple[Slots, Spec]:
+    """Return the slots and the settings of what `arguments_of` returned."""
     keys, values, *scales = buffers
     masses = scales.pop() if len(scales) % 2 else None
     group_size, window_size, sink_size, ring_size, interleaved, length = sizes
-    scale, softcap, core_bias = factors
+    scale, softcap = factors
     seen = length if seen is None else seen
     tables = tuple(tables) or None
     slots = Slots(
@@ -165,10 +164,10 @@ def slots_of(
     spec = Spec(group_size, window_size, scale, sink_size=sink_size, softcap=softcap or None)
     if tables:  # only the layout of pairs counts beside them
         spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
-    return slots, spec, core_bias
+    return slots, spec
 
 
-def arguments_of(slots: Slots, spec: Spec, core_bias: float) -> list[Any]:
+def arguments_of(slots: Slots, spec: Spec) -> list[Any]:
     """Return the arguments of a step as an operator of a graph takes them, as `_decode_op`."""
     optional = (slots.key_scales, slots.value_scales, slots.masses)
     on_device = isinstance(slots.seen, Tensor)
@@ -181,7 +180,7 @@ def arguments_of(slots: Slots, spec: Spec, core_bias: float) -> list[Any]:
         slots.pad,
         list(slots.rotation or ()),
         [int(x) for x in (*sizes, interleaved, 0 if on_device else slots.seen)],
-        [float(spec.scale), float(spec.softcap or 0), float(core_bias)],
+        [float(spec.scale), float(spec.softcap or 0)],
         slots.cache_dtype,
     ]
 
@@ -213,9 +212,7 @@ def _(tokens, *args):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def decode_step(
-    q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias: float = 0.0
-) -> Tensor:
+def decode_step(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Tensor:
     """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to
     5).
 
@@ -230,6 +227,6 @@ def decode_step(
         entry is read once.
     """
     if not torch.compiler.is_compiling():
-        return _decode(q, k, v, slots, spec, core_bias)
+        return _decode(q, k, v, slots, spec)
     # An operator's dispatch costs more than the launches, so only graphs have it.
-    return _decode_op([q, k, v], *arguments_of(slots, spec, core_bias))
+    return _decode_op([q, k, v], *arguments_of(slots, spec))

@@ -34,8 +34,6 @@ class CacheForm(NamedTuple):
     """One of `config.CACHE_DTYPES`."""
     sinks: int
     """First tokens behind the ring."""
-    has_bias: bool
-    """Whether a number is added to the scores of core tokens."""
     has_mass: bool
     """Whether core tokens have masses."""
     has_softcap: bool
@@ -143,12 +141,11 @@ def step_plan(
     return Plan(1 + decode_splits(chip, rows, capacity, tiles.block_n), tile, tiles.num_warps)
 
 
-def cache_form(slots: Slots, spec: Spec, core_bias: float = 0.0) -> CacheForm:
+def cache_form(slots: Slots, spec: Spec) -> CacheForm:
     """Return the form of a cache."""
     return CacheForm(
         kind=slots.cache_dtype,
         sinks=spec.sinks,
-        has_bias=core_bias != 0,
         has_mass=slots.masses is not None,
         has_softcap=spec.softcap is not None,
     )

@@ -388,7 +388,7 @@ def _fetch_op(
     *tokens, pad = tokens
     *sizes, num_groups = sizes
     *tables, rotation, wide_rotation = tables
-    slots, spec, _ = slots_of(buffers, seen, pad, tables, sizes, factors, "auto")
+    slots, spec = slots_of(buffers, seen, pad, tables, sizes, factors, "auto")
     spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
     keys, values, codes, scales, centre, *fetched = raw
     of_slots = FetchSlots(*fetched) if fetched else None
@@ -402,9 +402,7 @@ def _(tokens, *args):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def fetch_step(
-    q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec, core_bias: float = 0.0
-) -> Tensor:
+def fetch_step(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Tensor:
     """Append one token to each row of a cache with raw tokens, and attend with fetch, as
     `cache.fetch_step.attend_fetched`.
 
@@ -419,7 +417,7 @@ def fetch_step(
     if not torch.compiler.is_compiling():
         return _decode([q, k, v], slots, spec)
     assert slots.raw is not None, "fetch reads raw tokens"
-    buffers, seen, pad, tables, sizes, factors, _ = arguments_of(slots, spec, core_bias)
+    buffers, seen, pad, tables, sizes, factors, _ = arguments_of(slots, spec)
     *raw, rotations, fetched = slots.raw
     tensors = (buffers, [*raw, *(fetched or ())], seen, [*tables, *rotations])
     numbers = ([*sizes, spec.fetch_groups], factors)
