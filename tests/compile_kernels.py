@@ -522,7 +522,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
                 "sum_desc": tile(64, dim // 2, one),
                 "inputs": ("fp32", "i32"),
                 "results": ("fp32", "", "", "fp32"),
-                "numbers": 5,
+                "numbers": 4,
                 "rule": 3,
             },
         )
