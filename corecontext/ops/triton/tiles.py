@@ -46,7 +46,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the forward of attention: block_m queries are what a program owns."""
+    """For the forward of attention: a program owns block_m queries."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -58,7 +58,7 @@ def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 
 def dq_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the gradient of queries; block_m queries are what a program owns."""
+    """For the gradient of queries; a program owns block_m queries."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)

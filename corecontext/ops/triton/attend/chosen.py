@@ -3,8 +3,8 @@ sees: results and gradients of that part are taken in here.
 
 Neighbouring queries with one choice of k groups are a share, of which there are C; `choice.groups`
 is [N, C, k], of N batch rows x KV heads. A tile's rows are the queries of one share with all r
-query heads. `delta` of a query is what the backward of its softmax subtracts from each gradient of
-a weight, the same number in all parts.
+query heads. `delta` of a query is the number that the backward of its softmax subtracts from each
+gradient of a weight, the same in all parts.
 """
 
 from collections.abc import Callable
