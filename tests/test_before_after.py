@@ -143,7 +143,7 @@ def test_windows_are_rows_of_one_document():
     whole = {"input_ids": torch.arange(6), "position_ids": torch.arange(6)}
     split = {"input_ids": torch.arange(6), "position_ids": torch.tensor([0, 1, 2, 0, 1, 2])}
     assert len(_windows([split, whole, whole])) == 2 and _windows([split]) == _windows(None) == []
-    assert len(_windows([whole] * 9)) == before_after.WINDOWS
+    assert len(_windows([split] * 9 + [whole] * 9)) == before_after.WINDOWS
 
 
 def test_the_table_has_a_column_of_needles_where_there_are_any():

@@ -91,6 +91,17 @@ def test_any_way_of_appending_equals_one_pass(kind, fixed, store):
     check_ways(CCAConfig.paper(4, 9, **settings), fixed)
 
 
+@pytest.mark.parametrize("store", ["device", "slots"])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "heads"])
+def test_a_scale_and_a_softcap_are_those_of_one_pass(kind, store):
+    settings = {"fetch_groups": 3, "fetch_index": "mean", "prefill": "fetch", **KINDS[kind]}
+    config = CCAConfig.paper(4, 9, **settings | in_store(store, 3))
+    options = {"scale": 0.31, "softcap": 0.7}
+    layer = new_layer(config, ROTARY, max_length=LENGTH)
+    outs = fed(layer, inputs(), 0, [27, 6, *[1] * 27], **options)
+    near(outs, one_pass(config, inputs(), **options))
+
+
 def test_a_prompt_reads_only_earlier_tokens_from_host_memory():
     config = CCAConfig.paper(
         4, 9, prefill="fetch", fetch_groups=3, fetch_index="mean", store="host"

@@ -277,14 +277,15 @@ def test_a_prompt_has_room_for_cca_to_differ(model, tmp_path, monkeypatch):
     length -= 1
     with pytest.raises(UserError, match="max-tokens must be at least 81: .* got 80 tokens"):
         plan(settings)
-    for changes, message in (
-        ({"max_tokens": limit + 1}, "at most 1792 for this model, got 1793"),
+    with pytest.raises(UserError, match="at most 1792 for this model, got 1793"):
+        plan(dataclasses.replace(settings, max_tokens=limit + 1))
+    for changes, message in (  # before a model is looked for
         ({"num_questions": 301}, "questions must be at most 300, got 301"),
         ({"num_questions": 0}, "questions must be at least 1, got 0"),
         ({"attention": {"sinks": -1}}, "sink_size must be at least 0, got -1"),
     ):
         with pytest.raises(UserError, match=message):
-            plan(dataclasses.replace(settings, **changes))
+            plan(dataclasses.replace(settings, model="nowhere/none", **changes))
     monkeypatch.setattr(compare, "needle_prompts", lambda *given: [make(*given)])
     length = 64 + 8 + compare.NEEDLE_TOKENS
     assert len(plan(dataclasses.replace(settings, model=model))[0].token_ids) == length

@@ -405,6 +405,7 @@ def test_a_choice_that_is_given_is_fetched(backend, share):
         ([[[-1, 1]] * 5], 4, {}, ValueError, "choice.groups must rise in each row"),
         ([[[-1], [0], [0], [1], [2]]], 4, {}, ValueError, "got 0 in share 1, which sees 0"),
         ([[[-1], [-1], [-1], [0], [2]]], 4, {}, ValueError, "got 2 in share 4, which sees 2"),
+        ([[[-1]] * 4 + [[1]]], 4, {"sink_size": 4}, ValueError, "got 1 in share 4, which sees 1"),
         ([[[-1]] * 5], 4, {"attention_mask": torch.ones(1, 20)}, NotImplementedError, "one length"),
         ([[[-1]] * 5], 4, {"group_size": (4,)}, NotImplementedError, "one group_size for all"),
     ],

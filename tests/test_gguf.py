@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, PreTrained
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.hf import gguf_files as hf_gguf
+from corecontext.integrations.hf.gguf_check import SIZES, check_model
 from corecontext.integrations.hf.gguf_config import set_head_size, set_rotation
 from corecontext.integrations.hf.gguf_files import local_model
 from corecontext.loading import load, load_config
@@ -290,6 +291,16 @@ def test_layers_with_a_window_have_a_rotation_of_their_own():
     full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
     assert full == {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}
     assert sliding == {"rope_theta": 2e4, "rope_type": "default"}
+    # Each number of the file is compared with the model's.
+    fields = {name: getattr(config, attribute, None) for name, attribute in SIZES.items()}
+    fields = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
+    fields |= {"rope.freq_base": 5e5, "rope.freq_base_swa": 2e4}
+    model = SimpleNamespace(config=config, base_model=torch.nn.Module())
+    check_model(SimpleNamespace(own=fields.get, values=lambda name: None), model)
+    for name, value in fields.items():
+        other = SimpleNamespace(own={**fields, name: value * 2}.get, values=lambda name: None)
+        with pytest.raises(ValueError, match=rf"^its {name} is {value * 2}, but .* {value}\. "):
+            check_model(other, model)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

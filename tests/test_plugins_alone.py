@@ -105,6 +105,7 @@ REFUSED = [
 def test_a_setting_is_taken_or_refused_or_has_no_effect_over_pages():
     refused = tuple(setting for setting, _ in REFUSED)
     assert sorted((*TAKEN, *UNUSED, *refused)) == sorted(CCAConfig.__dataclass_fields__)
+    assert UNUSED == ("backend",) and settings_of(hf_config(backend="packed")).backend == "packed"
 
 
 @pytest.mark.parametrize(

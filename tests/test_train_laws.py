@@ -104,6 +104,8 @@ def test_a_run_whose_rows_never_leave_the_window_is_said_to_be_idle(tmp_path):
     assert config.is_idle() and not config.replace(context_length=1040).is_idle()
     assert config.replace(context_length=1040, sink_size=16).is_idle()
     assert not config.replace(method="full").is_idle()
+    assert not config.replace(layer_group_sizes=(16, (16, 4))).is_idle()
+    assert config.replace(context_length=1040, layer_group_sizes=(32, (32, 48))).is_idle()
     # Each query fetches every group that it sees: all tokens are raw.
     fetching = config.replace(context_length=1040 + 2 * 16, fetch_groups=2)
     assert not fetching.is_idle() and fetching.replace(fetch_groups=3).is_idle()

@@ -39,8 +39,11 @@ def tensors(batch, heads, kv_heads, length, dim, dtype, seed=0):
     generator = torch.Generator("cpu").manual_seed(seed)
     default = torch.get_default_device()
     return [
-        torch.randn(batch, h, length, dim, generator=generator, device="cpu").to(default, dtype)
-        for h in (heads, kv_heads, kv_heads)
+        # Each has strides of its own.
+        torch.randn(batch, h, length, dim + gap, generator=generator, device="cpu").to(
+            default, dtype
+        )[..., :dim]
+        for h, gap in ((heads, 0), (kv_heads, 4), (kv_heads, 8))
     ]
 
 

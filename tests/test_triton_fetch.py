@@ -364,9 +364,12 @@ def test_marks_of_some_heads_at_a_time(extra, monkeypatch):
     tensors, choice, spec, mass = case_of(CASES[0], extra=extra)
     arguments = (Tokens(*tensors[:3]), Cores(*tensors[3:]), spec, mass, choice)
     whole = fetch.attend(*arguments)
+    upstream = Upstream(normal(*whole[0].shape, seed=7), normal(*whole[1].shape, seed=8), *whole)
+    whole += fetch.attend_backward(upstream, *arguments)
     monkeypatch.setattr(chosen, "_MARK_BYTES", 1)
-    for got, expected in zip(fetch.attend(*arguments), whole):
-        assert torch.equal(got, expected)
+    parts = (*fetch.attend(*arguments), *fetch.attend_backward(upstream, *arguments))
+    for got, expected in zip(parts, whole, strict=True):
+        assert (got is None and expected is None) or torch.equal(got, expected)
 
 
 def test_marks_by_entry():

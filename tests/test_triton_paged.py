@@ -95,6 +95,11 @@ def sequences_of(lengths, dtype, kv_heads=1):
     ]
 
 
+def spaced(x: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same numbers with a gap behind each row: q, k and v have strides of their own."""
+    return torch.nn.functional.pad(x, (0, gap))[..., : x.shape[-1]]
+
+
 def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
     """Outputs of all sequences, whose new tokens of each step are {sequence: count}."""
     lengths = [len(q) for q, _, _ in qkv]
@@ -108,7 +113,10 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
         for i in step:
             cache.drop(i, computed[i])
         spans = {i: (computed[i], computed[i] + count) for i, count in step.items()}
-        q, k, v = (torch.cat([qkv[i][j][a:b] for i, (a, b) in spans.items()]) for j in range(3))
+        q, k, v = (
+            spaced(torch.cat([qkv[i][j][a:b] for i, (a, b) in spans.items()]), 4 * j)
+            for j in range(3)
+        )
         slots = torch.tensor([s for i, span in spans.items() for s in cache.slots(i, *span)])
         counts = torch.tensor([0, *step.values()])
         batch = Batch(

@@ -141,12 +141,10 @@ def append_rows(
 def put_newest(entries: Entries, new: NewTokens, rows: slice, position: int) -> None:
     """Let the newest tokens take their slots in the ring, after all that may fail; arguments as of
     `append_rows`."""
-    n = entries.num_sinks
     count = new.q.shape[2]
-    start = max(0, position - n)
-    end = max(0, position + count - n)
-    kept = min(end - start, entries.ring_size)
-    entries.put_ring(rows, n + end - kept, [x[:, :, count - kept :] for x in new.stored])
+    end = max(0, position + count)
+    kept = min(end - max(0, position), entries.ring_size)
+    entries.put_ring(rows, end - kept, [x[:, :, count - kept :] for x in new.stored])
 
 
 def append_late(entries: Entries, new: NewTokens, position: int, late: Late) -> tuple[Tensor, Late]:
