@@ -2,6 +2,7 @@
 it."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from families import tiny_model, tokens
 
 import corecontext
 from corecontext import CCAConfig, Rotary, cca_attention
-from corecontext.cache import CompactKVCache, CompactLayer
+from corecontext.cache import CompactKVCache, CompactLayer, new_layer
 from corecontext.inference import Engine
 from corecontext.integrations.hf.cache_layers import cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache
@@ -275,3 +276,19 @@ def test_kernels_take_slices_of_heads(dtype, max_length, default_device):
         got = cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at])
         torch.testing.assert_close(got, found[1][0][:, :, at], rtol=0, atol=tolerance)
         start += new
+
+
+def test_a_layer_of_several_sizes_is_all_of_its_parts():
+    layer = new_layer(CCAConfig.paper(4, 9, head_group_sizes=(4, 2)), rotary())
+    layer.parts = [mock.Mock(store=None, parts=(), pad=None) for _ in range(2)]
+    first, second = layer.parts
+    for name in ("nbytes", "host_bytes", "raw_bytes", "allocated_bytes", "allocated_host_bytes"):
+        setattr(first, name, 3)
+        setattr(second, name, 4)
+        assert getattr(layer, name) == 7
+    for name in ("seq_len", "is_empty", "padding_known", "seen", "pads", "max_length"):
+        assert getattr(layer, name) is getattr(first, name)
+    for name in ("crop", "select", "repeat", "reset", "expect", "plan", "close", "end_prompt"):
+        getattr(layer, name)(5)
+        for part in layer.parts:
+            getattr(part, name).assert_called_once_with(5)

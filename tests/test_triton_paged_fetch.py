@@ -274,6 +274,9 @@ def test_neighbours_read_raw_tokens_before_the_window_from_other_pages():
 def test_shares_of_the_entries_are_merged(monkeypatch):
     monkeypatch.setattr(paged_rows, "decode_splits", lambda *sizes: 3)
     config = CCAConfig(**{**FETCH, "sink_size": 0}, core_position="token")
+    spec = Spec.of(config, None, DIM**-0.5)
+    work = paged_rows.Work.of(torch.zeros(5, SHARE * KV_HEADS, DIM), KV_HEADS, 70, spec)
+    assert [*work.partial[0].shape] == [5 * KV_HEADS, 3, SHARE, DIM]
     check(config, [{0: 70}, {0: 2}], torch.bfloat16)
 
 
