@@ -237,6 +237,15 @@ def deterministic():
         torch.use_deterministic_algorithms(before)
 
 
+def test_triton_takes_heads_of_any_size_up_to_the_largest():
+    for dim in (1, 2, 17, 96, 255, backend.MAX_HEAD_DIM):
+        q = torch.empty(1, 1, 1, dim, device=DEVICE)
+        assert backend.unsupported_reason(q) is backend.unsupported_reason(q.half()) is None
+        assert "float64 is not one of" in backend.unsupported_reason(q.double())
+    q = torch.empty(1, 1, 1, backend.MAX_HEAD_DIM + 1, device=DEVICE)
+    assert backend.unsupported_reason(q) == "head_dim 257 is more than 256"
+
+
 @ON_HOPPER
 def test_hopper_takes_the_calls():
     """Else the cases below would compare a kernel with itself."""

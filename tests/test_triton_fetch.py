@@ -113,7 +113,11 @@ def test_choice_in_pieces(k, p, monkeypatch):
 def test_queries_and_keys_in_8_bits():
     """Their sizes, their order and what they stand for; a group behind the last one is zero."""
     q, keys, centre = normal(2, 3, 70, 48), normal(2, 19, 16, 48), normal(2, 48)
-    numbers = byte_keys.to_bytes(q, keys, centre, 0.3)
+    torch.use_deterministic_algorithms(True)  # fills new memory with the largest numbers
+    try:
+        numbers = byte_keys.to_bytes(q, keys, centre, 0.3)
+    finally:
+        torch.use_deterministic_algorithms(False)
     rotated = q @ low_bits.rotation(48, q.dtype, q.device)
     got = numbers.queries * numbers.units[..., None]
     assert not got[..., 48:].any()
