@@ -116,9 +116,8 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
 
     A run without fetch has the other settings of `CCAConfig.pooling`, a rival its window. From
     scratch and in context parallelism, where fetch sends all raw tokens to every process, there is
-    no fetch. `distil` needs trained weights, rows within the
-    model's length and one process a row. The schedule is for trained weights, and its rows are no
-    longer than the model.
+    no fetch. `distil` needs trained weights, rows within the model's length and one process a row.
+    The schedule is for trained weights, and its rows are no longer than the model.
     """
     from corecontext.inference.limits import position_limit
 

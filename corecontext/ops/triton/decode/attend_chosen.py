@@ -102,7 +102,8 @@ def _fetched_sums(
     Args:
         q: [M, D].
         pointers: To the row's keys, values and masses; to its keys and values in host memory; and
-            to the places of its groups among the former, -1 for none, and to their numbers.
+            to the places of its groups among the former, and to their numbers. A place is -1 for
+            none, and -2 - slot for a slot into which the group must be loaded first.
         bounds: The share's first token of those of all chosen groups, and one past its last.
         sizes: Tokens of a group, before the first group, in all, and, where there are masses, with
             them.
