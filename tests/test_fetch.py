@@ -335,11 +335,12 @@ class LargestTensor(TorchDispatchMode):
         return results
 
 
-@pytest.mark.usefixtures("default_device")
 @pytest.mark.parametrize("where", ["packed", "triton", "device", "host", "slots"])
 def test_memory_follows_the_sequence_not_the_settings(where):
     """A million groups, queries of a share and slots make no tensor larger than as many as there
     are: forward, backward, a prompt, a chunk, a step."""
+    if where == "triton" and torch.cuda.is_available():
+        pytest.skip("the tensors are on the CPU, where kernels run in the interpreter")
     x = make_inputs(40)
     backend = packed if where != "triton" else pytest.importorskip(f"{TRITON}.backend")
 

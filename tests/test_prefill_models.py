@@ -208,6 +208,6 @@ def test_texts_are_not_scored_as_prompts():
             scheduler.submit(scored, on_logprobs=records.extend)
             while not scheduler.idle:
                 scheduler.run_turn()
-            served = -torch.tensor([record.logprob for record in records[1:40]]).mean()
+            served = -torch.tensor([record.logprob for record in records[1:40]]).mean().cpu()
             torch.testing.assert_close(served, loss, rtol=0, atol=1e-4)
             assert not scheduler.memory.prefixes._nodes

@@ -23,6 +23,8 @@ from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_r
 
 # `packed` (cuBLAS) is faster in float32.
 _AUTO_TRITON = (torch.bfloat16, torch.float16)
+# Asked for here, as torch.compile does not trace the question.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def choose_backend(backend: str, q: Tensor) -> str:
@@ -45,14 +47,9 @@ def choose_backend(backend: str, q: Tensor) -> str:
 
 def _unsupported_reason(backend: str, q: Tensor) -> str | None:
     """Why a backend cannot take the call, or None."""
-    if backend == "triton" and not _has_triton():
+    if backend == "triton" and not _HAS_TRITON:
         return "the package triton is not installed"
     return autograd.module_of(backend).unsupported_reason(q)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def backend_module(backend: str, q: Tensor) -> ModuleType:
