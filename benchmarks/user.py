@@ -36,6 +36,8 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CPU_LENGTHS = (512, 1024, 2048, 4096)
 ENOUGH_S = 10.0
 """No more prompts of a method at a length once they took this long together."""
+HIT_SHARES = {1.5: 0.93, 2.0: 0.96}
+"""By slots over groups of a step: measured (docs/fetch-results.md)."""
 WARM_STEPS = 4
 """Steps in which kernels are compiled and a step is captured."""
 
@@ -54,9 +56,9 @@ class UserBench:
     """Tokens made behind each prompt."""
     repeats: int = 5
     """Prompts of each method and length, fewer of long ones."""
-    hit_share: float = 0.93
-    """Share of a step's groups that are in a slot on a GPU, as of a real text (`python -m
-    reproduction real --hit-steps`): random weights choose at random."""
+    hit_share: float | None = None
+    """Share of a step's groups that are in a slot on a GPU, as random weights choose at random; by
+    default that of a real text with as many slots (`python -m reproduction real --hit-steps`)."""
     dtype: str = option("float32", gpu="bfloat16")
     """Dtype of weights and activations."""
     device: str = "cpu"
@@ -66,7 +68,7 @@ class UserBench:
         check_positive(lengths=self.lengths, new_tokens=self.new_tokens, repeats=self.repeats)
         check_choices("method", self.methods, tuple(PRESETS))
         check_choice("dtype", self.dtype, DTYPES)
-        if not 0 <= self.hit_share <= 1:
+        if self.hit_share is not None and not 0 <= self.hit_share <= 1:
             raise ValueError(f"hit_share must be in 0 .. 1, got {self.hit_share}.")
 
 
@@ -153,14 +155,23 @@ def run_user_bench(
                 if bench.device.startswith("cuda"):
                     from benchmarks.replay import replayed
 
-                    params["hit_share"] = bench.hit_share
+                    share = _hit_share(bench, length)
+                    params["hit_share"] = share
                     seen = length - CCAConfig.window_size - CCAConfig.sink_size
-                    stack.enter_context(replayed(bench.hit_share, seen))
+                    stack.enter_context(replayed(share, seen))
             new = list(_measured(model, twins, bench, params))
         records += new
         if on_records is not None:
             on_records(new)
     return records
+
+
+def _hit_share(bench: UserBench, length: int) -> float:
+    """Return the share of groups in slots of steps behind a prompt."""
+    if bench.hit_share is not None:
+        return bench.hit_share
+    config = CCAConfig()
+    return HIT_SHARES[config.slots_for(length) / config.fetch_groups]
 
 
 def _measured(

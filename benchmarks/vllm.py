@@ -129,7 +129,7 @@ class VllmBench:
                 sizes += ["fetch_groups", "fetch_index", "store"]
             settings = {name: getattr(self.config(method), name) for name in sizes}
             if self.config(method).fetches_by_slots:
-                settings |= {"fetch_slots": self.config(method).num_slots}
+                settings |= {"fetch_slots": self.config(method).slots_for(self.longest)}
                 settings |= {"hit_share": self.hit_share}
         return {
             "method": method,
@@ -178,7 +178,9 @@ def run_vllm_bench(
             from benchmarks.replay import replayed_pages
 
             shortest = min(*bench.lengths, bench.prompt_length)
-            stack.enter_context(replayed_pages(bench.hit_share, shortest, config.num_slots))
+            stack.enter_context(
+                replayed_pages(bench.hit_share, shortest, config.slots_for(bench.longest))
+            )
         return _measured(bench, method, on_records)
 
 

@@ -147,10 +147,11 @@ def store_bytes(config: CCAConfig, seq_len: int, head_dim: int, itemsize: int) -
     index *= kind.num_indexed(seq_len - sinks, g, config.window_size)
     if config.store == "device":
         return CacheBytes(raw + index, 0)
-    if not config.num_slots:
+    num_slots = config.slots_for(seq_len)
+    if not num_slots:
         return CacheBytes(index, raw)
     groups = num_complete_groups(seq_len - sinks, g)
-    slots = min(config.num_slots, groups)
+    slots = min(num_slots, groups)
     # A slot has its group's number and its last step besides, a group the number of its slot.
     slots *= g * _token_bytes(config, head_dim, itemsize) + 12
     return CacheBytes(index + slots + 4 * (groups + 1), raw)

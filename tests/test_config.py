@@ -205,6 +205,14 @@ def test_fetch_has_its_defaults_and_bounds():
             CCAConfig(fetch_index=index)
 
 
+def test_a_large_cache_has_fewer_slots(monkeypatch):
+    config = CCAConfig(fetch_groups=64)
+    for has_gpu, slots in ((True, [128, 128, 96]), (False, [0, 0, 0])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert [config.slots_for(length) for length in (1, 81920, 81921)] == slots
+        assert config.replace(fetch_slots=70).slots_for(81921) == 70
+
+
 @pytest.mark.parametrize(
     "name, value, instead",
     [

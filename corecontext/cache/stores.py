@@ -34,6 +34,7 @@ def _empty_store(
     if config.store == "device":
         return RawStore(spec, like, format, length)
     has_one_memory = config.fetch_slots is None and like[0].device.type == "cpu"
-    if not config.num_slots or has_one_memory:
+    num_slots = config.slots_for(length)
+    if not num_slots or has_one_memory:
         return HostStore(spec, like, format, length)
-    return SlotStore(spec, like, format, length, config.num_slots)
+    return SlotStore(spec, like, format, length, num_slots)

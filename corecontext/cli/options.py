@@ -167,7 +167,7 @@ def setting_option(name: str) -> Any:
         names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
         default = "yes" if default else "no"
     if default is None:
-        default = "half as many again as groups on a GPU, none elsewhere"
+        default = "twice the groups on a GPU, fewer from 80K tokens on, none elsewhere"
     text = f"{setting_help(field)} Default: the checkpoint's, else {default}."
     option = typer.Option(*names, help=escape(text), rich_help_panel="Attention")
     return Annotated[kind | None, option]  # type: ignore[valid-type]

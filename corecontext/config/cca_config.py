@@ -32,6 +32,9 @@ PREFILLS = ("auto", "fetch", "full")
 BACKENDS = ("auto", "reference", "packed", "triton")
 
 
+_MANY_SLOTS_TOKENS = 81920  # a cache for so many stays small with 2 k slots
+
+
 @dataclass(frozen=True)
 class CCAConfig:
     """Core Context Aware attention, as docs/math.md defines it.
@@ -91,7 +94,7 @@ class CCAConfig:
     fetch_slots: int | None = None
     """Slots of recently fetched groups on the device for each row and KV head with store "host", at
     least fetch_groups; 0 has none: each step reads its groups from host memory. By default a GPU
-    has half as many again as fetch_groups."""
+    has as many for a room of tokens as `slots_for` says."""
     prefill: str = "auto"
     """Attention by which a prompt is read into a cache: "auto" (with fetch full attention while it
     takes less time, then shared choices; without fetch these settings), "fetch" (these settings,
@@ -193,20 +196,25 @@ class CCAConfig:
         """Whether a cache keeps raw tokens in host memory."""
         return self.fetch_groups > 0 and self.store == "host"
 
-    @property
-    def num_slots(self) -> int:
-        """Slots of a row and KV head; by default none on a machine without a GPU."""
+    def slots_for(self, length: int) -> int:
+        """Return the slots of a row and KV head of a cache with room for so many tokens.
+
+        By default a GPU has 2 k, where a real text finds 96 % of its groups (docs/fetch-results.md),
+        and in a large cache 3 k / 2, where it finds 93 %.
+        """
         if self.fetch_slots is not None:
             return self.fetch_slots
         import torch  # imported here: help texts need no tensors
 
-        return self.fetch_groups * 3 // 2 if torch.cuda.is_available() else 0
+        if not torch.cuda.is_available():
+            return 0
+        return self.fetch_groups * (4 if length <= _MANY_SLOTS_TOKENS else 3) // 2
 
     @property
     def fetches_by_slots(self) -> bool:
         """Whether a cache keeps fetched groups on the device. Only the fused step finds those that
         are missing on the device itself; others ask it, and are not captured."""
-        return self.fetches_from_host and self.num_slots > 0
+        return self.fetches_from_host and self.slots_for(0) > 0
 
     @property
     def varies(self) -> bool:

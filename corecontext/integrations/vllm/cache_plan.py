@@ -119,9 +119,9 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
 
     host_pages = None
     if first.impl.config.fetches_from_host:
-        host_pages = HostPages(
-            *(first.impl.vllm_config, specs.cores, len(layers), first.impl.config.num_slots)
-        )
+        vllm_config = first.impl.vllm_config
+        num_slots = first.impl.config.slots_for(vllm_config.model_config.max_model_len)
+        host_pages = HostPages(vllm_config, specs.cores, len(layers), num_slots)
 
     # Windows and core tokens.
     cores: dict[int, LayerCache] = {}
