@@ -199,8 +199,8 @@ class CCAConfig:
     def slots_for(self, length: int) -> int:
         """Return the slots of a row and KV head of a cache with room for so many tokens.
 
-        By default a GPU has 2 k, where a real text finds 96 % of its groups (docs/fetch-results.md),
-        and in a large cache 3 k / 2, where it finds 93 %.
+        By default a GPU has 2 k, where a real text finds 96 % of its groups, and in a large cache
+        3 k / 2, where it finds 93 % (docs/fetch-results.md).
         """
         if self.fetch_slots is not None:
             return self.fetch_slots
