@@ -19,6 +19,7 @@ from benchmarks.operator_figure import draw_operator
 from benchmarks.operator_tables import operator_markdown
 from benchmarks.serving_report import draw_serve
 from benchmarks.training_report import draw_training, training_markdown
+from benchmarks.user import user_markdown
 from benchmarks.vllm_report import vllm_markdown
 from corecontext.demo.report import demo_table
 from corecontext.files import write_text
@@ -69,6 +70,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("model", "model", model_markdown),
     PageTable("training", "training", training_markdown),
     PageTable("vllm", "vllm", vllm_markdown),
+    PageTable("user", "user", user_markdown),
 )
 FIGURES: Sequence[Figure] = (
     Figure("headline", "model operator", draw_headline),

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from benchmarks.model_methods import PlainRun
 from benchmarks.options import DTYPES, check_choices, check_positive, option
 from benchmarks.shapes import make_model, make_prompt
+from benchmarks.tables import shown_bytes
 from corecontext.config import PRESETS, CCAConfig, check_choice
 from corecontext.inference import Engine
 from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
@@ -27,7 +28,7 @@ from corecontext.integrations.hf.enabling import enable
 from corecontext.measure import synchronize
 from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.fetch.prompt_rule import NO_END
-from corecontext.record import Record, device_name, latest, make_record
+from corecontext.record import Record, device_name, make_record
 
 FULL = "full"
 ENGINE = "full_engine"
@@ -232,22 +233,45 @@ def _twin(model: Any, config: CCAConfig) -> Any:
     return twin
 
 
-def user_markdown(records: list[Record]) -> str:
-    """Return a table of each model: lengths by methods."""
-    lines = []
-    for model in dict.fromkeys(record.params["model"] for record in records):
-        mine = [record for record in records if record.params["model"] == model]
-        methods = list(dict.fromkeys(record.params["method"] for record in mine))
-        lines += [f"**{model}**, {mine[0].device}", ""]
-        lines += [
-            "| | length | " + " | ".join(methods) + " |",
-            "|---|---:" + "|---:" * len(methods),
-        ]
-        lines[-1] += "|"
-        for name in NAMES:
-            for length in dict.fromkeys(record.params["length"] for record in mine):
-                values = [latest(mine, name, length=length, method=method) for method in methods]
-                cells = ["" if x is None else f"{x.value:.4g}" for x in values]
-                lines.append(f"| {name} | {length} | " + " | ".join(cells) + " |")
-        lines.append("")
+def user_markdown(records: Sequence[Record]) -> str:
+    """Return tables of each model on a GPU and on a CPU, the one measured last: lengths by methods,
+    with times over those of full attention in the same run."""
+    newest: dict[tuple[str, bool], str] = {}
+    for record in sorted(records, key=lambda record: record.date):
+        newest[record.params["model"], "NVIDIA" in record.device] = record.device
+    return "\n\n".join(
+        f"**{model}**, {device}\n\n"
+        + _table([r for r in records if r.params["model"] == model and r.device == device])
+        for (model, _), device in newest.items()
+    )
+
+
+def _table(records: list[Record]) -> str:
+    """Return the table of one model on one device: of each cell the last run."""
+    shown = (
+        ("first token", NAMES[0], 1e3),
+        ("next token", NAMES[1], 1.0),
+        ("device", NAMES[2], 0.0),
+    )
+    full: dict[tuple[str, int], float] = {}
+    cells: dict[tuple[str, str, int], str] = {}
+    for record in records:
+        length, method = record.params["length"], record.params["method"]
+        if method == FULL:
+            full[record.name, length] = record.value
+        for _, name, milliseconds in shown:
+            if record.name != name:
+                continue
+            text = shown_bytes(record.value)
+            if milliseconds:
+                text = f"{milliseconds * record.value:.4g} ms"
+            if milliseconds and method != FULL:
+                text += f" ({record.value / full[name, length]:.3f} x)"
+            cells[name, method, length] = text
+    methods = list(dict.fromkeys(method for _, method, _ in cells))
+    titles = [f"{title}, {method}" for title, _, _ in shown for method in methods]
+    lines = [f"| tokens | {' | '.join(titles)} |", "|---:" * (len(titles) + 1) + "|"]
+    for length in sorted({length for _, _, length in cells}):
+        row = [cells.get((name, method, length), "") for _, name, _ in shown for method in methods]
+        lines.append(f"| {length:,} | {' | '.join(row)} |")
     return "\n".join(lines)

@@ -33,7 +33,7 @@ from benchmarks import (
 )
 from benchmarks.command import COMMANDS, main
 from benchmarks.training_settings import TrainingBench
-from benchmarks.user import UserBench, run_user_bench, user_markdown
+from benchmarks.user import NAMES, UserBench, run_user_bench, user_markdown
 from corecontext import CCAConfig, record
 from corecontext.files import UserError
 from corecontext.record import Record, append_records, latest, make_record, read_records
@@ -633,6 +633,14 @@ def test_what_a_user_waits_for_is_measured_in_turns():
     # that is measured last ended with another token.
     token = 2 * 2 * 2 * 32 * 4
     assert full.value % token == 0 and ours.value - full.value in (0, token, 2 * token)
-    assert "user.next_token_ms" in user_markdown(records)
+    table = user_markdown(records).splitlines()
+    assert table[0].startswith("**tiny**, ") and table[2].startswith(
+        "| tokens | first token, full |"
+    )
+    cells = table[4].split(" | ")
+    times = [latest(records, NAMES[0], length=40, method=m).value for m in ("full", "default")]
+    assert cells[0] == "| 40"
+    wanted = [f"{1e3 * value:.4g} ms" for value in times]
+    assert cells[1:3] == [wanted[0], f"{wanted[1]} ({times[1] / times[0]:.3f} x)"]
     with pytest.raises(ValueError, match="method must be one of"):
         UserBench(methods=("full",))
