@@ -476,6 +476,7 @@ def test_shapes_are_those_of_the_models(shape, monkeypatch):
             "llama2-7b": 6738415616,
             "llama3.1-8b": 8030261248,
             "qwen2.5-7b": 7615616512,
+            "qwen3-8b-kv4": 8039740416,
             "smollm2-135m-instruct": 162826560,
             "llama-1b": 1137772544,
         }[shape]
