@@ -172,12 +172,17 @@ FIELDS = {
     "suffix": ([None, ""], ["x", 0]),
 }
 USER = {"role": "user", "content": "a"}
+UNUSED_OF_A_MESSAGE = ("refusal", "annotations", "audio", "function_call", "tool_calls")
 CHAT_FIELDS = {
     "messages": (
         [
             [USER] * 4096,
             *([{"role": role, "content": "a"}] for role in ("system", "developer")),
-            *([{**USER, name: value}] for name in ("audio", "x") for value in (None, "", [], {})),
+            *(
+                [{**USER, name: value}]
+                for name in (*UNUSED_OF_A_MESSAGE, "x")
+                for value in (None, "", [], {})
+            ),
         ],
         [
             [],
@@ -185,7 +190,7 @@ CHAT_FIELDS = {
             [{**USER, "role": "tool"}],
             [{**USER, "content": []}],
             [{**USER, "x": 1}],
-            [{**USER, "tool_calls": [1]}],
+            *([{**USER, name: [1]}] for name in UNUSED_OF_A_MESSAGE),
         ],
     ),
     "max_completion_tokens": ([None, 1, 2**31], [0, 2**31 + 1]),
