@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from corecontext.data import retrieval
 from corecontext.data.retrieval import KINDS, Fact, make_fact, make_facts, nearest_boundary, plant
 
 TEXT = "\n".join(f"Line {i} says this. It goes on for a while, as lines do." for i in range(200))
@@ -30,6 +31,8 @@ def test_facts_are_distinct_and_reproducible() -> None:
     assert len({fact.question for fact in facts}) == 200
     assert [fact.kind for fact in facts[:4]] == ["place", "value", "passkey", "place"]
     assert facts == make_facts(random.Random(1), KINDS, 200)
+    lists = [x for x in vars(retrieval).values() if isinstance(x, list)]
+    assert [len(set(words)) for words in lists] == [8, 32, 48, 32, 32, 12, 20]
 
 
 def test_plant_keeps_the_text_and_order() -> None:
