@@ -226,6 +226,10 @@ def test_steps_read_all_raw_tokens_while_that_takes_less_time(
     outs.append(fed(layer, tensors, 9, [1] * 30))
     alone = dense(CCAConfig.paper(1, 1), tensors, attention_mask=mask)
     near(torch.cat(outs, 2), alone[:, :, :39])
+    # So are their core tokens, once steps choose.
+    lengths(monkeypatch, 0, 0)
+    alone = dense(config, tensors, attention_mask=mask)
+    near(fed(layer, tensors, 39, [1] * 11), alone[:, :, 39:50])
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
