@@ -3,6 +3,7 @@ find in the block tables the entries that the rule of visibility allows."""
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from vllm_planning import (
     planning_config,
 )
 
-from corecontext.integrations.vllm.cache_managers import register_cache_specs
+from corecontext.integrations.vllm.cache_managers import WindowManager, register_cache_specs
 from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.integrations.vllm.raw_heads import grouped_caches
@@ -228,6 +229,16 @@ def test_a_long_request_keeps_the_window_and_few_core_pages():
     kept = [number for number, page in enumerate(window) if page]
     assert kept == layout.window_pages(100, 100)
     assert len(cores) == 7  # 25 core tokens
+
+
+def test_a_beginning_whose_first_page_is_lost_is_not_shared(monkeypatch):
+    window, _ = specs_of(PageLayout(group_size=4, window_size=8, sinks=4, page_size=4))
+    found = classmethod(lambda *given, **options: (([None, None, "last"],), 12))
+    monkeypatch.setattr(SlidingWindowManager, "find_longest_cache_hit", found)
+    for first, shared in (("first", ((["first", None, "last"],), 12)), (None, (([],), 0))):
+        pool = SimpleNamespace(hash_block_size=4, get_cached_block=lambda *given: first and [first])
+        given = ([b"a", b"b", b"c"], 12, [0], pool, window)
+        assert WindowManager.find_longest_cache_hit(*given) == shared
 
 
 def test_a_decoding_step_within_its_pages_asks_nothing_of_vllm(monkeypatch):

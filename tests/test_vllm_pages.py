@@ -13,7 +13,7 @@ import torch
 
 from corecontext import CCAConfig
 from corecontext.integrations.vllm import plugin
-from corecontext.integrations.vllm.page_layout import PageLayout
+from corecontext.integrations.vllm.page_layout import SLOTS_SHARE, PageLayout
 from corecontext.visibility import num_visible_cores, sees_token
 
 
@@ -226,6 +226,15 @@ def test_an_older_release_of_vllm_gets_no_plug_in(monkeypatch, version):
         plugin.register()
 
 
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Nothing of vLLM nor of its plug-in is loaded, whatever tests ran before."""
+    for name in [*sys.modules]:
+        if name.startswith(("vllm.", "corecontext.integrations.vllm.")):
+            monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("version", ["0.34.0", "1.0", "dev"])
 def test_a_newer_release_of_vllm_with_other_interfaces_gets_no_plug_in(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
@@ -237,10 +246,18 @@ def test_a_newer_release_of_vllm_with_other_interfaces_gets_no_plug_in(monkeypat
         plugin.register()
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_a_tested_release_of_vllm_that_lacks_an_interface_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
     with pytest.raises(ImportError, match="vllm"):
         plugin.register()
+
+
+def test_slots_take_the_share_of_the_memory_that_the_page_says():
+    text = " ".join(
+        (Path(__file__).parents[1] / "docs/vllm.md").read_text(encoding="utf-8").split()
+    )
+    assert "up to a tenth of the memory that vLLM may use" in text and SLOTS_SHARE == 1 / 10
 
 
 def test_the_releases_of_vllm_are_those_of_the_extra():
