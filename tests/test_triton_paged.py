@@ -323,6 +323,11 @@ def test_whole_prompts_are_parts_up_to_a_length(monkeypatch):
         (Kind.WHOLE, 7, 8),
     ]
     assert parts[1].batch.starts.tolist() == [0, 30]
+    # Prompts whose later tokens share a choice are read one by one.
+    sharing = parts_of(starts, lengths, batch, 2, 0, full_until=30)
+    letters = {Kind.DECODING: "d", Kind.SHORT: "s", Kind.SHARING: "S"}
+    assert "".join(letters[part.kind] for part in sharing) == "dsSSSsds"
+    assert [part.past for part in sharing] == [0, 0, 0, 1, 0, 0, 0, 0]
     taken = {"attend_pages": [], "attend_chunk": [], "whole": []}
     for module, name in ((batch_parts, "attend_pages"), (paged_chunk, "attend_chunk")):
         take = taken[name].append
