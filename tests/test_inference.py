@@ -933,7 +933,14 @@ def test_norms_that_are_elsewhere_stay_the_models_own(monkeypatch):
     norms[0].weight = torch.nn.Parameter(norms[0].weight.to("meta"))
     norms[1].forward = norms[1].forward  # as accelerate replaces it
     del norms[2].variance_epsilon
-    assert [x for x, _ in Fused(model, "kernels")._modules] == norms[3:]
+    fused = Fused(model, "kernels")
+    assert [x for x, _ in fused._modules] == norms[3:]
+    norms[3]._compiled_call_impl = own = mock.Mock()  # compiled after the engine was made
+    with fused:
+        with fused:
+            assert norms[3]._compiled_call_impl is own is not norms[4]._compiled_call_impl
+        assert norms[4]._compiled_call_impl is not None
+    assert norms[3]._compiled_call_impl is own and norms[4]._compiled_call_impl is None
     q, table = torch.zeros(70000, 1, 1, 16).half(), torch.zeros(1, 1, 16).half()
     assert "more heads" in rotate.unsupported_reason(q, q, table, table)
 

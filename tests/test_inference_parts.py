@@ -820,6 +820,27 @@ def test_a_window_shrinks_before_the_prompt_is_read_and_equal_sizes_change_nothi
 # `generate`
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_request_may_be_closed_while_its_prompt_is_read(model, static):
+    """Its half-written session serves nobody else."""
+    ids = tokens(1, 40)
+    engine = Engine(model, static=static, chunk_size=8)
+    wanted = engine.generate(ids, max_new_tokens=4)
+    kept = []
+
+    def close(read):
+        if read == 16:
+            stream.close()
+            kept.append((engine.cache_bytes_used > 0, list(engine._idle)))
+
+    stream = engine.stream(ids, max_new_tokens=4, on_chunk=close)
+    assert list(stream) == []
+    [(is_held, idle)] = kept
+    assert is_held and not idle
+    assert engine.cache_bytes_used == 0 and not engine._idle
+    assert engine.generate(ids, max_new_tokens=4) == wanted
+
+
 @pytest.mark.parametrize(
     "spread, captures",
     [

@@ -79,6 +79,7 @@ class Fused:
         self.fuse = fuse
         self._step: Callable[..., Any] = model
         self._modules: list[tuple[nn.Module, Any]] = []
+        self._replaced: list[list[nn.Module]] = []  # by each open with block
         self._files: set[ModuleType] = set()
         if fuse is None:
             return
@@ -106,8 +107,11 @@ class Fused:
     def __enter__(self) -> None:
         if self.fuse is None:
             return
+        self._replaced.append([])
         for module, fused in self._modules:
-            module.__dict__["_compiled_call_impl"] = fused  # nn.Module looks at each attribute
+            if module._compiled_call_impl is None:  # compiled since: it keeps its own
+                module.__dict__["_compiled_call_impl"] = fused  # nn.Module looks at each attribute
+                self._replaced[-1].append(module)
         with _lock:
             if self.fuse == "compile":
                 _limits.append(torch._dynamo.config.recompile_limit)
@@ -120,7 +124,7 @@ class Fused:
     def __exit__(self, *exc: Any) -> None:
         if self.fuse is None:
             return
-        for module, _ in self._modules:
+        for module in self._replaced.pop():
             module.__dict__.pop("_compiled_call_impl", None)
         with _lock:
             if self.fuse == "compile":

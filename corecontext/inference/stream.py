@@ -113,6 +113,10 @@ class Prompt(NamedTuple):
     """Padded tokens at the beginning of each row."""
 
 
+class _ClosedWhileReading(Exception):
+    """A request was closed by its `on_chunk`."""
+
+
 @dataclass(eq=False, repr=False)
 class Stream(Iterator[list["int | None"]]):
     """The tokens of a running request: each step gives a list with a token for each row, None for
@@ -144,6 +148,7 @@ class Stream(Iterator[list["int | None"]]):
         # Tokens on their way to the host, each with the event that ends the copy (GPU only).
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._closed = False
+        self._is_reading = False
 
     @property
     def group_size(self) -> int | None:
@@ -209,6 +214,9 @@ class Stream(Iterator[list["int | None"]]):
                 self.session.step(self.sampling.kind)
                 self._start_copy(self.session)
             return self._read()
+        except _ClosedWhileReading:
+            self._end(reusable=False)
+            raise StopIteration from None
         except BaseException:
             # mutant inference: broken sessions are kept
             self._end(reusable=False)  # half a step may have been written
@@ -224,15 +232,19 @@ class Stream(Iterator[list["int | None"]]):
         session = engine.take(self.key)
         self.session = session
         session.begin_prompt(prompt.pads)
-        with session.configured(), engine.fused:
-            logits, session.cache, positions = prefill(
-                engine.model,
-                prompt.input_ids,
-                prompt.attention_mask,
-                cache=session.cache,
-                chunk_size=engine.chunk_size,
-                on_chunk=self.generation.on_chunk,
-            )
+        self._is_reading = True
+        try:
+            with session.configured(), engine.fused:
+                logits, session.cache, positions = prefill(
+                    engine.model,
+                    prompt.input_ids,
+                    prompt.attention_mask,
+                    cache=session.cache,
+                    chunk_size=engine.chunk_size,
+                    on_chunk=self._chunk_read,
+                )
+        finally:
+            self._is_reading = False
         seeds = self.generation.seeds(self.key.batch)
         session.begin(positions, prompt.pads, prompt.input_ids.shape[1])
         session.sampler.start(self.sampling, seeds, logits.shape[-1])
@@ -241,6 +253,12 @@ class Stream(Iterator[list["int | None"]]):
         tokens = self._read()
         engine.time_to_first_token = time.perf_counter() - began
         return tokens
+
+    def _chunk_read(self, tokens: int) -> None:
+        """Tell the caller, who may end the request."""
+        self.generation.on_chunk(tokens)
+        if self._closed:
+            raise _ClosedWhileReading
 
     def _start_copy(self, session: Session) -> None:
         """Start copying the newest tokens to the host, before the next step overwrites them."""
@@ -285,12 +303,12 @@ class Stream(Iterator[list["int | None"]]):
         self._end(reusable=True)
 
     def _end(self, reusable: bool) -> None:
-        if self._closed:
-            return
+        """End the request; while its prompt is read, the reader gives the session back."""
         self._closed = True
         self._pending.clear()
         self.prompt = None
-        if self.session is not None:
+        # mutant inference: a request that is closed while it is read gives its session away
+        if self.session is not None and not self._is_reading:
             self.engine.give_back(self.session, reusable)
             self.session = None
 
