@@ -252,6 +252,14 @@ def test_a_config_tells_its_layers_and_its_attention():
     assert full_attention(config) == "eager"
 
 
+def test_a_model_is_found_inside_wrappers_of_any_depth():
+    model = tiny_model("llama")
+    wrapped = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Sequential(model)))
+    assert hf_attention.inner_model(wrapped) is hf_attention.inner_model(model) is model
+    with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got Seq"):
+        hf_attention.inner_model(torch.nn.Sequential())
+
+
 def test_a_rotation_is_that_of_the_kind_of_layer():
     ropes = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "yarn"}}
     config = SimpleNamespace(rope_parameters=ropes)

@@ -185,6 +185,15 @@ def test_programs_share_the_entries_of_a_block(monkeypatch):
     check(config, halves(), [{0: 46}, {0: 2, 1: 1}])
 
 
+def test_programs_are_as_many_as_entries_allow(monkeypatch):
+    monkeypatch.setattr(paged_attend, "decode_splits", lambda chip, count, entries, block: entries)
+    spec = Spec(4, 9, 0.25, sink_size=8)
+    q = torch.zeros(6, SHARE, DIM)
+    for longest, entries in ((400, 8 + 9 + 4 + 5 + 100), (20, 20)):
+        batch = Batch(torch.tensor([0, 1, 6]), torch.tensor([7, longest]), 5, longest)
+        assert paged_attend._num_parts(q, 1, batch, spec, Tiles(16, 16, 4, 2)) == entries
+
+
 def test_masses_and_softcap():
     config = CCAConfig.pooling(group_size=3, window_size=4, sink_size=3, core_mass=True)
     check(config, halves(), [{0: 14}, {0: 1, 1: 8}], kv_heads=2, softcap=2.0)
