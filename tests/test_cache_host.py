@@ -252,7 +252,8 @@ def test_bytes_are_those_of_the_formula(index, store, num_slots):
 
 
 def test_operations_of_fetch_are_counted_by_query():
-    for length, k, share in ((5, 2, 1), (13, 2, 1), (60, 3, 1), (60, 3, 4), (60, 30, 4)):
+    cases = ((5, 2, 1), (13, 2, 1), (60, 3, 1), (60, 3, 4), (60, 30, 4), (60, 1, 1), (60, 1, 4))
+    for length, k, share in cases:
         sizes = {"fetch_groups": k, "fetch_share": share}
         config = CONFIG.replace(**sizes, fetch_slots=0, prefill="auto")
         seen = [num_visible_cores(t - 4, 4, 5) for t in range(4, length)]
