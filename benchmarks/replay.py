@@ -134,14 +134,15 @@ class _SharedScores:
 
 
 @contextlib.contextmanager
-def replayed_pages(share: float, length: int, num_slots: int) -> Iterator[None]:
-    """Have steps over block tables with slots do so, in requests of `length` tokens or more with so
-    many slots each."""
+def replayed_pages(share: float, length: int) -> Iterator[None]:
+    """Have steps over block tables with slots do so, in requests of `length` tokens or more, which
+    have equally many slots."""
     find = attend_rows.find_places
     replay = _Replay(share)
 
     def find_places(slots: GroupSlots, choice: tuple[Tensor, ...], *rest: Any) -> None:
         num_seen = length // slots.tokens.shape[2]
+        num_slots = slots.owner.numel() // len(choice[0])
         replay.write(choice[0], choice[1], slots.clock, (num_seen, num_slots))
         find(slots, choice, *rest)
 

@@ -178,9 +178,7 @@ def run_vllm_bench(
             from benchmarks.replay import replayed_pages
 
             shortest = min(*bench.lengths, bench.prompt_length)
-            stack.enter_context(
-                replayed_pages(bench.hit_share, shortest, config.slots_for(bench.longest))
-            )
+            stack.enter_context(replayed_pages(bench.hit_share, shortest))
         return _measured(bench, method, on_records)
 
 

@@ -47,7 +47,6 @@ from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import attend_rows as paged_attend_rows
 from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import group_slots
-from corecontext.ops.triton.paged import index_pages as paged_index
 from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged import token_rows as paged_rows
 from corecontext.ops.triton.pool import kernels as pool_kernels
@@ -146,7 +145,6 @@ CHOICE = (
 )
 PAGED_FETCH = (
     paged_rows._rows_kernel,
-    paged_index._index_pages_kernel,
     paged_attend_rows._attend_rows_kernel,
     group_slots._slots_kernel,
 )
@@ -201,7 +199,7 @@ NUMBERS = {
     score_index.score_kernel: 5,
     select_groups.select_kernel: 7,
     paged_attend._attend_pages_kernel: 2,
-    paged_gather._gather_kernel: 6,
+    paged_gather._gather_kernel: 7,
     pool_kernels.pool_fwd_kernel: 2,
     pool_kernels.pool_bwd_kernel: 2,
 }
@@ -347,16 +345,10 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         "tables": ("fp32", "fp32"),
     }
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
-    tiles = pool_tiles(16, dim)
-    pooling = {"HALF": dim // 2, "INTERLEAVED": False, "HAS_MASS": True, "BLOCK_R": HEADS}
-    blocks = {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p, "num_warps": tiles.num_warps}
-    sizes = {**plain, **pooling, **blocks, "HAS_SLOTS": True}
-    types["slots"] = ("i32", "i64")
-    del sizes["BLOCK_D"]
-    yield Kernel(paged_pool._pool_pages_kernel, sizes, types)
-    flags = {"HAS_BIAS": True, "HAS_MASS": True, "ALIGNMENT": 16}
-    sizes = {**columns, **flags, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
-    gathering = {**types, "new_tokens": ("", ""), "strides": (2, 2, 3, 3, 3)}
+    flags = {"HAS_BIAS": True, "HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
+    blocks = {"GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
+    sizes = {**columns, **flags, **blocks}
+    gathering = {**types, "new_tokens": ("", ""), "strides": (2, 2, 3, 3, 3), "slots": ("", "i32")}
     yield Kernel(paged_gather._gather_kernel, sizes, gathering)
     for rows, in_parts in ((4096, False), (HEADS, True)):
         tiles = paged_tiles(chip, dtype, dim, rows)
@@ -402,19 +394,28 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     for claims in (False, True):
         sizes = {"CLAIMS": claims, "BLOCK_K": 64, "num_warps": 1}
         yield Kernel(group_slots._slots_kernel, sizes, types)
-    tables = {"page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
-    types = {**STEP_TYPES, **tables, "strides": (3, 3, 3, 2, 2), "page_sizes": 2, "numbers": 2}
-    types["index"] = ("u8", "fp16", "fp32", "fp32")
-    sizes = {"SINKS": 16, "GROUP": 16, "INDEX": plan.index, "TILE": plan.tile, "num_warps": 4}
-    yield Kernel(paged_index._index_pages_kernel, sizes, types)
+    types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
+    types |= {"new": ("", ""), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
+    types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, 3, 2), "page_sizes": 3}
+    types["slots"] = ("", "i32", "i32", "i64", "i64", "i64")
+    tiles = pool_tiles(16, dim)
+    flags = dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS", "HAS_INDEX"), True)
+    sizes = {"SINKS": 16, "GROUP": 16, "HEADS": HEADS, "HEAD_DIM": dim, "HALF": dim // 2}
+    sizes |= {**flags, "INTERLEAVED": False, "HAS_SOFTCAP": False, "BLOCK_R": HEADS}
+    sizes |= {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p, "num_warps": 4}
+    sizes |= {"INDEX": plan.index, "TILE": plan.tile._replace(block_m=1, block_n=1, heads=1)}
+    for block_t in (0, 1):
+        yield Kernel(paged_pool._pool_pages_kernel, {**sizes, "BLOCK_T": block_t}, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
-    yield Kernel(paged_rows._rows_kernel, blocks, {**dict.fromkeys(names, "i32"), "numbers": 3})
+    types = {**dict.fromkeys(names, "i32"), "clock_ptr": "i64", "numbers": 3}
+    yield Kernel(paged_rows._rows_kernel, blocks, types)
     blocks = {"BLOCK": plan.scoring.width, "BLOCK_K": 64, "TILE": plan.tile}
     types = {**STEP_TYPES, "slots": ("i32", "i32", "i64", "i64"), "places": ("i32", "i32")}
-    for num_slots in (0, 512):
+    types |= {"pages": ("i32", "i32"), "page_strides": 3}
+    for paged, num_slots in ((False, 0), (False, 512), (True, 0)):
         sizes = {**place, **blocks, "BLOCK_N": num_slots, "num_warps": plan.select_warps}
-        yield Kernel(select_groups.select_kernel, sizes, types)
+        yield Kernel(select_groups.select_kernel, {**sizes, "PAGED": paged}, types)
     entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
     sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}
     yield Kernel(attend_compact.attend_compact_kernel, sizes, STEP_TYPES)

@@ -258,10 +258,10 @@ def test_steps_choose_the_replayed_groups():
 def test_steps_over_pages_choose_the_replayed_groups():
     found = []
     tokens = torch.zeros(4, 50, 8, 2)
-    slots = SimpleNamespace(clock=torch.tensor([2]), tokens=tokens)
+    slots = SimpleNamespace(clock=torch.tensor([2]), tokens=tokens, owner=torch.zeros(4, 16))
     choice = torch.zeros(4, 5, dtype=torch.int32), torch.ones(4, 32, dtype=torch.int8)
     find = mock.patch.object(replay.attend_rows, "find_places", lambda *given: found.append(given))
-    with find, replay.replayed_pages(0.8, 240, 16):
+    with find, replay.replayed_pages(0.8, 240):
         replay.attend_rows.find_places(slots, choice, "cores")
     wanted = replay.repeating_choices(4, 5, 30, 0.8, 16)[2]
     assert torch.equal(choice[0], wanted)

@@ -126,8 +126,10 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
             max(b for _, b in spans.values()),
         )
         raw, cores = cache.rows(list(step))
-        store_tokens(k, v, slots, raw)
-        pool_pages(q, batch, raw, cores, spec)
+        new = (k, v) if batch.most_new <= spec.group_size else None
+        if new is None:
+            store_tokens(k, v, slots, raw)
+        pool_pages(q, batch, raw, cores, spec, new=new)
         parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
         out = torch.full_like(q, torch.nan)
         attend_parts((q, k, v), parts, raw, cores, spec, 0.0, out)
@@ -255,7 +257,7 @@ def test_a_chunk_gets_each_entry_once(past, sinks, mass):
     # The new tokens lie between others, as in the output of a joint product.
     new = torch.randn(num_new, 3, kv_heads, DIM)[:, 1:].unbind(1)
     span = Span.of(past, num_new, spec)
-    k, v, far = gather_chunk(new, span, raw, cores, 0.0)
+    k, v, far = gather_chunk(new, span, raw, cores, spec, 0.0)
 
     assert span.low == max(0, (past - 5) // 4 * 4)
     groups = (end - 6) // 4

@@ -14,12 +14,11 @@ from corecontext.ops.fetch.prompt_rule import Reading
 from corecontext.ops.fetch.scoring import centre_of, group_keys
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import attend_rows as paged_rows
-from corecontext.ops.triton.paged.attend_rows import FarPages, attend_rows, rotations_of
-from corecontext.ops.triton.paged.group_slots import GroupSlots
-from corecontext.ops.triton.paged.index_pages import write_index
+from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
+from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
-from corecontext.ops.triton.paged.token_rows import write_rows
+from corecontext.ops.triton.paged.token_rows import clock_of, write_rows
 from corecontext.visibility import local_start
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -88,7 +87,9 @@ class Kept:
         self.groups = cache.far.k.shape[0], CORE_PAGE
         group = (KV_HEADS, count, spec.group_size, 2 * DIM)
         memory = torch.full(group, torch.nan, dtype=cache.far.k.dtype)
-        self.slots = GroupSlots.make(memory, (*self.groups, KV_HEADS))
+        clock = clock_of(memory.device)
+        self.slots = GroupSlots.make(memory, (*self.groups, KV_HEADS), clock)
+        self.tables, self.group_size = cache.cores.table.tolist(), spec.group_size
         self.far = [x.unflatten(1, (CORE_PAGE, -1)) for x in cache.far[:2]]  # [P, E, g, Hkv, D]
         self.hidden = [x.clone() for x in self.far]
         self.was_hidden = torch.zeros(*self.groups, KV_HEADS, dtype=torch.bool)
@@ -100,9 +101,13 @@ class Kept:
         for far, kept in zip(self.far, self.hidden):
             far.copy_(torch.where(hidden, kept, far))
 
-    def hide(self) -> None:
-        """Hide the groups that have a slot, whose tokens are theirs."""
-        has_slot = self.slots.table >= 0
+    def hide(self, ends: dict[int, int]) -> None:
+        """Hide the groups of these sequences that have a slot, whose tokens are theirs."""
+        has_slot = torch.zeros_like(self.was_hidden)
+        for i, end in ends.items():
+            for number in range(end // self.group_size):
+                place = self.tables[i][number // CORE_PAGE], number % CORE_PAGE
+                has_slot[place] = self.slots.table[place] >= 0
         self.evicted += int((self.was_hidden & ~has_slot).sum())
         for page, entry, head in has_slot.nonzero().tolist():
             slot = self.slots.table[page, entry, head]
@@ -153,22 +158,29 @@ def served(
         ends = torch.tensor([b for _, b in spans.values()])
         batch = Batch(counts.cumsum(0).int(), ends.int(), max(step.values()), max(lengths))
         raw, cores = cache.step(list(step))
-        store_tokens(k, v, slots, raw)
         if kept:
             kept.reveal()
-        far = cache.far._replace(table=cores.table) if has_far else None
+        far = FarPages(cache.far._replace(table=cores.table), kept and kept.slots)
+        far = far if has_far else None
+        # One launch stores and pools a few tokens.
+        new = (k, v) if batch.most_new <= spec.group_size else None
+        if new is None:
+            store_tokens(k, v, slots, raw)
         if has_far:
             places = [cache.slots(i, *span, cache.far) for i, span in spans.items()]
-            store_tokens(k, v, torch.tensor([*itertools.chain(*places)]), far)
+            if new is None:
+                store_tokens(k, v, torch.tensor([*itertools.chain(*places)]), far.pages)
             for i, (a, _) in spans.items():
                 cache.keep_window(i, a, spec)
-        pool_pages(q, batch, raw, cores, spec, kept and kept.slots)
+        pool_pages(q, batch, raw, cores, spec, cache.index, far, new)
         if kept:
-            kept.hide()
-        write_index(len(q), batch, raw, cores.table, cache.index, spec)
+            others = {} if reuses else dict(enumerate(computed))
+            kept.hide({**others, **{i: b for i, (_, b) in spans.items()}})
         if reading is not None:
             [(i, (a, b))] = spans.items()
-            attend_sharing((q, k, v), a, (far or raw, cores), spec, reading, outs[i][a:b])
+            pages, slots = far or (raw, None)
+            given = (spec, reading, outs[i][a:b], slots)
+            attend_sharing((q, k, v), a, (pages, cores), *given)
             computed[i] = b
             continue
         full_until = [prompts[i] if i < len(prompts) else 0 for i in spans]
@@ -176,7 +188,6 @@ def served(
         buffer = torch.full((3, len(q) + 1), 2**30, dtype=torch.int32)
         rows = write_rows(batch, torch.tensor(full_until).int(), len(q), buffer)
         out = torch.full_like(q, torch.nan)
-        far = far and FarPages(far, kept and kept.slots)
         attend_rows(q, rows, (raw, cores), cache.index, max(lengths), spec, out, far)
         assert out.isfinite().all()
         for new, (i, (a, b)) in zip(out.split([*step.values(), padding]), spans.items()):
@@ -254,7 +265,7 @@ def test_groups_that_were_fetched_lately_have_slots():
     """Fewer than a step chooses, and enough for all; host memory holds NaN where they have one."""
     config = CCAConfig(**{**FETCH, "fetch_groups": 3}, core_position="token")
     steps = [{0: 41}, {1: 33}, *[{0: 1, 1: 2}] * 6]
-    for count in (4, 20):
+    for count in (4, 12):
         _, cache = check(config, steps, padding=2, has_far=True, num_slots=count)
         assert (cache.kept.slots.last_used >= 0).all()
         assert cache.kept.evicted > 0
@@ -266,9 +277,16 @@ def test_a_page_of_another_sequence_has_no_slots_of_the_one_before():
     check(config, steps, has_far=True, num_slots=20, reuses=True)
 
 
-def test_neighbours_read_raw_tokens_before_the_window_from_other_pages():
+@pytest.mark.parametrize("num_slots", [0, 4, 20])
+def test_neighbours_read_raw_tokens_before_the_window_from_other_pages(num_slots):
+    """Or from slots, where the pooling of a chunk kept its groups: of both sequences in turn, which
+    have the same pages."""
     config = CCAConfig(**FETCH, core_position="token")
-    check(config, [{0: 12}, {0: 18}, {0: 11}], reading=Reading(15, 6), has_far=True)
+    options = {"has_far": True, "num_slots": num_slots, "reuses": True}
+    steps = [{0: 12}, {0: 18}, {0: 11}, {1: 18}, {1: 3}, {1: 12}]
+    _, cache = check(config, steps, reading=Reading(15, 6), **options)
+    if num_slots:
+        assert (cache.kept.slots.owner >= 0).sum() == KV_HEADS * min(num_slots, 9 + 7)
 
 
 def test_shares_of_the_entries_are_merged(monkeypatch):

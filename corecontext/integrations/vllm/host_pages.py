@@ -16,6 +16,7 @@ from corecontext.cache.host_memory import available_bytes, host_zeros
 from corecontext.integrations.vllm.cache_specs import CoreSpec
 from corecontext.integrations.vllm.page_layout import SLOTS_SHARE
 from corecontext.ops.triton.paged.group_slots import GroupSlots
+from corecontext.ops.triton.paged.token_rows import clock_of
 
 OPTION = "core_context_host_gib"
 """GiB of host memory for raw tokens of each worker, in vLLM's --additional-config; without it all
@@ -59,6 +60,7 @@ class HostPages:
                 "--additional-config."
             )
         self.is_checked = False
+        self.has_room = False
         self.num_slots = num_slots * vllm_config.scheduler_config.max_num_seqs
         self.group = (spec.tokens_per_state, 2 * spec.head_size)
 
@@ -66,14 +68,27 @@ class HostPages:
         """Return memory for the slots of a layer, [Hkv, n, g, 2 D]; None without slots."""
         if not self.num_slots:
             return None
-        count = self.num_slots
-        if device.type == "cuda":
+        if device.type == "cuda" and not self.has_room:
             total = torch.cuda.get_device_properties(device).total_memory
-            most = SLOTS_SHARE * self.cache_config.gpu_memory_utilization * total
-            slot_bytes = math.prod(self.group) * self.page_bytes // math.prod(self.shape[1:])
-            count = max(1, min(count, int(most / slot_bytes)))
-        heads = self.spec.num_kv_heads
-        return torch.empty((heads, count, *self.group), dtype=self.spec.dtype, device=device)
+            self.num_slots = self.fitting(total, torch.cuda.memory_allocated(device))
+            self.has_room = True
+        shape = (self.spec.num_kv_heads, self.num_slots, *self.group)
+        return torch.empty(shape, dtype=self.spec.dtype, device=device)
+
+    def fitting(self, total: int, allocated: int) -> int:
+        """Return the slots of a KV head that fit into a device of `total` bytes: in a share of them
+        those of all requests, and in what a given number of pages leaves as many as there may be
+        groups."""
+        slot_bytes = math.prod(self.group) * self.page_bytes // math.prod(self.shape[1:])
+        usable = self.cache_config.gpu_memory_utilization * total
+        count = min(self.num_slots, int(SLOTS_SHARE * usable / slot_bytes))
+        pages = self.cache_config.num_gpu_blocks_override
+        if pages:
+            # A step takes memory, too.
+            spare = usable - SLOTS_SHARE * total - allocated - pages * self.device_page_bytes
+            groups = pages * self.spec.block_size // self.spec.tokens_per_state
+            count = max(count, min(groups, int(spare / slot_bytes)))
+        return max(1, count)
 
     def make(self, cores: Tensor, kept: Tensor | None) -> HostTokens:
         """Return raw tokens for a cache of core tokens.
@@ -88,7 +103,7 @@ class HostPages:
         count, heads, entries, _ = cores.shape
         slots = None
         if kept is not None:
-            slots = GroupSlots.make(kept, (count, entries, heads))
+            slots = GroupSlots.make(kept, (count, entries, heads), clock_of(kept.device))
         if self.cache_config.num_gpu_blocks is None:
             # A run that measures the memory of captured steps: all pages are one.
             page = host_zeros((1, *self.shape), cores.dtype, cores.device)
@@ -112,7 +127,7 @@ class HostPages:
         self.is_checked = True
         _logger.info(
             "Core context: %d pages of %d tokens, %.2f GiB of raw tokens in host memory, %.2f GiB "
-            "on the device.",
+            "on the device, %d slots.",
             *(count, self.spec.block_size, count * self.page_bytes / 2**30),
-            count * self.device_page_bytes / 2**30,
+            *(count * self.device_page_bytes / 2**30, self.num_slots),
         )

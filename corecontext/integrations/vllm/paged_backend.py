@@ -38,10 +38,10 @@ from corecontext.ops.fetch.prompt_rule import NO_END, reading_of
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged.attend_rows import FarPages, Work, attend_rows, rotations_of
+from corecontext.ops.triton.paged.attend_rows import Work, attend_rows, rotations_of
 from corecontext.ops.triton.paged.batch_parts import AttendWhole, Kind, Part, attend_parts, parts_of
 from corecontext.ops.triton.paged.chunk import attend_longest_chunk
-from corecontext.ops.triton.paged.index_pages import write_index
+from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
 from corecontext.ops.triton.paged.token_rows import Rows
@@ -345,10 +345,20 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         raw, cores, *_ = self._pages(window, cores, query.dtype)
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec, 0.0)
-        store_tokens(key, value, step.slots, raw)
-        pool_pages(query, step.batch, raw, cores, self.spec)
+        new = self._stored((key, value), [(step.slots, raw)], step.batch)
+        pool_pages(query, step.batch, raw, cores, self.spec, new=new)
         tokens = (query, key, value)
         attend_step(tokens, step, (raw, cores), self.spec, 0.0, out)
+
+    def _stored(
+        self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
+    ) -> tuple[Tensor, Tensor] | None:
+        """Store keys and values, or return those that the launch that pools stores."""
+        if batch.most_new <= self.spec.group_size:
+            return new
+        for slots, pages in places:
+            store_tokens(*new, slots, pages)
+        return None
 
     def _attend_fetched(
         self,
@@ -363,13 +373,11 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         step = raw[1]
         core_slots = cores[1].slots
         raw, cores, index, host = self._pages(raw, cores, query.dtype)
-        store_tokens(key, value, step.slots, raw)
-        slots = None
+        places = [(step.slots, raw)]
         if host is not None:
-            store_tokens(key, value, core_slots, host.pages)
-            slots = host.slots
-        pool_pages(query, step.batch, raw, cores, self.spec, slots)
-        write_index(len(query), step.batch, raw, cores.table, index, self.spec)
+            places.append((core_slots, host.pages))
+        new = self._stored((key, value), places, step.batch)
+        pool_pages(query, step.batch, raw, cores, self.spec, index, host, new)
 
         def choose(tokens: slice) -> None:
             rows = step.rows.part(tokens)
@@ -383,10 +391,10 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             if run.kind is Kind.DECODING:
                 choose(run.tokens)
             elif run.kind is Kind.SHARING:
-                pages = (host.pages if host else raw, cores)
-                pages = tuple(x._replace(table=x.table[run.sequences]) for x in pages)
+                pages, slots = host or (raw, None)
+                pages = [x._replace(table=x.table[run.sequences]) for x in (pages, cores)]
                 reading = reading_of(self.config, query.device.type, True)
-                attend_sharing((q, k, v), run.past, pages, self.spec, reading, results)
+                attend_sharing((q, k, v), run.past, pages, self.spec, reading, results, slots)
             elif run.kind is Kind.WHOLE:
                 step.attend_whole(q, k, v, run.batch, self.spec, results)
             elif step.attend_whole is not None:

@@ -12,6 +12,7 @@ from corecontext.ops.spec import Cores, Spec, Tokens
 from corecontext.ops.triton import backend
 from corecontext.ops.triton.paged.chunk import longest_pages
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
+from corecontext.ops.triton.paged.group_slots import GroupSlots
 from corecontext.ops.triton.paged.pages import Pages
 
 
@@ -22,6 +23,7 @@ def attend_sharing(
     spec: Spec,
     reading: Reading,
     out: Tensor,
+    slots: GroupSlots | None = None,
 ) -> None:
     """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
     follow `past` earlier ones.
@@ -31,6 +33,7 @@ def attend_sharing(
             complete.
         reading: How a prompt is read.
         out: [T, H, D], written in place.
+        slots: Of groups of raw tokens.
     """
     kv_heads = new[1].shape[1]
     q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
@@ -38,7 +41,8 @@ def attend_sharing(
     end = past + count
     first_group = spec.sinks // spec.group_size
     num_cores = max(0, end // spec.group_size - first_group)
-    k, v, far = gather_chunk(new[1:], Span(0, past, end, 0, first_group, num_cores), *pages, 0.0)
+    span = Span(0, past, end, 0, first_group, num_cores)
+    k, v, far = gather_chunk(new[1:], span, *pages, spec, 0.0, slots)
     cores = Cores(far.k[:, None], far.v[:, None])
     tokens = Tokens(q, k, v, past)
     # The beginning of a prompt sees all tokens before it.

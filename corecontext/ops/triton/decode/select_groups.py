@@ -13,6 +13,7 @@ from corecontext.ops.triton.primitives import integers, visible_cores
 def select_kernel(
     q_ptr,
     centre_ptr,
+    pages,
     scores_ptr,
     choice,
     length,
@@ -22,7 +23,9 @@ def select_kernel(
     scale,
     num_chosen,
     q_strides,
+    page_strides,
     ON_DEVICE: tl.constexpr,
+    PAGED: tl.constexpr,
     SINKS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,11 +41,14 @@ def select_kernel(
 
     Args:
         q_ptr: [B, H, 1, D].
-        centre_ptr: The mean key that centres the index, [B, Hkv, D].
+        centre_ptr: The mean key that centres the index, [B, Hkv, D]; where PAGED, that of
+            `paged.pages.IndexPages`.
+        pages: As of `score_kernel`.
         scores_ptr: [B H, BLOCK] in float32, without the centre, as `score_kernel` writes them.
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
         slots, places: With BLOCK_N, slots as of `give_slots`, and its results.
+        page_strides: Where PAGED, strides of centres and that of the table's rows.
     """
     values = integers(numbers)
     seen, kv_heads, num_groups, group_size, window_size = values[:5]
@@ -56,27 +62,34 @@ def select_kernel(
     groups = tl.arange(0, BLOCK)
     inside = groups < count
     dims = tl.arange(0, TILE.block_d)
-    centre = tl.load(centre_ptr + n * TILE.dim + dims, mask=dims < TILE.dim, other=0.0)
-    largest = tl.full([BLOCK], -float("inf"), tl.float32)  # [M]
-    for h in tl.static_range(HEADS):
-        q = tl.load(q_ptr + h * q_strides[1] + dims, mask=dims < TILE.dim, other=0.0)
-        # mutant fetch: a step compares heads without their products with the centre
-        offset = tl.sum(q.to(tl.float32) * centre, 0) * scale
-        # Groups that are not seen have no scores; without a mask four are loaded at once.
-        largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups) + offset)
-    scores = order_of(largest, inside)
-    low, high, at_low, at_high = bisect(scores, num_chosen)
-
-    is_chosen = inside & (scores >= low)
-    if at_low > num_chosen:
-        is_last = inside & (scores == low)
-        before = _running_count(is_last, BLOCK)
-        # mutant fetch: of equal scores a step chooses the last groups
-        is_chosen = (inside & (scores >= high)) | (is_last & (before <= num_chosen - at_high))
-    place = _running_count(is_chosen, BLOCK) - 1
+    centre_ptr += n * TILE.dim
+    if PAGED:
+        sequence = tl.load(pages[1] + batch).to(tl.int64)
+        page = tl.load(pages[0] + sequence * page_strides[2]).to(tl.int64)
+        centre_ptr += page * page_strides[0] + head * page_strides[1] - n * TILE.dim
+    centre = tl.load(centre_ptr + dims, mask=dims < TILE.dim, other=0.0)
+    is_chosen = inside
+    place = groups
+    if count > num_chosen:
+        largest = tl.full([BLOCK], -float("inf"), tl.float32)  # [M]
+        for h in tl.static_range(HEADS):
+            q = tl.load(q_ptr + h * q_strides[1] + dims, mask=dims < TILE.dim, other=0.0)
+            # mutant fetch: a step compares heads without their products with the centre
+            offset = tl.sum(q.to(tl.float32) * centre, 0) * scale
+            # Groups that are not seen have no scores; without a mask four are loaded at once.
+            largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups) + offset)
+        scores = order_of(largest, inside)
+        low, high, at_low, at_high = bisect(scores, num_chosen)
+        is_chosen = inside & (scores >= low)
+        if at_low > num_chosen:
+            is_last = inside & (scores == low)
+            before = _running_count(is_last, BLOCK)
+            # mutant fetch: of equal scores a step chooses the last groups
+            is_chosen = (inside & (scores >= high)) | (is_last & (before <= num_chosen - at_high))
+        place = _running_count(is_chosen, BLOCK) - 1
     tl.store(chosen_ptr + place, groups, mask=is_chosen)
     choices = tl.arange(0, BLOCK_K)
-    empty = (choices >= tl.minimum(at_low, num_chosen)) & (choices < num_chosen)
+    empty = (choices >= tl.minimum(count, num_chosen)) & (choices < num_chosen)
     tl.store(chosen_ptr + choices, choices * 0 - 1, mask=empty)
     tl.store(marks_ptr + groups, is_chosen.to(tl.int8))
     if BLOCK_N:

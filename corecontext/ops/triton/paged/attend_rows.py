@@ -35,7 +35,7 @@ from corecontext.ops.triton.decode.plan import (
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
-from corecontext.ops.triton.paged.group_slots import NOT_KEPT, GroupSlots, find_places
+from corecontext.ops.triton.paged.group_slots import NOT_KEPT, FarPages, find_places
 from corecontext.ops.triton.paged.pages import (
     IndexPages,
     Pages,
@@ -252,15 +252,6 @@ class Work(NamedTuple):
         )
 
 
-class FarPages(NamedTuple):
-    """Hold raw tokens before the window."""
-
-    pages: Pages
-    """By the table of core tokens."""
-    slots: GroupSlots | None = None
-    """Groups of theirs on the device."""
-
-
 def attend_rows(
     q: Tensor,
     rows: Rows,
@@ -293,7 +284,7 @@ def attend_rows(
     sizes = (kv_heads, work.num_groups, spec.group_size, spec.window_size)
     length = (rows.pads, rows.pads)
     mass = cores.k if cores.mass is None else cores.mass
-    centres = index.centres[cores.table[:, 0][rows.sequences]]
+    pages = (cores.table, rows.sequences)
     if plan.scoring.whole:
         launch(
             rotate_kernel,
@@ -310,7 +301,7 @@ def attend_rows(
         (count, plan.num_scoring),
         (
             *(q, index.rotations[0], work.rotated, (index.codes, index.scales)),
-            *((cores.table, rows.sequences), work.scores, length, ints(0, *sizes)),
+            *(pages, work.scores, length, ints(0, *sizes)),
             float(spec.scale),
         ),
         (
@@ -332,11 +323,12 @@ def attend_rows(
         select_kernel,
         (count,),
         (
-            *(q, centres, work.scores, work.choice, length),
+            *(q, index.centres, pages, work.scores, work.choice, length),
             *(work.choice * 2, work.choice, ints(0, *sizes, 0, 0), float(spec.scale)),
         ),
-        (num_chosen, q.stride()[:2]),
+        (num_chosen, q.stride()[:2], (*index.centres.stride()[:2], cores.table.stride(0))),
         ON_DEVICE=False,
+        PAGED=True,
         SINKS=spec.sinks,
         TILE=plan.tile,
         BLOCK=plan.scoring.width,

@@ -58,5 +58,5 @@ def attend_chunk(
     kv_heads = raw.k.shape[2]
     q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
     span = Span.of(past, q.shape[2], spec)
-    k, v, far = gather_chunk(new[1:], span, raw, cores, core_bias)
+    k, v, far = gather_chunk(new[1:], span, raw, cores, spec, core_bias)
     backend.attend_list(Tokens(q, k, v, past, span.low), far, spec, grouped_out)

@@ -13,6 +13,7 @@ from torch import Tensor
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.attend.far_past import FarPast
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.paged.group_slots import GroupSlots
 from corecontext.ops.triton.paged.pages import Pages, alignment_of, page_offsets, strides_of
 from corecontext.ops.triton.primitives import integers
 from corecontext.visibility import local_start, num_visible_cores
@@ -60,13 +61,16 @@ def _gather_kernel(
     cores,
     table_ptr,
     core_table_ptr,
+    slots,
     gathered,
     numbers,
     bias,
     strides,
     page_sizes,
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -81,11 +85,13 @@ def _gather_kernel(
         new_tokens: Pointers to keys and values of the new tokens.
         raw: Pointers to keys and values of raw tokens.
         cores: Pointers to keys, values and masses of core tokens.
+        slots: Pointers to the tokens and to the table of `GroupSlots`, which are read instead of
+            whole groups before the new tokens that have one.
         gathered: Pointers to the keys, values and biases that are written.
         strides: Of new keys and values, of pages of raw tokens, of core tokens and of masses.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
-    total, num_past, num_near, num_sinks, low, first_group = integers(numbers)
+    total, num_past, num_near, num_sinks, low, first_group, num_slots = integers(numbers)
     k_ptr, v_ptr = new_tokens
     keys_ptr, values_ptr = raw
     core_keys_ptr, core_values_ptr, mass_ptr = cores
@@ -109,6 +115,17 @@ def _gather_kernel(
     new = (index - num_past).to(tl.int64)
     k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
     v_at = tl.where(is_core, core_values_ptr + core_at, values_ptr + raw_at)
+    if HAS_SLOTS:
+        # A group that is not complete has the slot of the sequence that had its page before.
+        # mutant vllm: a prompt reads a slot of another sequence
+        is_whole = is_past & (token < (low + num_near) // GROUP * GROUP)
+        kv_heads = tl.num_programs(1)
+        slot_strides = (page_sizes[1] * kv_heads, kv_heads)
+        at = page_offsets(core_table_ptr, token // GROUP, is_whole, slot_strides, page_sizes[1])
+        slot = tl.load(slots[1] + at + head, mask=is_whole, other=-1)
+        at = ((head * num_slots + slot) * GROUP + token % GROUP) * (2 * HEAD_DIM)
+        k_at = tl.where(slot >= 0, slots[0] + at, k_at)
+        v_at = tl.where(slot >= 0, slots[0] + at + HEAD_DIM, v_at)
     k_at = tl.where(is_new, k_ptr + new * k_strides[0] + head * k_strides[1], k_at)
     v_at = tl.where(is_new, v_ptr + new * v_strides[0] + head * v_strides[1], v_at)
     k_at = tl.multiple_of(k_at, ALIGNMENT)
@@ -141,7 +158,9 @@ def gather_chunk(
     span: Span,
     raw: Pages,
     cores: Pages,
+    spec: Spec,
     core_bias: float,
+    slots: GroupSlots | None = None,
 ) -> tuple[Tensor, Tensor, FarPast]:
     """Gather the entries that the new tokens of one sequence see.
 
@@ -150,6 +169,7 @@ def gather_chunk(
         span: Which entries these are.
         raw, cores: Pages of the sequence; tables [1, most pages].
         core_bias: Added to the masses of core tokens.
+        slots: Of groups of raw tokens.
 
     Returns:
         Keys and values of raw tokens, [Hkv, S, D], from `span.low` on; and the list of the far
@@ -166,22 +186,28 @@ def gather_chunk(
     if has_bias:
         bias = torch.empty((kv_heads, num_far), dtype=torch.float32, device=k.device)
     mass = cores.k if cores.mass is None else cores.mass
+    # Kernels do not touch the tensors that stand in for missing ones.
+    kept, num_slots = (raw.k, cores.table), 0
+    if slots is not None:
+        kept, num_slots = (slots.tokens, slots.table), slots.owner.shape[1]
+    numbers = (total, span.past - span.low, num_near, span.sinks, span.low, span.first_group)
     launch(
         _gather_kernel,
         (ceil_div(total, BLOCK_E), kv_heads),
         (
             *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
-            (gathered[0], gathered[1], bias),
-            ints(*(total, span.past - span.low, num_near, span.sinks, span.low, span.first_group)),
+            *(kept, (gathered[0], gathered[1], bias), ints(*numbers, num_slots)),
             float(core_bias),
         ),
         (
             (k.stride()[:2], v.stride()[:2], *strides_of(raw, cores, mass)[:3]),
             (raw.k.shape[1], cores.k.shape[1]),
         ),
+        GROUP=spec.group_size,
         HAS_BIAS=has_bias,
         HAS_MASS=cores.mass is not None,
-        ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v),
+        HAS_SLOTS=slots is not None,
+        ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v, kept[0]),
         HEAD_DIM=dim,
         BLOCK_E=BLOCK_E,
         BLOCK_D=max(16, power_of_2(dim)),

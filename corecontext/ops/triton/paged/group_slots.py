@@ -1,9 +1,11 @@
 """Keep recently fetched groups of raw tokens in host memory on the device, for all sequences of
 block tables: by the place of a group's core token, so sequences that share pages share slots.
 
-A step first marks the slots of the groups that it chose, then gives the missing ones slots that it
-does not read, of those that were not read for long. The launch that attends loads them. Programs
-take slots at the same time, so two sequences may load the same group in a step, each for itself.
+The launch that pools keeps the groups that new tokens complete, where slots are free or were not
+read for long: so a prompt that fits reads nothing from host memory. A step marks the slots of the
+groups that it chose, then gives the missing ones slots that it does not read. The launch that
+attends loads them. Programs take slots at the same time, so two sequences may load the same group
+in a step, each for itself.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from corecontext.ops.triton.primitives import integers
 _TRIES = tl.constexpr(8)
 """Slots that a missing group asks for: the first must not have been read in the last 128 steps, the
 next in the last 64 and so on, the last one not in this step."""
+PROMPT_TRIES = tl.constexpr(4)
+"""Those that a group asks for when it is pooled: the last must not have been read in 16 steps."""
 NOT_KEPT = tl.constexpr(-2)
 """Place of a group that has no slot: it is read from host memory. Those below it are to be loaded
 into slot -3 - place, -1 is no group."""
@@ -41,10 +45,10 @@ class GroupSlots(NamedTuple):
     hands: Tensor
     """Slots that were asked for so far, [Hkv] in int64."""
     clock: Tensor
-    """Steps so far, [1] in int64; a step counts itself when it pools."""
+    """Steps so far, as `write_rows` counts them, [1] in int64."""
 
     @classmethod
-    def make(cls, tokens: Tensor, cores: tuple[int, int, int]) -> GroupSlots:
+    def make(cls, tokens: Tensor, cores: tuple[int, int, int], clock: Tensor) -> GroupSlots:
         """Return empty slots for so many core tokens, P, E and Hkv."""
 
         def filled(*shape: int, value: int, dtype: torch.dtype) -> Tensor:
@@ -57,8 +61,59 @@ class GroupSlots(NamedTuple):
             owner=filled(heads, count, value=-1, dtype=torch.int32),
             last_used=filled(heads, count, value=-1000, dtype=torch.int64),
             hands=filled(heads, value=0, dtype=torch.int64),
-            clock=filled(1, value=0, dtype=torch.int64),
+            clock=clock,
         )
+
+
+class FarPages(NamedTuple):
+    """Hold raw tokens before the window."""
+
+    pages: Pages
+    """By the table of core tokens."""
+    slots: GroupSlots | None = None
+    """Groups of theirs on the device."""
+
+
+@triton.jit
+def take_slots(slots, core, is_missing, sizes, TRIES: tl.constexpr):
+    """Give core tokens [K] of one KV head slots, where they miss one, and return these; -1 where
+    none was free.
+
+    Args:
+        slots: Pointers to `GroupSlots` without the tokens.
+        sizes: The KV head, KV heads and slots.
+    """
+    table_ptr, owner_ptr, last_used_ptr, hands_ptr, clock_ptr = slots
+    head, kv_heads, num_slots = sizes
+    owner_ptr += head * num_slots
+    last_used_ptr += head * num_slots
+    table_ptr += head
+    core_at = core.to(tl.int64) * kv_heads
+    clock = tl.load(clock_ptr)
+    taken = core.to(tl.int32) * 0 - 1
+    count = tl.sum(is_missing.to(tl.int32), 0)
+    tries = count * 0
+    while (count > 0) & (tries < TRIES):
+        first = tl.atomic_add(hands_ptr + head, count.to(tl.int64))
+        slot = (first + tl.cumsum(is_missing.to(tl.int32), 0) - 1) % num_slots
+        age = clock - tl.load(last_used_ptr + slot, mask=is_missing, other=0)
+        is_free = is_missing & (age > tl.where(tries < _TRIES - 1, 128 >> tries, 0))
+        before = tl.atomic_max(last_used_ptr + slot, clock + core_at * 0, mask=is_free)
+        # Another program may have taken it.
+        is_free = is_free & (before < clock)
+        evicted = tl.load(owner_ptr + slot, mask=is_free, other=-1)
+        evicted_ptr = table_ptr + evicted.to(tl.int64) * kv_heads
+        has_owner = evicted >= 0
+        is_owner = has_owner & (tl.load(evicted_ptr, mask=has_owner, other=-1) == slot)
+        # mutant vllm: an evicted group keeps its slot
+        tl.store(evicted_ptr, slot.to(tl.int32) * 0 - 1, mask=is_owner)
+        tl.store(owner_ptr + slot, core.to(tl.int32), mask=is_free)
+        tl.store(table_ptr + core_at, slot.to(tl.int32), mask=is_free)
+        taken = tl.where(is_free, slot.to(tl.int32), taken)
+        is_missing = is_missing & ~is_free
+        count = tl.sum(is_missing.to(tl.int32), 0)
+        tries += 1
+    return taken
 
 
 @triton.jit
@@ -84,12 +139,8 @@ def _slots_kernel(
         slots: Pointers to `GroupSlots` without the tokens.
     """
     kv_heads, num_slots, page_size, first_group, table_stride = integers(numbers)
-    table_ptr, owner_ptr, last_used_ptr, hands_ptr, clock_ptr = slots
     n = tl.program_id(0).to(tl.int64)
     head = n % kv_heads
-    owner_ptr += head * num_slots
-    last_used_ptr += head * num_slots
-    table_ptr += head
     choices = tl.arange(0, BLOCK_K)
     inside = choices < num_chosen
     at = n * num_chosen + choices
@@ -100,40 +151,19 @@ def _slots_kernel(
     core_table_ptr += sequence * table_stride
     page = tl.load(core_table_ptr + entry // page_size, mask=exists, other=0)
     core = page * page_size + entry % page_size
-    core_at = core.to(tl.int64) * kv_heads
-    clock = tl.load(clock_ptr)
     if not CLAIMS:
-        slot = tl.load(table_ptr + core_at, mask=exists, other=-1)
+        core_at = core.to(tl.int64) * kv_heads
+        slot = tl.load(slots[0] + core_at + head, mask=exists, other=-1)
         # mutant vllm: a step may evict a group that it reads
-        tl.store(last_used_ptr + slot, clock + core_at * 0, mask=slot >= 0)
+        tl.store(
+            slots[2] + head * num_slots + slot, tl.load(slots[4]) + core_at * 0, mask=slot >= 0
+        )
         place = tl.where(exists & (slot < 0), NOT_KEPT, slot)
         tl.store(places_ptr + at, place, mask=inside)
     else:
         place = tl.load(places_ptr + at, mask=inside, other=-1)
-        is_missing = place == NOT_KEPT
-        count = tl.sum(is_missing.to(tl.int32), 0)
-        tries = count * 0
-        while (count > 0) & (tries < _TRIES):
-            first = tl.atomic_add(hands_ptr + head, count.to(tl.int64))
-            slot = (first + tl.cumsum(is_missing.to(tl.int32), 0) - 1) % num_slots
-            age = clock - tl.load(last_used_ptr + slot, mask=is_missing, other=0)
-            is_free = is_missing & (age > tl.where(tries < _TRIES - 1, 128 >> tries, 0))
-            before = tl.atomic_max(last_used_ptr + slot, clock + core_at * 0, mask=is_free)
-            # Another program may have taken it.
-            is_free = is_free & (before < clock)
-            evicted = tl.load(owner_ptr + slot, mask=is_free, other=-1)
-            evicted_ptr = table_ptr + evicted.to(tl.int64) * kv_heads
-            has_owner = evicted >= 0
-            is_owner = has_owner & (tl.load(evicted_ptr, mask=has_owner, other=-1) == slot)
-            # mutant vllm: an evicted group keeps its slot
-            tl.store(evicted_ptr, slot.to(tl.int32) * 0 - 1, mask=is_owner)
-            tl.store(owner_ptr + slot, core, mask=is_free)
-            tl.store(table_ptr + core_at, slot.to(tl.int32), mask=is_free)
-            place = tl.where(is_free, -3 - slot.to(tl.int32), place)
-            is_missing = is_missing & ~is_free
-            count = tl.sum(is_missing.to(tl.int32), 0)
-            tries += 1
-        tl.store(places_ptr + at, place, mask=inside)
+        slot = take_slots(slots, core, place == NOT_KEPT, (head, kv_heads, num_slots), _TRIES)
+        tl.store(places_ptr + at, tl.where(slot >= 0, -3 - slot, place), mask=inside)
 
 
 def find_places(

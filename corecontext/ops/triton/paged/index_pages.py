@@ -1,4 +1,5 @@
-"""Write an index in low bits beside the core tokens in their pages (`ops/fetch/low_bits.py`).
+"""Write an index in low bits beside the core tokens in their pages (`ops/fetch/low_bits.py`): the
+part of the launch that pools which does so.
 
 A group has its index as soon as its centre's tokens are there, as in a cache: with the group whose
 last token follows its own by the tokens that the centre counts, less a group. The centre is the
@@ -7,32 +8,21 @@ mean of a sequence's first keys; it is written with the first index, and read fr
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from corecontext.ops.spec import Spec
-from corecontext.ops.triton.decode.plan import Tile, index_form
 from corecontext.ops.triton.decode.write_index import encode_keys
-from corecontext.ops.triton.launch import ints, launch, power_of_2
-from corecontext.ops.triton.paged.pages import (
-    Batch,
-    IndexPages,
-    Pages,
-    num_blocks,
-    owned_block,
-    page_offsets,
-)
-from corecontext.ops.triton.primitives import integers, tile_mask
+from corecontext.ops.triton.paged.pages import page_offsets
+from corecontext.ops.triton.primitives import tile_mask
 
 _CENTRE_ROWS = tl.constexpr(32)
 
 
 @triton.jit
-def _index_pages_kernel(
+def write_group_index(
     keys_ptr,
     index,
-    page_tables,
-    sequences,
-    numbers,
+    tables,
+    place,
+    num_centred,
     strides,
     page_sizes,
     SINKS: tl.constexpr,
@@ -40,42 +30,32 @@ def _index_pages_kernel(
     INDEX: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the index of the group of one KV head whose turn it is when new tokens complete a later
-    one.
-
-    Grid: (blocks of GROUP new tokens, Hkv).
+    """Write the index of the group of a KV head whose turn it is with a later one, if that one is
+    complete.
 
     Args:
-        keys_ptr: Raw keys in pages.
+        keys_ptr: Raw keys of the KV head in pages.
         index: Pointers to codes, scales, centres and the rotation in float32.
-        page_tables, sequences: As of `_pool_pages_kernel`.
-        numbers: Sequences, and tokens behind the first ones that the centre counts, whole groups.
-        strides: Of pages of raw tokens, of codes, of scales and of centres, and of both tables'
-            rows.
+        tables: Pointers to the sequence's tables of raw tokens and of core tokens.
+        place: The KV head, the later group, tokens of the sequence and those before the new ones.
+        num_centred: Tokens behind the first ones that the centre counts, whole groups.
+        strides: Of pages of raw tokens, of codes, of scales and of centres.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
-    num_sequences, num_centred = integers(numbers)
     codes_ptr, scales_ptr, centre_ptr, rotation_ptr = index
-    starts_ptr, lengths_ptr = sequences
-    page_strides, codes_strides, scales_strides, centre_strides, table_strides = strides
+    table_ptr, core_table_ptr = tables
+    head, completed, length, past = place
+    page_strides, codes_strides, scales_strides, centre_strides = strides
     KEYS: tl.constexpr = INDEX.keys
     BYTES: tl.constexpr = (TILE.dim * INDEX.bits + 7) // 8
     FIRST: tl.constexpr = SINKS // GROUP
-    sequence, block = owned_block(starts_ptr, num_sequences, tl.program_id(0), GROUP)
-    head = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths_ptr + sequence)
-    past = length - (tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence))
-    completed = past // GROUP + block
     group = completed - (num_centred // GROUP - 1)
     # mutant vllm: an index is written a group too late
     if (completed * GROUP + GROUP <= length) & (group >= FIRST):
-        keys_ptr += head * page_strides[2]
-        table_ptr = page_tables[0] + sequence.to(tl.int64) * table_strides[0]
         dims = tl.arange(0, TILE.block_d)
         in_dims = dims < TILE.dim
 
         # The mean key of the first tokens, which are new ones where it was not written before.
-        core_table_ptr = page_tables[1] + sequence.to(tl.int64) * table_strides[1]
         page = tl.load(core_table_ptr).to(tl.int64)
         centre_at = centre_ptr + page * centre_strides[0] + head * centre_strides[1] + dims
         num_read = tl.where(past < SINKS + num_centred, 0, TILE.dim)
@@ -114,41 +94,3 @@ def _index_pages_kernel(
         scales_ptr += page * scales_strides[0] + entry * scales_strides[1]
         scales_ptr += head * scales_strides[2]
         tl.store(scales_ptr + key, scales.to(scales_ptr.dtype.element_ty), mask=key < INDEX.scales)
-
-
-def write_index(
-    num_new: int, batch: Batch, raw: Pages, table: Tensor, index: IndexPages, spec: Spec
-) -> None:
-    """Write the index of groups whose turn it is with the groups that new tokens complete.
-
-    Args:
-        num_new: New tokens of the batch.
-        raw: Holds the new tokens already.
-        table: That of core tokens.
-    """
-    dim = raw.k.shape[3]
-    block_d = max(16, power_of_2(dim))
-    # Queries and entries have no part in it.
-    tile = Tile(1, dim, 1, 1, block_d, vector=False, stages=1)
-    launch(
-        _index_pages_kernel,
-        (num_blocks(num_new, batch.lengths.shape[0], spec.group_size), raw.k.shape[2]),
-        (
-            *(raw.k, (*index[:3], index.rotations[1]), (raw.table, table)),
-            (batch.starts, batch.lengths),
-            ints(batch.lengths.shape[0], spec.num_centred),
-        ),
-        (
-            (
-                *(x.stride()[:3] for x in (raw.k, index.codes, index.scales)),
-                index.centres.stride()[:2],
-                (raw.table.stride(0), table.stride(0)),
-            ),
-            (raw.k.shape[1], index.codes.shape[1]),
-        ),
-        SINKS=spec.sinks,
-        GROUP=spec.group_size,
-        INDEX=index_form(spec, dim),
-        TILE=tile,
-        num_warps=4,
-    )

@@ -1,15 +1,19 @@
 """Store new tokens in their pages, then pool the groups that they complete, reading raw keys and
-values from window pages."""
+values from window pages, and write what fetch keeps of such groups: an index, and their tokens in a
+slot. Where no sequence has more new tokens than a group, all by one launch."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.launch import contiguous_rows, launch, power_of_2
-from corecontext.ops.triton.paged.group_slots import GroupSlots
+from corecontext.ops.triton.decode.plan import Tile, index_form
+from corecontext.ops.triton.launch import contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.paged.group_slots import PROMPT_TRIES, FarPages, take_slots
+from corecontext.ops.triton.paged.index_pages import write_group_index
 from corecontext.ops.triton.paged.pages import (
     Batch,
+    IndexPages,
     Pages,
     num_blocks,
     owned_block,
@@ -18,7 +22,7 @@ from corecontext.ops.triton.paged.pages import (
 )
 from corecontext.ops.triton.pool.group_tile import capped, column_pairs, table_rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
-from corecontext.ops.triton.primitives import TINY
+from corecontext.ops.triton.primitives import TINY, integers
 from corecontext.ops.triton.tiles import pool_tiles
 
 
@@ -73,16 +77,36 @@ def _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP: tl.constexp
     return tl.where(inside, z, -float("inf"))
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit
+def _copy_rows(
+    source_ptr,
+    source_at,
+    target_ptr,
+    target_at,
+    exists,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Copy the rows that exist from and to some offsets."""
+    dims = tl.arange(0, 2 * BLOCK_P)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    x = tl.load(source_ptr + source_at[:, None] + dims[None, :], mask=mask, other=0.0)
+    tl.store(target_ptr + target_at[:, None] + dims[None, :], x, mask=mask)
+
+
+@triton.jit
 def _pool_pages_kernel(
     q_ptr,
+    new,
     raw,
+    far,
     cores,
+    index,
+    slots,
     page_tables,
     tables,
     sequences,
-    slots,
-    num_sequences,
+    numbers,
     scale,
     softcap,
     strides,
@@ -94,42 +118,73 @@ def _pool_pages_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_FAR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    INDEX: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Pool one group of one KV head, if new tokens complete it (docs/math.md, eq. 1 to 3).
+    """Store the new tokens of a sequence for one KV head, pool one group, if they complete it
+    (docs/math.md, eq. 1 to 3), and write the index of the group whose turn it is then.
 
     Grid: (blocks of GROUP new tokens, Hkv). Keys are read in blocks of tokens: for each query head
     for the sums of its softmax, then once more with the values, for the weighted tokens. All but
     the first time they come from the cache. All sums are float32.
 
     Args:
-        raw, cores, strides, page_sizes: As of `_attend_pages_kernel`.
+        new: Pointers to keys and values of the new tokens, at most BLOCK_T of a sequence and no
+            more than GROUP; where this is 0, they are stored already.
+        raw, cores, strides, page_sizes: As of `_attend_rows_kernel`, and behind these strides those
+            of new keys and values and of the index, as of `write_group_index`.
+        far: Pointers to keys and values of raw tokens before the window.
+        index: As of `write_group_index`.
+        slots: Pointers to `GroupSlots`, in one of which the group is kept.
         page_tables: Pointers to the tables of both kinds of pages.
         tables: Pointers to cosines and sines.
         sequences: Pointers to each sequence's first new token and to its length.
-        slots: Pointers to the table of `GroupSlots`, where the group's slot is forgotten, and to
-            the clock, which goes on.
+        numbers: Sequences, slots, and tokens that the centre of the index counts.
     """
+    num_sequences, num_slots, num_centred = integers(numbers)
     keys_ptr, values_ptr = raw
     core_keys_ptr, core_values_ptr, mass_ptr = cores
-    table_ptr, core_table_ptr = page_tables
     cos_ptr, sin_ptr = tables
     starts_ptr, lengths_ptr = sequences
-    q_strides, page_strides, core_strides, mass_strides, table_strides = strides
+    q_strides, page_strides, core_strides, mass_strides, table_strides = strides[:5]
+    far_strides, k_strides, v_strides = strides[5:8]
     sequence, block = owned_block(starts_ptr, num_sequences, tl.program_id(0), GROUP)
     head = tl.program_id(1).to(tl.int64)
-    if HAS_SLOTS:
-        if (tl.program_id(0) == 0) & (head == 0):
-            tl.store(slots[1], tl.load(slots[1]) + 1)
     first = tl.load(starts_ptr + sequence)
     length = tl.load(lengths_ptr + sequence)
     past = length - (tl.load(starts_ptr + sequence + 1) - first)
     group = past // GROUP + block
     begin = group * GROUP
+    table_ptr = page_tables[0] + sequence.to(tl.int64) * table_strides[0]
+    core_table_ptr = page_tables[1] + sequence.to(tl.int64) * table_strides[1]
+    keys_ptr += head * page_strides[2]
+    values_ptr += head * page_strides[2]
+    if BLOCK_T > 0:
+        # Of so few tokens the first block of a sequence alone completes a group.
+        token = past + tl.arange(0, BLOCK_T)
+        is_new = token < tl.where(block == 0, length, past)
+        new_row = (first + token - past).to(tl.int64)
+        k_ptr = new[0] + head * k_strides[1]
+        v_ptr = new[1] + head * v_strides[1]
+        new_k_at = new_row * k_strides[0]
+        new_v_at = new_row * v_strides[0]
+        new_at = page_offsets(table_ptr, token, is_new, page_strides, page_sizes[0])
+        _copy_rows(k_ptr, new_k_at, keys_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
+        _copy_rows(v_ptr, new_v_at, values_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
+        if HAS_FAR:
+            far_at = page_offsets(core_table_ptr, token, is_new, far_strides, page_sizes[2])
+            far_at += head * far_strides[2]
+            _copy_rows(k_ptr, new_k_at, far[0], far_at, is_new, HEAD_DIM, BLOCK_P)
+            _copy_rows(v_ptr, new_v_at, far[1], far_at, is_new, HEAD_DIM, BLOCK_P)
+        tl.debug_barrier()
     # mutant vllm: a group is pooled before its last token
     completed = begin + GROUP <= length
     if completed & (begin >= SINKS):
@@ -139,9 +194,6 @@ def _pool_pages_kernel(
         last = (first + begin + GROUP - 1 - past).to(tl.int64)
         q_ptr += last * q_strides[0] + head * HEADS * q_strides[1]
         row = tl.arange(0, 1)
-        table_ptr += sequence.to(tl.int64) * table_strides[0]
-        keys_ptr += head * page_strides[2]
-        values_ptr += head * page_strides[2]
 
         # The maximum and the sum of each query head's softmax.
         heads = tl.arange(0, BLOCK_R)
@@ -196,9 +248,7 @@ def _pool_pages_kernel(
                 mass -= tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 0)
 
         # Store the core token in its page.
-        page = tl.load(
-            core_table_ptr + sequence.to(tl.int64) * table_strides[1] + group // page_sizes[1]
-        ).to(tl.int64)
+        page = tl.load(core_table_ptr + group // page_sizes[1]).to(tl.int64)
         entry = group % page_sizes[1]
         core_at = page * core_strides[0] + entry * core_strides[1] + head * core_strides[2]
         in_core = pairs < HEAD_DIM // 2
@@ -211,9 +261,35 @@ def _pool_pages_kernel(
             mass_at = page * mass_strides[0] + entry * mass_strides[1] + head * mass_strides[2]
             tl.store(mass_ptr + mass_at, mass)
         if HAS_SLOTS:
+            one = tl.arange(0, 1)
+            core = page * page_sizes[1] + entry + one
             # mutant vllm: a page of another sequence keeps the slots of the one before
-            core = page * page_sizes[1] + entry
-            tl.store(slots[0] + core * tl.num_programs(1) + head, -1)
+            tl.store(slots[1] + core * tl.num_programs(1) + head, one - 1)
+            sizes = (head, tl.num_programs(1), num_slots)
+            slot = tl.max(take_slots(slots[1:], core, one == 0, sizes, PROMPT_TRIES), 0)
+            kept_ptr = slots[0] + (head * num_slots + slot) * (GROUP * 2 * HEAD_DIM)
+            for start in range(0, tl.where(slot >= 0, GROUP, 0), BLOCK_G):
+                rows = start + tl.arange(0, BLOCK_G)
+                inside = rows < GROUP
+                at = page_offsets(table_ptr, begin + rows, inside, page_strides, page_sizes[0])
+                kept_at = rows * (2 * HEAD_DIM)
+                _copy_rows(keys_ptr, at, kept_ptr, kept_at, inside, HEAD_DIM, BLOCK_P)
+                kept_at += HEAD_DIM
+                _copy_rows(values_ptr, at, kept_ptr, kept_at, inside, HEAD_DIM, BLOCK_P)
+    if HAS_INDEX:
+        write_group_index(
+            keys_ptr,
+            index,
+            (table_ptr, core_table_ptr),
+            (head, group, length, past),
+            num_centred,
+            (page_strides,) + strides[8:],
+            page_sizes,
+            SINKS,
+            GROUP,
+            INDEX,
+            TILE,
+        )
 
 
 def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
@@ -243,16 +319,21 @@ def pool_pages(
     raw: Pages,
     cores: Pages,
     spec: Spec,
-    slots: GroupSlots | None = None,
+    index: IndexPages | None = None,
+    far: FarPages | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write the core tokens, and with `cores.mass` the masses, of the groups that new tokens
     complete (docs/math.md, eq. 1 to 3 and 14).
 
     Args:
         q: [T, H, D], of the new tokens, rotary applied.
-        raw: Holds the new tokens already; D is even.
+        raw: Holds the new tokens already, or those of `new` are stored; D is even.
         spec: One core token for each KV head, pooled by "cca".
-        slots: Those of these groups are forgotten: their pages were another sequence's.
+        index: With fetch, where the index of groups is written whose turn it is.
+        far: Raw tokens before the window, where `new` are stored, too. Slots of the groups are
+            forgotten, whose pages were another sequence's, and those that take one are kept in it.
+        new: Keys and values as of `store_tokens`, where no sequence has more than g.
     """
     q = contiguous_rows(q)
     kv_heads, dim = raw.k.shape[2:]
@@ -263,19 +344,34 @@ def pool_pages(
     # Kernels do not touch the tensors that stand in for missing ones.
     tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
-    table_and_clock = (raw.k, raw.k) if slots is None else (slots.table, slots.clock)
+    k, v = map(contiguous_rows, new or (raw.k, raw.v))
+    far_pages, slots = far or FarPages(raw)
+    slot_tensors, index_tensors, form = (raw.k,) * 6, (raw.k,) * 4, None
+    if slots is not None:
+        slot_tensors = tuple(slots)
+    if index is not None:
+        index_tensors = (*index[:3], index.rotations[1])
+        form = index_form(spec, dim)
+    # Queries and entries have no part in an index.
+    tile = Tile(1, dim, 1, 1, max(16, power_of_2(dim)), vector=False, stages=1)
     sequences = batch.lengths.shape[0]
     launch(
         _pool_pages_kernel,
         (num_blocks(q.shape[0], sequences, g), kv_heads),
         (
-            *(q, (raw.k, raw.v), (cores.k, cores.v, mass), (raw.table, cores.table), tables),
-            *((batch.starts, batch.lengths), table_and_clock, sequences),
+            *(q, (k, v), (raw.k, raw.v), far_pages[:2], (cores.k, cores.v, mass), index_tensors),
+            *(slot_tensors, (raw.table, cores.table), tables, (batch.starts, batch.lengths)),
+            ints(sequences, 0 if slots is None else slots.owner.shape[1], spec.num_centred),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
-            (q.stride()[:2], *strides_of(raw, cores, mass)),
-            (raw.k.shape[1], cores.k.shape[1]),
+            (
+                *(q.stride()[:2], *strides_of(raw, cores, mass), far_pages.k.stride()[:3]),
+                *(k.stride()[:2], v.stride()[:2]),
+                *(x.stride()[:3] for x in index_tensors[:2]),
+                index_tensors[2].stride()[:2],
+            ),
+            (raw.k.shape[1], cores.k.shape[1], far_pages.k.shape[1]),
         ),
         SINKS=spec.sinks,
         HEADS=heads,
@@ -284,10 +380,15 @@ def pool_pages(
         INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
         HAS_MASS=cores.mass is not None,
         HAS_SOFTCAP=spec.softcap is not None,
+        HAS_FAR=far is not None,
         HAS_SLOTS=slots is not None,
+        HAS_INDEX=index is not None,
         GROUP=g,
+        BLOCK_T=0 if new is None else power_of_2(batch.most_new),
         BLOCK_R=power_of_2(heads),
         BLOCK_G=tiles.block_g,
         BLOCK_P=tiles.block_p,
-        num_warps=tiles.num_warps,
+        INDEX=form,
+        TILE=tile,
+        num_warps=tiles.num_warps if index is None else max(4, tiles.num_warps),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,15 +39,18 @@ def _rows_kernel(
     lengths_ptr,
     full_until_ptr,
     rows_ptr,
+    clock_ptr,
     numbers,
     BLOCK: tl.constexpr,
 ):
-    """Write the rows of BLOCK tokens. Grid: (blocks of tokens,).
+    """Write the rows of BLOCK tokens, and count the step. Grid: (blocks of tokens,).
 
     Args:
         numbers: Sequences, new tokens, and those that there is room for.
     """
     num_sequences, num_tokens, room = integers(numbers)
+    if tl.program_id(0) == 0:
+        tl.store(clock_ptr, tl.load(clock_ptr) + 1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # The last sequence that begins no later.
     low = tl.zeros([BLOCK], tl.int32)
@@ -69,8 +74,14 @@ def _rows_kernel(
     tl.store(rows_ptr + 2 * room + token, pads, mask=inside)
 
 
+@functools.cache
+def clock_of(device: torch.device) -> Tensor:
+    """Return the number of steps so far, [1] in int64, of all layers."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
 def write_rows(batch: Batch, full_until: Tensor, num_tokens: int, buffer: Tensor) -> Rows:
-    """Describe the first `num_tokens` new tokens of a batch, by one launch.
+    """Describe the first `num_tokens` new tokens of a batch, and count its step, by one launch.
 
     Args:
         full_until: [B] in int32: tokens of a sequence before this position see all tokens raw.
@@ -80,7 +91,7 @@ def write_rows(batch: Batch, full_until: Tensor, num_tokens: int, buffer: Tensor
         _rows_kernel,
         (ceil_div(num_tokens, BLOCK),),
         (
-            *(batch.starts, batch.lengths, full_until, buffer),
+            *(batch.starts, batch.lengths, full_until, buffer, clock_of(buffer.device)),
             ints(batch.lengths.shape[0], num_tokens, buffer.stride(0)),
         ),
         BLOCK=BLOCK,
