@@ -147,6 +147,7 @@ PAGED_FETCH = (
     paged_rows._rows_kernel,
     paged_attend_rows._attend_rows_kernel,
     group_slots._slots_kernel,
+    group_slots._load_groups_kernel,
 )
 PAGED = (
     paged_pool._store_kernel,
@@ -394,6 +395,10 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     for claims in (False, True):
         sizes = {"CLAIMS": claims, "BLOCK_K": 64, "num_warps": 1}
         yield Kernel(group_slots._slots_kernel, sizes, types)
+    types |= {"far": ("", ""), "numbers": 4, "far_strides": 3, "slots_ptr": NAMES[dtype]}
+    sizes = {"GROUP": 16, "HEAD_DIM": dim, "BLOCK_G": 16, "BLOCK_D": power_of_2(dim)}
+    sizes |= {"BLOCK_K": 64, "num_warps": 4}
+    yield Kernel(group_slots._load_groups_kernel, sizes, types)
     types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
     types |= {"new": ("", ""), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
     types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, 3, 2), "page_sizes": 3}

@@ -274,7 +274,7 @@ def test_groups_that_were_fetched_lately_have_slots():
 def test_a_page_of_another_sequence_has_no_slots_of_the_one_before():
     config = CCAConfig(**FETCH, core_position="token")
     steps = [{0: 40}, {0: 1}, {0: 1}, {0: 2}, {1: 40}, {1: 4}]
-    check(config, steps, has_far=True, num_slots=20, reuses=True)
+    check(config, steps, has_far=True, num_slots=4, reuses=True)
 
 
 @pytest.mark.parametrize("num_slots", [0, 4, 20])
@@ -283,7 +283,7 @@ def test_neighbours_read_raw_tokens_before_the_window_from_other_pages(num_slots
     have the same pages."""
     config = CCAConfig(**FETCH, core_position="token")
     options = {"has_far": True, "num_slots": num_slots, "reuses": True}
-    steps = [{0: 12}, {0: 18}, {0: 11}, {1: 18}, {1: 3}, {1: 12}]
+    steps = [{0: 12}, {0: 18}, {0: 11}, {1: 18}, {1: 1}, {1: 2}, {1: 12}]
     _, cache = check(config, steps, reading=Reading(15, 6), **options)
     if num_slots:
         assert (cache.kept.slots.owner >= 0).sum() == KV_HEADS * min(num_slots, 9 + 7)

@@ -33,34 +33,19 @@ if not GPU:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 # ruff: noqa: E402 (vLLM reads the environment and its platform when it is imported)
-import faster_interpreter
 import triton.backends
 
-if not GPU:
-    faster_interpreter.install()
 if RUNNER == "V2" and not GPU:
     # vLLM's CPU build loads the kernels of V2 only beside a Triton for CPUs: here the interpreter.
     driver = SimpleNamespace(is_active=lambda: True)
     triton.backends.backends["cpu"] = SimpleNamespace(driver=driver)
 
 import vllm.platforms
-from vllm.platforms.cpu import CpuPlatform
-
-
-class Interpreted(CpuPlatform):
-    """vLLM's CPU platform, which lets a plug-in attend and hybrid caches be."""
-
-    @classmethod
-    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
-        return selected_backend.get_path()
-
-    @classmethod
-    def support_hybrid_kv_cache(cls):
-        return True
-
 
 if not GPU:  # before modules of vLLM take the platform's object; in its workers too
-    vllm.platforms._current_platform = Interpreted()
+    import vllm_cpu
+
+    vllm.platforms._current_platform = vllm_cpu.Interpreted()
     vllm.platforms.current_platform = vllm.platforms._current_platform
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel

@@ -35,7 +35,7 @@ from corecontext.ops.triton.decode.plan import (
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
-from corecontext.ops.triton.paged.group_slots import NOT_KEPT, FarPages, find_places
+from corecontext.ops.triton.paged.group_slots import NOT_KEPT, FarPages, find_places, slot_of
 from corecontext.ops.triton.paged.pages import (
     IndexPages,
     Pages,
@@ -165,23 +165,15 @@ def _attend_rows_kernel(
             k_at = tl.where(is_far, far_keys_ptr + far_at, k_at)
             v_at = tl.where(is_far, far_values_ptr + far_at, v_at)
         if HAS_SLOTS:
-            group_place = tl.load(places_ptr + place // GROUP, mask=is_fetched, other=-1)
-            is_kept = group_place < NOT_KEPT
-            slot = tl.maximum(tl.where(is_kept, -3 - group_place, group_place), 0).to(tl.int64)
-            slot_ptrs = slots_ptr + (slot * GROUP + place % GROUP) * (2 * TILE.dim)
-            k_at = tl.where(group_place >= 0, slot_ptrs, k_at)
-            v_at = tl.where(group_place >= 0, slot_ptrs + TILE.dim, v_at)
+            slot = slot_of(tl.load(places_ptr + place // GROUP, mask=is_fetched, other=NOT_KEPT))
+            slot_at = slots_ptr + (slot.to(tl.int64) * GROUP + place % GROUP) * (2 * TILE.dim)
+            k_at = tl.where(slot >= 0, slot_at, k_at)
+            v_at = tl.where(slot >= 0, slot_at + TILE.dim, v_at)
         k_at = tl.multiple_of(k_at, ALIGNMENT)
         v_at = tl.multiple_of(v_at, ALIGNMENT)
         mask = inside[:, None] & (dims < TILE.dim)[None, :]
         k = tl.load(k_at[:, None] + dims[None, :], mask=mask, other=0.0)
         v = tl.load(v_at[:, None] + dims[None, :], mask=mask, other=0.0)
-        if HAS_SLOTS:
-            slot_ptrs = tl.multiple_of(slot_ptrs, ALIGNMENT)[:, None] + dims[None, :]
-            # mutant vllm: a group that a step loads is not kept
-            kept = mask & is_kept[:, None]
-            tl.store(slot_ptrs, k, mask=kept)
-            tl.store(slot_ptrs + TILE.dim, v, mask=kept)
 
         # Score them; core tokens of chosen groups are not seen.
         mass = 0.0
@@ -341,7 +333,7 @@ def attend_rows(
     if slots is not None:
         choice = (*work.choice, torch.empty_like(work.choice[0]))
         kept, num_slots = slots.tokens, slots.owner.shape[1]
-        find_places(slots, choice, cores, rows.sequences, spec.sinks)
+        find_places(slots, choice, cores, far, rows.sequences, spec.sinks)
     launch(
         _attend_rows_kernel,
         (count, work.partial[0].shape[1]),

@@ -187,16 +187,16 @@ def gather_chunk(
         bias = torch.empty((kv_heads, num_far), dtype=torch.float32, device=k.device)
     mass = cores.k if cores.mass is None else cores.mass
     # Kernels do not touch the tensors that stand in for missing ones.
-    kept, num_slots = (raw.k, cores.table), 0
+    slot_tensors, num_slots = (raw.k, cores.table), 0
     if slots is not None:
-        kept, num_slots = (slots.tokens, slots.table), slots.owner.shape[1]
+        slot_tensors, num_slots = (slots.tokens, slots.table), slots.owner.shape[1]
     numbers = (total, span.past - span.low, num_near, span.sinks, span.low, span.first_group)
     launch(
         _gather_kernel,
         (ceil_div(total, BLOCK_E), kv_heads),
         (
             *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
-            *(kept, (gathered[0], gathered[1], bias), ints(*numbers, num_slots)),
+            *(slot_tensors, (gathered[0], gathered[1], bias), ints(*numbers, num_slots)),
             float(core_bias),
         ),
         (
@@ -207,7 +207,7 @@ def gather_chunk(
         HAS_BIAS=has_bias,
         HAS_MASS=cores.mass is not None,
         HAS_SLOTS=slots is not None,
-        ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v, kept[0]),
+        ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v, slot_tensors[0]),
         HEAD_DIM=dim,
         BLOCK_E=BLOCK_E,
         BLOCK_D=max(16, power_of_2(dim)),

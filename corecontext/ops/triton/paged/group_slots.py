@@ -3,9 +3,8 @@ block tables: by the place of a group's core token, so sequences that share page
 
 The launch that pools keeps the groups that new tokens complete, where slots are free or were not
 read for long: so a prompt that fits reads nothing from host memory. A step marks the slots of the
-groups that it chose, then gives the missing ones slots that it does not read. The launch that
-attends loads them. Programs take slots at the same time, so two sequences may load the same group
-in a step, each for itself.
+groups that it chose, gives the missing ones slots that it does not read, and loads them. Programs
+take slots at the same time, so two sequences may load the same group in a step, each for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.triton.launch import ints, launch, power_of_2
-from corecontext.ops.triton.paged.pages import Pages
+from corecontext.ops.triton.paged.pages import Pages, page_offsets
 from corecontext.ops.triton.primitives import integers
 
 _TRIES = tl.constexpr(8)
@@ -27,8 +26,10 @@ next in the last 64 and so on, the last one not in this step."""
 PROMPT_TRIES = tl.constexpr(4)
 """Those that a group asks for when it is pooled: the last must not have been read in 16 steps."""
 NOT_KEPT = tl.constexpr(-2)
-"""Place of a group that has no slot: it is read from host memory. Those below it are to be loaded
-into slot -3 - place, -1 is no group."""
+"""Place of a group that has no slot: it is read from host memory. Those below it are loaded into
+slot -3 - place, -1 is no group."""
+_LOADING = 8
+"""Programs that load the missing groups of a row."""
 
 
 class GroupSlots(NamedTuple):
@@ -166,15 +167,81 @@ def _slots_kernel(
         tl.store(places_ptr + at, tl.where(slot >= 0, -3 - slot, place), mask=inside)
 
 
+@triton.jit
+def slot_of(place):
+    """Return the slot of a group by its place, less than 0 for none."""
+    return tl.where(place < NOT_KEPT, -3 - place, place)
+
+
+@triton.jit
+def _load_groups_kernel(
+    chosen_ptr,
+    places_ptr,
+    slots_ptr,
+    far,
+    core_table_ptr,
+    sequences_ptr,
+    numbers,
+    num_chosen,
+    far_strides,
+    page_size,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load an even share of the groups that a token has chosen and that took slots.
+
+    Grid: (T Hkv, programs).
+
+    Args:
+        slots_ptr: Tokens of `GroupSlots`.
+        far: Pointers to keys and values of raw tokens before the window.
+    """
+    kv_heads, num_slots, first_group, table_stride = integers(numbers)
+    n = tl.program_id(0).to(tl.int64)
+    head = n % kv_heads
+    choices = tl.arange(0, BLOCK_K)
+    place = tl.load(places_ptr + n * num_chosen + choices, mask=choices < num_chosen, other=-1)
+    group = tl.load(chosen_ptr + n * num_chosen + choices, mask=choices < num_chosen, other=-1)
+    is_loaded = place < NOT_KEPT
+    order = tl.cumsum(is_loaded.to(tl.int32), 0) - 1
+    count = tl.sum(is_loaded.to(tl.int32), 0)
+    core_table_ptr += tl.load(sequences_ptr + n // kv_heads).to(tl.int64) * table_stride
+    rows = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    for number in range(tl.program_id(1), count, tl.num_programs(1)):
+        is_this = is_loaded & (order == number)
+        slot = -3 - tl.sum(tl.where(is_this, place, 0), 0)
+        token = (tl.sum(tl.where(is_this, group, 0), 0) + first_group) * GROUP + rows
+        at = page_offsets(core_table_ptr, token, rows < GROUP, far_strides, page_size)
+        at = (at + head * far_strides[2])[:, None] + dims[None, :]
+        slot_at = (head * num_slots + slot) * (GROUP * 2 * HEAD_DIM) + rows * (2 * HEAD_DIM)
+        slot_at = slots_ptr + slot_at[:, None] + dims[None, :]
+        k = tl.load(far[0] + at, mask=mask)
+        v = tl.load(far[1] + at, mask=mask)
+        # mutant vllm: a group that a step loads is not kept
+        tl.store(slot_at, k, mask=mask)
+        tl.store(slot_at + HEAD_DIM, v, mask=mask)
+
+
 def find_places(
-    slots: GroupSlots, choice: tuple[Tensor, ...], cores: Pages, sequences: Tensor, sinks: int
+    slots: GroupSlots,
+    choice: tuple[Tensor, ...],
+    cores: Pages,
+    far: Pages,
+    sequences: Tensor,
+    sinks: int,
 ) -> None:
-    """Write where the groups are that new tokens have chosen.
+    """Write where the groups are that new tokens have chosen, and load those that take a slot.
 
     Args:
         choice: Groups [T Hkv, k], -1 for none, their marks, and the places that are written, as the
             groups.
-        cores: The table is that of all sequences.
+        cores, far: Core tokens, and raw tokens before the window; tables are those of all
+            sequences.
         sequences: Row of the table of each new token.
         sinks: First tokens, which have no core tokens.
     """
@@ -193,3 +260,19 @@ def find_places(
             BLOCK_K=power_of_2(num_chosen),
             num_warps=1 if num_chosen <= 64 else 4,
         )
+    g, dim = slots.tokens.shape[2], far.k.shape[3]
+    launch(
+        _load_groups_kernel,
+        (chosen.shape[0], _LOADING),
+        (
+            *(chosen, places, slots.tokens, (far.k, far.v), cores.table, sequences),
+            ints(*slots.owner.shape, first_group, cores.table.stride(0)),
+        ),
+        (num_chosen, far.k.stride()[:3], far.k.shape[1]),
+        GROUP=g,
+        HEAD_DIM=dim,
+        BLOCK_K=power_of_2(num_chosen),
+        BLOCK_G=power_of_2(g),
+        BLOCK_D=power_of_2(dim),
+        num_warps=4,
+    )

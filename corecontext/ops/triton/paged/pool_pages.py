@@ -261,12 +261,12 @@ def _pool_pages_kernel(
             mass_at = page * mass_strides[0] + entry * mass_strides[1] + head * mass_strides[2]
             tl.store(mass_ptr + mass_at, mass)
         if HAS_SLOTS:
-            one = tl.arange(0, 1)
-            core = page * page_sizes[1] + entry + one
+            zero = tl.arange(0, 1)
+            core = page * page_sizes[1] + entry + zero
             # mutant vllm: a page of another sequence keeps the slots of the one before
-            tl.store(slots[1] + core * tl.num_programs(1) + head, one - 1)
+            tl.store(slots[1] + core * tl.num_programs(1) + head, zero - 1)
             sizes = (head, tl.num_programs(1), num_slots)
-            slot = tl.max(take_slots(slots[1:], core, one == 0, sizes, PROMPT_TRIES), 0)
+            slot = tl.max(take_slots(slots[1:], core, zero == 0, sizes, PROMPT_TRIES), 0)
             kept_ptr = slots[0] + (head * num_slots + slot) * (GROUP * 2 * HEAD_DIM)
             for start in range(0, tl.where(slot >= 0, GROUP, 0), BLOCK_G):
                 rows = start + tl.arange(0, BLOCK_G)
