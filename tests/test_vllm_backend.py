@@ -348,6 +348,14 @@ def test_host_memory_that_holds_no_pages_of_raw_tokens_is_refused(make_layers, m
     layer.bind_kv_cache(layer.kv_cache)
     assert layer.host.slots.tokens is slots.tokens and layer.host.slots.table is not slots.table
     assert layer.host.tokens.stride(0) == 0, "a run that measures memory has one page"
+    pages = host_pages.HostPages(config, layer.spec, 1, 3)
+    config.cache_config.gpu_memory_utilization = 0.9
+    slot_bytes = 4 * 2 * DIM * 4 * KV_HEADS
+    shared = min(9, count)
+    # A page has two groups and the bytes of a slot; 70 pages leave no memory.
+    for override, slots in ((None, shared), (1, shared), (30, 40), (70, shared)):
+        config.cache_config.num_gpu_blocks_override = override
+        assert pages.fitting(101 * slot_bytes, 10 * slot_bytes) == slots
     config.additional_config = {host_pages.OPTION: "much"}
     with pytest.raises(ValueError, match="core_context_host_gib must be a number more than 0"):
         host_pages.HostPages(config, layer.spec, 1, 0)

@@ -228,7 +228,8 @@ class Work(NamedTuple):
         shape = (q.dtype, count, heads, dim, entries, num_groups, num_chosen, is_nvidia)
         plan = fetch_plan(chip, StepSizes(*shape), spec)
         scoring = plan.scoring
-        shares = decode_splits(chip, count, min(entries, longest), plan.tile.block_n)
+        # Half the tiles of a step without pages: on an H200 16 requests of 32K take 12 % less.
+        shares = decode_splits(chip, count, min(entries, longest), plan.tile.block_n // 2)
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty((count, *shape), dtype=dtype, device=q.device)
