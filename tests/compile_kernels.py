@@ -197,7 +197,7 @@ NUMBERS = {
     attend_compact.attend_compact_kernel: 10,
     merge_parts.merge_kernel: 2,
     plain_step.step_kernel: 6,
-    score_index.score_kernel: 5,
+    score_index.score_kernel: 6,
     select_groups.select_kernel: 7,
     paged_attend._attend_pages_kernel: 2,
     paged_gather._gather_kernel: 7,
@@ -346,14 +346,14 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         "tables": ("fp32", "fp32"),
     }
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
-    flags = {"HAS_BIAS": True, "HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
+    flags = {"HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
     blocks = {"GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
     sizes = {**columns, **flags, **blocks}
     gathering = {**types, "new_tokens": ("", ""), "strides": (2, 2, 3, 3, 3), "slots": ("", "i32")}
     yield Kernel(paged_gather._gather_kernel, sizes, gathering)
     for rows, in_parts in ((4096, False), (HEADS, True)):
         tiles = paged_tiles(chip, dtype, dim, rows)
-        flags = {"HAS_BIAS": False, "HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}
+        flags = {"HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}
         blocks = {
             "BLOCK_Q": tiles.block_m // HEADS,
             "BLOCK_M": tiles.block_m,

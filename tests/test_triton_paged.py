@@ -132,7 +132,7 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
         pool_pages(q, batch, raw, cores, spec, new=new)
         parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
         out = torch.full_like(q, torch.nan)
-        attend_parts((q, k, v), parts, raw, cores, spec, 0.0, out)
+        attend_parts((q, k, v), parts, raw, cores, spec, out)
         for rows, (i, (a, b)) in zip(out.split(list(step.values())), spans.items()):
             outs[i][a:b] = rows
             computed[i] = b
@@ -257,7 +257,7 @@ def test_a_chunk_gets_each_entry_once(past, sinks, mass):
     # The new tokens lie between others, as in the output of a joint product.
     new = torch.randn(num_new, 3, kv_heads, DIM)[:, 1:].unbind(1)
     span = Span.of(past, num_new, spec)
-    k, v, far = gather_chunk(new, span, raw, cores, spec, 0.0)
+    k, v, far = gather_chunk(new, span, raw, cores, spec)
 
     assert span.low == max(0, (past - 5) // 4 * 4)
     groups = (end - 6) // 4
@@ -346,7 +346,7 @@ def test_whole_prompts_are_parts_up_to_a_length(monkeypatch):
     x = torch.zeros(starts[-1], 1, 1)
     pages = Pages(x, x, torch.zeros(len(counts), 1))
     take = taken["whole"].append
-    attend_parts((x, x, x), parts, pages, pages, None, 0.0, x, lambda q, *rest: take(len(q)))
+    attend_parts((x, x, x), parts, pages, pages, None, x, lambda q, *rest: take(len(q)))
     assert taken == {"attend_pages": [1, 61, 2], "attend_chunk": [3], "whole": [30, 20, 9]}
 
 
@@ -422,7 +422,7 @@ def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
     spec = Spec.of(config, halves(), 1.0)
     longest, most_new = 32768, 8192
     q = torch.empty(most_new, 16, 128, device="meta")
-    attend_longest_chunk(q, 2, 16, longest, spec, 0.0)
+    attend_longest_chunk(q, 2, 16, longest, spec)
     compiled, needed = needed, set()
 
     page = torch.empty(1, 16, 2, 128, device="meta")
@@ -436,7 +436,7 @@ def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
         starts = [0, count]
         [part] = parts_of(starts, [past + count], batch)
         new = (torch.empty(count, n, 128, device="meta") for n in (16, 2, 2))
-        attend_parts(tuple(new), [part], pages, cores, spec, 0.0, q[:count])
+        attend_parts(tuple(new), [part], pages, cores, spec, q[:count])
     assert len(needed) == 4 - 2 * (not mass) and needed <= compiled
 
 

@@ -577,7 +577,7 @@ def test_the_first_step_compiles_what_later_ones_may_need(make_layers, monkeypat
     monkeypatch.setattr(
         paged_backend,
         "compile_for_any_batch",
-        lambda q, raw, cores, spec, core_bias=0.0: compiled.append((spec.window_size, core_bias)),
+        lambda q, raw, cores, spec: compiled.append(spec.window_size),
     )
     sizes = ((1, 3), 3)
     config = vllm_config(layer_group_sizes=sizes)
@@ -588,7 +588,7 @@ def test_the_first_step_compiles_what_later_ones_may_need(make_layers, monkeypat
     for count, after in ((3, 0), (4, 3), (2, 3)):
         step(runner, [request], [count], settings)
         assert len(compiled) == after
-    assert sorted(compiled) == [(4, 0.0), (4, 0.0), (128, 0.0)]
+    assert sorted(compiled) == [4, 4, 128]
 
 
 def test_a_layer_keeps_no_cache_that_vllm_frees(make_layers):

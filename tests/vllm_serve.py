@@ -2,8 +2,8 @@
 serve`: `python tests/vllm_serve.py MINUTES`.
 
 Prompts of many lengths, half of which begin alike; some clients leave before their answer ends.
-Prints one JSON line: requests, answers that are not those of our Engine, pages still in use at the
-end, and the megabytes of the server when it had answered each prompt once and at the end.
+Prints a record of the faults seen: answers that are not those of our Engine, requests and pages in
+use at the end; with the megabytes of the server when it had answered each prompt once and then.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from vllm_engine import CCA, checkpoint
 
 from corecontext import CCAConfig
 from corecontext.inference import Engine
+from corecontext.record import make_record
 
 PORT = 8123
 URL = f"http://127.0.0.1:{PORT}"
@@ -178,4 +179,7 @@ def main(minutes: float) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(float(sys.argv[1]))), flush=True)
+    seen = main(float(sys.argv[1]))
+    failed = sum(seen[name] != 0 for name in ("bench_serve", "running", "pages_in_use"))
+    params = {"check": "vllm serve", "minutes": float(sys.argv[1]), **seen}
+    print(make_record("checks.failed", failed + seen["wrong"], params).to_json(), flush=True)

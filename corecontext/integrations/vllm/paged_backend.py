@@ -344,11 +344,11 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         step = window[1]
         raw, cores, *_ = self._pages(window, cores, query.dtype)
         if compiles:
-            compile_for_any_batch(query, raw, cores, self.spec, 0.0)
+            compile_for_any_batch(query, raw, cores, self.spec)
         new = self._stored((key, value), [(step.slots, raw)], step.batch)
         pool_pages(query, step.batch, raw, cores, self.spec, new=new)
         tokens = (query, key, value)
-        attend_step(tokens, step, (raw, cores), self.spec, 0.0, out)
+        attend_step(tokens, step, (raw, cores), self.spec, out)
 
     def _stored(
         self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
@@ -402,7 +402,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
                 step.attend_whole(q, raw.k, raw.v, run.batch, self.spec, results, table)
             else:
                 tokens = (query, key, value)
-                attend_parts(tokens, [run], raw, raw, self.raw_spec, 0.0, out)
+                attend_parts(tokens, [run], raw, raw, self.raw_spec, out)
 
     def _attend_raw(
         self,
@@ -422,7 +422,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             compile_for_any_batch(query, pages, pages, self.raw_spec)
         store_tokens(key, value, step.slots, pages)
         results = torch.empty_like(query, memory_format=torch.contiguous_format)
-        attend_step((query, key, value), step, (pages, pages), self.raw_spec, 0.0, results)
+        attend_step((query, key, value), step, (pages, pages), self.raw_spec, results)
         width = self.num_heads // self.num_kv_heads
         for head, rows in zip(share.heads, results.split(width, 1)):
             out[:, head * width : (head + 1) * width] = rows
@@ -448,10 +448,10 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         page_size = self.vllm_config.cache_config.block_size
         if self.caches.cores is not None:
             sizes = (self.num_kv_heads, page_size, self.longest)
-            attend_longest_chunk(query, *sizes, self.spec, 0.0)
+            attend_longest_chunk(query, *sizes, self.spec)
         for _, share in self.caches.raw:
             sizes = (len(share.heads), page_size, self.longest)
-            attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec, 0.0)
+            attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec)
 
     def _prepare_fetch(self, query: Tensor) -> None:
         """Take the memory of a step in which as many requests as there may be decode, and of the
@@ -472,15 +472,14 @@ def attend_step(
     step: StepMetadata,
     pages: tuple[Pages, Pages],
     spec: Spec,
-    core_bias: float,
     out: Tensor,
 ) -> None:
     """Attend from the new tokens of a step, queries [T, H, D], keys and values [T, Hkv, D], to
     pages of raw tokens and of core tokens that hold them, and write the output."""
     if step.parts:
-        attend_parts(tokens, step.parts, *pages, spec, core_bias, out, step.attend_whole)
+        attend_parts(tokens, step.parts, *pages, spec, out, step.attend_whole)
     else:
-        attend_pages(tokens[0], step.batch, *pages, spec, core_bias, out)
+        attend_pages(tokens[0], step.batch, *pages, spec, out)
 
 
 def pages_of(cache: Tensor, table: Tensor, page_bytes: int | None = None) -> Pages:

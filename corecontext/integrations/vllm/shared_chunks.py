@@ -42,7 +42,7 @@ def attend_sharing(
     first_group = spec.sinks // spec.group_size
     num_cores = max(0, end // spec.group_size - first_group)
     span = Span(0, past, end, 0, first_group, num_cores)
-    k, v, far = gather_chunk(new[1:], span, *pages, spec, 0.0, slots)
+    k, v, far = gather_chunk(new[1:], span, *pages, spec, slots)
     cores = Cores(far.k[:, None], far.v[:, None])
     tokens = Tokens(q, k, v, past)
     # The beginning of a prompt sees all tokens before it.

@@ -138,7 +138,7 @@ def score_kernel(
         page_strides: Where PAGED, strides of codes and of scales; that of the table's rows and the
             entries of a page.
     """
-    seen, kv_heads, num_groups, group_size, window_size = integers(numbers)
+    seen, kv_heads, num_groups, group_size, window_size, num_chosen = integers(numbers)
     HEADS: tl.constexpr = TILE.heads
     KEYS: tl.constexpr = INDEX.keys
     EACH: tl.constexpr = 8 // INDEX.bits
@@ -159,7 +159,8 @@ def score_kernel(
         place = (table_ptr, SINKS // group_size, page_strides[2][1])
     scores_ptr += n * HEADS * SCORING.width
     count = visible_cores(position - SINKS, group_size, window_size)
-    count = tl.minimum(count, num_groups)
+    # Where all groups are chosen, nothing reads their scores.
+    count = tl.where(count > num_chosen, tl.minimum(count, num_groups), 0)
     size = tl.cdiv(tl.cdiv(count, tl.num_programs(1)), BLOCK_N) * BLOCK_N
     begin = tl.program_id(1) * size
     end = tl.minimum(begin + size, count)

@@ -241,7 +241,7 @@ def _score(step: _Step) -> None:
             *(step.work.scores, step.length),
             ints(
                 *(step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
-                *(spec.group_size, spec.window_size),
+                *(spec.group_size, spec.window_size, step.work.choice[0].shape[1]),
             ),
             float(spec.scale),
         ),

@@ -46,20 +46,19 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
     Args:
         state: Output so far, running sum and running maximum of each row.
         pages: Pointers to keys, values and table of raw tokens, the same of core tokens and to
-            their masses; strides of both and of masses, entries of a page of both, the bias.
+            their masses; strides of both and of masses, entries of a page of both.
         places: Number of first tokens and of core tokens in the list, the first group with a core
             token, the first raw token of the window; each row's position and number of groups that
             are far past.
-        sizes: HAS_BIAS, HAS_MASS and HAS_SOFTCAP as one, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N,
+        sizes: HAS_MASS and HAS_SOFTCAP as one, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N,
             ALIGNMENT.
     """
     acc, running_sum, running_max = state
     raw_k, raw_v, raw_table, core_k, core_v, core_table, mass_ptr = pages[:7]
-    raw_strides, core_strides, mass_strides, page_sizes, bias = pages[7:]
+    raw_strides, core_strides, mass_strides, page_sizes = pages[7:]
     num_sinks, num_cores, first_group, window, position, groups = places
-    HAS_BIAS: tl.constexpr = sizes[0][0]
-    HAS_MASS: tl.constexpr = sizes[0][1]
-    HAS_SOFTCAP: tl.constexpr = sizes[0][2]
+    HAS_MASS: tl.constexpr = sizes[0][0]
+    HAS_SOFTCAP: tl.constexpr = sizes[0][1]
     GROUP: tl.constexpr = sizes[1]
     HEAD_DIM: tl.constexpr = sizes[2]
     BLOCK_D: tl.constexpr = sizes[3]
@@ -87,14 +86,11 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
             v_mask = in_dims[None, :]
         k = tl.load(k_at[None, :] + dims[:, None], mask=k_mask, other=0.0)
 
-        # Score them, with the bias and the masses of core tokens.
+        # Score them, with the masses of core tokens.
         shift = 0.0
-        if HAS_BIAS:
-            shift = tl.where(is_core, bias, 0.0)[None, :]
         if HAS_MASS:
             at = page_offsets(core_table, group, is_core & inside, mass_strides, page_sizes[1])
-            mass = tl.load(mass_ptr + at, mask=is_core & inside, other=0.0)
-            shift = shift + mass[None, :]
+            shift = tl.load(mass_ptr + at, mask=is_core & inside, other=0.0)[None, :]
         scores, _ = log2_scores(dot(q, k), scale, shift, softcap, HAS_SOFTCAP)
         if MASKED:
             sees_core = group[None, :] < groups[:, None]
@@ -128,13 +124,11 @@ def _attend_pages_kernel(
     numbers,
     scale,
     softcap,
-    bias,
     strides,
     page_sizes,
     GROUP: tl.constexpr,
     SINKS: tl.constexpr,
     HEADS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IN_PARTS: tl.constexpr,
@@ -220,9 +214,9 @@ def _attend_pages_kernel(
         if HAS_MASS:
             mass = mass_ptr + head * mass_strides[2]
         pages = raw_of_head + (table, core_k, core_v, core_table, mass)
-        pages = pages + (page_strides, core_strides, mass_strides, page_sizes, bias)
+        pages = pages + (page_strides, core_strides, mass_strides, page_sizes)
         places = (num_sinks, num_far - num_sinks, FIRST_GROUP, window, position, groups)
-        flags: tl.constexpr = (HAS_BIAS, HAS_MASS, HAS_SOFTCAP)
+        flags: tl.constexpr = (HAS_MASS, HAS_SOFTCAP)
         sizes: tl.constexpr = (flags, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT)
         state = (
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
@@ -260,7 +254,6 @@ def attend_pages(
     raw: Pages,
     cores: Pages,
     spec: Spec,
-    core_bias: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend from new tokens to the core tokens and raw tokens that they see (docs/math.md, eq. 5,
@@ -280,13 +273,11 @@ def attend_pages(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tiles = _tiles_of(q, kv_heads, batch.most_new)
     num_parts = _num_parts(q, kv_heads, batch, spec, tiles)
-    _launch(q, batch, (raw, cores), spec, core_bias, out, tiles, num_parts)
+    _launch(q, batch, (raw, cores), spec, out, tiles, num_parts)
     return out
 
 
-def compile_for_any_batch(
-    q: Tensor, raw: Pages, cores: Pages, spec: Spec, core_bias: float = 0.0
-) -> None:
+def compile_for_any_batch(q: Tensor, raw: Pages, cores: Pages, spec: Spec) -> None:
     """Compile all kernels among which `attend_pages` chooses, by launches for no new token, which
     read and write no page: the first batch that needed one would wait seconds for it.
 
@@ -302,7 +293,7 @@ def compile_for_any_batch(
     batch = Batch(starts, starts[:1], 1, 1)
     for tiles in all_tiles:
         for num_parts in (1, 2):
-            _launch(q, batch, (raw, cores), spec, core_bias, out, tiles, num_parts)
+            _launch(q, batch, (raw, cores), spec, out, tiles, num_parts)
     for exponent in range(2, power_of_2(MOST_SPLITS).bit_length()):
         acc, lse = _parts(q, kv_heads, 1 << exponent)
         merge((acc, lse), out)
@@ -335,7 +326,6 @@ def _launch(
     batch: Batch,
     pages: tuple[Pages, Pages],
     spec: Spec,
-    core_bias: float,
     out: Tensor,
     tiles: Tiles,
     num_parts: int,
@@ -357,7 +347,7 @@ def _launch(
             *(q, (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
             *(batch.starts, batch.lengths, (out, acc, lse)),
             ints(batch.lengths.shape[0], spec.window_size),
-            *(float(spec.scale), float(spec.softcap or 1.0), float(core_bias)),
+            *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
         (
             (q.stride()[:2], *strides_of(raw, cores, mass)),
@@ -366,7 +356,6 @@ def _launch(
         GROUP=spec.group_size,
         SINKS=spec.sinks,
         HEADS=heads,
-        HAS_BIAS=core_bias != 0,
         HAS_MASS=cores.mass is not None,
         HAS_SOFTCAP=spec.softcap is not None,
         IN_PARTS=num_parts > 1,

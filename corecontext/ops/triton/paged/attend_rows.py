@@ -294,7 +294,7 @@ def attend_rows(
         (count, plan.num_scoring),
         (
             *(q, index.rotations[0], work.rotated, (index.codes, index.scales)),
-            *(pages, work.scores, length, ints(0, *sizes)),
+            *(pages, work.scores, length, ints(0, *sizes, num_chosen)),
             float(spec.scale),
         ),
         (

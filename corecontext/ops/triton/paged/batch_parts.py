@@ -113,7 +113,6 @@ def attend_parts(
     raw: Pages,
     cores: Pages,
     spec: Spec,
-    core_bias: float,
     out: Tensor,
     attend_whole: AttendWhole | None = None,
 ) -> None:
@@ -131,8 +130,8 @@ def attend_parts(
         q, k, v = (x[part.tokens] for x in tokens)
         results = out[part.tokens]
         if part.kind is Kind.LONG:
-            paged_chunk.attend_chunk((q, k, v), part.past, *pages, spec, core_bias, results)
+            paged_chunk.attend_chunk((q, k, v), part.past, *pages, spec, results)
         elif part.kind is Kind.WHOLE and attend_whole is not None:
             attend_whole(q, k, v, part.batch, spec, results)
         else:
-            attend_pages(q, part.batch, *pages, spec, core_bias, results)
+            attend_pages(q, part.batch, *pages, spec, results)

@@ -17,7 +17,7 @@ others take the device 63 us a layer in place of 231, and the host 190 in place 
 
 
 def attend_longest_chunk(
-    q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec, core_bias: float
+    q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec
 ) -> None:
     """Attend from new tokens [T, H, D] as the last ones of a sequence of `longest` tokens, whose
     pages are one page of zeros: a run before there are caches takes the memory of the longest
@@ -27,9 +27,9 @@ def attend_longest_chunk(
     new = raw.k.new_zeros(q.shape[0], *raw.k.shape[2:])
     out = torch.empty_like(q)
     past = max(0, longest - q.shape[0])
-    attend_chunk((q, new, new), past, raw, cores, spec, core_bias, out)
+    attend_chunk((q, new, new), past, raw, cores, spec, out)
     few = slice(0, spec.window_size)
-    attend_chunk((q[few], new[few], new[few]), 0, raw, cores, spec, core_bias, out[few])
+    attend_chunk((q[few], new[few], new[few]), 0, raw, cores, spec, out[few])
 
 
 def longest_pages(
@@ -50,7 +50,6 @@ def attend_chunk(
     raw: Pages,
     cores: Pages,
     spec: Spec,
-    core_bias: float,
     out: Tensor,
 ) -> None:
     """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
@@ -58,5 +57,5 @@ def attend_chunk(
     kv_heads = raw.k.shape[2]
     q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
     span = Span.of(past, q.shape[2], spec)
-    k, v, far = gather_chunk(new[1:], span, raw, cores, spec, core_bias)
+    k, v, far = gather_chunk(new[1:], span, raw, cores, spec)
     backend.attend_list(Tokens(q, k, v, past, span.low), far, spec, grouped_out)

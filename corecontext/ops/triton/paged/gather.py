@@ -64,11 +64,9 @@ def _gather_kernel(
     slots,
     gathered,
     numbers,
-    bias,
     strides,
     page_sizes,
     GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_MASS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -87,7 +85,7 @@ def _gather_kernel(
         cores: Pointers to keys, values and masses of core tokens.
         slots: Pointers to the tokens and to the table of `GroupSlots`, which are read instead of
             whole groups before the new tokens that have one.
-        gathered: Pointers to the keys, values and biases that are written.
+        gathered: Pointers to the keys, values and masses that are written.
         strides: Of new keys and values, of pages of raw tokens, of core tokens and of masses.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
@@ -95,7 +93,7 @@ def _gather_kernel(
     k_ptr, v_ptr = new_tokens
     keys_ptr, values_ptr = raw
     core_keys_ptr, core_values_ptr, mass_ptr = cores
-    gathered_k_ptr, gathered_v_ptr, gathered_bias_ptr = gathered
+    gathered_k_ptr, gathered_v_ptr, gathered_mass_ptr = gathered
     k_strides, v_strides, page_strides, core_strides, mass_strides = strides
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -140,17 +138,14 @@ def _gather_kernel(
     tl.store(gathered_k_ptr + at, k, mask=mask)
     tl.store(gathered_v_ptr + at, v, mask=mask)
 
-    # The bias of the far past: none of first tokens.
-    if HAS_BIAS:
-        shift = tl.full([BLOCK_E], 0.0, tl.float32) + bias
-        if HAS_MASS:
-            mass_at = page_offsets(core_table_ptr, group, is_core, mass_strides, page_sizes[1])
-            mass_at += head * mass_strides[2]
-            shift += tl.load(mass_ptr + mass_at, mask=is_core, other=0.0)
-        shift = tl.where(is_core, shift, 0.0)
+    # The masses of the far past: none of first tokens.
+    if HAS_MASS:
+        mass_at = page_offsets(core_table_ptr, group, is_core, mass_strides, page_sizes[1])
+        mass_at += head * mass_strides[2]
+        mass = tl.load(mass_ptr + mass_at, mask=is_core, other=0.0)
         is_far = inside & (index >= num_near)
         at = head * (total - num_near) + index - num_near
-        tl.store(gathered_bias_ptr + at, shift, mask=is_far)
+        tl.store(gathered_mass_ptr + at, mass, mask=is_far)
 
 
 def gather_chunk(
@@ -159,7 +154,6 @@ def gather_chunk(
     raw: Pages,
     cores: Pages,
     spec: Spec,
-    core_bias: float,
     slots: GroupSlots | None = None,
 ) -> tuple[Tensor, Tensor, FarPast]:
     """Gather the entries that the new tokens of one sequence see.
@@ -168,7 +162,6 @@ def gather_chunk(
         new: Keys and values [T, Hkv, D] of the new tokens.
         span: Which entries these are.
         raw, cores: Pages of the sequence; tables [1, most pages].
-        core_bias: Added to the masses of core tokens.
         slots: Of groups of raw tokens.
 
     Returns:
@@ -181,10 +174,10 @@ def gather_chunk(
     num_near = span.end - span.low
     total = num_near + num_far
     gathered = torch.empty((2, kv_heads, total, dim), dtype=k.dtype, device=k.device)
-    has_bias = num_far > 0 and (core_bias != 0 or cores.mass is not None)
-    bias = gathered
-    if has_bias:
-        bias = torch.empty((kv_heads, num_far), dtype=torch.float32, device=k.device)
+    has_mass = num_far > 0 and cores.mass is not None
+    gathered_mass = gathered
+    if has_mass:
+        gathered_mass = torch.empty((kv_heads, num_far), dtype=torch.float32, device=k.device)
     mass = cores.k if cores.mass is None else cores.mass
     # Kernels do not touch the tensors that stand in for missing ones.
     slot_tensors, num_slots = (raw.k, cores.table), 0
@@ -196,16 +189,14 @@ def gather_chunk(
         (ceil_div(total, BLOCK_E), kv_heads),
         (
             *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
-            *(slot_tensors, (gathered[0], gathered[1], bias), ints(*numbers, num_slots)),
-            float(core_bias),
+            *(slot_tensors, (gathered[0], gathered[1], gathered_mass), ints(*numbers, num_slots)),
         ),
         (
             (k.stride()[:2], v.stride()[:2], *strides_of(raw, cores, mass)[:3]),
             (raw.k.shape[1], cores.k.shape[1]),
         ),
         GROUP=spec.group_size,
-        HAS_BIAS=has_bias,
-        HAS_MASS=cores.mass is not None,
+        HAS_MASS=has_mass,
         HAS_SLOTS=slots is not None,
         ALIGNMENT=alignment_of(k, v, raw.k, raw.v, cores.k, cores.v, slot_tensors[0]),
         HEAD_DIM=dim,
@@ -215,4 +206,4 @@ def gather_chunk(
     )
     near_k, near_v = gathered[:, :, :num_near]
     far_k, far_v = gathered[:, :, num_near:]
-    return near_k, near_v, FarPast(far_k, far_v, bias if has_bias else None)
+    return near_k, near_v, FarPast(far_k, far_v, gathered_mass if has_mass else None)
