@@ -147,7 +147,6 @@ PAGED_FETCH = (
     paged_rows._rows_kernel,
     paged_attend_rows._attend_rows_kernel,
     group_slots._slots_kernel,
-    group_slots._load_groups_kernel,
 )
 PAGED = (
     paged_pool._store_kernel,
@@ -390,15 +389,12 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes |= {"TILE": plan.tile, **plan.attend_options}
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
     names = ("chosen_ptr", "places_ptr", "core_table_ptr", "sequences_ptr")
-    types = {**dict.fromkeys(names, "i32"), "slots": ("i32", "i32", "i64", "i64", "i64")}
-    types["numbers"] = 5
+    types = {**dict.fromkeys(names, "i32"), "slots": ("", "i32", "i32", "i64", "i64", "i64")}
+    types |= {"far": ("", ""), "numbers": 4, "far_strides": 3, "page_sizes": 2}
     for claims in (False, True):
-        sizes = {"CLAIMS": claims, "BLOCK_K": 64, "num_warps": 1}
+        sizes = {"CLAIMS": claims, "GROUP": 16, "HEAD_DIM": dim, "BLOCK_K": 64, "BLOCK_G": 16}
+        sizes |= {"BLOCK_D": power_of_2(dim), "num_warps": 4 if claims else 1}
         yield Kernel(group_slots._slots_kernel, sizes, types)
-    types |= {"far": ("", ""), "numbers": 4, "far_strides": 3, "slots_ptr": NAMES[dtype]}
-    sizes = {"GROUP": 16, "HEAD_DIM": dim, "BLOCK_G": 16, "BLOCK_D": power_of_2(dim)}
-    sizes |= {"BLOCK_K": 64, "num_warps": 4}
-    yield Kernel(group_slots._load_groups_kernel, sizes, types)
     types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
     types |= {"new": ("", ""), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
     types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, 3, 2), "page_sizes": 3}

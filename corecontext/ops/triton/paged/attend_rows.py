@@ -35,7 +35,7 @@ from corecontext.ops.triton.decode.plan import (
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
-from corecontext.ops.triton.paged.group_slots import NOT_KEPT, FarPages, find_places, slot_of
+from corecontext.ops.triton.paged.group_slots import FarPages, find_places
 from corecontext.ops.triton.paged.pages import (
     IndexPages,
     Pages,
@@ -165,7 +165,7 @@ def _attend_rows_kernel(
             k_at = tl.where(is_far, far_keys_ptr + far_at, k_at)
             v_at = tl.where(is_far, far_values_ptr + far_at, v_at)
         if HAS_SLOTS:
-            slot = slot_of(tl.load(places_ptr + place // GROUP, mask=is_fetched, other=NOT_KEPT))
+            slot = tl.load(places_ptr + place // GROUP, mask=is_fetched, other=-1)
             slot_at = slots_ptr + (slot.to(tl.int64) * GROUP + place % GROUP) * (2 * TILE.dim)
             k_at = tl.where(slot >= 0, slot_at, k_at)
             v_at = tl.where(slot >= 0, slot_at + TILE.dim, v_at)

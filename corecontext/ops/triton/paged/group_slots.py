@@ -26,10 +26,7 @@ next in the last 64 and so on, the last one not in this step."""
 PROMPT_TRIES = tl.constexpr(4)
 """Those that a group asks for when it is pooled: the last must not have been read in 16 steps."""
 NOT_KEPT = tl.constexpr(-2)
-"""Place of a group that has no slot: it is read from host memory. Those below it are loaded into
-slot -3 - place, -1 is no group."""
-_LOADING = 8
-"""Programs that load the missing groups of a row."""
+"""Place of a group that has no slot: it is read from host memory. -1 is no group."""
 
 
 class GroupSlots(NamedTuple):
@@ -122,24 +119,33 @@ def _slots_kernel(
     chosen_ptr,
     places_ptr,
     slots,
+    far,
     core_table_ptr,
     sequences_ptr,
     numbers,
     num_chosen,
+    far_strides,
+    page_sizes,
     CLAIMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Mark the slots of the groups that a token has chosen, or, where CLAIMS, give those without a
-    slot one.
+    slot one and load them.
 
     Grid: (T Hkv,).
 
     Args:
         chosen_ptr: [T Hkv, num_chosen] in int32, -1 for none.
         places_ptr: As chosen_ptr: slots, or as `NOT_KEPT` says.
-        slots: Pointers to `GroupSlots` without the tokens.
+        slots: Pointers to `GroupSlots`.
+        far: Pointers to keys and values of raw tokens before the window.
+        page_sizes: Entries of a page of core tokens and of these raw tokens.
     """
-    kv_heads, num_slots, page_size, first_group, table_stride = integers(numbers)
+    kv_heads, num_slots, first_group, table_stride = integers(numbers)
     n = tl.program_id(0).to(tl.int64)
     head = n % kv_heads
     choices = tl.arange(0, BLOCK_K)
@@ -148,83 +154,42 @@ def _slots_kernel(
     group = tl.load(chosen_ptr + at, mask=inside, other=-1)
     exists = group >= 0
     entry = group + first_group
-    sequence = tl.load(sequences_ptr + n // kv_heads).to(tl.int64)
-    core_table_ptr += sequence * table_stride
-    page = tl.load(core_table_ptr + entry // page_size, mask=exists, other=0)
-    core = page * page_size + entry % page_size
+    core_table_ptr += tl.load(sequences_ptr + n // kv_heads).to(tl.int64) * table_stride
+    page = tl.load(core_table_ptr + entry // page_sizes[0], mask=exists, other=0)
+    core = page * page_sizes[0] + entry % page_sizes[0]
     if not CLAIMS:
         core_at = core.to(tl.int64) * kv_heads
-        slot = tl.load(slots[0] + core_at + head, mask=exists, other=-1)
+        slot = tl.load(slots[1] + core_at + head, mask=exists, other=-1)
         # mutant vllm: a step may evict a group that it reads
         tl.store(
-            slots[2] + head * num_slots + slot, tl.load(slots[4]) + core_at * 0, mask=slot >= 0
+            slots[3] + head * num_slots + slot, tl.load(slots[5]) + core_at * 0, mask=slot >= 0
         )
         place = tl.where(exists & (slot < 0), NOT_KEPT, slot)
         tl.store(places_ptr + at, place, mask=inside)
     else:
         place = tl.load(places_ptr + at, mask=inside, other=-1)
-        slot = take_slots(slots, core, place == NOT_KEPT, (head, kv_heads, num_slots), _TRIES)
-        tl.store(places_ptr + at, tl.where(slot >= 0, -3 - slot, place), mask=inside)
+        slot = take_slots(slots[1:], core, place == NOT_KEPT, (head, kv_heads, num_slots), _TRIES)
+        is_taken = slot >= 0
+        tl.store(places_ptr + at, slot, mask=is_taken)
 
-
-@triton.jit
-def slot_of(place):
-    """Return the slot of a group by its place, less than 0 for none."""
-    return tl.where(place < NOT_KEPT, -3 - place, place)
-
-
-@triton.jit
-def _load_groups_kernel(
-    chosen_ptr,
-    places_ptr,
-    slots_ptr,
-    far,
-    core_table_ptr,
-    sequences_ptr,
-    numbers,
-    num_chosen,
-    far_strides,
-    page_size,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Load an even share of the groups that a token has chosen and that took slots.
-
-    Grid: (T Hkv, programs).
-
-    Args:
-        slots_ptr: Tokens of `GroupSlots`.
-        far: Pointers to keys and values of raw tokens before the window.
-    """
-    kv_heads, num_slots, first_group, table_stride = integers(numbers)
-    n = tl.program_id(0).to(tl.int64)
-    head = n % kv_heads
-    choices = tl.arange(0, BLOCK_K)
-    place = tl.load(places_ptr + n * num_chosen + choices, mask=choices < num_chosen, other=-1)
-    group = tl.load(chosen_ptr + n * num_chosen + choices, mask=choices < num_chosen, other=-1)
-    is_loaded = place < NOT_KEPT
-    order = tl.cumsum(is_loaded.to(tl.int32), 0) - 1
-    count = tl.sum(is_loaded.to(tl.int32), 0)
-    core_table_ptr += tl.load(sequences_ptr + n // kv_heads).to(tl.int64) * table_stride
-    rows = tl.arange(0, BLOCK_G)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    for number in range(tl.program_id(1), count, tl.num_programs(1)):
-        is_this = is_loaded & (order == number)
-        slot = -3 - tl.sum(tl.where(is_this, place, 0), 0)
-        token = (tl.sum(tl.where(is_this, group, 0), 0) + first_group) * GROUP + rows
-        at = page_offsets(core_table_ptr, token, rows < GROUP, far_strides, page_size)
-        at = (at + head * far_strides[2])[:, None] + dims[None, :]
-        slot_at = (head * num_slots + slot) * (GROUP * 2 * HEAD_DIM) + rows * (2 * HEAD_DIM)
-        slot_at = slots_ptr + slot_at[:, None] + dims[None, :]
-        k = tl.load(far[0] + at, mask=mask)
-        v = tl.load(far[1] + at, mask=mask)
-        # mutant vllm: a group that a step loads is not kept
-        tl.store(slot_at, k, mask=mask)
-        tl.store(slot_at + HEAD_DIM, v, mask=mask)
+        # Load the groups one after the other: programs of all rows keep the bus busy.
+        order = tl.cumsum(is_taken.to(tl.int32), 0) - 1
+        rows = tl.arange(0, BLOCK_G)
+        dims = tl.arange(0, BLOCK_D)
+        mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        for number in range(tl.sum(is_taken.to(tl.int32), 0)):
+            is_this = is_taken & (order == number)
+            token = tl.sum(tl.where(is_this, entry, 0), 0) * GROUP + rows
+            far_at = page_offsets(core_table_ptr, token, rows < GROUP, far_strides, page_sizes[1])
+            far_at = (far_at + head * far_strides[2])[:, None] + dims[None, :]
+            kept = head * num_slots + tl.sum(tl.where(is_this, slot, 0), 0)
+            kept_at = slots[0] + kept * (GROUP * 2 * HEAD_DIM)
+            kept_at += rows[:, None] * (2 * HEAD_DIM) + dims[None, :]
+            k = tl.load(far[0] + far_at, mask=mask)
+            v = tl.load(far[1] + far_at, mask=mask)
+            # mutant vllm: a group that a step loads is not kept
+            tl.store(kept_at, k, mask=mask)
+            tl.store(kept_at + HEAD_DIM, v, mask=mask)
 
 
 def find_places(
@@ -247,32 +212,21 @@ def find_places(
     """
     chosen, _, places = choice
     num_chosen = chosen.shape[1]
-    page_size = cores.k.shape[1]
-    first_group = sinks // slots.tokens.shape[2]
-    sizes = (*slots.owner.shape, page_size, first_group, cores.table.stride(0))
+    g, dim = slots.tokens.shape[2], far.k.shape[3]
     for claims in (False, True):
         launch(
             _slots_kernel,
             (chosen.shape[0],),
-            (chosen, places, slots[1:], cores.table, sequences, ints(*sizes)),
-            (num_chosen,),
+            (
+                *(chosen, places, tuple(slots), (far.k, far.v), cores.table, sequences),
+                ints(*slots.owner.shape, sinks // g, cores.table.stride(0)),
+            ),
+            (num_chosen, far.k.stride()[:3], (cores.k.shape[1], far.k.shape[1])),
             CLAIMS=claims,
+            GROUP=g,
+            HEAD_DIM=dim,
             BLOCK_K=power_of_2(num_chosen),
-            num_warps=1 if num_chosen <= 64 else 4,
+            BLOCK_G=power_of_2(g),
+            BLOCK_D=power_of_2(dim),
+            num_warps=4 if claims or num_chosen > 64 else 1,
         )
-    g, dim = slots.tokens.shape[2], far.k.shape[3]
-    launch(
-        _load_groups_kernel,
-        (chosen.shape[0], _LOADING),
-        (
-            *(chosen, places, slots.tokens, (far.k, far.v), cores.table, sequences),
-            ints(*slots.owner.shape, first_group, cores.table.stride(0)),
-        ),
-        (num_chosen, far.k.stride()[:3], far.k.shape[1]),
-        GROUP=g,
-        HEAD_DIM=dim,
-        BLOCK_K=power_of_2(num_chosen),
-        BLOCK_G=power_of_2(g),
-        BLOCK_D=power_of_2(dim),
-        num_warps=4,
-    )
