@@ -353,8 +353,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
     def _stored(
         self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
     ) -> tuple[Tensor, Tensor] | None:
-        """Store keys and values, or return those that the launch that pools stores."""
-        if batch.most_new <= self.spec.group_size:
+        """Store keys and values, or return those that the launch that pools stores: in decoding
+        steps alone, since it is compiled for the tokens of a sequence."""
+        if batch.most_new <= min(1 + num_drafts(self.vllm_config), self.spec.group_size):
             return new
         for slots, pages in places:
             store_tokens(*new, slots, pages)
