@@ -58,11 +58,12 @@ def test_a_record_survives_the_file(tmp_path):
 def test_names_end_with_their_units():
     endings = {"ms": "ms", "us": "us", "s": "s", "bytes": "bytes", "perplexity": "perplexity"}
     endings |= {"accuracy": "fraction", "kept": "fraction", "share": "fraction"}
-    endings |= {"skipped": "count", "failed": "count"}
+    endings |= {"score": "fraction", "recall": "fraction", "skipped": "count", "failed": "count"}
+    endings |= {"tokens": "tokens", "rate": "requests/s", "nll": "nats"}
     for name, unit in UNITS.items():
         quantity, _, per = name.partition("_per_")
         ending = re.split("[._]", quantity)[-1]
-        assert unit == (f"{ending}/{per}" if per else endings.get(ending, unit)), name
+        assert unit == (f"{ending}/{per}" if per else endings[ending]), name
 
 
 def test_all_records_or_none(tmp_path):
