@@ -102,6 +102,16 @@ def test_a_scale_and_a_softcap_are_those_of_one_pass(kind, store):
     near(outs, one_pass(config, inputs(), **options))
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_the_tensors_of_a_fixed_store_stay_where_they_are(fixed):
+    """torch.compile is told, whose captured steps would copy them otherwise."""
+    config = CCAConfig.paper(4, 9, fetch_groups=3, fetch_index="bits:2", prefill="fetch")
+    layer = new_layer(config, ROTARY, max_length=LENGTH if fixed else None)
+    fed(layer, inputs(), 0, [27])
+    for x in (*layer.store.raw, *layer.store.extras):
+        assert hasattr(x, "_dynamo_static_input_type") == fixed
+
+
 def test_a_prompt_reads_only_earlier_tokens_from_host_memory():
     config = CCAConfig.paper(
         4, 9, prefill="fetch", fetch_groups=3, fetch_index="mean", store="host"
