@@ -356,9 +356,11 @@ def test_host_memory_that_holds_no_pages_of_raw_tokens_is_refused(make_layers, m
     for override, slots in ((None, shared), (1, shared), (30, 40), (70, shared)):
         config.cache_config.num_gpu_blocks_override = override
         assert pages.fitting(101 * slot_bytes, 10 * slot_bytes) == slots
-    config.additional_config = {host_pages.OPTION: "much"}
-    with pytest.raises(ValueError, match="core_context_host_gib must be a number more than 0"):
-        host_pages.HostPages(config, layer.spec, 1, 0)
+    for value in ("much", 0, -1.5):
+        config.additional_config = {host_pages.OPTION: value}
+        message = f"core_context_host_gib must be a number more than 0, got {value!r}"
+        with pytest.raises(ValueError, match=message):
+            host_pages.HostPages(config, layer.spec, 1, 0)
 
 
 def causal_within(q, k, v, batch, spec, out) -> None:
