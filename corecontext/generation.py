@@ -89,6 +89,7 @@ def encode_prompt(
         question: Follows the text; None continues it.
         chat: Whether text and question are a user's message in the model's chat template; None
             where there is a question and a template.
+        room_for: Tokens of the answer, which must fit the model's limit behind the prompt.
 
     Raises:
         UserError: the model has no chat template, or as `encode`.

@@ -57,9 +57,11 @@ class Entries:
         self.rollback = rollback
         """Extra tokens in the ring."""
         self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
-        """The same settings for kernels, with the g, scale and softcap of the last append."""
+        """The same settings for kernels, with the g, scale and softcap of the last append: g is
+        known by then, so there is no constant number of groups."""
         self.ring_room: int | None = None
-        """Most slots of the ring, at least as many as tokens came; None gives it all."""
+        """Most slots of the ring, and so most tokens that there is room for, at least as many as
+        came; None gives it all."""
         self._buffers: list[Tensor] = []
         self.lags = False
         """Whether the last tokens are in the store of raw tokens only (exact_step.py)."""
@@ -80,7 +82,7 @@ class Entries:
         self._buffers = buffers
 
     def catch_up(self) -> None:
-        """Bring the entries up to the tokens in the store."""
+        """Bring the entries up to the tokens in the store (`state.LayerState`)."""
         raise NotImplementedError
 
     @property
@@ -257,15 +259,17 @@ class Entries:
         before = self._buffers[0].shape[2]
         needed = self.size(length)
         if needed > before:
-            if room := before - self.ring_size:
-                needed = max(needed, before + max(16, room // 4))
+            if behind_ring := before - self.ring_size:
+                needed = max(needed, before + max(16, behind_ring // 4))
             self._buffers = [grown(x, needed) for x in self._buffers]
-        room = self._buffers[0].shape[2] - self.ring_size
-        if room >= self.num_sinks:
-            room = self.num_sinks + (self.capacity + 1) * self.group_size - 1
+        tokens = (
+            self._buffers[0].shape[2] - self.ring_size
+        )  # behind the ring first tokens come first
+        if tokens >= self.num_sinks:
+            tokens = self.num_sinks + (self.capacity + 1) * self.group_size - 1
         if self.ring_room is not None:
-            room = min(room, self.ring_room)
-        return room if self.store is None else min(room, self.store.length)
+            tokens = min(tokens, self.ring_room)
+        return tokens if self.store is None else min(tokens, self.store.length)
 
     def grow_ring(self, room: int | None) -> None:
         """Give the ring its slots up to `room`, None all; tokens stay in theirs."""

@@ -59,7 +59,7 @@ class SlotStore(HostStore):
         """The step that last read each slot, [B, Hkv, n]."""
 
     def as_slots(self) -> RawSlots | None:
-        """Return the buffers as the fused step takes them, or None, as `RawStore.as_slots`."""
+        """Return the buffers as a step in Triton takes them, or None, as `RawStore.as_slots`."""
         raw = super().as_slots()
         if raw is None:
             return None
@@ -155,7 +155,7 @@ class SlotStore(HostStore):
     def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [N, k g, D] of groups [N, k], any tokens for -1.
 
-        Asks the device which groups are missing: cannot be captured. The fused step does not.
+        Asks the device which groups are missing: cannot be captured. A step in Triton does not.
         """
         try:
             slot = self._load_missing(numbers)

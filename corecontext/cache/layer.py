@@ -258,7 +258,7 @@ class CompactLayer(SavedState):
         return step_reads_all(self.config, self.pad.device.type, length - min(self.pads))
 
     def _slots(self) -> Slots | None:
-        """Return the buffers as the fused step takes them, None where there is no such step."""
+        """Return the buffers as a step in Triton takes them, None where there is no such step."""
         if self._step is None:
             return None
         raw = None
@@ -291,7 +291,7 @@ class CompactLayer(SavedState):
         return isinstance(self.store, SlotStore) and self._slots() is None
 
     def _choose_step(self) -> None:
-        """Find the fused step for the buffers' dtype and device, if the backend has one."""
+        """Find the step in Triton for the buffers' dtype and device, if the backend has one."""
         self._step = None
         fetches = self.config.fetch_groups > 0
         if fetches and self.store is None:

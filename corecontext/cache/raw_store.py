@@ -70,8 +70,8 @@ class RawStore:
         """Of a group in each tensor of the index that is stored."""
 
         self.raw = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in like]
-        """Keys and values [B, Hkv, S, D], in 8 bits with scales [B, Hkv, S, 1]: the token at
-        position p of its row's sequence in slot p."""
+        """Keys and values [B, Hkv, S, D], in 8 bits then their scales [B, Hkv, S, 1], so that keys
+        are every second one: the token at position p of its row's sequence in slot p."""
         groups = self.num_groups(length)
         self.index_buffers = [
             key.new_zeros(*key.shape[:2], groups, math.prod(x.shape[2:]), dtype=x.dtype)
@@ -85,7 +85,7 @@ class RawStore:
             wide = torch.promote_types(key.dtype, torch.float32)
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
         if isinstance(spec.index, LowBits):
-            # Held here: a captured step reads them where they are.
+            # As of `RawSlots`. Held here: a captured step reads them where they are.
             dtypes = [key.dtype, torch.float32]
             matrices = [rotation(key.shape[3], dtype, key.device) for dtype in dtypes]
             self._rotations = tuple(columns_of_codes(x, spec.index.bits) for x in matrices)
@@ -237,7 +237,7 @@ class RawStore:
         for buffer, x in zip((*self.raw, *self.index_buffers), state):
             size = x.shape[2]
             buffer[:, :, :size] = x
-            # A step may read what no query sees; in host memory none does.
+            # A step may read slots behind the length, and mask them; in host memory it reads none.
             if not any(buffer is raw for raw in self.host_tensors):
                 buffer[:, :, size:] = 0
         if centre is not None:
@@ -317,8 +317,8 @@ class RawStore:
         return keys, values
 
     def as_slots(self) -> RawSlots | None:
-        """Return the buffers as the fused step takes them; None where raw tokens are in 8 bits or
-        the index is not in low bits."""
+        """Return the buffers as a decoding step in Triton takes them; None where raw tokens are in
+        8 bits or the index is not in low bits."""
         is_low = isinstance(self.spec.index, LowBits) and self.centre is not None
         if not is_low or len(self.raw) > 2 or not self.index_buffers[0].shape[2]:
             return None
@@ -339,7 +339,7 @@ class RawStore:
             buffer[rows, :, position : position + x.shape[2]] = x
 
     def end_prompt(self) -> None:
-        """Let captured steps come after what is still written. Nothing here."""
+        """Have steps wait for copies to host memory that still run: here there are none."""
 
     def index_tokens(
         self, rows: slice, position: int, end: int, newest: Newest | None = None
@@ -386,7 +386,9 @@ class RawStore:
         elif self.centre is not None and self.length >= self.centred_length:
             self.centre = torch.empty_like(self.centre)
             self._set_centre(slice(None))
+        # Written beside the old ones, which stay where a failure ends this.
         self.index_buffers = [x.clone() for x in self.index_buffers]
+        # All that there is room for: nobody sees those of tokens to come.
         self._build_index(slice(None), 0, self.num_groups(self.length))
 
     def put_step(self, position: Tensor, stored: list[Tensor], *, closes: bool) -> None:

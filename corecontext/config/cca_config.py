@@ -1,4 +1,5 @@
-"""Hold CCA's settings in one frozen, validated dataclass."""
+"""Hold CCA's settings in one frozen, validated dataclass, and say what follows from them: where
+raw tokens are, how many slots there are."""
 
 from __future__ import annotations
 
@@ -212,7 +213,7 @@ class CCAConfig:
 
     @property
     def fetches_by_slots(self) -> bool:
-        """Whether a cache keeps fetched groups on the device. Only the fused step finds those that
+        """Whether a cache keeps fetched groups on the device. Only a step in Triton finds those that
         are missing on the device itself; others ask it, and are not captured."""
         return self.fetches_from_host and self.slots_for(0) > 0
 

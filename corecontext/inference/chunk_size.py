@@ -48,7 +48,8 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
         getattr(text, "intermediate_size", None) or 4 * hidden,
         experts * (getattr(text, "moe_intermediate_size", None) or 0),
     )
-    heads = 3 * sizes.query_heads + 4 * sizes.kv_heads  # before and after rotary
+    # Queries and keys before and after rotary, values twice, output.
+    heads = 3 * sizes.query_heads + 4 * sizes.kv_heads
     attention = heads * sizes.head_dim
     return dtype.itemsize * (3 * hidden + max(attention, 3 * inner)) + 2 * 4 * hidden
 
@@ -66,6 +67,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def settings_of(config: Any) -> CCAConfig:
-    """Return the settings of a model's attention, those of full attention where it has none."""
+    """Return the settings of a model's attention: where it has none, those of full attention, with
+    g = 1."""
     settings = getattr(config, "cca", None)
     return CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)

@@ -85,6 +85,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAP
         api_key=serving.api_key,
         worker=service.worker,
         metrics=service.metrics,
+        # Settings, and more bytes than a token of text has.
         max_bytes=2**20 + 32 * min(scheduler.max_length, MOST_BODY_TOKENS),
         local=serving.api_key is None and is_loopback(serving.host),
     )

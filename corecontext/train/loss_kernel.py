@@ -39,7 +39,7 @@ def loss_kernel(
     label = tl.load(labels_ptr + row)
     weight = tl.where(label == _IGNORED, 0.0, 1.0 / tl.load(count_ptr))
     at_label = tl.load(logits_ptr + tl.maximum(label, 0)).to(tl.float32)
-    # Softmax maxima and sums of student and teacher, and the sum of the teacher's shares times
+    # Softmax maxima and sums of student and teacher, and the sum of the teacher's weights times
     # the difference of logits, in one pass.
     top = -float("inf")
     total = 0.0
@@ -57,9 +57,9 @@ def loss_kernel(
             y = tl.load(teacher_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
             new_top = tl.maximum(teacher_top, tl.max(y, 0))
             scale = tl.exp(teacher_top - new_top)
-            shares = tl.exp(y - new_top)
-            teacher_total = teacher_total * scale + tl.sum(shares, 0)
-            products = tl.where(inside, shares * (y - x), 0.0)
+            weights = tl.exp(y - new_top)
+            teacher_total = teacher_total * scale + tl.sum(weights, 0)
+            products = tl.where(inside, weights * (y - x), 0.0)
             difference = difference * scale + tl.sum(products, 0)
             teacher_top = new_top
     lse = top + tl.log(total)
@@ -117,7 +117,7 @@ def chunk_loss(
             row_losses[1],
             share,
         ),
-        (vocabulary,),  # its divisors decide how many entries a load takes
+        specialized=(vocabulary,),  # its divisors decide how many entries a load takes
         num_warps=8,
         HAS_TEACHER=teacher is not None,
         HAS_GRADIENT=with_gradient,

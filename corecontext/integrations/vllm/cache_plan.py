@@ -1,4 +1,4 @@
-"""Plan the caches of vLLM's attention layers.
+"""Plan the caches of vLLM's attention layers, and the bytes of their pages.
 
 The attention layer's own cache is the window, with fetch all raw tokens unless these are in host
 memory. Its core tokens are a second cache, an object of its own in vLLM's table of layers. KV heads

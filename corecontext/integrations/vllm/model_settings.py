@@ -34,7 +34,7 @@ TAKEN = (
 UNUSED = ("backend",)
 """Settings without an effect here: there is one backend."""
 PREFILL = {False: "fetch", True: "full"}
-"""A value of `prefill` besides "auto": without fetch it is the same."""
+"""By whether there is fetch: the value of `prefill` that means here what "auto" does."""
 
 FETCH_ONLY = {"layer_group_sizes": None, "head_group_sizes": None}
 """Values that settings must have with fetch."""
@@ -100,13 +100,13 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
     for varying in ("layer_group_sizes", "head_group_sizes"):
         if getattr(config, varying) is not None:
             name, given = varying, getattr(config, varying)
-    pooled = _sizes(given) - {1}
-    if not pooled:
+    sizes = _sizes(given) - {1}
+    if not sizes:
         raise ValueError(
             f"cca.{name} must be at least 2 for a KV head in vLLM, got {given}, which is full "
             "attention. Leave out --attention-backend CUSTOM."
         )
-    if len(pooled) > 1:
+    if len(sizes) > 1:
         raise ValueError(
             f"cca.{name} must be 1 for KV heads that keep every token and equal for the others in "
             f"vLLM, got {given}. {WAY_OUT}"
@@ -131,8 +131,8 @@ def _check_fetch(config: CCAConfig) -> None:
         )
     if not config.sink_size:
         raise ValueError(
-            f"cca.sink_size must be at least 1 with fetch in vLLM, got 0: the index has its centre "
-            f"where first tokens have no core token. {WAY_OUT}"
+            f"cca.sink_size must be at least 1 with fetch in vLLM, got 0: the centre of the index "
+            f"takes the place of the core token that first tokens do not have. {WAY_OUT}"
         )
     if config.window_size < g:
         raise ValueError(
@@ -165,6 +165,6 @@ def rotary_of(hf_config: Any) -> Rotary:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     check_rope_type(hf_config, None)
-    # Tables of the rotation are kept with the frequencies, if these are no inference tensor.
+    # `Rotary` keeps tables of angles with the frequencies, if these are no inference tensor.
     with torch.inference_mode(False), torch.device("cpu"):
         return Rotary(LlamaRotaryEmbedding(hf_config).inv_freq.float())
