@@ -312,7 +312,7 @@ def test_an_option_of_a_setting_is_its_field():
         assert option.help.startswith(escape(setting_help(field_of(name))))
         stated = "yes" if default is True else default
         if default is None:
-            stated = "half as many again as groups on a GPU, none elsewhere"
+            stated = "twice the groups on a GPU, fewer from 80K tokens on, none elsewhere"
         assert option.help.endswith(f" Default: the checkpoint's, else {stated}.")
 
 

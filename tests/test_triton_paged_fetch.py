@@ -90,6 +90,7 @@ class Kept:
         clock = clock_of(memory.device)
         self.slots = GroupSlots.make(memory, (*self.groups, KV_HEADS), clock)
         self.tables, self.group_size = cache.cores.table.tolist(), spec.group_size
+        self.first_group = spec.sinks // spec.group_size
         self.far = [x.unflatten(1, (CORE_PAGE, -1)) for x in cache.far[:2]]  # [P, E, g, Hkv, D]
         self.hidden = [x.clone() for x in self.far]
         self.was_hidden = torch.zeros(*self.groups, KV_HEADS, dtype=torch.bool)
@@ -105,7 +106,7 @@ class Kept:
         """Hide the groups of these sequences that have a slot, whose tokens are theirs."""
         has_slot = torch.zeros_like(self.was_hidden)
         for i, end in ends.items():
-            for number in range(end // self.group_size):
+            for number in range(self.first_group, end // self.group_size):
                 place = self.tables[i][number // CORE_PAGE], number % CORE_PAGE
                 has_slot[place] = self.slots.table[place] >= 0
         self.evicted += int((self.was_hidden & ~has_slot).sum())
@@ -139,7 +140,8 @@ def served(
 
     With `reading`, each step has tokens of one sequence, which are a prompt's. With `has_far`, raw
     tokens before the window are read from other pages, with `num_slots` through slots. With
-    `reuses`, all sequences have the same pages, one after the other.
+    `reuses`, all sequences have the same pages, one after the other, those of core tokens in turn
+    forwards and backwards: a sequence's first page is a later one of the other.
     """
     lengths = [len(q) for q, _, _ in qkv]
     spec = Spec.of(config, rotary, DIM**-0.5)
@@ -147,6 +149,8 @@ def served(
     if reuses:
         for pages in (cache.raw, cache.cores):
             pages.table[:] = pages.table[0].clone()
+        whole = lengths[0] // (CORE_PAGE * spec.group_size)
+        cache.cores.table[1::2, :whole] = cache.cores.table[0, :whole].flip(0)
     kept = cache.kept = Kept(cache, spec, num_slots) if num_slots else None
     computed = [0] * len(qkv)
     outs = [torch.full_like(q, torch.nan) for q, _, _ in qkv]

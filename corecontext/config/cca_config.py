@@ -213,8 +213,8 @@ class CCAConfig:
 
     @property
     def fetches_by_slots(self) -> bool:
-        """Whether a cache keeps fetched groups on the device. Only a step in Triton finds those that
-        are missing on the device itself; others ask it, and are not captured."""
+        """Whether a cache keeps fetched groups on the device. Only a step in Triton finds on the
+        device itself those that are missing; others ask it, and are not captured."""
         return self.fetches_from_host and self.slots_for(0) > 0
 
     @property

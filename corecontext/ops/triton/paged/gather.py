@@ -114,9 +114,12 @@ def _gather_kernel(
     k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
     v_at = tl.where(is_core, core_values_ptr + core_at, values_ptr + raw_at)
     if HAS_SLOTS:
-        # A group that is not complete has the slot of the sequence that had its page before.
+        # Places of first tokens and of a group that is not complete have the slot of the sequence
+        # that had their page before.
         # mutant vllm: a prompt reads a slot of another sequence
         is_whole = is_past & (token < (low + num_near) // GROUP * GROUP)
+        # mutant vllm: a prompt reads a slot of another sequence for its first tokens
+        is_whole = is_whole & (token >= first_group * GROUP)
         kv_heads = tl.num_programs(1)
         slot_strides = (page_sizes[1] * kv_heads, kv_heads)
         at = page_offsets(core_table_ptr, token // GROUP, is_whole, slot_strides, page_sizes[1])
