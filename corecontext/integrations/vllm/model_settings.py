@@ -111,7 +111,7 @@ def pooled_settings(config: CCAConfig) -> CCAConfig:
             f"cca.{name} must be 1 for KV heads that keep every token and equal for the others in "
             f"vLLM, got {given}. {WAY_OUT}"
         )
-    return config.replace(group_size=pooled.pop(), layer_group_sizes=None, head_group_sizes=None)
+    return config.replace(group_size=sizes.pop(), layer_group_sizes=None, head_group_sizes=None)
 
 
 def _check_fetch(config: CCAConfig) -> None:
