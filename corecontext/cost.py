@@ -40,7 +40,7 @@ def attention_flops(
     backward: bool = False,
 ) -> int:
     """Count operations of causal attention's matrix products: 4 D H sum_t (j(t) + t + 1 - j(t) g),
-    and 2.5 times that in the backward pass.
+    where the query at t sees j(t) core tokens, and 2.5 times that in the backward pass.
 
     Args:
         seq_len, query_heads, head_dim: Sizes of the queries.
@@ -169,8 +169,8 @@ def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int
     g, s = config.group_size, config.window_size
     length = seq_len - num_sinks(config.sink_size, g)
     most = num_visible_cores(length - 1, g, s)
-    # Of a prompt: `share` neighbours choose together, `times` k groups.
-    reading = reading_of(config, "", True)
+    # Of a prompt: `share` neighbours choose together, `times` k groups, on any device.
+    reading = reading_of(config, device="", is_prompt=True)
     fetched = _num_visible(length, g, s, min(reading.times * config.fetch_groups, most)) * (g - 1)
     scored = _num_visible(length, g, s, most) // reading.share
     scored *= index_of(config.fetch_index).num_keys(g)
@@ -179,7 +179,7 @@ def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int
 
 def _num_visible(seq_len: int, group_size: int, window_size: int, most: int) -> int:
     """Count pairs of a query and a group that it sees, at most so many for each query: for m = 1 to
-    `most`, the L - (s + m g - 1) queries that see m groups."""
+    `most`, the L - (s + m g - 1) queries that see at least m groups."""
     return most * (seq_len - window_size + 1) - group_size * most * (most + 1) // 2
 
 
@@ -188,6 +188,7 @@ class ModelCost:
     """Sizes of a decoder that its cost depends on; build it with `ModelCost.of`."""
 
     num_layers: int
+    """Layers with full attention, which CCA replaces; those of `windows` are not counted."""
     query_heads: int
     kv_heads: int
     head_dim: int

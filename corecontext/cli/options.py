@@ -19,7 +19,7 @@ from corecontext.methods import PRESET, PRESET_HELP, field_of
 
 Command = Callable[..., None]
 SIZES = ("group_size", "window_size", "sinks", "core_mass")
-"""Settings of commands that hold no long cache."""
+"""Settings of commands that hold no long cache; `sinks` is the field `sink_size` of CCAConfig."""
 
 
 def unpacked(name: str | None) -> str | None:
@@ -159,14 +159,14 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 
 def setting_option(name: str) -> Any:
     """Return the option of a setting: its type, and as its help the first sentence of its field."""
-    field = field_of(name)
+    field = field_of(name)  # "sink_size" for "sinks", which gets both options
     names = [f"--{setting.replace('_', '-')}" for setting in dict.fromkeys((name, field))]
     default = getattr(CCAConfig, field)
     kind = int if default is None else type(default)
     if kind is bool:
         names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
         default = "yes" if default else "no"
-    if default is None:
+    if default is None:  # fetch_slots: as `CCAConfig.slots_for` says
         default = "twice the groups on a GPU, fewer from 80K tokens on, none elsewhere"
     text = f"{setting_help(field)} Default: the checkpoint's, else {default}."
     option = typer.Option(*names, help=escape(text), rich_help_panel="Attention")
@@ -217,6 +217,7 @@ def check_appended(*paths: str | None) -> None:
             continue
         with open(path, "rb") as file:
             line = file.readline()
+        # A first record that an interrupted write has cut: appending starts a new line.
         is_cut = line.startswith(b'{"name": "') and not line.endswith(b"\n")
         try:
             read_records(path, b"" if is_cut else line)
@@ -228,7 +229,7 @@ def publish(
     path: str | None, show: Callable[[], None], records: Callable[[], Iterable[Any]]
 ) -> None:
     """Print a table, and append the records to the file of --json, where one is given, even where
-    the table's reader has ended.
+    the reader of standard output has ended (`| head`).
 
     With "-" the records alone go to standard output, and the table to standard error.
     """

@@ -56,8 +56,8 @@ def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list
                         {"documents": count, "position": place},
                         partial(_question, pool, row, count, place, settings.seed),
                         settings.max_new_tokens or MAX_NEW_TOKENS,
-                        contains_answer,
-                        ("\n",),
+                        score=contains_answer,
+                        stop=("\n",),
                     )
                 )
     return questions

@@ -27,8 +27,8 @@ def servable_handle(model: Any, full: bool) -> Handle:
 
     Raises:
         ValueError: CCA is not enabled.
-        NotImplementedError: the model has sliding-window layers, was enabled with rollback, or
-            fetches raw tokens that are stored nowhere.
+        NotImplementedError: the model has sliding-window layers, was enabled with rollback (tokens
+            that its caches can always take back), or fetches raw tokens that are stored nowhere.
     """
     handle = handle_of(model)
     if handle is None:
@@ -48,8 +48,8 @@ def servable_handle(model: Any, full: bool) -> Handle:
 
 
 def _at_most(size: int | None, most: int) -> int | None:
-    """Return a request's own g or s, cut to a text that it covers whole: a larger one changes no
-    number, but takes larger buffers."""
+    """Return a request's own g or s, at most `most`: its length rounded up, or the model's own size
+    if that is larger. A larger one changes no number, but takes larger buffers."""
     return None if size is None else min(size, most)
 
 

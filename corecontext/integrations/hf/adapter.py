@@ -12,7 +12,8 @@ from corecontext.files import UserError, one_line
 BUNDLED = {"smollm2": "smollm2_fetch"}
 """Adapters in the package, below corecontext/assets/, by their models' names in commands."""
 FOLDERS = {"smollm2-135m-instruct": "smollm2"}
-"""Those names by the beginnings of the models' own, in lower case."""
+"""Names in commands, by how the name of the model's folder, or its name on the hub, begins, in
+lower case."""
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 OTHER_FORMULAS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 """Settings of PEFT under which a layer's change is not (lora_alpha / r) B A."""

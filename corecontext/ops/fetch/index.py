@@ -84,8 +84,9 @@ class Index(ABC):
         return 0 if self.reads_raw else self.num_bytes(group_size, head_dim, itemsize)
 
     def lag(self, group_size: int, window_size: int) -> int:
-        """Count the tokens between a group's last and the one that makes its keys: a group less
-        than the centre counts, so that no query sees a group whose keys are younger than a step."""
+        """Count the tokens that come after a group's last one before it gets keys: those that the
+        centre counts, less one group. They are fewer than the window, so that the keys are there
+        before any query sees the group."""
         return max(0, self.num_centred(group_size, window_size) - group_size)
 
     def num_indexed(self, seq_len: int, group_size: int, window_size: int) -> int:

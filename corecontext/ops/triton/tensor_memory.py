@@ -60,8 +60,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, copied unless the accelerator can read it: rows of neighbours, all else in steps of 16
-    bytes."""
+    """x, copied unless the accelerator can read it: last stride 1, the start and all other strides
+    multiples of 16 bytes."""
     *steps, last = x.stride()
     unit = 16 // x.element_size()
     if (
@@ -79,9 +79,9 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     shape = list(x.shape)
     strides = list(x.stride())
     block = (1, 1, rows, columns or max(16, power_of_2(shape[3])))
-    if 1 in shape:  # any stride will do there, but one that is aligned
+    if 1 in shape:  # along an axis of size 1 any aligned stride will do
         strides = [step if size > 1 else block[3] for size, step in zip(shape[:3], strides)] + [1]
-    # Its checks take longer than all else here; `aligned` has made them.
+    # TensorDescriptor's own checks take longer than all else here; `aligned` has made them.
     made = object.__new__(TensorDescriptor)
     made.base = x
     made.shape = shape

@@ -47,8 +47,8 @@ class Call(NamedTuple):
     choice: Choice
 
     def specialized(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return the last arguments of every kernel: `sizes`, which are k and the queries of a
-        share with its power of 2, and `rule`, which entries a position sees."""
+        """Return the last arguments of every kernel: `sizes`, which are k, the queries of a share,
+        and that number rounded up to a power of 2, and `rule`, which entries a position sees."""
         share = self.choice.share
         sizes = (self.choice.groups.shape[2], share, power_of_2(share))
         return sizes, rule_of(self.spec)
@@ -187,7 +187,7 @@ def _add_query_gradient(
     upstream: Upstream, call: Call, dq: Tensor, delta: Tensor, query_scale: float
 ) -> None:
     """Add the gradient through raw tokens of chosen groups, times query_scale, to dq [N, r, T, D]
-    in float32, in place; fill delta [N, r, T] = sum(grad out) - grad lse."""
+    in float32, in place; fill delta [N, r, T] = sum(out * grad out) - grad lse."""
     q, k, v, grad_out = map(contiguous_rows, (*call.tokens[:3], upstream.grad_out))
     lse = upstream.lse.contiguous()
     grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
@@ -208,8 +208,8 @@ def _add_query_gradient(
 
 
 def _shares_by_group(chosen: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of shares times k, plus the place among its k, [N, C k], sorted by the
-    group that stands there, and where those of each group begin, [N, M + 1]; both in int32."""
+    """Return where each group is chosen: places c k + i of choice i of share c, [N, C k], sorted by
+    the chosen group (-1 last), and where those of each group begin, [N, M + 1]; both in int32."""
     flat = chosen.flatten(1)
     flat = torch.where(flat < 0, num_groups, flat)
     ordered, order = flat.sort(dim=1, stable=True)

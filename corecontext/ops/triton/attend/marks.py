@@ -40,7 +40,8 @@ def marks_of_rows(marks_ptr, n, position, q_start, shares):
     """Return a pointer to the words of each row.
 
     Args:
-        position: Of each row's query; behind the last query, those of its share.
+        position: Of each row's query. Rows behind the last query may have any later position: they
+            get the words of the last share.
         shares: Queries of a share, number of shares, words of each.
     """
     share, num_shares, num_words = shares
@@ -84,8 +85,8 @@ def _mark_kernel(
     """Set the bits of one share's groups; grid: (N C,)."""
     num_words, first_entry, num_entries, num_shares = integers(numbers)
     row = tl.program_id(0).to(tl.int64)
-    slots = tl.arange(0, BLOCK)
-    group = tl.load(chosen_ptr + row * num_chosen + slots, mask=slots < num_chosen, other=-1)
+    ranks = tl.arange(0, BLOCK)  # among the k groups of the share
+    group = tl.load(chosen_ptr + row * num_chosen + ranks, mask=ranks < num_chosen, other=-1)
     entry = tl.maximum(group, 0) + first_entry
     unit = tl.full([BLOCK], 1, tl.int32)
     if BY_ENTRY:

@@ -17,25 +17,26 @@ from corecontext.ops.triton.primitives import TINY, dot, tile_mask
 
 MAX_DIM = 128
 RUN = 8  # neighbouring groups whose keys alternate
-TILE_KEYS = 128  # of a product
+TILE_KEYS = 128  # keys of a tile that one matrix product takes
 _ROWS = 64
 
 
 class Bytes(NamedTuple):
     """Hold the queries and keys of a choice in int8, of D' numbers: head_dim rounded up to a power
-    of 2."""
+    of 2, at least 32."""
 
     queries: Tensor
     """[N, r, C, D']."""
     units: Tensor
-    """Of each query, times the scale of scores, [N, r, C] in float32."""
+    """The value of 1 among each query's whole numbers, times the scale of scores, [N, r, C] in
+    float32."""
     offsets: Tensor
     """Products of each query with the centre, times the scale of scores, [N, r, C]."""
     keys: Tensor
     """[N, 1, M' P, D'] for whole blocks of groups, M' of them: of each run of RUN groups the first
     key of each, then the second, and so on."""
     group_units: Tensor
-    """Of each group, [N, M']."""
+    """The value of 1 among the whole numbers of each group's keys, [N, M']."""
     num_keys: int
     """Keys of a group: P."""
     num_groups: int
@@ -59,10 +60,10 @@ def queries_kernel(
     Grid: (tiles of queries, N r).
 
     Args:
-        inputs: Pointers to queries, to the rotation over `unit`, numbers 1, -1 and 0, and to the
-            centre [N, D].
+        inputs: Pointers to queries, to the index's rotation (`low_bits.rotation`, not rotary) over
+            `unit`, numbers 1, -1 and 0, and to the centre [N, D].
         results: Pointers to queries, units and offsets of `Bytes`.
-        factors: `unit`, and the scale of scores.
+        factors: `unit`, the size of the rotation's numbers that are not 0, and the scale of scores.
     """
     q_ptr, signs_ptr, centre_ptr = inputs
     unit, scale = factors
@@ -124,8 +125,8 @@ def block_of(num_keys: int) -> int:
 
 
 def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> Bytes:
-    """Round queries [N, r, C, D], not rotated, and keys [N, M, P, D] of an index in low bits, P a
-    power of 2, both in the same dtype.
+    """Round the mean queries of shares [N, r, C, D], not yet rotated as the index's keys are, and
+    keys [N, M, P, D] of an index in low bits, P a power of 2, both in the same dtype.
 
     Args:
         centre: [N, D], or None for zeros.
