@@ -239,7 +239,7 @@ def user_markdown(records: Sequence[Record]) -> str:
     newest: dict[tuple[str, bool], str] = {}
     for record in sorted(records, key=lambda record: record.date):
         newest[record.params["model"], "NVIDIA" in record.device] = record.device
-    return "\n\n".join(
+    return "\n".join(
         f"**{model}**, {device}\n\n"
         + _table([r for r in records if r.params["model"] == model and r.device == device])
         for (model, _), device in newest.items()
@@ -264,7 +264,8 @@ def _table(records: list[Record]) -> str:
                 continue
             text = shown_bytes(record.value)
             if milliseconds:
-                text = f"{milliseconds * record.value:.4g} ms"
+                value = milliseconds * record.value
+                text = f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
             if milliseconds and method != FULL:
                 text += f" ({record.value / full[name, length]:.3f} x)"
             cells[name, method, length] = text
@@ -274,4 +275,4 @@ def _table(records: list[Record]) -> str:
     for length in sorted({length for _, _, length in cells}):
         row = [cells.get((name, method, length), "") for _, name, _ in shown for method in methods]
         lines.append(f"| {length:,} | {' | '.join(row)} |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
