@@ -1,5 +1,5 @@
-"""Manage the pages of a request in vLLM: which are dropped, and which a request that begins alike
-shares. Needs vLLM."""
+"""Manage the pages of a request in vLLM: which are dropped, and which a later request shares whose
+text begins alike. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowS
 
 
 class WindowManager(SlidingWindowManager):
-    """Manage window pages: as a sliding window, with the first pages kept."""
+    """Manage window pages: as those of a sliding window, but keep those of first tokens."""
 
     kv_cache_spec: WindowSpec
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return the first token that later steps read behind the first ones."""
+        """Return the first token behind the sinks that later steps read."""
         certain = max(0, num_computed_tokens - self.kv_cache_spec.drafts)
         return self.kv_cache_spec.layout.first_kept(certain)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_tokens: int, *prompt_tokens: int | None
     ) -> None:
-        """Drop the pages that no step reads after those which are done."""
+        """Drop the pages that no step after `processed_tokens` tokens reads."""
         pages = self.req_to_blocks[request_id]
         skipped = self.get_num_skipped_tokens(processed_tokens) // self.block_size
         last = min(skipped, len(pages)) - 1
@@ -34,7 +34,7 @@ class WindowManager(SlidingWindowManager):
         # In most decoding steps the window begins in the same page as before.
         if last < sink_pages or pages[last] is self._null_block:
             return
-        # vLLM drops from the window backwards, up to a page dropped before.
+        # vLLM drops pages from the window backwards, until it meets the empty page.
         first = pages[:sink_pages]
         pages[: len(first)] = [self._null_block] * len(first)
         super().remove_skipped_blocks(request_id, processed_tokens, *prompt_tokens)
@@ -49,7 +49,7 @@ class WindowManager(SlidingWindowManager):
         *args,
         **kwargs,
     ) -> int:
-        """Count the pages that a step takes from the free ones, shared ones included."""
+        """Count the free pages that a step takes; shared pages of no request are free, too."""
         if not new_computed_blocks:
             pages = self.req_to_blocks.get(request_id, ())
             if num_tokens <= len(pages) * self.block_size:
@@ -63,8 +63,8 @@ class WindowManager(SlidingWindowManager):
     def add_local_computed_blocks(
         self, request_id: str, pages: Sequence[KVCacheBlock], local: int, external: int
     ) -> None:
-        """Give a new request the pages that it shares with an earlier one: vLLM's, and then the
-        first ones, which it takes for dropped ones.
+        """Give a new request the pages that it shares with an earlier one: vLLM's, and then those
+        of first tokens, for which vLLM has put empty ones.
 
         Args:
             request_id: The request.
@@ -78,7 +78,7 @@ class WindowManager(SlidingWindowManager):
         self.req_to_blocks[request_id][: len(first)] = first
 
     def _first_of(self, pages: Sequence[KVCacheBlock], computed: int) -> Sequence[KVCacheBlock]:
-        """Return the pages of first tokens that vLLM takes for dropped ones."""
+        """Return the pages of first tokens that vLLM would drop after so many tokens."""
         dropped = self.get_num_skipped_tokens(computed) // self.block_size
         return pages[: min(dropped, self.kv_cache_spec.layout.sink_pages)]
 
@@ -93,8 +93,8 @@ class WindowManager(SlidingWindowManager):
         *args,
         **kwargs,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Return the pages of the longest shared beginning, which needs its first pages too, and
-        its tokens."""
+        """Return the pages of the longest cached beginning, for each group of layers, and how many
+        tokens it has; it needs its first pages, too."""
         sizes = (block_pool.hash_block_size, kv_cache_spec.block_size)
         block_hashes = resolve_block_hashes(block_hashes, *sizes)
         shared, length = super().find_longest_cache_hit(
@@ -112,7 +112,8 @@ class WindowManager(SlidingWindowManager):
     def reachable_block_mask(
         cls, start_block: int, end_block: int, *args, kv_cache_spec: WindowSpec, **kwargs
     ) -> list[bool] | None:
-        """Return which pages a shared beginning may need: vLLM's, and the first ones."""
+        """Return which of some pages a shared beginning may need: vLLM's and the first ones; None
+        for all."""
         mask = super().reachable_block_mask(
             start_block, end_block, *args, kv_cache_spec=kv_cache_spec, **kwargs
         )
@@ -145,8 +146,8 @@ class RawManager(CoreManager):
         *args,
         **kwargs,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Return the pages of the longest shared beginning of at most `max_length` tokens, and its
-        tokens."""
+        """Return the pages of the longest cached beginning of at most `max_length` tokens, and how
+        many it has."""
         spec = kv_cache_spec.as_full_attention()
         return super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, spec, *args, **kwargs

@@ -1,8 +1,9 @@
 """Plan the caches of vLLM's attention layers, and the bytes of their pages.
 
-The attention layer's own cache is the window, with fetch all raw tokens unless these are in host
-memory. Its core tokens are a second cache, an object of its own in vLLM's table of layers. KV heads
-that keep every token have further caches. Needs vLLM.
+vLLM gives each layer one cache. Here it holds the window, or with fetch from the device all raw
+tokens. Core tokens have a second cache: a `LayerCache`, which vLLM takes for a further layer, since
+it is in its table of layers. KV heads that keep every token have caches of their own, which several
+layers may share. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from corecontext.integrations.vllm.start_check import check_layout, check_start
 
 
 class LayerCache(AttentionLayerBase):
-    """Stand in vLLM's table of layers for a further cache of an attention layer."""
+    """Stand in vLLM's table of layers for a further cache of an attention layer.
+
+    Args:
+        layer_name: Its name in that table.
+        spec: What vLLM is told of the cache.
+        backend: Attention from this cache.
+        host_pages: Makes the raw tokens in host memory, for core tokens with fetch from there.
+    """
 
     def __init__(
         self,
@@ -43,15 +51,15 @@ class LayerCache(AttentionLayerBase):
         self.host: HostTokens | None = None
         """Raw tokens in host memory."""
         self.slots: Tensor | None = None
-        """Memory for their slots, which is taken before vLLM measures what is left."""
+        """Memory of their slots on the device, taken before vLLM measures what is left."""
         self.pages: Any = None
-        """Views of the cache and of its layer's own; None until a step has made them."""
+        """Views of this cache and of the layer's own, which the first step makes."""
         self.kv_cache = torch.tensor([])
 
     @property
     def kv_cache(self) -> Tensor:
-        """The cache that vLLM made; it is freed when vLLM sets another, and so is what belongs to
-        it."""
+        """The cache that vLLM made. When vLLM sets another, the views and the raw tokens of this
+        one are freed, too."""
         return self._kv_cache
 
     @kv_cache.setter
@@ -74,7 +82,7 @@ class LayerCache(AttentionLayerBase):
             self.slots = self.host_pages.slots(device)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """Return the backend, which takes caches of each kind."""
+        """Return the backend."""
         return self.backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -83,12 +91,13 @@ class LayerCache(AttentionLayerBase):
 
 
 class LayerCaches(NamedTuple):
-    """Hold the caches of a layer that are not its own."""
+    """Hold the caches of a layer besides its own."""
 
     cores: LayerCache | None
     """None where all its heads keep every token: then it has no window either."""
     raw: list[tuple[Any, RawShare]]
-    """Caches of heads that keep every token, each a `LayerCache` or the layer whose own it is."""
+    """Caches of heads that keep every token, and the places there of this layer's heads. A cache is
+    a `LayerCache`, or a layer of vLLM whose own cache is used."""
 
 
 class CacheSpecs(NamedTuple):
@@ -98,16 +107,20 @@ class CacheSpecs(NamedTuple):
     """None with fetch from the device."""
     cores: CoreSpec
     raw: RawSpec | None
-    """With fetch from the device, of all heads; else of those that keep every token, None without
-    such ones."""
+    """All tokens: with fetch from the device of all heads, else of heads that keep every token;
+    None without such heads."""
 
 
 def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list[LayerCache]:
-    """Describe the caches of the layers of a worker, by their numbers, and return those that are no
-    layer's own.
+    """Plan the caches of the layers of a worker, set each layer's description and `impl.caches`,
+    and return those to add to vLLM's table of layers.
 
-    A layer's own cache is its window. Where all its heads keep every token, it is a cache of such
-    heads, maybe of other layers.
+    A layer's own cache is its window. A layer that has no core tokens lends its own cache to heads
+    that keep every token, maybe those of other layers.
+
+    Args:
+        layers: vLLM's attention layers, by number.
+        backend: That of the added caches.
 
     Raises:
         ValueError: vLLM would keep other pages than planned.
@@ -153,7 +166,7 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
 
 
 def cache_specs_of(layer: Any) -> CacheSpecs:
-    """Return the descriptions of the caches of layers like this one of vLLM's."""
+    """Return the descriptions of the caches that vLLM's layers have, all like this one."""
     impl = layer.impl
     page_size = impl.vllm_config.cache_config.block_size
     dtype = layer.kv_cache_torch_dtype

@@ -1,9 +1,9 @@
 """Describe the caches of a layer to vLLM: raw tokens of the window, core tokens, and all tokens of
 KV heads that keep every token.
 
-vLLM has one pool of pages for all caches, so all kinds have pages of the same bytes: a window page
-holds E tokens, a core page E core tokens, which stand for g E tokens. A page of few heads that keep
-every token holds as many more tokens as there are fewer heads. Needs vLLM.
+vLLM has one pool of pages for all caches, so pages of all kinds have the same bytes. A window page
+holds E tokens; a core page E core tokens, which stand for g E tokens; a page of heads that keep
+every token holds more tokens if it has fewer heads. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from corecontext.integrations.vllm.page_layout import PageLayout
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
-    """Describe the cache of raw tokens: those that the next query reads, and the first ones."""
+    """Describe the cache of raw tokens: the first ones, and those that the next query reads."""
 
     layout: PageLayout
     drafts: int = 0
@@ -37,21 +37,21 @@ class WindowSpec(SlidingWindowSpec):
 
     @property
     def num_retained_tokens(self) -> int:
-        """Tokens below a step's first position behind which vLLM's runner drops pages: 0 keeps them
-        all, first tokens too."""
+        """How many tokens before a step's first one keep their pages in vLLM's runner; 0 keeps all,
+        first tokens too."""
         return 0
 
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
-        """Return the most pages of a request, as vLLM reserves them; tokens are in flight from the
-        time that a step brings them until the next steps know its outcome."""
+        """Return the most pages of a request, which vLLM reserves. Tokens are in flight from the
+        step that reads them until later steps know its outcome."""
         return self.layout.most_window_pages(max_in_flight_tokens + self.drafts, max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSpec(FullAttentionSpec):
-    """Describe the cache of core tokens; `block_size` is the tokens that a page stands for."""
+    """Describe the cache of core tokens; `block_size` counts the tokens that a page stands for."""
 
     @classmethod
     def of(cls, layout: PageLayout, **shape) -> CoreSpec:
@@ -62,10 +62,10 @@ class CoreSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class RawSpec(AttentionSpec):
-    """Describe a cache of KV heads that keep every token, with fetch all of them.
+    """Describe a cache of KV heads that keep every token; with fetch from the device, all heads do.
 
-    It is no FullAttentionSpec, as `CoreSpec` is: of several kinds of these, vLLM cuts the pages of
-    the first alone to the beginning that a request shares in all caches.
+    It is no FullAttentionSpec, as `CoreSpec` is. Where a request shares a beginning, vLLM cuts the
+    pages of such specs to the tokens that all caches have, but only for the first kind of them.
     """
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:

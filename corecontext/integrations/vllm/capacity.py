@@ -1,5 +1,5 @@
-"""Count the tokens that vLLM's cache holds with core context and without, by arithmetic alone:
-vLLM need not be installed."""
+"""Count the tokens that vLLM's cache holds, with core context and with full attention, by
+arithmetic alone: vLLM need not be installed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MEMORY_SHARE = 0.92
 PAGE_SIZE = 16
 """Entries of a page, vLLM's default."""
 IN_FLIGHT = 2 * 8192
-"""Tokens of a prompt in flight: those of two steps, of vLLM's default size on large GPUs, because
-vLLM schedules a step while the one before runs."""
+"""Tokens of a prompt that have pages already but are not computed yet: two steps of vLLM's default
+size on large GPUs, because vLLM schedules a step while the one before runs."""
 
 
 def gpu_gib(given: float | None, *, is_needed: bool = True) -> float | None:
@@ -57,8 +57,8 @@ def page_bytes(cost: ModelCost, config: CCAConfig) -> int:
 def held_tokens(
     cost: ModelCost, config: CCAConfig, length: int, free: int, slots: int = 0
 ) -> tuple[int, int]:
-    """Return the tokens of requests of `length` tokens in `free` bytes, with full attention and
-    with core context, which has so many bytes less for its pages."""
+    """Return how many tokens `free` bytes hold, in requests of `length` tokens: with full
+    attention, and with core context, where `slots` of these bytes are for slots."""
     full_page = cost.num_layers * page_bytes(cost, CCAConfig.paper())
     full = free // full_page * PAGE_SIZE
     if config.fetch_groups:
@@ -90,7 +90,7 @@ def held_tokens(
 def capacity_table(
     hf_config: Any, cost: ModelCost, config: CCAConfig, lengths: Sequence[int], gib: float
 ) -> Table:
-    """Make a table of the tokens that a GPU of `gib` GiB holds, one row a length.
+    """Make a table of the tokens that a GPU of `gib` GiB holds, one row a length of requests.
 
     Raises:
         UserError: the weights alone do not fit.

@@ -7,13 +7,13 @@ from vllm.config import VllmConfig
 
 
 def num_drafts(vllm_config: VllmConfig) -> int:
-    """Return the tokens that a step may bring and reject."""
+    """Return the drafts of a step: tokens that it reads on trial and may reject."""
     speculation = vllm_config.speculative_config
     return 0 if speculation is None else speculation.num_speculative_tokens or 0
 
 
 def check_server(vllm_config: VllmConfig) -> None:
-    """Raise where an option of the server does not go with two caches a layer.
+    """Check that the server's options go with two caches a layer.
 
     Raises:
         ValueError: says which option to change.

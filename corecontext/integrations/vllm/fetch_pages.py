@@ -1,10 +1,9 @@
 """Place the index of fetch in vLLM's pages.
 
-With fetch a layer has pages of raw tokens, as full attention has, and pages of core tokens with the
-same bytes. Behind the keys and values of its core tokens such a page holds the scales and the codes
-of their groups' index, and at its end the masses. The centre of the index is in the first entry of
-the first page, whose group stays raw. So it has fewer entries than a page of raw tokens
-has tokens (`page_layout.core_entries`).
+A page of core tokens has the bytes of a page of raw tokens. It holds, one after the other: keys and
+values of its core tokens, scales and codes of their groups' index, and at its end the masses. So it
+has fewer entries than a page of raw tokens (`page_layout.core_entries`). The centre of the index is
+in the first entry of a sequence's first page: the group of this entry stays raw.
 """
 
 from __future__ import annotations
@@ -18,7 +17,12 @@ from corecontext.ops.triton.paged.pages import IndexPages
 
 
 def index_pages_of(cache: Tensor, dtype: torch.dtype, spec: Spec) -> IndexPages:
-    """Return the index in a cache of core tokens [P, Hkv, E, 2 D], for queries of this dtype."""
+    """Return the index, as views of a cache of core tokens: [P, Hkv, E, 2 D], P pages of E core
+    tokens.
+
+    Args:
+        dtype: That of the queries.
+    """
     pages, heads, entries, width = cache.shape
     itemsize = cache.element_size()
     keys = spec.index.num_keys(spec.group_size)
@@ -26,7 +30,7 @@ def index_pages_of(cache: Tensor, dtype: torch.dtype, spec: Spec) -> IndexPages:
     num_bytes = keys * -(-width // 2 * spec.index.bits // 8)
 
     def view(kind: torch.dtype, numbers: int, first: int) -> Tensor:
-        """Return numbers of each entry, from a byte of each page on."""
+        """Return [P, E, Hkv, numbers] of a dtype; `first` is their first byte in page 0."""
         flat = torch.empty(0, dtype=kind, device=cache.device)
         flat.set_(cache.untyped_storage())
         size = flat.element_size()
@@ -36,7 +40,7 @@ def index_pages_of(cache: Tensor, dtype: torch.dtype, spec: Spec) -> IndexPages:
     first = (cache.storage_offset() + heads * entries * width) * itemsize
     scales = view(torch.float16, num_scales, first)
     codes = view(torch.uint8, num_bytes, first + 2 * heads * entries * num_scales)
-    # The first entry is that of first tokens, which have no core token.
+    # The centre has the first entry's bytes: first tokens have no core token.
     strides = (cache.stride(0) * itemsize // 4, cache.stride(1) * itemsize // 4, 1)
     numbers = torch.empty(0, dtype=torch.float32, device=cache.device)
     numbers.set_(cache.untyped_storage())

@@ -1,6 +1,6 @@
-"""Keep the raw tokens of fetch in host memory, by the pages of their layer's core tokens: what a
-page of core tokens stands for is written, shared and evicted with it. Groups that were fetched
-lately are in slots on the device. Needs vLLM."""
+"""Keep the raw tokens of fetch in host memory, in pages numbered as those of their layer's core
+tokens: the tokens that a core page stands for are written, shared and evicted with it. Slots on the
+device have copies of groups that were fetched lately. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from corecontext.ops.triton.paged.group_slots import GroupSlots
 from corecontext.ops.triton.paged.token_rows import clock_of
 
 OPTION = "core_context_host_gib"
-"""GiB of host memory for raw tokens of each worker, in vLLM's --additional-config; without it all
-that is available."""
+"""Key of vLLM's --additional-config: GiB of host memory for the raw tokens of a worker; without it,
+all that is available."""
 _logger = init_logger("vllm.core_context")
 
 
@@ -28,18 +28,18 @@ class HostTokens(NamedTuple):
     """Hold the raw tokens of a layer."""
 
     tokens: Tensor
-    """[P, Hkv, tokens of a page, 2 D] in host memory."""
+    """[P, Hkv, tokens of a core page, 2 D] in host memory, keys before values."""
     slots: GroupSlots | None
 
 
 class HostPages:
-    """Make the pages of all layers of a worker.
+    """Make the host pages and the slots of all layers of a worker.
 
     Args:
-        vllm_config: Of the server.
-        spec: Of the caches of core tokens.
+        vllm_config: The server's settings.
+        spec: That of the caches of core tokens.
         num_layers: Layers with such caches.
-        num_slots: Slots of a request and KV head.
+        num_slots: Slots that a request needs, of each layer and KV head; 0 for none.
 
     Raises:
         ValueError: the option is no number of GiB.
@@ -76,15 +76,15 @@ class HostPages:
         return torch.empty(shape, dtype=self.spec.dtype, device=device)
 
     def fitting(self, total: int, allocated: int) -> int:
-        """Return the slots of a KV head that fit into a device of `total` bytes: in a share of them
-        those of all requests, and in what a given number of pages leaves as many as there may be
-        groups."""
+        """Return the slots of a KV head that fit into a device of `total` bytes: those of all
+        requests, in a tenth of vLLM's memory; if the user gave the number of pages, up to one for
+        each of their groups, in what pages and `allocated` bytes leave."""
         slot_bytes = math.prod(self.group) * self.page_bytes // math.prod(self.shape[1:])
         usable = self.cache_config.gpu_memory_utilization * total
         count = min(self.num_slots, int(SLOTS_SHARE * usable / slot_bytes))
         pages = self.cache_config.num_gpu_blocks_override
         if pages:
-            # A step takes memory, too.
+            # Another tenth stays free for a step.
             spare = usable - SLOTS_SHARE * total - allocated - pages * self.device_page_bytes
             groups = pages * self.spec.block_size // self.spec.tokens_per_state
             count = max(count, min(groups, int(spare / slot_bytes)))
@@ -95,7 +95,7 @@ class HostPages:
 
         Args:
             cores: [P, Hkv, E, 2 D].
-            kept: Memory for the slots.
+            kept: Memory for the slots, as `slots` returns it.
 
         Raises:
             ValueError: they do not fit into the memory for them.
@@ -105,7 +105,7 @@ class HostPages:
         if kept is not None:
             slots = GroupSlots.make(kept, (count, entries, heads), clock_of(kept.device))
         if self.cache_config.num_gpu_blocks is None:
-            # A run that measures the memory of captured steps: all pages are one.
+            # vLLM only measures the memory of captured steps: the same page stands for all.
             page = host_zeros((1, *self.shape), cores.dtype, cores.device)
             return HostTokens(page.expand(count, *self.shape), slots)
         if not self.is_checked:

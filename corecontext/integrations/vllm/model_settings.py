@@ -1,5 +1,5 @@
-"""Read the attention of a model from its config, and refuse in one line settings that the kernels
-over block tables do not have."""
+"""Read the attention of a model from its config, and refuse in one line settings that are not
+available in vLLM."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TAKEN = (
     *("core_position", "core_mass"),
     *("fetch_groups", "fetch_index", "fetch_share", "store", "fetch_slots"),
 )
-"""Settings that the kernels have. Others must be those of `CCAConfig.pooling`."""
+"""Settings that the kernels have. Others must have the values of `CCAConfig.pooling()`."""
 UNUSED = ("backend",)
 """Settings without an effect here: there is one backend."""
 PREFILL = {False: "fetch", True: "full"}
-"""By whether there is fetch: the value of `prefill` that means here what "auto" does."""
+"""By whether there is fetch: the value of `prefill` that does here what "auto" does."""
 
 FETCH_ONLY = {"layer_group_sizes": None, "head_group_sizes": None}
-"""Values that settings must have with fetch."""
+"""Values that these settings must have with fetch."""
 
 
 def settings_of(hf_config: Any) -> CCAConfig:
@@ -80,8 +80,8 @@ def _config_of(hf_config: Any) -> CCAConfig:
 
 
 def pooled_settings(config: CCAConfig) -> CCAConfig:
-    """Return the settings of the KV heads that have core tokens, with one g: others may keep every
-    token.
+    """Return the settings of the KV heads that have core tokens, as if all heads had these; others,
+    of group size 1, keep every token.
 
     Raises:
         ValueError: a setting is not available in vLLM.
@@ -147,7 +147,7 @@ def _sizes(given: int | tuple) -> set[int]:
 
 
 def spec_of(hf_config: Any, scale: float, softcap: float | None) -> Spec:
-    """Return the attention of a layer.
+    """Return the attention of the KV heads that have core tokens.
 
     Raises:
         NotImplementedError: keys are rotated by frequencies that change with the length.
@@ -165,6 +165,6 @@ def rotary_of(hf_config: Any) -> Rotary:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     check_rope_type(hf_config, None)
-    # `Rotary` keeps tables of angles with the frequencies, if these are no inference tensor.
+    # `Rotary` caches tables of angles by these frequencies, unless they are an inference tensor.
     with torch.inference_mode(False), torch.device("cpu"):
         return Rotary(LlamaRotaryEmbedding(hf_config).inv_freq.float())

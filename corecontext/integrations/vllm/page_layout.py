@@ -2,11 +2,11 @@
 
 A request has two block tables. Window pages hold raw tokens: the token at position p is entry p mod
 E of page p // E, and pages that no later query reads are dropped. Core pages hold core tokens: the
-core token of group c is entry c mod E of page c // E, so a core page covers g E tokens and has the
-bytes of a window page. First tokens kept raw stay in the first window pages, and the entries of
-their groups in the first core page stay empty: so a page's contents depend on its own tokens and
-those before them only, and both kinds can be shared by requests that begin alike. With fetch a core
-page has fewer entries beside their index; from the device, all raw tokens keep their pages.
+core token of group c is entry c mod E of page c // E. So a core page covers g E tokens; it has the
+bytes of a window page. First tokens stay raw in the first window pages, and the entries of their
+groups in the first core page stay empty. So a page's contents depend on its own tokens and those
+before them only, and requests that begin alike can share pages of both kinds. With fetch a core
+page also holds an index and has fewer entries; with fetch from the device no raw token is dropped.
 
 The functions take whole numbers; which entries a query sees is the rule of `visibility.py`.
 """
@@ -21,11 +21,11 @@ from corecontext.ops.fetch.index import index_of
 from corecontext.visibility import local_start, num_sinks, num_visible_cores, window_capacity
 
 SLOTS_SHARE = 0.1
-"""Most of the memory that vLLM may use for slots of groups of raw tokens in host memory."""
+"""Slots of groups take at most this share of the memory that vLLM may use."""
 
 
 class Reads(NamedTuple):
-    """Hold the entries that one query reads, each by its number from 0; no token is read twice."""
+    """Hold the numbers, from 0, of the tokens and groups that one query reads, no token twice."""
 
     sinks: range
     """First raw tokens before the window."""
@@ -48,18 +48,18 @@ class PageLayout:
     page_size: int
     """Entries of a page of either kind (E)."""
     core_entries: int = 0
-    """Entries of a core page where they are fewer; 0 for E."""
+    """Entries of a core page with fetch, where they are fewer; 0 for E."""
 
     @classmethod
     def of(cls, config: CCAConfig, page_size: int, core_entries: int = 0) -> PageLayout:
-        """Make the layout of a model's settings."""
+        """Make the layout for a model's settings."""
         g = config.group_size
         sinks = num_sinks(config.sink_size, g)
         return cls(g, config.window_size, sinks, page_size, core_entries)
 
     @property
     def core_page_tokens(self) -> int:
-        """Tokens whose core tokens fill a core page; a shared beginning is a multiple of it."""
+        """Tokens that a core page stands for; the length of a shared beginning is a multiple."""
         return self.group_size * (self.core_entries or self.page_size)
 
     @property
@@ -69,12 +69,12 @@ class PageLayout:
 
     @property
     def window_tokens(self) -> int:
-        """Raw tokens behind the first ones that the next query reads at most, its own included."""
+        """Most raw tokens behind the sinks that the next query reads, its own included."""
         return window_capacity(self.group_size, self.window_size)
 
     def first_kept(self, computed: int) -> int:
-        """Return the first raw token behind the first ones that steps after `computed` tokens read:
-        queries from there on, and the pooling of their groups, which begin no earlier."""
+        """Return the first raw token behind the sinks that steps after `computed` tokens read, for
+        their queries and to pool groups."""
         # mutant vllm: a window page is dropped too early
         return local_start(computed, self.group_size, self.window_size)
 
@@ -88,7 +88,7 @@ class PageLayout:
     def most_window_pages(self, new_tokens: int, longest: int) -> int:
         """Return the most window pages that a request of up to `longest` tokens has in a step of up
         to `new_tokens`."""
-        # The kept tokens may begin at the end of a page.
+        # At worst the first of these tokens is the last of its page.
         spanned = self.window_tokens - 1 + min(new_tokens, longest)
         pages = self.sink_pages + -(-(spanned - 1) // self.page_size) + 1
         return min(pages, -(-longest // self.page_size))
@@ -100,12 +100,12 @@ class PageLayout:
     def cache_tokens(
         self, pages: int, length: int, new_tokens: int, groups: int = 1, raw_pages: int = 0
     ) -> int:
-        """Return the tokens that `pages` pages hold in requests of `length` tokens, one of which is
-        in a step of `new_tokens` and the others decode.
+        """Return how many tokens `pages` pages hold, in requests of `length` tokens: one is in a
+        step of `new_tokens`, the others decode.
 
         Args:
             groups: Groups into which vLLM splits the layers; each has window and core pages.
-            raw_pages: Pages of KV heads that keep every token, of a request.
+            raw_pages: Pages of a request for KV heads that keep every token.
         """
         most = groups * self.most_window_pages(new_tokens, length)
         usual = groups * self.most_window_pages(1, length)
@@ -113,8 +113,8 @@ class PageLayout:
         return max(0, (pages - most + usual) * length // each)
 
     def completed_groups(self, start: int, end: int) -> range:
-        """Return the groups that tokens start .. end-1 complete, without those kept raw: the step
-        writes their core tokens."""
+        """Return the groups that tokens start .. end-1 complete, without those of first tokens: a
+        step writes their core tokens."""
         first = max(start, self.sinks) // self.group_size
         return range(first, max(first, end // self.group_size))
 
@@ -131,7 +131,8 @@ class PageLayout:
 
 
 def fetched_tokens(pages: int, length: int, page_size: int, core_page_tokens: int) -> int:
-    """Return the tokens that `pages` pages hold in requests of `length` tokens with fetch."""
+    """Return how many tokens `pages` pages hold, in requests of `length` tokens, with fetch from
+    the device."""
     return pages * length // (-(-length // page_size) + -(-length // core_page_tokens))
 
 

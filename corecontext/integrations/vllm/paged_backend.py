@@ -1,8 +1,9 @@
 """Attend in vLLM from pages of raw tokens and of core tokens.
 
-A layer attends to its core tokens and the window, then from KV heads that keep every token to all
-tokens. With fetch it has all raw tokens: those of a prompt see the past by the rule of prompts, and
-each token of an answer chooses. `cache_plan.py` has the caches. Needs vLLM.
+A layer attends to its core tokens and the window, then, from KV heads that keep every token, to all
+tokens. With fetch it has all raw tokens: a prompt sees the past by the rule of prompts
+(`ops/fetch/prompt_rule.py`), and each token of an answer by its own choice. `cache_plan.py` plans
+the caches. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class CoreContextBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the name under which vLLM lists a backend of others."""
+        """Return the name that vLLM has for a backend that is not its own."""
         return "CUSTOM"
 
     @staticmethod
@@ -72,17 +73,19 @@ class CoreContextBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layouts of caches: a layer's pages one after the other, each in one piece."""
+        """Return the layouts of caches that have a layer's pages one after the other, each in one
+        piece; in vLLM's names L is layers, B pages, H heads, N entries, C elements."""
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return whether the device may have fewer drafts than the CPU, which splits a step."""
+        """Return whether the device may know fewer drafts of a step than the CPU: no, since the CPU
+        splits the step."""
         return False
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Return whether pages may come from elsewhere: first tokens would be lost."""
+        """Return whether pages may come from other servers: no, first tokens would be lost."""
         return False
 
 
@@ -90,22 +93,23 @@ class StepMetadata(NamedTuple):
     """Describe the new tokens of a step for one cache of a layer."""
 
     num_tokens: int
-    """New tokens, with those that fill up a captured batch."""
+    """New tokens, those included that only fill up a captured batch."""
     batch: Batch
     table: Tensor
     """Block table of the cache, [B, most pages]."""
     slots: Tensor
-    """Places of the new tokens in a cache of raw tokens, [num_tokens]."""
+    """vLLM's slot mapping, [num_tokens]: the place of each new token in the cache, page times
+    tokens of a page plus entry, -1 for none."""
     parts: list[Part]
-    """Long chunks, whole prompts and the sequences between them; empty without such ones."""
+    """The batch by kinds of sequences; empty where one launch takes all of them."""
     attend_whole: AttendWhole | None
-    """Takes whole prompts."""
+    """vLLM's FlashAttention for whole prompts; None without it."""
     rows: Rows | None = None
     """The new tokens one by one, with fetch."""
 
 
 class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
-    """Describe a step; the same for all caches of a layer but for block table and slots."""
+    """Describe a step for one kind of cache: only block table and slots differ between them."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -114,12 +118,12 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         table = vllm_config.compilation_config.static_forward_context
         for name in layer_names:
             check_group(kv_cache_spec, table[name].get_kv_cache_spec(vllm_config))
-        # First tokens are in window pages only.
+        # Only window pages hold first tokens, which the runner might not pass on.
         self.is_checked = not (
             isinstance(kv_cache_spec, WindowSpec) and kv_cache_spec.layout.sink_pages
         )
         self.most_decoded = 1 + num_drafts(vllm_config)
-        # vLLM puts sequences with at most so many new tokens first, so that few parts are left.
+        # vLLM puts sequences with at most so many new tokens first, so that a step has few parts.
         self.reorder_batch_threshold = self.most_decoded
         self.longest = vllm_config.model_config.max_model_len
         config = settings_of(vllm_config.model_config.hf_text_config)
@@ -132,12 +136,12 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
             self.full_until = reading_of(config, device.type, True).full_until
             self.rows = RowBuffers(vllm_config, device, self.full_until)
             if config.fetches_from_host:
-                # Later chunks gather the tokens before them.
+                # All other chunks are SHARING: their kernels gather the tokens before them.
                 self.most_whole = self.full_until if self.attend_whole else 0
                 self.full_until = 0
             elif kv_cache_spec.block_size % 16:  # a page of FlashAttention's
                 self.attend_whole = None
-        # New tokens of the shortest sequence that is a part of its own.
+        # A step is split into parts if some sequence has so many new tokens.
         self.shortest = paged_chunk.LONG_CHUNK
         if config.fetch_groups:
             self.shortest = self.most_decoded + 1
@@ -173,12 +177,12 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         return StepMetadata(count, batch, table, slots, parts, self.attend_whole, rows)
 
     def _parts(self, common: CommonAttentionMetadata, batch: Batch) -> list[Part]:
-        """Return the parts of a step with long chunks or whole prompts; none of any other, since
-        one launch takes all of its sequences."""
+        """Return the parts of a step; none where it has neither long chunks nor whole prompts, nor
+        fetch: then one launch takes all of its sequences."""
         if common.max_query_len < self.shortest:
             return []
         starts = common.query_start_loc_cpu.tolist()
-        # Exact for chunks of prompts; other sequences may be shorter than that.
+        # Exact for chunks of prompts; too large for some other sequences.
         lengths = common.seq_lens_cpu_upper_bound.tolist()
         sizes = (self.most_decoded, self.most_whole, self.full_until)
         split = parts_of(starts, lengths, batch, *sizes)
@@ -189,15 +193,15 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> StepMetadata:
-        """Return the description of a step to capture, whose sequences are short: captured programs
-        read their lengths anew, and long ones would only take time."""
+        """Return the description of a step to capture, with lengths of a few tokens: a replay reads
+        its own lengths, and long ones would only make the capture slow."""
         metadata = self.build(0, common_attn_metadata)
         metadata.batch.lengths.fill_(metadata.batch.most_new)
         return metadata
 
 
 class CoreContextAttention(AttentionImpl[StepMetadata]):
-    """Attend for one layer, and own its caches but for the first."""
+    """Attend for one layer, and own its caches besides the first, which vLLM's layer owns."""
 
     OPTIONS = (
         "alibi_slopes",
@@ -275,8 +279,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
 
         Args:
             query: [tokens, H, D], rotary applied; key, value: [tokens, Hkv, D].
-            kv_cache: Window pages, [P, Hkv, E, 2 D], keys before values.
-            attn_metadata: None in a run that only measures memory.
+            kv_cache: The layer's own cache, [P, Hkv, E, 2 D], keys before values.
+            attn_metadata: That of the layer's own cache; None in a run that only measures memory.
             output: [tokens, H, D], written in place.
             fused: Scales of an output in 8 bits, which vLLM leaves None for this backend.
         """
@@ -309,9 +313,12 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         cores: tuple[Tensor, StepMetadata],
         dtype: torch.dtype,
     ) -> tuple[Pages, Pages, IndexPages | None, FarPages | None]:
-        """Return the pages of raw tokens and of core tokens, with fetch their index, for queries of
-        this dtype, and the raw tokens in host memory. Views are made once: they take the host
-        longer than a launch."""
+        """Return the pages of raw tokens and of core tokens; with fetch the index, for queries of
+        this dtype, and the raw tokens in host memory.
+
+        Views are made once, since that takes the host longer than a launch; only the block tables
+        are those of the step.
+        """
         cache = self.caches.cores
         if cache.pages is None:
             page_bytes = cache.spec.page_size_bytes if self.config.core_mass else None
@@ -336,10 +343,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         cores: tuple[Tensor, StepMetadata],
         compiles: bool,
     ) -> None:
-        """Attend to core tokens and the window.
-
-        All heads of the layer are stored and attended: a few heads fewer would need a copy of
-        queries, keys and values, and pages have the room.
+        """Attend to core tokens and the window, from all heads: those that keep every token are
+        overwritten later. To leave them out would need a copy of queries, keys and values, and the
+        pages have room for them.
         """
         step = window[1]
         raw, cores, *_ = self._pages(window, cores, query.dtype)
@@ -353,8 +359,12 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
     def _stored(
         self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
     ) -> tuple[Tensor, Tensor] | None:
-        """Store keys and values, or return those that the launch that pools stores: in decoding
-        steps alone, since it is compiled for the tokens of a sequence."""
+        """Store keys and values and return None, or return them for `pool_pages` to store: only in
+        decoding steps, since its kernel is compiled for each number of new tokens.
+
+        Args:
+            places: Caches of raw tokens, each with the slots of the new tokens.
+        """
         if batch.most_new <= min(1 + num_drafts(self.vllm_config), self.spec.group_size):
             return new
         for slots, pages in places:
@@ -416,7 +426,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         share: RawShare,
         compiles: bool,
     ) -> None:
-        """Attend to every token from the query heads of some KV heads."""
+        """Attend to every token from the query heads of some KV heads, in place of what `out` has
+        of them."""
         pages = pages_of(cache[:, share.first : share.first + len(share.heads)], step.table)
         query, key, value = (self._select(x, share.heads) for x in (query, key, value))
         if compiles:
@@ -429,16 +440,16 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             out[:, head * width : (head + 1) * width] = rows
 
     def _select(self, x: Tensor, heads: tuple[int, ...]) -> Tensor:
-        """Return the rows of some KV heads, or of their query heads, [T, ..., D]; a view where they
-        are neighbours."""
+        """Return the part of queries, keys or values [T, heads, D] that belongs to some KV heads; a
+        view where these are neighbours."""
         width = x.shape[1] // self.num_kv_heads
         if heads[-1] - heads[0] == len(heads) - 1:
             return x[:, heads[0] * width : (heads[-1] + 1) * width]
         return torch.cat([x[:, head * width : (head + 1) * width] for head in heads], 1)
 
     def _prepare(self, query: Tensor) -> None:
-        """Take the memory of the longest chunk with so many new tokens, which vLLM measures, and
-        make the tables that kernels need."""
+        """Take the most memory that a chunk of so many new tokens may need, which vLLM measures,
+        and make the tables that kernels read."""
         # A step that is captured later must find the tables of the rotation on its device.
         rotation_tables(self.spec.rotary, self.spec.group_size, query.device)
         if self.spec.fetch_groups:
@@ -455,8 +466,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             attend_longest_chunk(self._select(query, share.heads), *sizes, self.raw_spec)
 
     def _prepare_fetch(self, query: Tensor) -> None:
-        """Take the memory of a step in which as many requests as there may be decode, and of the
-        last chunk of the longest prompt."""
+        """Take the memory of the last chunk of the longest prompt, then of a step in which the most
+        requests decode."""
         reading = reading_of(self.config, query.device.type, True)
         if reading.full_until < self.longest or self.config.fetches_from_host:
             sizes = (self.num_kv_heads, self.vllm_config.cache_config.block_size, self.longest)
@@ -484,7 +495,8 @@ def attend_step(
 
 
 def pages_of(cache: Tensor, table: Tensor, page_bytes: int | None = None) -> Pages:
-    """Return a cache [P, Hkv, E, 2 D] as pages; of so many bytes, the masses are at their end."""
+    """Return a cache [P, Hkv, E, 2 D] as pages; given `page_bytes`, with the masses, which are the
+    last bytes of each page."""
     k, v = cache.transpose(1, 2).chunk(2, -1)
     if page_bytes is None:
         return Pages(k, v, table)

@@ -1,9 +1,10 @@
 """Put KV heads that keep every token into caches of their own.
 
-A block table serves KV heads of one length, so such heads have other caches in vLLM than the core
-tokens and the window of their neighbours. vLLM gives the pages of all caches the same bytes, and
-each worker the same caches. So all these caches hold one number of heads, and heads of any layer of
-a worker fill them in order: with tensor parallelism, too, few of their places stay empty.
+All KV heads of a block table have as many entries. So heads that keep every token have other caches
+in vLLM than the core tokens and the window of their layer's other heads. vLLM gives the pages of
+all caches the same bytes, and each worker the same caches. So each of these caches has places for
+the same number of heads, and the heads of a worker, of all its layers, fill them in order: few
+places stay empty, with tensor parallelism, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from corecontext.config import CCAConfig
 
 
 class RawShare(NamedTuple):
-    """Hold heads of a layer that are neighbours in a cache."""
+    """Hold heads of a layer that are neighbours in a cache, and their places there."""
 
     cache: int
     """Number of the cache among those of the worker."""
@@ -30,7 +31,7 @@ class RawHeads(NamedTuple):
     """Tell which KV heads keep every token."""
 
     heads: tuple[tuple[tuple[int, ...], ...], ...]
-    """Such heads of each layer, of each rank of tensor parallelism, by their number on the rank."""
+    """heads[layer][rank]: such heads, by their number on this rank of tensor parallelism."""
     kv_heads: int
     """KV heads of a rank."""
 
@@ -59,8 +60,8 @@ class RawHeads(NamedTuple):
         return max(map(sum, zip(*counts)))
 
     def per_cache(self, page_size: int, group_size: int) -> int:
-        """Return how many heads share a cache: the number with which vLLM's groups of layers take
-        the least memory for long requests, and of such numbers that with the fewest groups.
+        """Return how many heads share a cache: the number that takes the least memory for long
+        requests, as vLLM groups layers, and of equal ones that with the fewest groups.
 
         Args:
             page_size: Entries of a page with all heads of a rank.
@@ -70,8 +71,8 @@ class RawHeads(NamedTuple):
         compact = sum(map(self.pools, numbers))
         raw = self.most(numbers)
 
-        # For `size` heads a cache: entries per token, in units of all heads of a rank (a window
-        # counts nothing), and vLLM's groups, two of pooled heads (core tokens and window).
+        # For `size` heads a cache: entries of a token, in units of all heads of a rank (a window's
+        # are constant), and vLLM's groups: pooled heads have two for each, core tokens and window.
         def cost(size: int) -> tuple[float, int]:
             layers, groups = grouped_caches([compact, -(-raw // size)])
             entries = layers * (groups[0] / group_size + groups[1] * size / self.kv_heads)
@@ -96,8 +97,8 @@ class RawHeads(NamedTuple):
 
 
 def grouped_caches(counts: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the layers of a group and the groups of each kind of cache, for so many layers of each
-    kind: vLLM's rule for caches with pages of the same bytes."""
+    """Return how many layers vLLM puts into a group, and the groups of each kind of cache, of which
+    there are so many layers: its rule for caches with pages of the same bytes."""
     size = min(counts)
     if max(counts) < 1.5 * size:
         size = max(counts)

@@ -1,5 +1,5 @@
-"""Describe the new tokens of vLLM's steps one by one for fetch, where captured steps read them.
-Needs vLLM."""
+"""Describe the new tokens of vLLM's steps one by one for fetch, in buffers that never move, as
+captured steps need them. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from corecontext.ops.triton.paged.token_rows import Rows, write_rows
 
 
 class RowBuffers:
-    """Hold the rows of the newest step: a captured step is replayed with the same tensors."""
+    """Hold the rows of the newest step: a captured step is replayed with the same tensors.
+
+    Args:
+        full_until: Tokens of a prompt before this position see all tokens before them.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, full_until: int) -> None:
         scheduler = vllm_config.scheduler_config
@@ -20,9 +24,9 @@ class RowBuffers:
         most = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, captured)
         self.rows = torch.zeros(3, most, dtype=torch.int32, device=device)
         self.prompt_full_until = min(full_until, 2**30)
-        """Tokens of a prompt before this position see all tokens before them."""
+        """`full_until`, such that it fits in int32."""
         self.full_until = torch.zeros(most, dtype=torch.int32, device=device)
-        """This position of sequences whose new tokens are those of a prompt, 0 of others."""
+        """It for each sequence whose new tokens are those of a prompt, 0 for others."""
         self.has_prompts = False
 
     def write(self, common: CommonAttentionMetadata, batch: Batch) -> Rows:

@@ -25,15 +25,15 @@ def attend_sharing(
     out: Tensor,
     slots: GroupSlots | None = None,
 ) -> None:
-    """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
+    """Attend from new tokens of one prompt, queries [T, H, D], keys and values [T, Hkv, D], which
     follow `past` earlier ones.
 
     Args:
-        pages: Raw tokens and core tokens of the sequence, which hold the new tokens and what they
-            complete.
-        reading: How a prompt is read.
+        pages: Raw tokens and core tokens of the sequence, which hold the new tokens and the groups
+            that these complete.
+        reading: Which tokens of a prompt see all, and how many later ones share a choice.
         out: [T, H, D], written in place.
-        slots: Of groups of raw tokens.
+        slots: Copies of groups on the device, where `pages` have raw tokens in host memory.
     """
     kv_heads = new[1].shape[1]
     q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
@@ -62,8 +62,8 @@ def attend_sharing(
 def attend_longest(
     q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec, reading: Reading
 ) -> None:
-    """Attend from new tokens [T, H, D] as the last ones of a prompt of `longest` tokens, as
-    `chunk.attend_longest_chunk` does."""
+    """Take the most memory that `attend_sharing` may need, with the queries q [T, H, D] as the last
+    ones of a prompt of `longest` tokens, as `chunk.attend_longest_chunk` does."""
     pages = longest_pages(q, kv_heads, page_size, longest, spec)
     new = pages[0].k.new_zeros(q.shape[0], *pages[0].k.shape[2:])
     past = max(0, longest - q.shape[0])

@@ -1,5 +1,5 @@
-"""Check when vLLM starts that it keeps the caches as they are planned: in a release where it does
-not, pages would hold other tokens without an error. Needs vLLM."""
+"""Check when vLLM starts that it keeps pages as planned: in a release that does not, they would
+hold other tokens, and no error would tell. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def check_page_bytes(specs: Sequence[AttentionSpec]) -> None:
 
 
 def check_kept_pages(specs: Sequence[AttentionSpec]) -> None:
-    """Raise ValueError where vLLM's manager of pages drops one that a step reads: a request that
-    outgrows its window, then another that begins alike."""
+    """Raise ValueError where vLLM's manager of pages drops one that a step reads. It is tried with
+    a request that outgrows its window, then with one that begins alike and shares its pages."""
     layout = specs[0].layout
     tokens = layout.sink_pages * layout.page_size + layout.window_tokens + 2 * layout.page_size
     sizes = [spec.block_size for spec in specs]
@@ -97,8 +97,8 @@ def check_group(spec: AttentionSpec, planned: AttentionSpec) -> None:
 
 
 def check_layout(cache: Tensor, spec: AttentionSpec) -> None:
-    """Raise ValueError where the pages of a cache are not [heads, entries, keys and values], each
-    in one piece with the masses behind them."""
+    """Raise ValueError where a cache is not [P, Hkv, E, 2 D], each page in one piece, with room for
+    the masses behind it."""
     shape = (spec.num_kv_heads, spec.num_states, 2 * spec.head_size)
     if tuple(cache.shape[1:]) != shape:
         raise refusal("shape of a page", f"be {shape}", tuple(cache.shape[1:]))
@@ -111,8 +111,8 @@ def check_layout(cache: Tensor, spec: AttentionSpec) -> None:
 
 
 def check_table(table: Tensor, starts: Tensor, lengths: Tensor, layout: PageLayout) -> bool:
-    """Return whether a step could be checked: one with a request that has outgrown its window. Its
-    pages are read from the device, once.
+    """Check that vLLM's runner passes on the pages of first tokens. Return whether this step could
+    tell: it needs a request that has outgrown its window. Then this asks the device.
 
     Args:
         table: Window pages of the requests of a step, [B, most pages].

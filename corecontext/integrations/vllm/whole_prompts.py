@@ -1,6 +1,6 @@
-"""Attend by vLLM's own FlashAttention where attention is plain causal, and one call takes several
-sequences: within whole prompts that see no core token, and from prompts to all raw tokens in pages.
-Needs vLLM."""
+"""Attend by vLLM's own FlashAttention where attention is plain causal: within whole prompts without
+far past, and from prompts to all raw tokens in pages. One call takes several sequences. Needs
+vLLM."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 softmax.
 
 A block of queries reads one list of entries: first raw tokens before its window, core tokens, the
-raw tokens of its window. Long lists are shared out among programs, whose parts are merged as in a
-decoding step; prompts and decoding tokens run in the same kernel.
+raw tokens of its window. Several programs split a long list, and their parts are merged as in a
+decoding step. Prompts and decoding tokens run in the same kernel.
 """
 
 import torch
@@ -44,12 +44,14 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
     """Continue an online softmax over the entries begin .. end-1 of a list, in tiles.
 
     Args:
-        state: Output so far, running sum and running maximum of each row.
-        pages: Pointers to keys, values and table of raw tokens, the same of core tokens and to
-            their masses; strides of both and of masses, entries of a page of both.
+        state: Weighted values so far, running sum and running maximum of each row.
+        q: Queries [BLOCK_M, BLOCK_D].
+        pages: Pointers to keys, values and table of raw tokens, to the same of core tokens, to
+            masses; strides of raw tokens, core tokens and masses; entries of a page of both kinds.
         places: Number of first tokens and of core tokens in the list, the first group with a core
             token, the first raw token of the window; each row's position and number of groups that
             are far past.
+        MASKED: Whether some row does not see some of these entries.
         sizes: HAS_MASS and HAS_SOFTCAP as one, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N,
             ALIGNMENT.
     """
@@ -139,17 +141,18 @@ def _attend_pages_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend from BLOCK_Q new tokens, all HEADS query heads of a KV head, to an even share of the
+    """Attend from BLOCK_Q new tokens, all HEADS query heads of a KV head, to an even part of the
     entries that they see.
 
-    Grid: (blocks of BLOCK_Q new tokens, Hkv, shares). Writes the output, or where IN_PARTS a part
-    of the softmax: the normalised output in float32 and its log-sum-exp in units of log 2; -inf and
-    no output where no entry is seen.
+    Grid: (blocks of BLOCK_Q new tokens, Hkv, parts). Writes the output, or where IN_PARTS a part of
+    the softmax: the normalised output in float32 and its log-sum-exp in units of log 2; -inf and no
+    output where no entry is seen.
 
     Args:
         raw: Pointers to keys and values of raw tokens.
         cores: Pointers to keys, values and masses of core tokens.
-        results: Pointers to the output, and to the parts' outputs and log-sum-exp.
+        results: Pointers to the output [T, H, D], and to the parts' outputs [T Hkv, parts, HEADS,
+            D] and log-sum-exp [T Hkv, parts, HEADS].
         strides: Of q, of pages of raw tokens, of core tokens and of masses, and of both tables.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
@@ -175,10 +178,12 @@ def _attend_pages_kernel(
         q_at = q_ptr + (flat * q_strides[0] + query_head * q_strides[1])[:, None] + dims[None, :]
         q = tl.load(q_at, mask=mask, other=0.0)
 
-        # The list in four walks, of which only the second and the fourth need a mask. All rows see
-        # the entries before `whole`, some those before `middle`, which are the core tokens of the
-        # latest groups and the first tokens of the window; all see those before `causal`, some
-        # those before `total`.
+        # The list is read in four runs, of which the second and the fourth need a mask. They end at
+        # - whole: first tokens and core tokens that all rows see;
+        # - middle: core tokens of the latest groups, and raw tokens of these groups, in place of
+        #   which some rows see the core tokens;
+        # - causal: raw tokens that all rows see;
+        # - total: those from the block's first query on.
         FIRST_GROUP: tl.constexpr = SINKS // GROUP
         lowest = past + block * BLOCK_Q
         highest = past + tl.minimum(block * BLOCK_Q + BLOCK_Q, num_new) - 1
@@ -194,14 +199,14 @@ def _attend_pages_kernel(
         middle = whole + (middle - whole + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         causal = num_far + lowest + 1 - window
         causal = tl.maximum(middle, middle + (causal - middle) // BLOCK_N * BLOCK_N)
-        first_end = tl.minimum(middle, total)
+        middle_end = tl.minimum(middle, total)
 
-        # This program's share of it.
-        num_shares = tl.num_programs(2)
+        # This program's part of it.
+        num_parts = tl.num_programs(2)
         tiles = (total + BLOCK_N - 1) // BLOCK_N
-        share = (tiles + num_shares - 1) // num_shares * BLOCK_N
-        begin = tl.program_id(2) * share
-        end = begin + share
+        part_size = (tiles + num_parts - 1) // num_parts * BLOCK_N
+        begin = tl.program_id(2) * part_size
+        end = begin + part_size
 
         position = tl.minimum(past + token, highest)
         groups = visible_cores(position, GROUP, window_size)
@@ -225,7 +230,7 @@ def _attend_pages_kernel(
         )
         low, high = begin, tl.minimum(whole, end)
         state = _attend_list(state, q, pages, places, low, high, scale, softcap, False, sizes)
-        low, high = tl.maximum(whole, begin), tl.minimum(first_end, end)
+        low, high = tl.maximum(whole, begin), tl.minimum(middle_end, end)
         state = _attend_list(state, q, pages, places, low, high, scale, softcap, True, sizes)
         low, high = tl.maximum(middle, begin), tl.minimum(causal, end)
         state = _attend_list(state, q, pages, places, low, high, scale, softcap, False, sizes)
@@ -237,8 +242,8 @@ def _attend_pages_kernel(
         if IN_PARTS:
             any_seen = running_max != -float("inf")
             running_sum = tl.where(any_seen, running_sum, 1.0)
-            share = (flat * tl.num_programs(1) + head) * num_shares + tl.program_id(2)
-            row = share * HEADS + rows % HEADS
+            part_number = (flat * tl.num_programs(1) + head) * num_parts + tl.program_id(2)
+            row = part_number * HEADS + rows % HEADS
             tl.store(lse_ptr + row, running_max + tl.log2(running_sum), mask=owned)
             at = row[:, None] * HEAD_DIM + dims[None, :]
             tl.store(acc_ptr + at, acc / running_sum[:, None], mask=mask & any_seen[:, None])
@@ -288,7 +293,7 @@ def compile_for_any_batch(q: Tensor, raw: Pages, cores: Pages, spec: Spec) -> No
     kv_heads = raw.k.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = torch.zeros(2, dtype=torch.int32, device=q.device)
-    # Tiles go by the rows of a sequence: from step to step at most twice as many.
+    # Tiles depend on the rows of a sequence: 1 to 128 new tokens, by powers of two, use them all.
     all_tiles = dict.fromkeys(_tiles_of(q, kv_heads, 1 << i) for i in range(8))
     batch = Batch(starts, starts[:1], 1, 1)
     for tiles in all_tiles:
@@ -314,7 +319,8 @@ def _blocks_of(q: Tensor, kv_heads: int, batch: Batch, tiles: Tiles) -> int:
 
 
 def _parts(q: Tensor, kv_heads: int, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Return memory for parts of the softmax, [T Hkv, num_parts, HEADS, D], and their sums."""
+    """Return memory for parts of the softmax: outputs [T Hkv, num_parts, query heads of a KV head,
+    D] and log-sum-exp [T Hkv, num_parts, query heads of a KV head]."""
     tokens, num_heads, dim = q.shape
     shape = (tokens * kv_heads, num_parts, num_heads // kv_heads)
     acc = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
@@ -331,7 +337,7 @@ def _launch(
     num_parts: int,
 ) -> None:
     """Attend to pages of raw tokens and of core tokens by tiles of these sizes; `num_parts`
-    programs share the entries of a block."""
+    programs split the entries of a block of queries."""
     raw, cores = pages
     dim = q.shape[2]
     kv_heads = raw.k.shape[2]
@@ -373,7 +379,7 @@ def _launch(
 
 
 def _num_parts(q: Tensor, kv_heads: int, batch: Batch, spec: Spec, tiles: Tiles) -> int:
-    """Return the programs that share the entries of a block."""
+    """Return the number of programs that split the entries of a block of queries."""
     programs = _blocks_of(q, kv_heads, batch, tiles) * kv_heads
     entries = spec.sinks + spec.window_size + spec.group_size + batch.most_new
     entries += ceil_div(batch.longest, spec.group_size)

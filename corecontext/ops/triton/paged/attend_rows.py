@@ -2,10 +2,10 @@
 depend on shapes only:
 
 rotate, score, select   as in a decoding step without pages (`decode/step_with_fetch.py`)
-mark, claim             slots of chosen groups in host memory (`group_slots.py`)
+mark, claim             slots for chosen groups from host memory (`group_slots.py`)
 attend                  to first tokens, core tokens of groups not chosen, raw tokens of chosen
-                        groups and of the window, as one list; long ones are shared out
-merge                   the shares
+                        groups and of the window, as one list; several programs split a long one
+merge                   the parts of the softmax
 
 A token that sees all tokens raw has no far past here: its window begins with its sequence.
 """
@@ -78,21 +78,25 @@ def _attend_rows_kernel(
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Attend from the query heads of a KV head, of one new token, to an even share of the entries
+    """Attend from the query heads of a KV head, of one new token, to an even part of the entries
     that it sees.
 
-    Grid: (T Hkv, shares).
+    Grid: (T Hkv, parts).
 
     Args:
-        cores: As of `_attend_pages_kernel`.
-        raw: Pointers to keys and values of raw tokens, then to those of raw tokens before the
-            window, then to slots of their groups [Hkv, n, GROUP, 2 D].
-        strides, page_sizes: As there, and then those of raw tokens before the window.
-        tables: Pointers to the tables of both kinds of pages.
-        rows: Pointers of `Rows`.
+        raw: Pointers to keys and values of raw tokens in pages, to the same in host memory where
+            HAS_FAR, and to slots [Hkv, n, GROUP, 2 D] where HAS_SLOTS.
+        cores: Pointers to keys, values and masses of core tokens.
+        tables: Pointers to the tables of raw tokens and of core tokens.
+        rows: Pointers to the fields of `Rows`.
         choice: Pointers to groups [T Hkv, num_chosen] and marks [T Hkv, WIDTH], as `select_kernel`
-            writes them, and to places [T Hkv, num_chosen], as `find_places` does.
-        partial: Pointers to the shares' outputs [T Hkv, shares, HEADS, D] and log-sum-exp.
+            writes them, and to slots [T Hkv, num_chosen], as `find_places` does.
+        partial: Pointers to the parts' outputs [T Hkv, parts, HEADS, D] and log-sum-exp [T Hkv,
+            parts, HEADS].
+        numbers: KV heads, window size, slots of a KV head.
+        strides: Of q, of pages of raw tokens, of core tokens and of masses, of both tables' rows,
+            and of pages in host memory.
+        page_sizes: Entries of a page of raw tokens, of core tokens, in host memory.
     """
     kv_heads, window_size, num_slots = integers(numbers)
     q_strides, page_strides, core_strides, mass_strides, table_strides, far_strides = strides
@@ -120,7 +124,8 @@ def _attend_rows_kernel(
     places_ptr = choice[2] + n * num_chosen
     slots_ptr = raw[4] + head * num_slots * GROUP * (2 * TILE.dim)
 
-    # The list: first tokens, core tokens, tokens of chosen groups, the window.
+    # The list: first tokens, core tokens, tokens of chosen groups, the window. Where all groups are
+    # chosen, it has no core tokens. All groups are numbered from the first one behind the sinks.
     num_fetched = tl.minimum(groups, num_chosen) * GROUP
     num_cores = tl.where(groups > num_chosen, groups, 0)
     num_sinks = tl.where(groups > 0, SINKS, 0)
@@ -130,9 +135,9 @@ def _attend_rows_kernel(
     total = num_before + position + 1 - window
     nearest = visible_cores(position, GROUP, window_size) * GROUP
     tiles = tl.cdiv(total, TILE.block_n)
-    share = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, total)
+    part_size = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
+    begin = tl.program_id(1) * part_size
+    end = tl.minimum(begin + part_size, total)
 
     acc = tl.full([TILE.block_m, TILE.block_d], 0.0, tl.float32)
     running_sum = tl.full([TILE.block_m], 0.0, tl.float32)
@@ -153,7 +158,7 @@ def _attend_rows_kernel(
         core_at = page_offsets(core_table_ptr, core_entry, is_core, core_strides, page_sizes[1])
         is_raw = inside & ~is_core
         if HAS_FAR:
-            # First tokens have pages beside the window's.
+            # Pages on the device keep first tokens and those from `nearest` on.
             is_far = is_raw & (token >= SINKS) & (token < nearest)
             is_raw = is_raw & ~is_far
             far_at = page_offsets(core_table_ptr, token, is_far, far_strides, page_sizes[2])
@@ -196,26 +201,30 @@ def _attend_rows_kernel(
 
 @functools.lru_cache(maxsize=8)
 def rotations_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    """Return `IndexPages.rotations`; captured launches read them, so they are kept."""
+    """Return `IndexPages.rotations`, the same tensors at each call: captured launches read them."""
     matrices = [rotation(dim, kind, device) for kind in (dtype, torch.float32)]
     return tuple(columns_of_codes(x, bits) for x in matrices)
 
 
 class Work(NamedTuple):
-    """Hold the sizes and the tensors that launches leave for the next ones."""
+    """Hold the plan of a step, and the tensors that its launches leave for the next ones."""
 
     plan: FetchPlan
     num_groups: int
-    """Groups that there is room for."""
+    """Groups behind the sinks of the longest sequence."""
     rotated: tuple[Tensor, Tensor]
+    """Queries as whole numbers of 8 bits, with their scales, where `plan.scoring.whole`."""
     scores: Tensor
+    """Of groups by the index, [T Hkv, query heads of a KV head, width]."""
     choice: tuple[Tensor, Tensor]
+    """Chosen groups [T Hkv, k] and marks [T Hkv, width]."""
     partial: tuple[Tensor, Tensor]
+    """The parts' outputs and log-sum-exp, as `merge` takes them."""
 
     @classmethod
     def of(cls, q: Tensor, kv_heads: int, longest: int, spec: Spec) -> Work:
-        """Take the memory of a step: new tokens of queries q [T, H, D], of sequences of at most
-        `longest` tokens."""
+        """Take the memory of a step with the queries q [T, H, D], of sequences of at most `longest`
+        tokens."""
         tokens, num_heads, dim = q.shape
         count = tokens * kv_heads
         heads = num_heads // kv_heads
@@ -228,8 +237,8 @@ class Work(NamedTuple):
         shape = (q.dtype, count, heads, dim, entries, num_groups, num_chosen, is_nvidia)
         plan = fetch_plan(chip, StepSizes(*shape), spec)
         scoring = plan.scoring
-        # Half the tiles of a step without pages: on an H200 16 requests of 32K take 12 % less.
-        shares = decode_splits(chip, count, min(entries, longest), plan.tile.block_n // 2)
+        # Parts as of tiles half as large: on an H200 16 requests of 32K take 12 % less time.
+        num_parts = decode_splits(chip, count, min(entries, longest), plan.tile.block_n // 2)
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty((count, *shape), dtype=dtype, device=q.device)
@@ -241,7 +250,7 @@ class Work(NamedTuple):
             rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
             scores=make(heads, scoring.width),
             choice=(make(num_chosen, dtype=torch.int32), make(scoring.width, dtype=torch.int8)),
-            partial=(make(shares, heads, dim), make(shares, heads)),
+            partial=(make(num_parts, heads, dim), make(num_parts, heads)),
         )
 
 
@@ -259,11 +268,13 @@ def attend_rows(
 
     Args:
         q: [T, H, D], rotary applied.
-        pages: Pages of raw tokens and of core tokens, which hold the new tokens, what they complete
-            and its index.
+        rows: Of these tokens.
+        pages: Raw tokens and core tokens; they hold the new tokens and the groups that these
+            complete.
+        index: Holds what `pool_pages` wrote.
         longest: At least the tokens of each sequence; launches depend on it.
         out: [T, H, D], contiguous, written.
-        far: Raw tokens before the window; None where pages of raw tokens hold them, too.
+        far: Raw tokens in host memory; None where pages of raw tokens hold all.
     """
     q = contiguous_rows(q)
     raw, cores = pages

@@ -1,11 +1,10 @@
 """Split a batch by the attention that suits its sequences, and attend part by part.
 
-- Long chunks of prompts are attended from gathered entries (`paged_chunk`).
-- Whole prompts that see no core token have plain causal attention, which the caller may have a
-  function for.
+- For long chunks of prompts `chunk.py` gathers the entries.
+- Whole prompts that see no core token have plain causal attention: the caller may pass a function.
 - Chunks of long prompts with fetch are left to the caller.
-- The others stay with `attend_pages`, in runs of neighbouring sequences, so that decoding tokens
-  beside a chunk, long or short, get tiles of their size.
+- All others go to `attend_pages`, in runs of neighbouring sequences of a kind: decoding tokens
+  beside a chunk get tiles of their size.
 
 The host must know the lengths of long chunks and whole prompts.
 """
@@ -34,7 +33,7 @@ class Kind(enum.Enum):
     LONG = enum.auto()
     """A long chunk by itself."""
     WHOLE = enum.auto()
-    """Whole prompts whose tokens see each other and nothing else."""
+    """Whole prompts so short that none of their tokens sees a core token."""
     SHARING = enum.auto()
     """A chunk by itself of a prompt with fetch, whose neighbouring tokens share a choice."""
 
@@ -50,13 +49,14 @@ class Part(NamedTuple):
     batch: Batch
     """The sequences as a batch of their own."""
     past: int
-    """Tokens before the new ones of a sequence that is a part by itself."""
+    """Tokens before the new ones of the first sequence; read where it is a part by itself."""
 
 
 AttendWhole = Callable[..., None]
-"""Causal attention within the sequences of a batch: queries [T, H, D], keys and values [T, Hkv, D],
-the batch, of the spec the scale and the softcap, the output [T, H, D] to write into; and with the
-block table of raw tokens, keys and values as of `Pages`, to all tokens of a sequence."""
+"""A function (q, k, v, batch, spec, out, table=None) of plain causal attention: queries [T, H, D],
+keys and values [T, Hkv, D] of the new tokens, a spec whose scale and softcap count, the output
+[T, H, D] to write. With the block table of raw tokens, k and v are those of `Pages`, and queries
+see the earlier tokens of their sequence, too."""
 
 
 def parts_of(
@@ -67,16 +67,17 @@ def parts_of(
     most_whole: int = 0,
     full_until: int = NO_END,
 ) -> list[Part]:
-    """Split a batch into long chunks and runs of sequences of another kind.
+    """Split a batch into runs of neighbouring sequences of a kind; a LONG or SHARING chunk is a
+    part by itself.
 
     Args:
-        starts, lengths: Those of the batch, on the host; lengths are read of chunks of prompts
-            only, and are never less than the sequence's.
-        most_decoded: New tokens of a decoding sequence at most, drafts included. More need a tile
-            of other rows.
-        most_whole: Tokens of a whole prompt at most: 0, or at most s + g - 1, since longer ones see
-            a core token.
-        full_until: Tokens of a prompt that see all tokens before them; later ones share a choice.
+        starts, lengths: Those of the batch, on the host. Lengths are read of chunks of prompts
+            only; those of other sequences may be too large.
+        most_decoded: Sequences with at most so many new tokens, drafts included, are DECODING.
+        most_whole: Prompts of at most so many tokens are WHOLE: 0 for none, else at most s + g - 1,
+            since longer ones see a core token.
+        full_until: Tokens of a prompt that see all tokens before them; chunks that reach further
+            are SHARING.
     """
     counts = [end - start for start, end in itertools.pairwise(starts)]
 
@@ -92,7 +93,6 @@ def parts_of(
     parts = []
     for kind, run in itertools.groupby(range(len(counts)), kind_of):
         rows = list(run)
-        # Each long chunk is a part by itself.
         runs = [[row] for row in rows] if kind in (Kind.LONG, Kind.SHARING) else [rows]
         for neighbours in runs:
             first, end = neighbours[0], neighbours[-1] + 1

@@ -1,6 +1,6 @@
-"""Attend from long chunks of prompts whose past is in pages: its entries are gathered beside the
-new tokens, and the kernels for contiguous keys read them, in a fraction of the time that reading by
-block table takes."""
+"""Attend from long chunks of prompts whose past is in pages: copy its entries beside the new
+tokens, and let the kernels for contiguous keys read them. Reading by block table takes several
+times as long."""
 
 import torch
 from torch import Tensor
@@ -13,16 +13,15 @@ from corecontext.ops.triton.paged.pages import Pages
 
 LONG_CHUNK = 512
 """New tokens of a sequence from which on its entries are gathered. On an H200, 512 behind 24,576
-others take the device 63 us a layer in place of 231, and the host 190 in place of 42."""
+others take the device 63 us a layer instead of 231, and the host 190 us instead of 42."""
 
 
 def attend_longest_chunk(
     q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec
 ) -> None:
-    """Attend from new tokens [T, H, D] as the last ones of a sequence of `longest` tokens, whose
-    pages are one page of zeros: a run before there are caches takes the memory of the longest
-    gathered entries. It compiles the kernels that gather and read them, with a far past and
-    without."""
+    """Take the most memory that a chunk may need, and compile its kernels: vLLM runs this before
+    there are caches, to measure what is left for them. The queries q [T, H, D] attend as the last
+    of `longest` tokens, then some as a sequence without far past."""
     raw, cores = longest_pages(q, kv_heads, page_size, longest, spec)
     new = raw.k.new_zeros(q.shape[0], *raw.k.shape[2:])
     out = torch.empty_like(q)
@@ -35,8 +34,8 @@ def attend_longest_chunk(
 def longest_pages(
     q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec
 ) -> tuple[Pages, Pages]:
-    """Return the pages of a sequence of `longest` tokens, raw tokens and core tokens: each is the
-    same page of zeros."""
+    """Return pages of raw tokens and of core tokens, for a sequence of `longest` tokens: the same
+    page of zeros again and again."""
     shape = (1, page_size, kv_heads, q.shape[2])
     page = torch.zeros(shape, dtype=q.dtype, device=q.device)
     table = torch.zeros(1, ceil_div(longest, page_size), dtype=torch.int32, device=q.device)
@@ -53,7 +52,7 @@ def attend_chunk(
     out: Tensor,
 ) -> None:
     """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
-    follow `past` earlier ones."""
+    follow `past` earlier ones; write to `out`, [T, H, D]."""
     kv_heads = raw.k.shape[2]
     q, grouped_out = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (new[0], out))
     span = Span.of(past, q.shape[2], spec)

@@ -1,5 +1,5 @@
-"""Gather what a long chunk of one sequence sees: raw tokens, and the list of its far past, from
-pages and from the new tokens, in one launch."""
+"""Gather what a long chunk of one sequence sees, from pages and from the new tokens, in one launch:
+raw tokens in order, behind them the list of its far past."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ BLOCK_E = 32
 
 
 class Span(NamedTuple):
-    """Tell which entries the new tokens of a sequence see."""
+    """Tell which entries the new tokens of a sequence see: raw tokens low .. end-1, of which those
+    from `past` on are new; and the far past, first tokens and the core tokens behind them."""
 
     low: int
     """The first raw token."""
     past: int
-    """Tokens before the new ones, which are read from pages from `low` on."""
+    """Tokens before the new ones; those from `low` on are read from pages."""
     end: int
-    """Tokens of the sequence."""
+    """Tokens of the sequence, the new ones included."""
     sinks: int
     """First tokens in the list of the far past."""
     first_group: int
-    """The group of the first core token behind them."""
+    """The group of its first core token."""
     cores: int
-    """Core tokens behind them."""
+    """Core tokens in the list."""
 
     @classmethod
     def of(cls, past: int, num_new: int, spec: Spec) -> Span:
@@ -45,7 +46,7 @@ class Span(NamedTuple):
         low = local_start(past, spec.group_size, spec.window_size)
         groups = num_visible_cores(end - 1, spec.group_size, spec.window_size)
         first_group = min(spec.sinks // spec.group_size, groups)
-        # Where no query sees a core token, raw tokens are all.
+        # Where no group is far past, `low` is 0: the raw tokens hold the first ones.
         # mutant vllm: a long chunk does without first tokens
         sinks = min(spec.sinks, end) if groups else 0
         return cls(low, past, end, sinks, first_group, groups - first_group)
@@ -74,18 +75,21 @@ def _gather_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copy BLOCK_E entries of one KV head: raw tokens of pages, new tokens, first tokens, core
-    tokens, in this order.
+    """Copy BLOCK_E entries of one KV head, of a list of `total`: raw tokens of pages, new tokens,
+    first tokens, core tokens, in this order.
 
-    Grid: (blocks of BLOCK_E of `total` entries, Hkv).
+    Grid: (blocks of BLOCK_E entries, Hkv).
 
     Args:
         new_tokens: Pointers to keys and values of the new tokens.
         raw: Pointers to keys and values of raw tokens.
         cores: Pointers to keys, values and masses of core tokens.
-        slots: Pointers to the tokens and to the table of `GroupSlots`, which are read instead of
-            whole groups before the new tokens that have one.
+        table_ptr, core_table_ptr: The sequence's rows of the tables of raw and of core tokens.
+        slots: Pointers to the tokens and to the table of `GroupSlots`: a group before the new
+            tokens that has a slot is read there, not in its page.
         gathered: Pointers to the keys, values and masses that are written.
+        numbers: Entries of the list; its raw tokens from pages; all its raw tokens, new ones
+            included; its first tokens; `Span.low`, `Span.first_group`; slots of a KV head.
         strides: Of new keys and values, of pages of raw tokens, of core tokens and of masses.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
@@ -114,8 +118,8 @@ def _gather_kernel(
     k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
     v_at = tl.where(is_core, core_values_ptr + core_at, values_ptr + raw_at)
     if HAS_SLOTS:
-        # Places of first tokens and of a group that is not complete have the slot of the sequence
-        # that had their page before.
+        # The table is valid for pooled groups only. First tokens and an incomplete group still have
+        # there the slot of the sequence that had their page before.
         # mutant vllm: a prompt reads a slot of another sequence
         is_whole = is_past & (token < (low + num_near) // GROUP * GROUP)
         # mutant vllm: a prompt reads a slot of another sequence for its first tokens
@@ -165,11 +169,11 @@ def gather_chunk(
         new: Keys and values [T, Hkv, D] of the new tokens.
         span: Which entries these are.
         raw, cores: Pages of the sequence; tables [1, most pages].
-        slots: Of groups of raw tokens.
+        slots: Copies of groups of raw tokens; None reads all from `raw`.
 
     Returns:
-        Keys and values of raw tokens, [Hkv, S, D], from `span.low` on; and the list of the far
-        past, one for each KV head.
+        Keys and values [Hkv, S, D] of the raw tokens low .. end-1; and the list of the far past,
+        one for each KV head.
     """
     k, v = map(contiguous_rows, new)
     kv_heads, dim = k.shape[1:]

@@ -1,10 +1,11 @@
-"""Keep recently fetched groups of raw tokens in host memory on the device, for all sequences of
-block tables: by the place of a group's core token, so sequences that share pages share slots.
+"""Keep recently fetched groups on the device, in slots, where all raw tokens are in host memory.
 
-The launch that pools keeps the groups that new tokens complete, where slots are free or were not
-read for long: so a prompt that fits reads nothing from host memory. A step marks the slots of the
-groups that it chose, gives the missing ones slots that it does not read, and loads them. Programs
-take slots at the same time, so two sequences may load the same group in a step, each for itself.
+A group is known by the place of its core token, page times E plus entry: so sequences that share
+pages share slots. The launch that pools keeps the groups that new tokens complete, if slots are
+free or were not read for long: so a prompt that fits reads nothing from host memory. A step marks
+the slots of the groups that it chose as read, gives the groups without one slots that it does not
+read, and loads them. Programs take slots at the same time, so two sequences may load the same group
+in a step, each for itself.
 """
 
 from __future__ import annotations
@@ -21,33 +22,35 @@ from corecontext.ops.triton.paged.pages import Pages, page_offsets
 from corecontext.ops.triton.primitives import integers
 
 _TRIES = tl.constexpr(8)
-"""Slots that a missing group asks for: the first must not have been read in the last 128 steps, the
-next in the last 64 and so on, the last one not in this step."""
+"""Slots that a chosen group without one tries, one after the other. It takes the first if that was
+not read in the last 128 steps, the next if not in the last 64 and so on, the last one if not in
+this step."""
 PROMPT_TRIES = tl.constexpr(4)
-"""Those that a group asks for when it is pooled: the last must not have been read in 16 steps."""
+"""Those that a group tries when it is pooled: the last must not have been read in 16 steps."""
 NOT_KEPT = tl.constexpr(-2)
-"""Place of a group that has no slot: it is read from host memory. -1 is no group."""
+"""Stands for the slot of a group that has none: it is read from host memory. -1 is no group."""
 
 
 class GroupSlots(NamedTuple):
-    """Hold groups of raw tokens of a layer on the device."""
+    """Hold groups of raw tokens of a layer on the device, in n slots of each KV head."""
 
     tokens: Tensor
     """[Hkv, n, g, 2 D], keys before values."""
     table: Tensor
-    """The slot of each core token in its page, [P, E, Hkv] in int32, -1 for none."""
+    """The slot of each core token's group, [P, E, Hkv] in int32, -1 for none."""
     owner: Tensor
     """The core token of each slot, page times E plus entry, [Hkv, n] in int32, -1 for none."""
     last_used: Tensor
     """The step that last read each slot, [Hkv, n] in int64."""
     hands: Tensor
-    """Slots that were asked for so far, [Hkv] in int64."""
+    """A hand of each KV head goes round its slots: those tried so far, [Hkv] in int64. The next to
+    try is this number mod n."""
     clock: Tensor
     """Steps so far, as `write_rows` counts them, [1] in int64."""
 
     @classmethod
     def make(cls, tokens: Tensor, cores: tuple[int, int, int], clock: Tensor) -> GroupSlots:
-        """Return empty slots for so many core tokens, P, E and Hkv."""
+        """Return empty slots in the memory `tokens`, for core tokens [P, E, Hkv]."""
 
         def filled(*shape: int, value: int, dtype: torch.dtype) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=tokens.device)
@@ -64,22 +67,24 @@ class GroupSlots(NamedTuple):
 
 
 class FarPages(NamedTuple):
-    """Hold raw tokens before the window."""
+    """Hold all raw tokens of a layer in host memory; the window's are on the device, too."""
 
     pages: Pages
-    """By the table of core tokens."""
+    """By the table of core tokens: a page holds the tokens that a core page stands for."""
     slots: GroupSlots | None = None
-    """Groups of theirs on the device."""
+    """Copies of some groups on the device."""
 
 
 @triton.jit
 def take_slots(slots, core, is_missing, sizes, TRIES: tl.constexpr):
-    """Give core tokens [K] of one KV head slots, where they miss one, and return these; -1 where
-    none was free.
+    """Give groups of one KV head that miss a slot one each, and return these, [K] in int32: -1
+    where none was free in so many tries, and where none is missing.
 
     Args:
         slots: Pointers to `GroupSlots` without the tokens.
-        sizes: The KV head, KV heads and slots.
+        core: Their core tokens, page times E plus entry, [K].
+        is_missing: [K].
+        sizes: The KV head, KV heads, slots of a KV head.
     """
     table_ptr, owner_ptr, last_used_ptr, hands_ptr, clock_ptr = slots
     head, kv_heads, num_slots = sizes
@@ -133,17 +138,22 @@ def _slots_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Mark the slots of the groups that a token has chosen, or, where CLAIMS, give those without a
-    slot one and load them.
+    """Find the slots of the groups that a token has chosen, and mark them as read; where CLAIMS, a
+    second launch, give the groups without a slot one and load them.
 
     Grid: (T Hkv,).
 
     Args:
-        chosen_ptr: [T Hkv, num_chosen] in int32, -1 for none.
-        places_ptr: As chosen_ptr: slots, or as `NOT_KEPT` says.
+        chosen_ptr: Groups behind the sinks, [T Hkv, num_chosen] in int32, -1 for none.
+        places_ptr: Their slots, as chosen_ptr; -1 for no group, NOT_KEPT for one without a slot.
         slots: Pointers to `GroupSlots`.
-        far: Pointers to keys and values of raw tokens before the window.
-        page_sizes: Entries of a page of core tokens and of these raw tokens.
+        far: Pointers to keys and values of all raw tokens, in host memory.
+        core_table_ptr: Table of core tokens, by which `far` is paged, too.
+        sequences_ptr: Row of the table of each token.
+        numbers: KV heads, slots of a KV head, the first group with a core token, stride of the
+            table's rows.
+        far_strides: Page, token and KV head of `far`.
+        page_sizes: Entries of a page of core tokens, tokens of a page of `far`.
     """
     kv_heads, num_slots, first_group, table_stride = integers(numbers)
     n = tl.program_id(0).to(tl.int64)
@@ -172,7 +182,7 @@ def _slots_kernel(
         is_taken = slot >= 0
         tl.store(places_ptr + at, slot, mask=is_taken)
 
-        # Load the groups one after the other: programs of all rows keep the bus busy.
+        # Load the groups one after the other: the programs of all tokens keep the bus busy.
         order = tl.cumsum(is_taken.to(tl.int32), 0) - 1
         rows = tl.arange(0, BLOCK_G)
         dims = tl.arange(0, BLOCK_D)
@@ -200,12 +210,13 @@ def find_places(
     sequences: Tensor,
     sinks: int,
 ) -> None:
-    """Write where the groups are that new tokens have chosen, and load those that take a slot.
+    """Write the slots of the groups that new tokens have chosen; first load those that had none, as
+    far as slots are free.
 
     Args:
-        choice: Groups [T Hkv, k], -1 for none, their marks, and the places that are written, as the
-            groups.
-        cores, far: Core tokens, and raw tokens before the window; tables are those of all
+        choice: Groups [T Hkv, k], -1 for none; their marks, not read; the slots that are written,
+            as the groups: -1 for no group, NOT_KEPT for one without a slot.
+        cores, far: Core tokens, and all raw tokens in host memory; tables are those of all
             sequences.
         sequences: Row of the table of each new token.
         sinks: First tokens, which have no core tokens.

@@ -1,9 +1,10 @@
-"""Write an index in low bits beside the core tokens in their pages (`ops/fetch/low_bits.py`): the
-part of the launch that pools which does so.
+"""Write an index in low bits (`ops/fetch/low_bits.py`) beside the core tokens in their pages. The
+kernel that pools groups calls this at its end.
 
-A group has its index as soon as its centre's tokens are there, as in a cache: with the group whose
-last token follows its own by the tokens that the centre counts, less a group. The centre is the
-mean of a sequence's first keys; it is written with the first index, and read from then on.
+The centre, which is taken from all keys of the index, is the mean of `num_centred` keys behind the
+sinks. So the first group can have an index only when the last of these tokens is there. Each later
+group waits as long: when group c is complete, group c - (num_centred / g - 1) gets its index. The
+centre is stored with the first index, and read from then on.
 """
 
 import triton
@@ -30,15 +31,15 @@ def write_group_index(
     INDEX: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the index of the group of a KV head whose turn it is with a later one, if that one is
-    complete.
+    """Write the index of the earlier group that waited for group `completed`, for one KV head.
 
     Args:
         keys_ptr: Raw keys of the KV head in pages.
         index: Pointers to codes, scales, centres and the rotation in float32.
         tables: Pointers to the sequence's tables of raw tokens and of core tokens.
-        place: The KV head, the later group, tokens of the sequence and those before the new ones.
-        num_centred: Tokens behind the first ones that the centre counts, whole groups.
+        place: The KV head; the number of the group that new tokens complete, if they do; tokens of
+            the sequence; its tokens before the new ones.
+        num_centred: Tokens behind the sinks that the centre counts, whole groups.
         strides: Of pages of raw tokens, of codes, of scales and of centres.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
@@ -55,7 +56,7 @@ def write_group_index(
         dims = tl.arange(0, TILE.block_d)
         in_dims = dims < TILE.dim
 
-        # The mean key of the first tokens, which are new ones where it was not written before.
+        # The centre: read, if an earlier step has stored it, else the mean of its tokens' keys.
         page = tl.load(core_table_ptr).to(tl.int64)
         centre_at = centre_ptr + page * centre_strides[0] + head * centre_strides[1] + dims
         num_read = tl.where(past < SINKS + num_centred, 0, TILE.dim)
@@ -72,7 +73,7 @@ def write_group_index(
         centre = tl.load(centre_at, mask=dims < num_read, other=0.0) + total / num_centred
         tl.store(centre_at, centre, mask=dims < num_written)
 
-        # The means of the group's parts, without it.
+        # The group's keys in the index are the means of its parts, less the centre.
         key = tl.arange(0, INDEX.block_p)
         mask = tile_mask(key, KEYS, dims, TILE.dim)
         means = tl.full([INDEX.block_p, TILE.block_d], 0.0, tl.float32)

@@ -1,11 +1,12 @@
 """Describe a cache in pages and a ragged batch of new tokens, as the kernels over block tables read
 them.
 
-The new tokens of all sequences are in one tensor, those of a sequence side by side: a chunk of a
-prompt, one token, or a token with drafts. Blocks of them never cross sequences: sequence i has the
-blocks starts[i] // BLOCK + i .. starts[i+1] // BLOCK + i, of which it may need fewer. So a launch
-depends on the number of tokens and of sequences only, and can be captured in a graph. All launches
-go to the current device, which is that of vLLM's worker.
+In this folder's shapes P counts pages, E entries of a page, B sequences, and T the new tokens of
+all sequences. These are in one tensor, those of a sequence side by side: a chunk of a prompt, one
+token, or a token with drafts. Blocks of new tokens never cross sequences: sequence i has the blocks
+starts[i] // BLOCK + i to starts[i+1] // BLOCK + i, both included, and may leave the last empty. So
+the size of a launch depends on the number of tokens and of sequences only, and it can be captured.
+All launches go to the current device, which is that of vLLM's worker.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor
 
 
 class Pages(NamedTuple):
-    """Hold pages of keys and values, and which of them each sequence has.
+    """Hold pages of keys and values, of raw tokens or of core tokens, and their block table.
 
     Entry e of sequence i is entry e mod E of page table[i, e // E]; for raw tokens e is the
     position, for core tokens the number of the group.
@@ -28,23 +29,25 @@ class Pages(NamedTuple):
     v: Tensor
     """As k, with the same strides."""
     table: Tensor
-    """[B, most pages] in int32; pages that no query reads need no valid number."""
+    """[B, most pages of a sequence] in int32; pages that no query reads need no valid number."""
     mass: Tensor | None = None
-    """Added to the scores of core tokens, [P, E, Hkv] in float32; None adds nothing."""
+    """Of core tokens, [P, E, Hkv] in float32; None where nothing is added to their scores."""
 
 
 class IndexPages(NamedTuple):
     """Hold the index of fetch in low bits, beside the core tokens in their pages."""
 
     codes: Tensor
-    """[P, E, Hkv, bytes of a group] in uint8, the last dimension contiguous."""
+    """Packed numbers of each group's keys, [P, E, Hkv, bytes of a group] in uint8, the last
+    dimension contiguous."""
     scales: Tensor
     """[P, E, Hkv, 1 or keys of a group] in float16."""
     centres: Tensor
-    """Mean keys that centre the index of sequences, each in the first page of its sequence, [P,
-    Hkv, D] in float32, the last dimension contiguous."""
+    """[P, Hkv, D] in float32, the last dimension contiguous. Row p is the centre of the sequences
+    whose first page is p; other rows are undefined."""
     rotations: tuple[Tensor, Tensor]
-    """As of `spec.RawSlots`."""
+    """The matrix that rotates keys before they are rounded, in the dtype of queries and in float32,
+    its columns in the order of the codes (`low_bits.columns_of_codes`)."""
 
 
 class Batch(NamedTuple):
@@ -61,16 +64,16 @@ class Batch(NamedTuple):
 
 
 def alignment_of(*tensors: Tensor) -> int:
-    """Return the bytes, at most 16, of which the place of each row is a multiple: the compiler
-    cannot know it of one of several places."""
-    places = [x.data_ptr() for x in tensors]
-    places += [stride * x.element_size() for x in tensors for stride in x.stride()[:-1]]
-    return math.gcd(16, *places)
+    """Return the most bytes, 16 or fewer, that divide the address of every row: a kernel that reads
+    rows of one tensor or another must tell the compiler."""
+    distances = [x.data_ptr() for x in tensors]
+    distances += [stride * x.element_size() for x in tensors for stride in x.stride()[:-1]]
+    return math.gcd(16, *distances)
 
 
 def strides_of(raw: Pages, cores: Pages, mass: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return the strides of pages of raw tokens, of core tokens and of masses, and those of the two
-    tables' rows."""
+    """Return the strides (page, entry, KV head) of raw tokens, of core tokens and of masses, and
+    those of the two tables' rows."""
     tables = (raw.table.stride(0), cores.table.stride(0))
     return raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3], tables
 
@@ -82,7 +85,8 @@ def num_blocks(tokens: int, sequences: int, block: int) -> int:
 
 @triton.jit
 def owned_block(starts_ptr, num_sequences, block, BLOCK: tl.constexpr):
-    """Return the sequence of a block and the block's number within it."""
+    """Return the sequence of a block, the last that begins no later, and the block's number within
+    it."""
     low = 0
     high = num_sequences
     while high - low > 1:
@@ -97,7 +101,13 @@ def owned_block(starts_ptr, num_sequences, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_offsets(table_ptr, entries, mask, strides, page_size):
-    """Return where entries of a sequence begin in their pages, in int64, by the strides of pages
-    and of entries in a page; masked entries are looked up in page 0."""
+    """Return the offsets of a sequence's entries from the first page, in elements, in int64.
+
+    Args:
+        table_ptr: Row of the block table of this sequence.
+        entries: Their numbers in the sequence.
+        mask: Which of them to look up; the others get page 0.
+        strides: Of pages, and of entries in a page.
+    """
     page = tl.load(table_ptr + entries // page_size, mask=mask, other=0).to(tl.int64)
     return page * strides[0] + (entries % page_size) * strides[1]

@@ -1,6 +1,6 @@
-"""Store new tokens in their pages, then pool the groups that they complete, reading raw keys and
-values from window pages, and write what fetch keeps of such groups: an index, and their tokens in a
-slot. Where no sequence has more new tokens than a group, all by one launch."""
+"""Store new tokens in their pages, then pool the groups that they complete, and write what fetch
+keeps of such groups: an index, and a copy of their tokens in a slot. One launch does it all, where
+no sequence has more new tokens than a group has; else `store_tokens` goes first."""
 
 import triton
 import triton.language as tl
@@ -42,7 +42,14 @@ def _store_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store one new token. Grid: (new tokens,)."""
+    """Store one new token, of all KV heads. Grid: (new tokens,).
+
+    Args:
+        k_ptr, v_ptr: [T, Hkv, D] of the new tokens.
+        keys_ptr, values_ptr: Pages.
+        slots_ptr: Where each token goes, page times page_size plus entry; -1 for nowhere.
+        page_strides: Page, entry and KV head.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     heads = tl.arange(0, BLOCK_H)
@@ -62,8 +69,8 @@ def _store_kernel(
 
 @triton.jit
 def _load_pairs(ptr, at, a, b, mask):
-    """Load the two columns of each pair, at each of some offsets, as two tiles in float32, 0
-    outside."""
+    """Load rows that begin at the offsets `at` as two tiles [rows, pairs] in float32: column a of
+    each pair, and column b; 0 outside the mask."""
     x_a = tl.load(ptr + at[:, None] + a[None, :], mask=mask, other=0.0)
     x_b = tl.load(ptr + at[:, None] + b[None, :], mask=mask, other=0.0)
     return x_a.to(tl.float32), x_b.to(tl.float32)
@@ -71,7 +78,7 @@ def _load_pairs(ptr, at, a, b, mask):
 
 @triton.jit
 def _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return the scores of tokens under one query, [tokens], -inf outside."""
+    """Return the scores of tokens under one query, [tokens], in natural units, -inf outside."""
     z = (tl.sum(q_a * k_a, 1) + tl.sum(q_b * k_b, 1)) * scale
     z, _ = capped(z, softcap, HAS_SOFTCAP)
     return tl.where(inside, z, -float("inf"))
@@ -87,7 +94,7 @@ def _copy_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Copy the rows that exist from and to some offsets."""
+    """Copy the rows that exist, HEAD_DIM elements each; the offsets are where they begin."""
     dims = tl.arange(0, 2 * BLOCK_P)
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
     x = tl.load(source_ptr + source_at[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -130,24 +137,29 @@ def _pool_pages_kernel(
     TILE: tl.constexpr,
 ):
     """Store the new tokens of a sequence for one KV head, pool one group, if they complete it
-    (docs/math.md, eq. 1 to 3), and write the index of the group whose turn it is then.
+    (docs/math.md, eq. 1 to 3), and write the index that waited for it (`index_pages.py`).
 
-    Grid: (blocks of GROUP new tokens, Hkv). Keys are read in blocks of tokens: for each query head
-    for the sums of its softmax, then once more with the values, for the weighted tokens. All but
-    the first time they come from the cache. All sums are float32.
+    Grid: (blocks of GROUP new tokens, Hkv). Block i of a sequence has the i-th group that its new
+    tokens touch. Keys are read in blocks of BLOCK_G tokens: by each query head for the sums of its
+    softmax, then once more with the values, for the weighted tokens. All but the first time they
+    come from the GPU's cache. All sums are float32.
 
     Args:
-        new: Pointers to keys and values of the new tokens, at most BLOCK_T of a sequence and no
-            more than GROUP; where this is 0, they are stored already.
-        raw, cores, strides, page_sizes: As of `_attend_rows_kernel`, and behind these strides those
-            of new keys and values and of the index, as of `write_group_index`.
-        far: Pointers to keys and values of raw tokens before the window.
+        q_ptr: Queries of the new tokens, [T, H, D].
+        new: Pointers to their keys and values. They are stored if BLOCK_T is not 0: then a sequence
+            has at most BLOCK_T of them, and no more than GROUP.
+        raw: Pointers to keys and values of raw tokens in pages.
+        far: The same in host memory.
+        cores: Pointers to keys, values and masses of core tokens.
         index: As of `write_group_index`.
-        slots: Pointers to `GroupSlots`, in one of which the group is kept.
-        page_tables: Pointers to the tables of both kinds of pages.
-        tables: Pointers to cosines and sines.
+        slots: Pointers to `GroupSlots`, into which the group is copied.
+        page_tables: Pointers to the tables of raw tokens and of core tokens.
+        tables: Pointers to cosines and sines of the rotation to a group's middle.
         sequences: Pointers to each sequence's first new token and to its length.
-        numbers: Sequences, slots, and tokens that the centre of the index counts.
+        numbers: Sequences, slots of a KV head, tokens that the centre of the index counts.
+        strides: Of q, of pages of raw tokens, of core tokens and of masses, of both tables' rows,
+            of `far`, of new keys and values; then of codes, scales and centres.
+        page_sizes: Entries of a page of raw tokens, of core tokens, of `far`.
     """
     num_sequences, num_slots, num_centred = integers(numbers)
     keys_ptr, values_ptr = raw
@@ -168,7 +180,7 @@ def _pool_pages_kernel(
     keys_ptr += head * page_strides[2]
     values_ptr += head * page_strides[2]
     if BLOCK_T > 0:
-        # Of so few tokens the first block of a sequence alone completes a group.
+        # So few tokens complete one group at most, the first block's, which stores them all.
         token = past + tl.arange(0, BLOCK_T)
         is_new = token < tl.where(block == 0, length, past)
         new_row = (first + token - past).to(tl.int64)
@@ -297,7 +309,8 @@ def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
 
     Args:
         k, v: [T, Hkv, D], rotary applied.
-        slots: [at most T] in int64, page times E plus entry; -1 stores nothing.
+        slots: Where the first tokens of them go, [at most T] in int64: page times E plus entry, -1
+            for nowhere.
     """
     k, v = map(contiguous_rows, (k, v))
     heads, dim = k.shape[1:]
@@ -328,18 +341,18 @@ def pool_pages(
 
     Args:
         q: [T, H, D], of the new tokens, rotary applied.
-        raw: Holds the new tokens already, or those of `new` are stored; D is even.
+        raw: Holds the new tokens already, if `new` is None; D is even.
         spec: One core token for each KV head, pooled by "cca".
-        index: With fetch, where the index of groups is written whose turn it is.
-        far: Raw tokens before the window, where `new` are stored, too. Slots of the groups are
-            forgotten, whose pages were another sequence's, and those that take one are kept in it.
-        new: Keys and values as of `store_tokens`, where no sequence has more than g.
+        index: With fetch, where the index is written.
+        far: Raw tokens in host memory, where `new` are stored, too. Completed groups are copied
+            into slots that are free; slots that sequences before had for their places are released.
+        new: Keys and values to store, as of `store_tokens`; no sequence has more than g.
     """
     q = contiguous_rows(q)
     kv_heads, dim = raw.k.shape[2:]
     heads = q.shape[1] // kv_heads
     g = spec.group_size
-    # A program has one group.
+    # Only block_g, block_p and num_warps count: here each program has one group.
     tiles = pool_tiles(g, dim)
     # Kernels do not touch the tensors that stand in for missing ones.
     tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
@@ -352,7 +365,7 @@ def pool_pages(
     if index is not None:
         index_tensors = (*index[:3], index.rotations[1])
         form = index_form(spec, dim)
-    # Queries and entries have no part in an index.
+    # Writing an index needs the head's size alone of a tile.
     tile = Tile(1, dim, 1, 1, max(16, power_of_2(dim)), vector=False, stages=1)
     sequences = batch.lengths.shape[0]
     launch(

@@ -1,4 +1,5 @@
-"""Describe the new tokens of a step one by one, in buffers that captured launches read anew."""
+"""Describe the new tokens of a step one by one, by a launch that a graph can capture: replayed, it
+writes the rows of the newest step into the same buffers."""
 
 from __future__ import annotations
 
@@ -19,17 +20,19 @@ BLOCK = 128
 
 
 class Rows(NamedTuple):
-    """Hold of each new token, [T] in int32, what the kernels of fetch read."""
+    """Hold what the kernels of fetch read of each new token, [T] in int32."""
 
     sequences: Tensor
     """Row of the block tables."""
     positions: Tensor
     """Position in its sequence; 0 for tokens that fill up a captured batch."""
     pads: Tensor
-    """Minus the position by which groups are far past; 1 for tokens that see all tokens raw."""
+    """Minus the position, for tokens that choose; 1, as of position -1, which has no far past, for
+    those that see all tokens raw. Kernels of a decoding step take it as a row's padding, of 0
+    tokens seen."""
 
     def part(self, tokens: slice) -> Rows:
-        """Return some tokens."""
+        """Return the rows of some tokens."""
         return Rows(*(x[tokens] for x in self))
 
 
@@ -46,28 +49,31 @@ def _rows_kernel(
     """Write the rows of BLOCK tokens, and count the step. Grid: (blocks of tokens,).
 
     Args:
-        numbers: Sequences, new tokens, and those that there is room for.
+        starts_ptr, lengths_ptr: As of `pages.Batch`.
+        full_until_ptr, rows_ptr: As of `write_rows`.
+        clock_ptr: Steps so far, one more afterwards.
+        numbers: Sequences, new tokens, and the tokens that rows_ptr has room for.
     """
     num_sequences, num_tokens, room = integers(numbers)
     if tl.program_id(0) == 0:
         tl.store(clock_ptr, tl.load(clock_ptr) + 1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # The last sequence that begins no later.
-    low = tl.zeros([BLOCK], tl.int32)
+    # A token's sequence is the last one that begins no later: halve the range until it has one.
+    sequence = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + num_sequences
-    span = num_sequences
-    while span > 1:
-        middle = (low + high) // 2
-        is_below = (tl.load(starts_ptr + middle) <= token) & (high - low > 1)
-        high = tl.where(is_below, high, middle)
-        low = tl.where(is_below, middle, low)
-        span = (span + 1) // 2
-    end = tl.load(starts_ptr + low + 1)
+    width = num_sequences
+    while width > 1:
+        middle = (sequence + high) // 2
+        is_later = (tl.load(starts_ptr + middle) <= token) & (high - sequence > 1)
+        high = tl.where(is_later, high, middle)
+        sequence = tl.where(is_later, middle, sequence)
+        width = (width + 1) // 2
+    end = tl.load(starts_ptr + sequence + 1)
     exists = token < end
-    position = tl.where(exists, tl.load(lengths_ptr + low) - end + token, 0)
-    chooses = exists & (position >= tl.load(full_until_ptr + low))
+    position = tl.where(exists, tl.load(lengths_ptr + sequence) - end + token, 0)
+    chooses = exists & (position >= tl.load(full_until_ptr + sequence))
     inside = token < num_tokens
-    tl.store(rows_ptr + token, low, mask=inside)
+    tl.store(rows_ptr + token, sequence, mask=inside)
     tl.store(rows_ptr + room + token, position, mask=inside)
     # mutant vllm: tokens of a prompt choose
     pads = tl.where(chooses, -position, 1)
@@ -76,7 +82,7 @@ def _rows_kernel(
 
 @functools.cache
 def clock_of(device: torch.device) -> Tensor:
-    """Return the number of steps so far, [1] in int64, of all layers."""
+    """Return the number of steps so far, [1] in int64; all layers read one clock."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
@@ -85,7 +91,7 @@ def write_rows(batch: Batch, full_until: Tensor, num_tokens: int, buffer: Tensor
 
     Args:
         full_until: [B] in int32: tokens of a sequence before this position see all tokens raw.
-        buffer: [3, at least num_tokens] in int32, written.
+        buffer: [3, at least num_tokens] in int32, written: a line for each field of `Rows`.
     """
     launch(
         _rows_kernel,
