@@ -21,9 +21,9 @@ from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each,
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
 
-# `packed` (cuBLAS) is faster in float32.
+# Dtypes for which "auto" takes Triton; in float32 `packed` (cuBLAS) is faster.
 _AUTO_TRITON = (torch.bfloat16, torch.float16)
-# Asked for here, as torch.compile does not trace the question.
+# Found out at import: torch.compile cannot trace find_spec.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -46,7 +46,7 @@ def choose_backend(backend: str, q: Tensor) -> str:
 
 
 def _unsupported_reason(backend: str, q: Tensor) -> str | None:
-    """Why a backend cannot take the call, or None."""
+    """Return why a backend cannot take the call, or None."""
     if backend == "triton" and not _HAS_TRITON:
         return "the package triton is not installed"
     return autograd.module_of(backend).unsupported_reason(q)
@@ -116,14 +116,13 @@ def cca_attention(
         rotary: How the keys were rotated.
         scale: Factor of the scores, above 0; default 1 / sqrt(D).
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2.
-        core_mass: Add the entropy of its pooling weights to each core token's score, which is then
-            at most the mass of its group (docs/math.md, eq. 14). The paper's equation has none; the
-            default of `CCAConfig` does.
+        core_mass: Add the entropy of its pooling weights, its mass, to each core token's score
+            (docs/math.md, eq. 14). The paper's equation has none; the default of `CCAConfig` does.
         fetch_groups: Groups whose raw tokens each query sees instead of their core tokens (k): the
             best by the index, chosen for each KV head. 0 is CCA; where all groups that are seen are
             fetched, this is full attention (docs/fetch.md).
-        fetch_index: What chooses, as `CCAConfig.fetch_index`: "mean", "bits:2"; or an `Index` with
-            weights of its own.
+        fetch_index: The index that chooses, as `CCAConfig.fetch_index`: "mean", "bits:2"; or an
+            `Index` with weights of its own.
         fetch_share: Neighbouring queries, aligned to absolute positions, that share one choice.
             Above 1 the choice looks up to fetch_share - 1 tokens ahead: for prompts only, never
             where perplexity is measured or a model is trained. By default each query chooses by
@@ -131,11 +130,11 @@ def cca_attention(
             backend is "auto" (docs/fetch.md); with 1 each query chooses at any length.
         choice: Groups that queries fetch, chosen by anybody, in place of an index:
             `ops.fetch.choice.Choice(groups, share)`. groups is [B Hkv, C, k] in int32 on the device
-            of q: for each row, KV head and share the numbers of k groups, rising, then -1; group 0
-            has the first g tokens after the n kept raw. The C = ceil(L / share) shares are `share`
-            neighbouring queries each; the last of a share must see its groups, others drop those
-            that they do not see. k and share replace fetch_groups and fetch_share. No gradient
-            belongs to it. Not for ragged batches, with a g for each head, or in torch.compile.
+            of q: for each row, KV head and share the numbers of at most k groups, rising, then -1
+            up to k. Group 0 has the first g tokens after the n kept raw. A share is `share`
+            neighbouring queries, so C = ceil(L / share); its last query must see the groups, others
+            drop those that they do not see. k and share replace fetch_groups and fetch_share. It
+            has no gradient. Not for ragged batches, with a g for each head, or in torch.compile.
         sink_size: First tokens of every sequence that all later queries see uncompressed, rounded
             up to a multiple n of g; their groups have no core token (docs/math.md, eq. 13). 0, the
             paper's equation, keeps none; the default of `CCAConfig` does.
@@ -158,7 +157,8 @@ def cca_attention(
         ValueError, TypeError: a shape, dtype or setting breaks a rule above.
         NotImplementedError: the named backend cannot take the call.
 
-    Cost: 4 D H sum_t (j(t) + t + 1 - j(t) g) operations and memory linear in L (packed backend).
+    Cost (packed backend): memory linear in L, and 4 D H sum_t (j(t) + t + 1 - j(t) g) operations;
+    query t sees j(t) core tokens, and all tokens behind their groups.
     """
     checks.check_types(q, k, v)
     sizes = (group_size,)
@@ -198,7 +198,7 @@ def cca_attention(
         if x is not None:
             checks.check_tensor(name, x)
     inputs = Inputs(q, k, v, choice)
-    fetches = fetch_share == 1
+    fetches = fetch_share == 1  # given, not by default
     out, lse = attend(inputs, spec, ragged, backend, return_lse, fetches)
     return (out, lse) if return_lse else out
 
@@ -254,8 +254,8 @@ def attend(
             return _attend(inputs, spec, ragged, chosen, return_lse)
         sizes, heads = heads_of_each(spec.group_size)
         results = [
-            _attend(share, spec.replace(group_size=g), ragged, chosen, return_lse)
-            for g, share in zip(sizes, split_inputs(inputs, heads))
+            _attend(inputs_of_g, spec.replace(group_size=g), ragged, chosen, return_lse)
+            for g, inputs_of_g in zip(sizes, split_inputs(inputs, heads))
         ]
         outs, lses = zip(*results)
         lse = gather_heads(lses, heads) if return_lse else None
@@ -263,7 +263,7 @@ def attend(
 
 
 def _is_plain(inputs: Inputs, spec: Spec, ragged: Ragged, return_lse: bool) -> bool:
-    """Whether PyTorch's attention can take the call, were all tokens seen raw."""
+    """Whether PyTorch's attention could take the call if all tokens were seen raw."""
     plain = not return_lse and spec.softcap is None and inputs.choice is None
     return plain and all(x is None for x in ragged)
 
@@ -303,17 +303,16 @@ def pool_core_tokens(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Pool every complete group of g tokens into one core token (docs/math.md, eq. 1 to 3), the
-    first groups too.
+    """Pool every complete group of g tokens into one core token (docs/math.md, eq. 1 to 3), from
+    the first token on: there are no sinks here.
 
     Args:
         q: Queries, [B, H, L, D]; only each group's last one is read. Other arguments as in
             `cca_attention`.
 
     Returns:
-        core_k, core_v: [B, Hkv, L // g, D], in the dtype
-            of k; the weights and sums are computed in float32 (float64 for float64).
-            Differentiable in q, k and v.
+        core_k, core_v: [B, Hkv, L // g, D], in the dtype of k; the weights and sums are computed in
+            float32 (float64 for float64). Differentiable in q, k and v.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as in `cca_attention`.

@@ -21,7 +21,7 @@ def attend_buffer(
 
     Args:
         q: [B, H, 1, D].
-        keys, values: [B, Hkv, S, D]: num_raw raw tokens, then core tokens, in any order.
+        keys, values: [B, Hkv, S, D]: num_raw raw tokens in any order, then core tokens in any.
         see: [B, 1, S], True where the query sees the entry.
         mass: Added to the scores of core tokens, [B, Hkv, S - num_raw]; not rounded to the dtype of
             q.
@@ -34,7 +34,7 @@ def attend_buffer(
     mask = see[:, None]  # [B, 1, 1, S]
     wide = torch.promote_types(q.dtype, torch.float32)
     if mass is not None:
-        # 16 bits may not hold the masses, and a mask has the dtype of the queries.
+        # PyTorch wants a mask in the dtype of the queries, and 16 bits would round the masses.
         grouped, keys, values = (x.to(wide) for x in (grouped, keys, values))
         # mutant mass: not that of the entry, decoding
         # mutant mass: raw tokens have one, decoding

@@ -1,9 +1,8 @@
 """Run a backend on a whole batch, forward and backward, as one operator.
 
-Registered with torch, so that torch.compile and activation checkpointing treat it as one node. Kept
-for the backward are q, k, v, out, the log-sum-exp, the groups fetched and, where the batch is one
-segment, the core tokens and their masses; else the backward pools again, and under torch.compile it
-chooses again.
+Under torch.compile it is an operator registered with torch, one node of the graph. Kept for the
+backward are q, k, v, out and the log-sum-exp; outside torch.compile also the groups fetched and,
+where the batch is one segment, the core tokens and their masses. What is not kept is made again.
 """
 
 import functools
@@ -96,10 +95,12 @@ def _gradients(
     pooled: tuple[Tensor | None, ...] = (),
     choices: Sequence[Choice | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; pools again without `pooled`, core tokens and their masses, and
-    chooses again without `choices`, one for each segment.
+    """Return the gradients of q, k and v.
 
-    upstream: Of the whole batch, [B, H, L, ...].
+    Args:
+        upstream: Of the whole batch, [B, H, L, ...].
+        pooled: Keys, values and masses of core tokens; empty to pool again.
+        choices: Of each segment; empty to choose again.
     """
     q, k, v = inputs[:3]
     grads = [Gathered(x) for x in (q, k, v)]
@@ -133,7 +134,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, choice, ragged, spec, backend):
-        q, k, v = (_heads_in_rows(x) for x in (q, k, v))
+        q, k, v = (_with_even_heads(x) for x in (q, k, v))
         inputs = Inputs(q, k, v, choice)
         out, lse, pooled, choices = _forward(inputs, ragged, spec, module_of(backend))
         groups = [None if x is None else x.groups for x in choices]
@@ -170,10 +171,10 @@ class _Eager(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def _heads_in_rows(x: Tensor) -> Tensor:
-    """x [B, H, L, D] with one stride from head to head through all rows, as the backends need it;
-    of several rows that transformers' layout has otherwise, a copy, which the backward then need
-    not make again."""
+def _with_even_heads(x: Tensor) -> Tensor:
+    """Return x [B, H, L, D] with one stride from head to head through all rows, as the backends
+    need it. Where it has none, as [B, L, H, D] transposed with B > 1, this is the one copy for both
+    forward and backward."""
     return x.flatten(0, 1).view(x.shape)
 
 
@@ -192,13 +193,13 @@ _FIELDS = tuple(field.name for field in fields(Spec) if field.name != "rotary")
 
 
 def _flat(spec: Spec, backend: str) -> tuple[Any, ...]:
-    """spec and backend in the types of `_SETTINGS`; the rotation's tensor travels apart."""
+    """Return spec and backend in the types of `_SETTINGS`; the rotation's tensor travels apart."""
     interleaved = spec.rotary is not None and spec.rotary.interleaved
     return *(getattr(spec, name) for name in _FIELDS), interleaved, backend
 
 
 def _unflattened(inv_freq: Tensor | None, settings: tuple[Any, ...]) -> tuple[Spec, str]:
-    """The inverse of `_flat`."""
+    """Invert `_flat`."""
     *fields, interleaved, backend = settings
     rotary = None if inv_freq is None else Rotary(inv_freq, interleaved)
     return Spec(*fields, rotary), backend
@@ -210,7 +211,7 @@ def _unflattened(inv_freq: Tensor | None, settings: tuple[Any, ...]) -> tuple[Sp
     schema=f"({_TENSORS.format(results='')}, {_SETTINGS}) -> (Tensor, Tensor)",
 )
 def cca_attention_op(q, k, v, inv_freq, *rest) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, L, D] and log-sum-exp [B, H, L]."""
+    """Return out [B, H, L, D] and log-sum-exp [B, H, L]; `rest` is `Ragged`, then the settings."""
     spec, backend = _unflattened(inv_freq, rest[3:])
     inputs = Inputs(q, k, v)
     return _forward(inputs, Ragged(*rest[:3]), spec, module_of(backend))[:2]
@@ -251,6 +252,7 @@ def _(grad_out, grad_lse, q, k, v, *args):
 
 
 def _setup_context(ctx, inputs, output):
+    # Seven tensors or None: q, k, v, inv_freq and Ragged.
     *tensors, ctx.settings = *inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)

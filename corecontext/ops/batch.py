@@ -28,6 +28,7 @@ class Segment(NamedTuple):
 def once_for_all_layers(function: Callable[..., Any]) -> Callable[..., Any]:
     """Cache the last result, keyed by tensor identity and version: every layer asks the same
     question, and each answer costs a device sync."""
+    # Arguments without tensors, the tensors with their versions, and the result.
     last: tuple[tuple, list[tuple[weakref.ref, int]], Any] | None = None
 
     @functools.wraps(function)
@@ -74,7 +75,7 @@ def find_segments(
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> list[Segment]:
-    """Return the sequences of a batch, which `Ragged` tells; the list is shared and must not be
+    """Return the sequences of a batch by the fields of `Ragged`; the list is cached and must not be
     changed.
 
     Raises:
@@ -104,7 +105,7 @@ def check_positions(position_ids: Tensor, batch_size: int, seq_len: int) -> None
 
 
 def _document_segments(cu_seqlens: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
-    """One segment for each document of a single row."""
+    """Return one segment for each document of a single row."""
     if batch_size != 1:
         raise ValueError(
             f"cu_seqlens must come with a batch of one packed row, got {batch_size} rows."
@@ -118,7 +119,7 @@ def _document_segments(cu_seqlens: Tensor, batch_size: int, seq_len: int) -> lis
 
 
 def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
-    """Documents of each row, or all rows at once where each is one document."""
+    """Return the documents of each row, or all rows at once where each is one document."""
     check_positions(position_ids, batch_size, seq_len)
     if not has_restarts(position_ids):
         return [Segment(0, batch_size, 0, seq_len)]
@@ -130,7 +131,7 @@ def _packed_segments(position_ids: Tensor, batch_size: int, seq_len: int) -> lis
 
 
 def _row_segments(mask: Tensor, batch_size: int, seq_len: int) -> list[Segment]:
-    """One segment per row of a padding mask, or one for all rows where nothing is padded."""
+    """Return one segment for each row of a padding mask, or one for all where none is padded."""
     if tuple(mask.shape) != (batch_size, seq_len):
         raise ValueError(
             f"attention_mask must be [B, L] = [{batch_size}, {seq_len}], got {list(mask.shape)}. "
@@ -169,6 +170,7 @@ class SegmentView:
     Attributes:
         tokens: The segment's tokens.
         spec: The settings of a sequence of this length.
+        full: Whether all its tokens are seen raw, so that no group is pooled.
     """
 
     def __init__(self, segment: Segment, inputs: Inputs, spec: Spec) -> None:
@@ -178,7 +180,7 @@ class SegmentView:
         seq_len = segment.end - segment.start
         self.spec = spec.for_length(seq_len)
         self.full = self.spec.is_full(seq_len, inputs.choice)
-        if self.full:  # one causal call
+        if self.full:  # a window over all tokens: one causal call
             self.spec = self.spec.replace(
                 group_size=1, window_size=seq_len, sink_size=0, fetch_groups=0
             )
@@ -221,8 +223,8 @@ def complete_groups(tokens: Tokens, g: int, first: int = 0) -> Groups:
 
 
 class Gathered:
-    """A result [B, H or Hkv, L, ...] put together from segments, or the one segment that is the
-    whole batch."""
+    """Collect the results of segments in one tensor [B, H or Hkv, L, ...], without a copy where one
+    segment is the whole batch."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None, fill: float = 0.0) -> None:
         self.like = like
@@ -231,7 +233,7 @@ class Gathered:
         self.total: Tensor | None = None
 
     def put(self, view: SegmentView, x: Tensor) -> None:
-        """Take over one segment's x [N, ..., T, ...]."""
+        """Add one segment's x [N, ..., T, ...]."""
         if x.numel() == self.like.numel():
             self.total = x.reshape(self.like.shape).to(self.dtype)
             return

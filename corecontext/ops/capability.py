@@ -11,8 +11,8 @@ def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
     return _capability(device)
 
 
-# What torch.compiler.assume_constant_result sets, without loading the compiler: otherwise the
-# question is a node of the compiled graph.
+# Tells torch.compile that the result is constant, not a node of its graph, as
+# `torch.compiler.assume_constant_result` does, which would load the compiler.
 nvidia_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

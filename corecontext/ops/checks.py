@@ -113,8 +113,7 @@ def check_choice_settings(choice: Choice, fetch_groups: int, fetch_share: int | 
 
 
 def check_choice(choice: Choice, k: Tensor, spec: Spec, ragged: Ragged) -> Choice:
-    """Return a choice, contiguous, if its groups are those that queries see; reads them on the
-    host.
+    """Return a choice, contiguous, if its groups are those that queries see; asks the device.
 
     Args:
         k: [B, Hkv, L, D].
@@ -145,7 +144,7 @@ def check_choice(choice: Choice, k: Tensor, spec: Spec, ragged: Ragged) -> Choic
             "choice.groups must rise in each row, without equal numbers, then be -1, got others. "
             "Sort them, and put -1 last."
         )
-    # Groups that the last query of each share sees.
+    # Groups that the last query of each share sees; `ends` are the positions behind these queries.
     sized = spec.for_length(length)
     g = sized.group_size
     ends = [min(end, length) for end in range(share, length + share, share)]

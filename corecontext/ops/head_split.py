@@ -1,6 +1,6 @@
 """Split tensors by KV heads that have the same group size, and gather the results.
 
-Shares are slices, never made by lists of indexes, which would be copied to the device at every
+Pieces are slices of neighbouring heads: a list of indexes would be copied to the device at every
 call.
 """
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from corecontext.ops.spec import Inputs
 
-Shares = Sequence[Sequence[int]]
-"""Which KV heads belong to each share; every head is in one."""
+HeadSets = Sequence[Sequence[int]]
+"""The KV heads of each group size; every head is in one set."""
 
 
 def check_sizes(sizes: Sequence[int], kv_heads: int, num_groups: int | None) -> tuple[int, ...]:
@@ -38,37 +38,37 @@ def heads_of_each(sizes: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]
     return distinct, [[head for head, size in enumerate(sizes) if size == g] for g in distinct]
 
 
-def split_heads(x: Tensor, shares: Shares, kv_heads: int, dim: int = 1) -> list[Tensor]:
-    """Split a dimension that has one entry for each KV head, or r for its query heads.
+def split_heads(x: Tensor, sets: HeadSets, kv_heads: int, dim: int = 1) -> list[Tensor]:
+    """Return the heads of each set, along a dimension of KV heads or of r query heads for each.
 
     Neighbouring heads stay views, and the backward is one `torch.cat`.
     """
     repeats = x.shape[dim] // kv_heads
-    runs = sorted(run for heads in shares for run in _runs(heads))
+    runs = sorted(run for heads in sets for run in _runs(heads))
     pieces = dict(zip(runs, x.split([count * repeats for _, count in runs], dim), strict=True))
-    split = [[pieces[run] for run in _runs(heads)] for heads in shares]
-    return [torch.cat(share, dim) if len(share) > 1 else share[0] for share in split]
+    split = [[pieces[run] for run in _runs(heads)] for heads in sets]
+    return [torch.cat(slices, dim) if len(slices) > 1 else slices[0] for slices in split]
 
 
-def split_inputs(inputs: Inputs, shares: Shares) -> list[Inputs]:
-    """Split the tensors of a call."""
+def split_inputs(inputs: Inputs, sets: HeadSets) -> list[Inputs]:
+    """Return the queries, keys and values of each set of heads."""
     kv_heads = inputs.k.shape[1]
-    q, k, v = (split_heads(x, shares, kv_heads) for x in inputs[:3])
+    q, k, v = (split_heads(x, sets, kv_heads) for x in inputs[:3])
     return [Inputs(*fields) for fields in zip(q, k, v)]
 
 
-def gather_heads(outs: Sequence[Tensor], shares: Shares) -> Tensor:
-    """Return the results of each share, [B, r heads, ...], as one tensor in the order of heads."""
-    if len(outs) == 1 and list(shares[0]) == sorted(shares[0]):
+def gather_heads(outs: Sequence[Tensor], sets: HeadSets) -> Tensor:
+    """Return the results of all sets, each [B, r heads of the set, ...], in the order of heads."""
+    if len(outs) == 1 and list(sets[0]) == sorted(sets[0]):
         return outs[0]
     pieces: dict[int, Tensor] = {}
-    for out, heads in zip(outs, shares, strict=True):
+    for out, heads in zip(outs, sets, strict=True):
         pieces |= zip(heads, out.chunk(len(heads), 1))
     return torch.cat([pieces[head] for head in sorted(pieces)], 1)
 
 
 def _runs(heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours together: (first, count)."""
+    """Return runs of neighbouring heads, each as (first, count)."""
     runs: list[tuple[int, int]] = []
     for head in heads:
         if runs and sum(runs[-1]) == head:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-# Elements of the output merged at once; on a CPU few enough that wide temporaries stay in cache.
+# Elements of the output that `merge_into` merges at once, by device; on a CPU few enough that wide
+# temporaries stay in the processor's cache.
 _ELEMENTS = {"cpu": 1 << 19}
 _ELEMENTS_DEFAULT = 1 << 22
 
@@ -50,8 +51,8 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def merge_into(out: Tensor, lse: Tensor, *results: tuple[Tensor, Tensor]) -> None:
-    """Merge the results of other keys into out [N, r, T, D] and lse [N, r, T], in place, a few rows
-    at a time: merging makes wide copies of its inputs."""
+    """Merge the results of other keys, each (out, lse), into out [N, r, T, D] and lse [N, r, T], in
+    place, a few queries at a time: merging makes wide copies of its inputs."""
     elements = _ELEMENTS.get(out.device.type, _ELEMENTS_DEFAULT)
     outs, lses = zip((out, lse), *results)
     step = max(1, elements // max(1, out.shape[0] * out.shape[1] * out.shape[3]))

@@ -1,10 +1,12 @@
-"""Attend in plain torch with linear memory: fused kernels on the packed core part and on blocks of
-the local part.
+"""Attend in plain torch with linear memory: PyTorch's fused kernels on the packed core part and on
+blocks of the local part.
 
-From position A = s + g - 1 on, g neighbouring queries see the same core tokens, and each next g see
-one more. Packed g at a time into extra heads, they see the core tokens under a plain causal mask
-(docs/math.md, eq. 6), which any attention kernel computes well. The local part goes block by block
-under one shared mask. Parts meet in `merge`.
+From position A = s + g - 1 on, g neighbouring queries, a pack, see the same core tokens, and each
+next pack sees one more. With each query of a pack in a head of its own, packs are positions that
+see the core tokens under a plain causal mask (docs/math.md, eq. 6), which any attention kernel
+computes well. With g = 2, queries A and A + 1 are position 0 of two heads and see core token 0;
+A + 2 and A + 3 are position 1 and see 0 and 1. The local part, raw tokens, goes block by block
+under one shared mask. `merge` joins the parts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ pool = pooling.forward
 pool_with_mass = pooling.forward_with_mass
 pool_backward = pooling.backward
 
-_BLOCK_QUERIES = {"cpu": 128}  # local block; elsewhere launches cost more than masked work
+# Queries of a local block; off the CPU launches cost more than masked work.
+_BLOCK_QUERIES = {"cpu": 128}
 _BLOCK_QUERIES_DEFAULT = 512
 # Elements of q packed at once: the copies that packing makes are a few times this.
 _CORE_ELEMENTS = 1 << 22
@@ -61,8 +64,8 @@ def attend(
         out[:, :, rows], lse[:, :, rows] = partial.forward(
             q[:, :, rows], call.k[:, :, keys], call.v[:, :, keys], scoring
         )
-    for heads, share in call.shares():
-        share.merge_core(out[heads], lse[heads])
+    for sequences, smaller in call.split():
+        smaller.merge_core(out[sequences], lse[sequences])
     return out, lse
 
 
@@ -73,7 +76,7 @@ def attend_backward(
     eq. 9).
 
     Each part's backward is called with the merged out and lse. Sums over blocks are kept in
-    float32.
+    float32 or wider.
 
     Raises:
         ValueError: q_start is not 0.
@@ -101,12 +104,12 @@ def attend_backward(
         grad_q[:, :, rows] += dq
         grad_k[:, :, keys] += dk
         grad_v[:, :, keys] += dv
-    for heads, share in call.shares():
-        share.core_backward(
-            upstream.map(lambda x, heads=heads: x[heads]),
-            grad_q[heads],
-            Cores(*(x[heads] for x in grad_cores)),
-            None if grad_scores is None else grad_scores[heads],
+    for sequences, smaller in call.split():
+        smaller.core_backward(
+            upstream.map(lambda x, sequences=sequences: x[sequences]),
+            grad_q[sequences],
+            Cores(*(x[sequences] for x in grad_cores)),
+            None if grad_scores is None else grad_scores[sequences],
         )
     # mutant mass: its gradient reaches no query
     grad_mass = None if grad_scores is None else grad_scores.sum(1, keepdim=True)
@@ -121,25 +124,26 @@ def gradients(
     spec: Spec,
     mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, those through pooling and masses too."""
+    """Return the gradients of q, k and v of a whole sequence, through pooling and masses too."""
     grads = attend_backward(upstream, tokens, cores, spec, mass)
     return compose.through_pooling(grads, groups, spec, pool_backward)
 
 
 class _Plan(NamedTuple):
-    """How queries q_start .. q_end-1 are cut."""
+    """Say how queries q_start .. q_end-1 are cut."""
 
     blocks: list[tuple[int, int]]
     """Local blocks, first query and the query after the last."""
     core_start: int
     """First query that sees a core token."""
     pack_start: int
-    """First query that begins a pack of g equal views."""
+    """First query from there on that begins a pack."""
     q_end: int
+    """Position behind the last query."""
 
 
 def _plan(q_start: int, q_end: int, spec: Spec, device: str) -> _Plan:
-    """Cut at A, then at the first whole pack, then every block of whole packs."""
+    """Cut at A, then where the first pack begins, then every block of whole packs."""
     g = spec.group_size
     first = first_core_query(g, spec.window_size)
     core_start = min(max(q_start, first), q_end)
@@ -159,14 +163,14 @@ def _plan(q_start: int, q_end: int, spec: Spec, device: str) -> _Plan:
 def _interior_mask(
     rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The mask shared by all blocks that begin a pack."""
+    """Return the mask shared by all blocks of whole packs."""
     first = first_core_query(group_size, window_size)
     like = torch.empty((), dtype=dtype, device=device)
     return _mask(first, first + rows, group_size, window_size, like)
 
 
 def _mask(start: int, end: int, group_size: int, window_size: int, like: Tensor) -> Tensor:
-    """Additive mask of queries start .. end-1 over the raw keys that any of them sees."""
+    """Return the additive mask of queries start .. end-1 over raw keys that any of them sees."""
     position = torch.arange(start, end, device=like.device)[:, None]
     key = torch.arange(local_start(start, group_size, window_size), end, device=like.device)
     # mutant 2: a token covered twice, packed
@@ -176,17 +180,17 @@ def _mask(start: int, end: int, group_size: int, window_size: int, like: Tensor)
 
 
 class _CorePart(NamedTuple):
-    """Attention of some queries to some core tokens, all of them or in packs under a causal
-    mask."""
+    """Say which queries attend to which core tokens."""
 
     rows: slice
-    """In q."""
+    """Places of the queries in q."""
     cores: slice
     packed: bool
+    """Whether they see them in packs under a causal mask; else each sees all."""
 
 
 class _Call:
-    """One sequence-level call: its tensors, its plan and the parts of its softmax."""
+    """Hold one call on sequences: its tensors, its plan and the parts of its softmax."""
 
     def __init__(self, tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> None:
         self.tokens = tokens
@@ -201,7 +205,7 @@ class _Call:
         self.plan = _plan(tokens.q_start, q_end, spec, tokens.q.device.type)
 
     def rows(self, start: int, end: int) -> slice:
-        """Return where the queries start .. end-1 are in q."""
+        """Return the places in q of the queries start .. end-1."""
         return slice(start - self.tokens.q_start, end - self.tokens.q_start)
 
     def local_blocks(self) -> Iterator[tuple[slice, slice, partial.Scoring]]:
@@ -219,17 +223,16 @@ class _Call:
             scoring = self.scoring._replace(is_causal=start == 0, mask=mask)
             yield self.rows(start, end), slice(low - k_start, end - k_start), scoring
 
-    def shares(self) -> Iterator[tuple[slice, _Call]]:
-        """Yield the same call for a few sequences and KV heads at a time, each with its place in
-        N."""
+    def split(self) -> Iterator[tuple[slice, _Call]]:
+        """Yield the same call for a few of the N sequences at a time, each with its place in N."""
         size = max(1, _CORE_ELEMENTS // max(1, self.q[0].numel()))
         for low in range(0, self.q.shape[0], size):
-            heads = slice(low, low + size)
-            q, k, v = (x[heads] for x in self.tokens[:3])
+            sequences = slice(low, low + size)
+            q, k, v = (x[sequences] for x in self.tokens[:3])
             tokens = self.tokens._replace(q=q, k=k, v=v)
-            cores = Cores(*(x[heads] for x in self.cores))
-            mass = None if self.mass is None else self.mass[heads]
-            yield heads, _Call(tokens, cores, self.spec, mass)
+            cores = Cores(*(x[sequences] for x in self.cores))
+            mass = None if self.mass is None else self.mass[sequences]
+            yield sequences, _Call(tokens, cores, self.spec, mass)
 
     # Core parts
 
@@ -237,12 +240,13 @@ class _Call:
         """Yield the parts of the core attention."""
         g = self.spec.group_size
         core_start, pack_start, q_end = self.plan[1:]
+        # Before the first pack of this call: less than g queries, which see the same.
         if core_start < pack_start:
             seen = num_visible_cores(core_start, g, self.spec.window_size)
             yield _CorePart(self.rows(core_start, pack_start), slice(0, seen), False)
         if pack_start < q_end:
             rows = self.rows(pack_start, q_end)
-            # The first pack's last core token is on the diagonal.
+            # All see the first pack's core tokens but its last, with which the causal part begins.
             seen = num_visible_cores(pack_start, g, self.spec.window_size)
             if seen > 1:
                 yield _CorePart(rows, slice(0, seen - 1), False)
@@ -251,7 +255,7 @@ class _Call:
             yield _CorePart(rows, slice(seen - 1, seen - 1 + packs), True)
 
     def arrange(self, x: Tensor, packed: bool) -> Tensor:
-        """[N, r, T, ...] as it is; packed: to [N, r g, P, ...], the last pack filled with zeros."""
+        """Return x [N, r, T, ...], packed as [N, r g, packs, ...], zeros filling the last one."""
         if not packed:
             return x
         n, r, t = x.shape[:3]
@@ -262,18 +266,18 @@ class _Call:
         return x.unflatten(2, (packs, g)).transpose(2, 3).flatten(1, 2)
 
     def restore(self, x: Tensor, length: int, packed: bool) -> Tensor:
-        """The inverse of `arrange` for T = length; a copy where packed."""
+        """Invert `arrange` for T = length; a copy where packed."""
         if not packed:
             return x
-        x = x.unflatten(1, (-1, self.spec.group_size)).transpose(2, 3)  # [N, r, P, g, ...]
+        x = x.unflatten(1, (-1, self.spec.group_size)).transpose(2, 3)  # [N, r, packs, g, ...]
         return x.flatten(2, 3)[:, :, :length]
 
     def core_kv(self, cores: slice) -> tuple[Tensor, Tensor]:
-        """Core keys and values [N, 1, m, D]."""
+        """Return some core keys and values, each [N, 1, m, D]."""
         return self.cores.k[:, :, cores], self.cores.v[:, :, cores]
 
     def core_forward(self, piece: _CorePart) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one core part, in the layout of its rows of q."""
+        """Return out and log-sum-exp of one core part, in the layout of its rows of q."""
         q = self.q[:, :, piece.rows]
         arranged = self.arrange(q, piece.packed)
         scoring = self.core_scoring(piece)
@@ -283,17 +287,18 @@ class _Call:
         return out, lse
 
     def core_scoring(self, piece: _CorePart) -> partial.Scoring:
-        """Scoring of a core part, with the masses of its core tokens, [N, r or r g, m]."""
+        """Return the scoring of a core part, with the masses of its core tokens as the bias of
+        keys, [N, r or r g, m]."""
         bias = None
         if self.mass is not None:
-            rows = self.q.shape[1] * (self.spec.group_size if piece.packed else 1)
-            bias = self.mass[:, :, piece.cores].expand(-1, rows, -1)
+            heads = self.q.shape[1] * (self.spec.group_size if piece.packed else 1)
+            bias = self.mass[:, :, piece.cores].expand(-1, heads, -1)
         return self.scoring._replace(is_causal=piece.packed, key_bias=bias)
 
     def merge_core(self, out: Tensor, lse: Tensor) -> None:
         """Merge the core parts into the local part's out [N, r, T, D] and log-sum-exp [N, r, T], in
         place."""
-        results: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        results: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}  # by queries
         for piece in self.core_parts():
             span = (piece.rows.start, piece.rows.stop)
             results.setdefault(span, []).append(self.core_forward(piece))

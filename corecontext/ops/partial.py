@@ -1,8 +1,9 @@
-"""Attend by softmax to one set of keys, with the log-sum-exp: the parts that `packed` merges.
+"""Attend to one set of keys, with the log-sum-exp: the parts of a softmax that `merge` joins.
 
-torch's fused kernels are called below `scaled_dot_product_attention`, whose public form hides the
-log-sum-exp. The backward of a part is called with the MERGED output and log-sum-exp, which makes
-its probabilities the final ones (docs/math.md, eq. 9); so a part keeps no tensors of its own.
+torch's fused kernels are called by their internal names: the public `scaled_dot_product_attention`
+hides the log-sum-exp. The backward of a part is called with the MERGED output and log-sum-exp,
+which makes its probabilities the final ones (docs/math.md, eq. 9); so a part keeps no tensors of
+its own. In [N, h, ...] h counts query heads, or the more into which `packed` packs queries.
 """
 
 import functools
@@ -21,7 +22,7 @@ _CUDNN_KEYS = 1024
 
 
 class Scoring(NamedTuple):
-    """Settings that turn products into scores."""
+    """Hold the settings that turn products into scores."""
 
     scale: float
     softcap: float | None = None
@@ -67,8 +68,8 @@ def backward(
     """Return the gradients of one part, given the output and log-sum-exp of the whole softmax.
 
     Returns:
-        grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v, and, for a bias of each
-        key, its gradient [N, h, S].
+        grad_q [N, h, T, D], grad_k and grad_v of the shapes of k and v, and, where scoring has a
+        bias of keys, its gradient [N, h, S].
     """
     scale, _, is_causal, mask, _ = scoring
     kernel = _kernel(q, k, scoring) if upstream.grad_lse is None else "plain"
@@ -92,8 +93,8 @@ def backward(
     grad_q, grad_k, grad_v, *grad_bias = grads
     if kv_shape[1] != grad_k.shape[1]:
         wide = upstream.lse.dtype
-        # Summed in float32: a group shares one key among g x r rows, too many for 8 bits of
-        # mantissa.
+        # Summed in float32 or wider: g x r packed heads share a core key, too many for bfloat16's 8
+        # bits of mantissa.
         # mutant 7: gradients of a group's g r queries added up in bfloat16
         grad_k, grad_v = (x.sum(1, True, dtype=wide) for x in (grad_k, grad_v))
     return grad_q, grad_k, grad_v, *grad_bias
@@ -102,7 +103,7 @@ def backward(
 def _cudnn_backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by cuDNN, which wants contiguous tensors."""
+    """Return the gradients by cuDNN, which wants contiguous tensors."""
     grad_out, _, out, lse = (None if x is None else x.contiguous() for x in upstream)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # serves dropout, which is 0
     stats = lse.view(*lse.shape, *[1] * (_cudnn_stats_dim() - 3))
@@ -117,7 +118,7 @@ def _cudnn_backward(
 def _flash_backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by FlashAttention."""
+    """Return the gradients by FlashAttention."""
     grad_out, _, out, lse = (None if x is None else x.contiguous() for x in upstream)
     # The seed serves dropout, which is 0.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -131,8 +132,8 @@ def _flash_backward(
 
 
 def _kernel(q: Tensor, k: Tensor, scoring: Scoring) -> str:
-    """Which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash" (Ampere and
-    later, AMD), in half precision and without a mask; or "plain"."""
+    """Return which implementation takes the call: "cpu"; "cudnn" (Hopper and later) or "flash"
+    (Ampere and later, AMD), in half precision and without a mask; or "plain"."""
     dim = q.shape[-1]
     if scoring.softcap is not None or scoring.key_bias is not None:
         return "plain"
@@ -155,14 +156,14 @@ def _kernel(q: Tensor, k: Tensor, scoring: Scoring) -> str:
 
 @functools.cache
 def _cudnn_stats_dim() -> int:
-    """Dimensions of cuDNN's log-sum-exp: some versions of torch add a fourth, of size 1."""
+    """Count the dimensions of cuDNN's log-sum-exp: some releases add a fourth, of size 1."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device="cuda")
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
-    """x, copied unless the elements of a row are adjacent: torch's kernels assume it, and check it
-    only on GPUs."""
+    """Return x, copied unless the elements of a row are adjacent: torch's kernels assume it, and
+    check it only on GPUs."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -173,14 +174,14 @@ def as_mask(seen: Tensor, like: Tensor) -> Tensor:
 
 
 def _expand(x: Tensor, q: Tensor) -> Tensor:
-    """Expand one key head to the query heads of q, without a copy."""
+    """Expand the one head of keys or values to the query heads of q, without a copy."""
     return x if x.shape[1] == q.shape[1] else x.expand(-1, q.shape[1], -1, -1)
 
 
 def _scores(
     q: Tensor, k: Tensor, scoring: Scoring, rows: slice, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of some query rows, [N, h, rows, S], and the derivative of the softcap."""
+    """Return the scores of some queries, [N, h, rows, S], and the derivative of the softcap."""
     scores = _product(q[:, :, rows], k.mT, dtype) * scoring.scale
     slope = None
     if scoring.softcap is not None:
@@ -198,8 +199,8 @@ def _scores(
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in dtype; half-precision inputs are not rounded back on the way, as fused kernels do
-    not either."""
+    """Return a @ b in dtype. Products of half-precision inputs are never rounded to half precision,
+    as in fused kernels."""
     if a.device.type == "cuda" and a.dtype != dtype:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype).unflatten(
             0, a.shape[:2]
@@ -208,13 +209,13 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
-    """Slices of query rows whose scores fit in the chunk."""
+    """Return slices of queries whose scores fit into _CHUNK_SCORES."""
     rows = max(1, _CHUNK_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     return [slice(i, min(i + rows, q.shape[2])) for i in range(0, q.shape[2], rows)]
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Matrix products over chunks of query rows: any device, dtype and head size, softcap too."""
+    """Attend by matrix products over chunks of queries: any device, dtype, size and scoring."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
@@ -228,7 +229,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[T
 def _plain_backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> tuple[Tensor, ...]:
-    """The same chunks backward; the only path that takes a gradient of the log-sum-exp."""
+    """Go the same chunks backward; the only path that takes a gradient of the log-sum-exp."""
     grad_out, grad_lse, out, lse = upstream
     dtype = lse.dtype
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)  # [N, h, T]

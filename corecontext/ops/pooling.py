@@ -1,5 +1,5 @@
-"""Pool groups by their weights, and weigh them by their masses, in plain torch with the backward
-written out: linear memory, any device.
+"""Pool groups into core tokens, with their masses, in plain torch with the backward written out:
+linear memory, any device.
 
 The equations are those of `ops/reference.py`; here keys and values are read in chunks of groups, so
 that no float32 copy of all keys is ever made, and only the inputs are kept for the backward.
@@ -12,7 +12,7 @@ from corecontext.ops.mass import entropy
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Cores, Groups, Spec
 
-_CHUNK_ELEMENTS = 1 << 23  # elements of K widened at once: 32 MiB in float32
+_CHUNK_ELEMENTS = 1 << 23  # elements of keys widened at once: 32 MiB in float32
 
 
 def forward(groups: Groups, spec: Spec) -> Cores:
@@ -50,18 +50,18 @@ def backward(
     grad_v = torch.empty_like(v)
     for chunk in _chunks_of_groups(k):
         wide_k, wide_v = (widen(x[:, chunk]) for x in (k, v))
-        into_k, into_v = (widen(x[:, :, chunk]) for x in grad_cores)
+        grad_core_k, grad_core_v = (widen(x[:, :, chunk]) for x in grad_cores)
         # Through the weighted sums.
         wide_q = widen(q_last[:, :, chunk])
         weights, probs, slope = weights_of(wide_q, wide_k, spec)
-        chunk_k = torch.einsum("nrmg,nrmd->nmgd", weights, into_k)
+        chunk_k = torch.einsum("nrmg,nrmd->nmgd", weights, grad_core_k)
         # mutant 6: keys turned to the middle, gradients not turned back
         chunk_k = _to_middle(chunk_k, spec.rotary, -1)
-        grad_v[:, chunk] = torch.einsum("nrmg,nrmd->nmgd", weights, into_v)
+        grad_v[:, chunk] = torch.einsum("nrmg,nrmd->nmgd", weights, grad_core_v)
         # Through the weights: the softmax of scores of q_last and k.
         rotated = _to_middle(wide_k, spec.rotary, 1)
-        grad_weights = torch.einsum("nrmd,nmgd->nrmg", into_k, rotated)
-        grad_weights = grad_weights + torch.einsum("nrmd,nmgd->nrmg", into_v, wide_v)
+        grad_weights = torch.einsum("nrmd,nmgd->nrmg", grad_core_k, rotated)
+        grad_weights = grad_weights + torch.einsum("nrmd,nmgd->nrmg", grad_core_v, wide_v)
         if grad_mass is not None:
             # The derivative is -1 - log w; the constant vanishes in the softmax's backward.
             least = torch.finfo(weights.dtype).tiny
@@ -109,8 +109,8 @@ def _to_middle(k: Tensor, rotary: Rotary | None, direction: int) -> Tensor:
 
 
 def weights_of(q_last: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return pooling weights [N, 1, M, g]; each query head's probabilities; the slope of the
-    softcap."""
+    """Return pooling weights [N, 1, M, g]; the probabilities of each query head, whose mean they
+    are, and the slope of the softcap, both [N, r, M, g]."""
     scores = torch.einsum("nrmd,nmgd->nrmg", q_last.to(k.dtype), k) * spec.scale
     slope = None
     if spec.softcap is not None:

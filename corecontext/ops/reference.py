@@ -20,7 +20,7 @@ def unsupported_reason(q: Tensor) -> str | None:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Low-precision inputs are computed in float32."""
+    """Return x in float32, or float64 as it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -33,7 +33,7 @@ def pool(groups: Groups, spec: Spec) -> Cores:
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
-        spec: Its scale, softcap and rotary count.
+        spec: Only its scale, softcap and rotary are read.
 
     Returns:
         [N, 1, M, D], in float32 (float64 if given).
@@ -59,7 +59,7 @@ def mass_of(groups: Groups, spec: Spec) -> Tensor:
     14)."""
     q_last, k, _ = map(_wide, groups)
     scores = _softcap(torch.einsum("nrmd,nmgd->nrmg", q_last, k) * spec.scale, spec.softcap)
-    log_weights = scores.log_softmax(-1)
+    log_weights = scores.log_softmax(-1)  # of each query head; below of their mean
     log_weights = log_weights.logsumexp(1, keepdim=True) - math.log(q_last.shape[1])
     return -(log_weights.exp() * log_weights).sum(-1)
 
@@ -119,7 +119,7 @@ def attend(
 
 
 def _core_scores(q: Tensor, core_k: Tensor, spec: Spec, mass: Tensor | None) -> Tensor:
-    """Scores of core tokens, [N, r, T, M]."""
+    """Return the scores of core tokens, [N, r, T, M]."""
     scores = q @ core_k.expand(-1, q.shape[1], -1, -1).mT * spec.scale
     scores = _softcap(scores, spec.softcap)
     if mass is not None:
@@ -138,12 +138,12 @@ def group_keys(k: Tensor, spec: Spec, num_cores: int) -> Tensor:
 
 def index_scores(q: Tensor, k: Tensor, num_groups: int, spec: Spec) -> Tensor:
     """Estimate the largest score of a token of each group for each query, [N, r, T, M]
-    (docs/fetch.md): that of its keys. A softcap would change no order.
+    (docs/fetch.md), by the largest of the group's index keys. A softcap would change no order.
 
     Args:
         q: [N, r, T, D].
         k: Raw keys from position 0 on, [N, S, D].
-        num_groups: Complete groups after the first tokens: M.
+        num_groups: Complete groups after the sinks: M.
     """
     index = spec.index
     count = spec.num_centred
@@ -165,31 +165,33 @@ def choose(
     k: Tensor,
     spec: Spec,
 ) -> Tensor:
-    """Return the k groups that each query fetches, [N, T, M], True where it does: of the groups
-    visible to it those with the largest score of any query head, of equal ones the lower. Queries
-    that share a choice have that of their mean, among the groups that the last of them sees, and
-    drop those that they do not see themselves.
+    """Return marks [N, T, M], True for the k groups that each query fetches: of the groups visible
+    to it those with the largest score of any query head, of equal ones the lower. Queries that
+    share a choice have that of their mean, among the groups that the last of them sees, and drop
+    those that they do not see themselves.
 
     Args:
         q: [N, r, T, D], at `position` [T].
         see_core: Groups that each query sees, [T, M].
         k: Raw keys from position 0 on, [N, S, D].
     """
-    choice = torch.zeros_like(see_core).repeat(len(q), 1, 1)
-    number = position // spec.fetch_share
-    for share in number.unique():
-        rows = (number == share).nonzero()[:, 0]
-        query = q[:, :, rows].mean(2, keepdim=True)
-        sigma = index_scores(query, k, see_core.shape[1], spec)
-        largest = sigma[:, :, 0, see_core[rows[-1]]].amax(1)  # [N, groups seen]
-        order = largest.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]
-        choice[:, rows] = choice[:, rows].scatter(2, order[:, None].expand(-1, len(rows), -1), True)
+    marks = torch.zeros_like(see_core).repeat(len(q), 1, 1)
+    share_of_query = position // spec.fetch_share
+    for share in share_of_query.unique():
+        queries = (share_of_query == share).nonzero()[:, 0]
+        mean = q[:, :, queries].mean(2, keepdim=True)
+        estimates = index_scores(mean, k, see_core.shape[1], spec)
+        # Visible groups are the first ones, so their places are their numbers.
+        largest = estimates[:, :, 0, see_core[queries[-1]]].amax(1)  # [N, visible groups]
+        best = largest.sort(stable=True, dim=-1, descending=True).indices[:, : spec.fetch_groups]
+        best = best[:, None].expand(-1, len(queries), -1)
+        marks[:, queries] = marks[:, queries].scatter(2, best, True)
     # mutant fetch: a group not seen yet is fetched, reference
-    return choice & see_core
+    return marks & see_core
 
 
 def marks_of(choice: Choice, position: Tensor, see_core: Tensor) -> Tensor:
-    """Return the groups that each query fetches by a choice that is given, as `choose` does."""
+    """Return the marks [N, T, M] of a choice that is given, as `choose` does."""
     share = position // choice.share - position[0] // choice.share
     groups = choice.groups.long()[:, share, :, None]  # [N, T, k, 1]
     number = torch.arange(see_core.shape[1], device=position.device)
@@ -197,8 +199,12 @@ def marks_of(choice: Choice, position: Tensor, see_core: Tensor) -> Tensor:
 
 
 def fetched(marks: Tensor, see_core: Tensor, see_raw: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return the masks of core tokens [N, 1, T, M] and raw tokens [N, 1, T, S] with the marked
-    groups [N, T, M] raw, instead of their core tokens."""
+    """Return which core tokens [N, 1, T, M] and raw tokens [N, 1, T, S] queries see with the marked
+    groups [N, T, M] raw.
+
+    Args:
+        see_core, see_raw: Those that they see without fetch, [T, M] and [T, S].
+    """
     raw = marks.repeat_interleave(spec.group_size, 2)
     before = spec.sinks
     raw = F.pad(raw, (before, see_raw.shape[1] - before - raw.shape[2]))
@@ -207,8 +213,8 @@ def fetched(marks: Tensor, see_core: Tensor, see_raw: Tensor, spec: Spec) -> tup
 
 
 def _sum_seen(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:
-    """weights @ values in which a NaN value reaches only the rows that see it (0 x NaN would reach
-    all)."""
+    """Return weights @ values in which a NaN value reaches only the queries that see it (0 x NaN
+    would reach all)."""
     nan = values.isnan()
     total = weights @ values.masked_fill(nan, 0)
     if not bool(nan.any()):

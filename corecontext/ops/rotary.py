@@ -20,8 +20,8 @@ class Rotary:
     """
 
     inv_freq: Tensor
-    """Inverse frequencies, [R / 2], radians per position; R <= D dimensions are rotated, the first
-    ones."""
+    """Angles of a rotation by one position, [R / 2], in radians; the first R <= D dimensions
+    rotate."""
     interleaved: bool = False
     """False: dimension i pairs with i + R / 2 (Llama). True: 2i pairs with 2i + 1 (GLM)."""
 

@@ -1,10 +1,10 @@
 """Merge attention to the first tokens of a sequence, which stay raw, with a backend's attention to
 the tokens after them.
 
-What follows the first n tokens, n a multiple of g, is by itself a sequence with the groups that it
-has in the whole (docs/math.md, eq. 13). So a backend computes it without knowing of them; the first
-tokens are one more part of the softmax, over disjoint keys, and every part's backward gets the
-merged result (eq. 8 and 9). The reference does not use this file: it has the rule in its mask.
+The tokens after the first n, n a multiple of g, are by themselves a sequence with the same groups
+(docs/math.md, eq. 13). So a backend attends to them as if there were no sinks; the first tokens are
+one more part of the softmax, over disjoint keys, and every part's backward gets the merged result
+(eq. 8 and 9). The reference does not use this file: it has the rule in its mask.
 """
 
 from collections.abc import Callable
@@ -35,12 +35,12 @@ def attend(
     sink_k, sink_v, rest = _split(tokens, spec.sinks)
     q = tokens.q
     q_start = tokens.q_start
-    among = q.shape[2] - rest.q.shape[2]
+    num_sink_queries = q.shape[2] - rest.q.shape[2]
     scoring = partial.Scoring(spec.scale, spec.softcap)
     results = []
-    # Queries of first tokens: causal attention among these.
-    if among:
-        seen = q_start + among
+    # Queries of first tokens: causal attention among first tokens.
+    if num_sink_queries:
+        seen = q_start + num_sink_queries
         masked = scoring._replace(is_causal=True)
         if q_start:
             position = torch.arange(seen, device=q.device)
@@ -48,7 +48,7 @@ def attend(
             mask = partial.as_mask(position <= position[q_start:, None], q)
             masked = scoring._replace(mask=mask)
         seen_k, seen_v = (x[:, None, :seen] for x in (sink_k, sink_v))
-        results.append(partial.forward(q[:, :, :among], seen_k, seen_v, masked))
+        results.append(partial.forward(q[:, :, :num_sink_queries], seen_k, seen_v, masked))
     # Later queries: the backend's attention, merged with attention to all first tokens.
     if rest.q.shape[2]:
         out, lse = backend_attend(rest, cores, spec.replace(sink_size=0), mass)
@@ -110,8 +110,8 @@ def attend_backward(
 
 
 def _split(tokens: Tokens, n: int) -> tuple[Tensor, Tensor, Tokens]:
-    """Keys and values of the first n tokens, and all that comes after them, at positions counted
-    from n."""
+    """Return the keys and the values of the first n tokens, and the tokens after them, at positions
+    counted from n."""
     q, k, v, q_start, k_start, sink_k, sink_v = tokens
     if sink_k is None:
         sink_k, sink_v = k[:, :n], v[:, :n]
@@ -119,5 +119,6 @@ def _split(tokens: Tokens, n: int) -> tuple[Tensor, Tensor, Tokens]:
         v = v[:, n:]
         k_start = n
     # mutant sinks: the start of a chunk forgotten
-    among = max(0, min(n - q_start, q.shape[2]))  # queries that are first tokens themselves
-    return sink_k, sink_v, Tokens(q[:, :, among:], k, v, q_start + among - n, k_start - n)
+    num_sink_queries = max(0, min(n - q_start, q.shape[2]))
+    q = q[:, :, num_sink_queries:]
+    return sink_k, sink_v, Tokens(q, k, v, q_start + num_sink_queries - n, k_start - n)

@@ -25,11 +25,11 @@ from corecontext.visibility import (
 
 @dataclass(frozen=True)
 class Spec:
-    """Describe one attention call apart from its tensors; not validated again."""
+    """Hold the settings of one attention call, all but its tensors; not validated again."""
 
     group_size: int | tuple[int, ...]
-    """Tokens per core token (g); a tuple holds one for each KV head, until `head_split` parts the
-    heads."""
+    """Tokens per core token (g); a tuple holds one for each KV head, until `head_split` splits the
+    heads by it."""
     window_size: int
     """Nearest tokens that every query sees uncompressed (s)."""
     scale: float
@@ -45,7 +45,7 @@ class Spec:
     fetch_groups: int = 0
     """Groups whose raw tokens each query sees instead of their core tokens (k)."""
     fetch_index: str | Index = PAPER_RULE["fetch_index"]
-    """The index that chooses them, by name as `CCAConfig.fetch_index`."""
+    """The index that chooses them, or its name as `CCAConfig.fetch_index`."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice."""
     rotary: Rotary | None = None
@@ -79,8 +79,8 @@ class Spec:
         return dataclasses.replace(self, **changes)
 
     def of_full(self, end: int) -> Spec:
-        """Return settings under which tokens before `end` see all tokens before them: a window that
-        no token leaves, so that no core token is seen."""
+        """Return settings under which tokens before position `end` have full attention: a window
+        that no token leaves."""
         return self.replace(window_size=end, sink_size=0, fetch_groups=0)
 
     def for_length(self, seq_len: int) -> Spec:
@@ -97,7 +97,7 @@ class Spec:
 
     @property
     def num_centred(self) -> int:
-        """Tokens after the first ones whose mean key centres the index."""
+        """Tokens after the sinks whose mean key centres the index."""
         return self.index.num_centred(self.group_size, self.window_size)
 
     @property
@@ -155,15 +155,15 @@ class Inputs(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """Tell where the sequences of a batch begin and end, in one of three ways; none: each row is a
-    sequence."""
+    """Say where the sequences of a batch begin and end, in one of three ways; without any, each row
+    is a sequence."""
 
     attention_mask: Tensor | None = None
     """[B, L], 0 for padding at the ends of a row."""
     cu_seqlens: Tensor | None = None
     """[n + 1], boundaries of the documents packed in a batch of one."""
     position_ids: Tensor | None = None
-    """[1 or B, L]; a document starts wherever they do not rise by one."""
+    """[1 or B, L]; a document starts wherever positions do not rise by one."""
 
 
 EACH_ROW = Ragged()
@@ -179,14 +179,14 @@ class Tokens(NamedTuple):
     q: Tensor
     """[N, r, T, D], at positions q_start .. q_start + T - 1."""
     k: Tensor
-    """[N, S, D], at positions k_start .. k_start + S - 1, reaching the last query."""
+    """[N, S, D], at positions k_start .. k_start + S - 1, up to the last query."""
     v: Tensor
     """[N, S, D]."""
     q_start: int = 0
     k_start: int = 0
     sink_k: Tensor | None = None
-    """First tokens so far, [N, min(n, q_start + T), D], where k begins behind them; None where k
-    begins with them."""
+    """Keys of the sinks so far, [N, min(n, q_start + T), D], where k begins behind them; None where
+    k begins with them."""
     sink_v: Tensor | None = None
 
     def until(self, count: int) -> Tokens:
@@ -252,15 +252,15 @@ class FetchSlots(NamedTuple):
     """Hold recently fetched groups of raw tokens in host memory (`cache.host_slots`)."""
 
     keys: Tensor
-    """[B, Hkv, n, g, D]."""
+    """[B, Hkv, slots, g, D]."""
     values: Tensor
     """As keys."""
     table: Tensor
-    """The slot of each group, [B, Hkv, M + 1] in int32, -1 for none."""
+    """The slot of each group, [B, Hkv, M + 1] in int32, -1 for none; the last place is scratch."""
     owner: Tensor
-    """The group of each slot, [B, Hkv, n] in int32, -1 for none."""
+    """The group of each slot, [B, Hkv, slots] in int32, -1 for none."""
     last_used: Tensor
-    """The step that last read each slot, [B, Hkv, n] in int64."""
+    """The step that last read each slot, [B, Hkv, slots] in int64."""
     counts: Tensor
     """Steps, groups found in a slot and groups read so far, [B, Hkv, 3] in int64."""
 
@@ -290,8 +290,8 @@ class Slots(NamedTuple):
     """Hold the buffers of a compact cache that a decoding step reads and writes."""
 
     keys: Tensor
-    """[B, Hkv, C + n + M, D], contiguous: the token at position p in slot p mod C, the first n
-    tokens behind the ring, then the core token of each later group."""
+    """[B, Hkv, ring_size + n + M, D], contiguous: the ring, with the token at position p in slot
+    p mod ring_size, then the first n tokens, then the core token of each later group."""
     values: Tensor
     """As keys."""
     seen: int | Tensor
@@ -299,16 +299,16 @@ class Slots(NamedTuple):
     pad: Tensor
     """[B] in int64, slots of left padding."""
     ring_size: int
-    """C >= s + g - 1."""
+    """At least s + g - 1."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosines and sines, [g, R / 2] in float32, that rotate a group's tokens to its middle."""
     key_scales: Tensor | None = None
-    """[B, Hkv, C + n + M, 1] in float32, beside codes in 8 bits."""
+    """[B, Hkv, ring_size + n + M, 1] in float32, where keys are codes in 8 bits."""
     value_scales: Tensor | None = None
     """As key_scales."""
     cache_dtype: str = "auto"
-    """The codes, one of `config.CACHE_DTYPES`."""
+    """The kind of codes, one of `config.CACHE_DTYPES`; "auto" for none."""
     masses: Tensor | None = None
-    """Of core tokens, [B, Hkv, C + n + M, 1] in float32; None for none."""
+    """Of core tokens, [B, Hkv, ring_size + n + M, 1] in float32; None for none."""
     raw: RawSlots | None = None
     """Raw tokens and index, for fetch."""

@@ -1,6 +1,6 @@
-"""Attend by a backend, with fetch where the settings and the sequence have it.
+"""Attend to one sequence by a backend, with fetch where the settings and the sequence have it.
 
-A backend may have fetch of its own, as `fetch`: a module with `encode`, `choose`, `attend`,
+A backend may have an attribute `fetch`, a module with its own `encode`, `choose`, `attend`,
 `attend_backward` and `gradients`. For others `query_blocks` has the same functions.
 """
 
@@ -38,8 +38,8 @@ def attend(
         out: [N, r, T, D] of any strides, written in place; None makes one.
 
     Returns:
-        out [N, r, T, D] and log-sum-exp [N, r, T], as of the backend, and the choice, None where
-        nothing can be fetched.
+        out [N, r, T, D] and log-sum-exp [N, r, T], in the backend's dtypes, and the choice, None
+        where nothing can be fetched.
     """
     if not _fetches(cores, spec):
         return *_written(backend.attend(tokens, cores, spec, mass), out), None
@@ -66,12 +66,12 @@ def attend_backward(
     mass: Tensor | None = None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients as a backend's `attend_backward` does, for the choice of a forward; without
-    one it chooses again."""
+    """Return the gradients of q, k, v, core_k, core_v and masses, for the choice of a forward;
+    without one it chooses again."""
     fetch = _fetch_of(backend)
     spec, choice = _bounded(tokens, cores, spec, choice)
     if tokens.q_start:
-        # A backend's backward is that of whole sequences.
+        # The backward of a backend takes whole sequences only.
         fetch = query_blocks
     elif not _fetches(cores, spec):
         return backend.attend_backward(upstream, tokens, cores, spec, mass)
@@ -89,8 +89,8 @@ def gradients(
     mass: Tensor | None = None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients as a backend's `gradients` does, for the choice of a forward; without one
-    it chooses again."""
+    """Return the gradients of q, k and v of a whole sequence, those through pooling too, for the
+    choice of a forward; without one it chooses again."""
     if not _fetches(cores, spec):
         return backend.gradients(upstream, tokens, groups, cores, spec, mass)
     spec, choice = _bounded(tokens, cores, spec, choice)
@@ -102,7 +102,7 @@ def gradients(
 def _bounded(
     tokens: Tokens, cores: Cores, spec: Spec, choice: Choice | None
 ) -> tuple[Spec, Choice | None]:
-    """Return the settings with at most as many groups fetched as there are, and shares of at most
+    """Return the settings with k at most the groups that there are, and shares at most as long as
     the sequence: memory and time follow the sequence, not the settings."""
     end = tokens.q_start + tokens.q.shape[2]
     # mutant fetch: a choice has room for groups that do not exist
@@ -118,7 +118,7 @@ def _bounded(
 def _chosen(
     backend: ModuleType, tokens: Tokens, cores: Cores, spec: Spec, choice: Choice | None
 ) -> Choice:
-    """The choice of a forward, or the one that it would have made."""
+    """Return the choice of a forward, or the one that it would have made."""
     if choice is not None:
         return choice
     if not _fetches(cores, spec):
@@ -136,5 +136,5 @@ def _fetches(cores: Cores, spec: Spec) -> bool:
 
 
 def _fetch_of(backend: ModuleType) -> ModuleType:
-    """The functions of fetch for a backend."""
+    """Return the functions of fetch for a backend."""
     return getattr(backend, "fetch", query_blocks)

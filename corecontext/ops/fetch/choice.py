@@ -11,13 +11,13 @@ from torch import Tensor
 class Choice(NamedTuple):
     """Hold the groups whose raw tokens queries see instead of their core tokens.
 
-    Neighbouring queries, those of positions a n .. a n + n - 1, share a choice; each drops groups
-    that it does not see.
+    A share is n neighbouring queries with one choice, aligned to positions: with n = 64, queries 0
+    to 63, then 64 to 127. Each query drops the groups that it does not see.
     """
 
     groups: Tensor
-    """[N, C, k] in int32, N rows x KV heads: for each share that the queries touch the numbers of
-    groups, rising, then -1. The first group after the tokens kept raw is 0."""
+    """[N, C, k] in int32: for each of the C shares that the queries touch the numbers of groups,
+    rising, then -1. The first group after the sinks is 0."""
     share: int
     """Queries of a share: n."""
 
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
         Args:
             first: Position of the first query.
-            num_visible: Groups that each query sees, [T].
+            num_visible: How many groups each query sees, [T].
         """
         positions = torch.arange(first, first + len(num_visible), device=num_visible.device)
         groups = self.groups[:, positions // self.share - first // self.share]
@@ -39,18 +39,19 @@ class Choice(NamedTuple):
 
 
 def num_shares(first: int, end: int, share: int) -> int:
-    """Count the shares that the queries first .. end - 1 touch: C."""
+    """Count the shares that the queries at positions first .. end - 1 touch: C."""
     return -(-end // share) - first // share
 
 
 def choose(scores: Tensor, visible: Tensor, num_groups: int) -> Tensor:
     """Return the numbers of the k groups with the largest score of any query head; of equal ones
-    the lower group. For kernels `ops/triton/choose` says it: score_kernels.py the largest score,
-    select.py the k best.
+    the lower group. Kernels do the same in `ops/triton/choose`: score_kernels.py finds the largest
+    score of each group, select.py the k best.
 
     Args:
         scores: Index scores, [N, r, C, M] in float32 or wider.
-        visible: [C, M], or of any shape that scores expand, True where the query sees the group.
+        visible: [C, M], or any shape that broadcasts to that of scores, True where the last query
+            of the share sees the group.
         num_groups: k.
 
     Returns:
@@ -67,6 +68,7 @@ def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
     if share == 1:
         return x
     num_queries = x.shape[2]
+    # Queries of a share that begins before the call, of whole shares, of one that ends after it.
     # mutant fetch: a shared choice starts with the call, not at a multiple
     head = min(-first % share, num_queries)
     tail = (num_queries - head) % share
@@ -81,8 +83,8 @@ def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
 
 
 def best(values: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest of the last dimension, the lower index of equal ones; -inf is never
-    marked, and neither are values of a row with NaN."""
+    """Mark the `count` largest of the last dimension, of equal ones the first; never -inf, and
+    nothing in a row with NaN where it has more than `count` values."""
     if count >= values.shape[-1]:
         return values > -torch.inf
     # Which of equal values topk returns depends on the device; the least of the k best does not.
@@ -96,8 +98,8 @@ def best(values: Tensor, count: int) -> Tensor:
 
 
 def to_numbers(chosen: Tensor, count: int) -> Tensor:
-    """Return the numbers of marked groups [N, C, M], rising, [N, C, count] in int32; -1 fills the
-    end."""
+    """Return the numbers of the groups marked in [N, C, M], rising, then -1: [N, C, count] in
+    int32."""
     groups = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
     place = (chosen.cumsum(-1) - 1).masked_fill(~chosen, count)
     numbers = torch.full(
@@ -109,7 +111,7 @@ def to_numbers(chosen: Tensor, count: int) -> Tensor:
 def to_marks(numbers: Tensor, num_groups: int) -> Tensor:
     """Return the marks [N, C, M] of group numbers [N, C, k]; -1 marks none."""
     place = numbers.long().masked_fill(numbers < 0, num_groups)
-    # A number of a group behind the last marks none, either.
+    # A number from num_groups on marks none, either.
     marks = torch.zeros(
         (*numbers.shape[:-1], num_groups + 1), dtype=torch.bool, device=numbers.device
     )

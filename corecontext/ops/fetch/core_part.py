@@ -1,5 +1,4 @@
-"""Attend to the core tokens that each query sees, with their masses, those of its own choice taken
-out."""
+"""Attend to core tokens, with their masses, of the groups that a query sees and has not chosen."""
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from corecontext.ops.spec import Cores, Spec, Upstream
 
 
 def cap(scores: Tensor, spec: Spec) -> Tensor:
-    """Return scores under the softcap, where there is one."""
+    """Return scores [...] under the softcap, where there is one."""
     if spec.softcap is None:
         return scores
     return spec.softcap * torch.tanh(scores / spec.softcap)
@@ -18,10 +17,11 @@ def cap(scores: Tensor, spec: Spec) -> Tensor:
 def scores(
     q: Tensor, cores: Cores, spec: Spec, mass: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the scores of core tokens, [N, r, T, M] in float32 or wider, and the softcap's slope.
+    """Return the scores of core tokens and the softcap's slope, None without one: [N, r, T, M] in
+    float32 or wider.
 
     Args:
-        cores: [N, 1, M, D].
+        q: [N, r, T, D].
         mass: [N, 1, M], or None.
     """
     total = products(q, cores.k[:, 0]) * spec.scale
@@ -42,7 +42,7 @@ def forward(
     that sees no core token is 0 with -inf.
 
     Args:
-        seen: [N, T, M], True where a query sees the core token.
+        seen: [N, T, M], True where a query sees the core token: not that of a group it fetches.
     """
     total, _ = scores(q, cores, spec, mass)
     total = total.masked_fill(~seen[:, None], -torch.inf)
@@ -70,7 +70,7 @@ def backward(
     total = total.masked_fill(~seen[:, None], -torch.inf)
     weights = (total - lse[..., None]).exp()
     grad_scores = weights * (products(grad_out, cores.v[:, 0]) - delta[..., None])
-    of_each = grad_scores.sum(2)
+    grad_of_cores = grad_scores.sum(2)  # without the softcap's slope: masses come after it
     if slope is not None:
         grad_scores = grad_scores * slope
     grad_scores = (grad_scores * spec.scale).to(q.dtype)
@@ -78,4 +78,4 @@ def backward(
     grad_k = grad_scores.mT @ q
     grad_v = weights.to(q.dtype).mT @ grad_out.to(q.dtype)
     grad_k, grad_v = (x.sum(1, keepdim=True, dtype=lse.dtype) for x in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v, of_each
+    return grad_q, grad_k, grad_v, grad_of_cores

@@ -4,10 +4,10 @@ cache; for prompts and steps of a cache prompt_rule.py does."""
 from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.spec import Spec
 
-# Pairs: index keys for each 16 tokens, and the tokens up to which full attention (cuDNN's) takes
-# less time, by whether queries share a choice and whether gradients follow. Between lengths
-# measured on an H200 with 32 query and 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md); the last
-# entries hold for more keys, too.
+# By whether queries share a choice, and whether a backward follows: pairs of the most index keys
+# for each 16 tokens, and the longest sequence, in tokens, on which full attention (cuDNN's) takes
+# less time; the last pair holds for more keys, too. The lengths are between those measured on an
+# H200 with 32 query and 8 KV heads of 128, g = 16, k = 64 (docs/fetch.md).
 _LENGTHS = {
     (True, False): ((1, 12288), (8, 12288)),
     (True, True): ((1, 12288), (8, 12288)),
@@ -15,7 +15,7 @@ _LENGTHS = {
     (False, True): ((1, 32768), (8, 45056)),
 }
 _TOKENS = 1024
-"""Raw tokens that a query fetched in these measurements."""
+"""Raw tokens that a query fetched in these measurements: k g."""
 
 
 def is_full_faster(spec: Spec, length: int, has_gradients: bool) -> bool:
@@ -23,7 +23,7 @@ def is_full_faster(spec: Spec, length: int, has_gradients: bool) -> bool:
     sizes = spec.group_size if isinstance(spec.group_size, tuple) else (spec.group_size,)
     keys = max(16 * _num_keys(spec.fetch_index, size) / size for size in sizes)
     table = _LENGTHS[spec.fetch_share > 1, has_gradients]
-    longest = next((tokens for most, tokens in table if keys <= most), table[-1][1])
+    longest = next((tokens for most_keys, tokens in table if keys <= most_keys), table[-1][1])
     # Raw tokens take time in proportion to their number.
     return length <= longest * max(1.0, spec.fetch_groups * max(sizes) / _TOKENS)
 
@@ -32,5 +32,6 @@ def _num_keys(index: str | Index, group_size: int) -> int:
     return index_of(index).num_keys(group_size)
 
 
-# As torch.compiler.assume_constant_result, which loads the compiler: no import can be traced.
+# Constant for torch.compile, which cannot trace the import of an index; as
+# `torch.compiler.assume_constant_result` says it, which would load the compiler.
 _num_keys._dynamo_marked_constant = True

@@ -22,7 +22,7 @@ class Gather(NamedTuple):
     choice: Tensor
     """Groups of each query, [N, T, k] in int32, -1 for none."""
     elements: int
-    """Most keys gathered at once, in elements."""
+    """Most elements of keys gathered at once."""
 
     def rows(self) -> list[slice]:
         """Return slices of queries whose keys are gathered together."""
@@ -31,22 +31,24 @@ class Gather(NamedTuple):
         return [slice(low, low + size) for low in range(0, self.q.shape[2], size)]
 
     def places(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the sequence and the group of each group gathered, [N, t, k]; the first group
-        stands for none."""
+        """Return the sequence and the number of each group gathered, both [N, t, k] for t queries;
+        group 0 in place of -1, which `parts` masks."""
         choice = self.choice[:, rows].long().clamp(min=0)
         sequence = torch.arange(choice.shape[0], device=choice.device)[:, None, None]
         return sequence.expand_as(choice), choice
 
     def by_query(self, x: Tensor) -> Tensor:
-        """[N, r, t, ...] to [N t, 1, r, ...]: each query is a sequence, its heads are rows."""
+        """Return x [N, r, t, ...] as [N t, 1, r, ...]: each query becomes a sequence, whose r heads
+        become queries of one head."""
         return x.transpose(1, 2).flatten(0, 1)[:, None]
 
     def by_head(self, x: Tensor) -> Tensor:
-        """The inverse of `by_query`."""
+        """Invert `by_query`."""
         return x[:, 0].unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
 
     def parts(self) -> Iterator[tuple[slice, tuple[Tensor, ...], Tensor]]:
-        """Yield some queries: their rows; q, k and v, each query a sequence; their mask."""
+        """Yield t queries at a time: their rows; q [N t, 1, r, D], k and v [N t, 1, k g, D]; their
+        mask [N t, 1, r, k g]."""
         for rows in self.rows():
             places = self.places(rows)
             keys, values = (x.flatten(2)[places] for x in (self.k, self.v))  # [N, t, k, g D]

@@ -1,8 +1,8 @@
-"""Define what an index of fetch is: keys of a group that stand for its tokens, and queries to score
-them by.
+"""Define what an index of fetch is: P keys of each group that stand for its tokens, and a map of
+queries to score them by.
 
-A group's score estimates the largest score of its tokens: the largest map(q) . key_p of its P keys
-(`ops.fetch.scoring`).
+A group's score estimates the largest score of its tokens: the largest map(q) . key_p over its P
+keys (`ops.fetch.scoring`).
 """
 
 import functools
@@ -19,8 +19,8 @@ from corecontext.visibility import num_complete_groups
 class Index(ABC):
     """Make and read the keys of groups.
 
-    To add an index, write a subclass in a file of its own and its row of `config.INDICES`. N is
-    rows x KV heads: an index with weights of each KV head repeats them for the rows.
+    To add an index, write a subclass in a file of its own and its row of `config.INDICES`. Tensors
+    begin with N = rows x KV heads: an index with weights of each KV head repeats them for the rows.
     """
 
     name = ""
@@ -38,20 +38,20 @@ class Index(ABC):
         rotary applied.
 
         Args:
-            centre: [N, D], as `num_centred` says.
+            centre: Mean of the first keys, [N, D], which the index may subtract; None without one.
         """
 
     @abstractmethod
     def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
-        """Return the keys [N, M, P, D'] of what `encode` returned, in dtype; D' is `dim`."""
+        """Return the keys [N, M, P, D'], in dtype, of what `encode` returned; D' is `dim`."""
 
     def map_queries(self, q: Tensor) -> Tensor:
         """Return the queries [N, r, T, D'] that score keys, of q [N, r, T, D], in its dtype."""
         return q
 
     def centre_products(self, q: Tensor, centre: Tensor) -> Tensor | None:
-        """Return the products of queries with the centre that keys lack, [N, r, T]; None where keys
-        are not centred."""
+        """Return the products of queries with the centre, which keys lack, [N, r, T]; None where
+        keys are not centred."""
         return None
 
     def products(self, stored: tuple[Tensor, ...], mapped: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ class Index(ABC):
         return head_dim
 
     def num_centred(self, group_size: int, window_size: int) -> int:
-        """Count the tokens, after the first tokens kept raw, whose mean key centres the others:
-        whole groups, at most the window, so that each query that sees a group is behind them."""
+        """Count the tokens after the sinks whose mean key is the centre; 0 for no centre. They are
+        whole groups, at most the window: whoever sees a group comes after them."""
         return 0
 
     def num_keys(self, group_size: int) -> int:
@@ -80,23 +80,22 @@ class Index(ABC):
         return self.num_keys(group_size) * self.key_dim(head_dim) * itemsize
 
     def num_stored_bytes(self, group_size: int, head_dim: int, itemsize: int) -> int:
-        """Count those that a cache stores beside its raw tokens."""
+        """Count the bytes that a cache stores of them beside its raw tokens."""
         return 0 if self.reads_raw else self.num_bytes(group_size, head_dim, itemsize)
 
     def lag(self, group_size: int, window_size: int) -> int:
-        """Count the tokens that come after a group's last one before it gets keys: those that the
-        centre counts, less one group. They are fewer than the window, so that the keys are there
-        before any query sees the group."""
+        """Count the tokens by which a group's keys come later than its last token: those of the
+        centre less one group, 0 without a centre. They are fewer than the window, so that the keys
+        are there before any query sees the group."""
         return max(0, self.num_centred(group_size, window_size) - group_size)
 
     def num_indexed(self, seq_len: int, group_size: int, window_size: int) -> int:
-        """Count the groups that have keys after seq_len tokens behind those kept raw: where a
-        centre is needed they wait for its tokens, as no query sees a group that is younger."""
+        """Count the groups that have keys once seq_len tokens have come after the sinks."""
         return num_complete_groups(seq_len - self.lag(group_size, window_size), group_size)
 
 
 def index_of(index: str | Index) -> Index:
-    """Return the index of a name.
+    """Return an index by its name, or an index as it is.
 
     Raises:
         ValueError: no index has this name.
@@ -106,16 +105,16 @@ def index_of(index: str | Index) -> Index:
 
 @functools.lru_cache(maxsize=64)
 def _made(name: str) -> Index:
-    where, numbers = parse_index(name)
-    module, _, kind = where.partition(":")
-    index = getattr(importlib.import_module(module), kind)(*numbers)
+    path, numbers = parse_index(name)  # as "corecontext.ops.fetch.low_bits:Parts" and (4, 2)
+    module, _, class_name = path.partition(":")
+    index = getattr(importlib.import_module(module), class_name)(*numbers)
     index.name = name
     return index
 
 
 def products(q: Tensor, keys: Tensor) -> Tensor:
-    """Return the inner products of q [N, r, T, D] with keys [N, K, D], [N, r, T, K] in float32 or
-    wider, accumulated in it."""
+    """Return the inner products [N, r, T, K] of q [N, r, T, D] with keys [N, K, D], accumulated in
+    float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = q.flatten(1, 2)
     if q.device.type == "cuda" and q.dtype != wide:

@@ -1,10 +1,11 @@
-"""Indices "parts:P:B", "pairs:B" and "bits:B": keys in 1, 2 or 4 bits. Keys are centred,
-rotated by a fixed matrix and stored as codes, with a scale for each key or each group of them.
+"""Indices "parts:P:B", "pairs:B" and "bits:B": keys in B = 1, 2 or 4 bits an element. Keys are
+centred, rotated by a fixed matrix and stored as codes, with a scale for each key or each group.
 
-The rotation, a Hadamard matrix after random signs, spreads channels of large values over all
-channels and changes no inner product. Its results are close to normal, so the codes stand for the
-levels of least squared error of a normal variable. The scale makes the inner product of the keys
-with their stored form exact, which removes the bias of rounding towards 0.
+The rotation (not the rotary one), random signs and then a Hadamard matrix, spreads channels of
+large values over all channels and changes no inner product. Its results are close to normal, so a
+code stands for one of the 2^B levels that round a normal variable with the least squared error. The
+scale makes the inner product of the keys with their stored form equal to that with themselves,
+which removes the bias of rounding towards 0.
 """
 
 import functools
@@ -18,7 +19,7 @@ from corecontext.ops.fetch.index import Index, products
 from corecontext.ops.pooling import widen
 
 MOST_CENTRED = 512
-"""Most tokens whose mean key centres the others."""
+"""Most tokens whose mean key is the centre."""
 LEVELS = {
     1: (0.796875,),
     2: (0.453125, 1.5078125),
@@ -27,11 +28,11 @@ LEVELS = {
         *(1.2578125, 1.6171875, 2.0625, 2.734375),
     ),
 }
-"""Upper half of the levels, by bits; bfloat16 holds each exactly."""
+"""Levels above 0, by bits; those below are their negatives. bfloat16 holds each exactly."""
 
 
 class LowBits(Index):
-    """Keep the means of parts of a group, in B bits; queries are scored against them exactly as
+    """Keep the mean keys of P parts of each group, in B bits; queries are scored against them as
     stored."""
 
     shares_scale = True
@@ -133,15 +134,15 @@ def part_means(keys: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _by_key(scales: Tensor) -> Tensor:
-    """Scales [N, M, 1 or P], of [N, M] or [N, M, P]."""
+    """Return scales as [N, M, 1 or P], of [N, M] or [N, M, P]."""
     return scales if scales.dim() == 3 else scales[..., None]
 
 
 @functools.lru_cache(maxsize=8)
 def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the orthogonal matrix [D, D] of the rotation, to be multiplied from the right: random
-    signs, then a Hadamard matrix for each block of D's largest power of two."""
-    block = head_dim & -head_dim
+    signs, then a Hadamard matrix for each block of columns."""
+    block = head_dim & -head_dim  # the largest power of two that divides D
     hadamard = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(hadamard) < block:
         hadamard = torch.cat(
@@ -154,11 +155,12 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def columns_of_codes(matrix: Tensor, bits: int) -> Tensor:
-    """Return the columns of a matrix [D, D] as bytes hold their codes, [8 / bits, D,
-    ceil(D bits / 8)]: those of the first code of each byte, of the second, and so on, then 0."""
-    each = 8 // bits
-    padded = F.pad(matrix, (0, -matrix.shape[1] % each))
-    return padded.unflatten(1, (-1, each)).permute(2, 0, 1).contiguous()
+    """Return the columns of a matrix [D, D] by the place of their codes in bytes, [8 / bits, D,
+    ceil(D bits / 8)]. With 2 bits, four codes a byte, the first has columns 0, 4, 8 ..., the second
+    columns 1, 5, 9 ...; 0 stands for columns behind the last."""
+    codes_of_byte = 8 // bits
+    padded = F.pad(matrix, (0, -matrix.shape[1] % codes_of_byte))
+    return padded.unflatten(1, (-1, codes_of_byte)).permute(2, 0, 1).contiguous()
 
 
 @functools.lru_cache(maxsize=8)
@@ -170,7 +172,7 @@ def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def encode(k: Tensor, bits: int, shared: bool = False) -> tuple[Tensor, Tensor]:
     """Return codes, 8 / bits of them in each byte, [..., P, ceil(D bits / 8)] in uint8, and scales
-    in float16, of keys [..., P, D].
+    in float16, of keys [..., P, D], which it rotates.
 
     Args:
         shared: One scale for all P keys, [...]; else one for each, [..., P].
@@ -184,14 +186,15 @@ def encode(k: Tensor, bits: int, shared: bool = False) -> tuple[Tensor, Tensor]:
     table = levels(bits, wide, k.device)
     codes = torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2)
     stored = table[codes]
-    # The inner product of x with its stored form becomes that with itself.
+    # With this factor x . stored is x . x.
     # mutant fetch: scale of the least squared error
     correction = x.square().sum(dims) / (x * stored).sum(dims).clamp(min=least)
     scale = size.view(correction.shape) * correction
     scale = scale.clamp(max=torch.finfo(torch.float16).max)
-    each = 8 // bits
-    codes = F.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
-    shifts = bits * torch.arange(each, device=k.device)
+    codes_of_byte = 8 // bits
+    codes = F.pad(codes, (0, -codes.shape[-1] % codes_of_byte))
+    codes = codes.unflatten(-1, (-1, codes_of_byte))
+    shifts = bits * torch.arange(codes_of_byte, device=k.device)
     return (codes << shifts).sum(-1).to(torch.uint8), scale.half()
 
 

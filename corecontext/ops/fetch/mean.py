@@ -19,5 +19,5 @@ class Mean(Index):
         return (widen(keys).mean(2, keepdim=True).to(keys.dtype),)
 
     def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
-        """Return them."""
+        """Return the mean keys."""
         return stored[0].to(dtype)

@@ -1,4 +1,4 @@
-"""Index "oracle": all raw keys, for the exact mass of each group."""
+"""Index "oracle": all raw keys, for the exact largest score of each group."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from corecontext.ops.fetch.index import Index
 
 
 class Oracle(Index):
-    """Score by every token."""
+    """Score a group by all its tokens."""
 
     reads_raw = True
 
@@ -20,5 +20,5 @@ class Oracle(Index):
         return (keys,)
 
     def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
-        """Return them."""
+        """Return the raw keys."""
         return stored[0].to(dtype)

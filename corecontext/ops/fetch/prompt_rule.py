@@ -1,5 +1,6 @@
-"""Decide how a prompt, or a step, with a cache sees the past under fetch: exactly (all of it), by a
-choice that neighbours share, or each by its own choice. Calls without a cache follow crossover.py.
+"""Decide how the tokens of a prompt, or of a decoding step, see a cache under fetch: exactly (all
+raw tokens), by a choice that neighbours share, or each by its own choice. Calls without a cache
+follow crossover.py.
 """
 
 from typing import NamedTuple
@@ -12,15 +13,17 @@ PROMPT_LENGTHS = {"cpu": 16384, "cuda": 8192}
 shape of Llama-3.1-8B on an H100 a prompt takes the same time for 4,096 and 8,192, more for 16,384;
 on a CPU fetch was slower at all lengths tried."""
 STEP_LENGTHS = {"cpu": 32768, "cuda": 0}
-"""Tokens that a decoding step reads in less time than it chooses among them, by kind of device,
-where they are on it. On a GPU no step of its own pools late, so that it always chooses."""
+"""Raw tokens that a decoding step reads in less time than it chooses among them, by kind of device,
+if they are on it. A step on a GPU always chooses: its kernels pool each group as it completes; a
+step that reads all tokens would put that off (cache/late.py)."""
 SHARED_GROUPS = 2
-"""Times k groups of a choice that neighbours share: what several queries need is more than one."""
+"""A choice that neighbours share has this many times k groups: together they need more than one."""
 WHOLE_TOKENS = {"cpu": 16384, "cuda": 20480}
 """Tokens of all rows, answers included, that a request of known length keeps on the device, by kind
 of device: full attention reads and decodes them in less time than fetch. In the shape of
 Llama-3.1-8B they take 2.5 GiB, little more than the compact cache of 131,072 tokens with slots."""
 NO_END = 2**62
+"""A position behind all tokens."""
 
 
 class Reading(NamedTuple):
@@ -29,12 +32,13 @@ class Reading(NamedTuple):
     full_until: int
     """Tokens before this position see all tokens before them."""
     share: int
-    """Later ones see what the settings say; with fetch so many neighbours share a choice."""
+    """Of the tokens from there on, which see what the settings say, this many neighbours share a
+    choice."""
     times: int = 1
-    """Times k groups of their choice."""
+    """Their choice has this many times k groups."""
 
     def settings(self, spec: Spec) -> Spec:
-        """Return the settings of the later tokens."""
+        """Return the settings of the tokens from full_until on."""
         # mutant fetch: a prompt's neighbours choose each by itself
         return spec.replace(fetch_share=self.share, fetch_groups=self.times * spec.fetch_groups)
 
@@ -46,8 +50,8 @@ def reading_of(config: CCAConfig, device: str, is_prompt: bool) -> Reading:
     """Return how tokens are read into a cache: a prompt in the fastest way that loses nothing,
     other tokens, which are decoded or scored, each by its own choice.
 
-    The way of a token depends on its position only: not on the chunks of the prompt, nor on what
-    follows.
+    How a token is read depends on its position only: not on the chunks of the prompt, nor on the
+    tokens after it.
 
     Args:
         device: A kind of device, "cpu" or "cuda".

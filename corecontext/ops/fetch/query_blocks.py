@@ -5,9 +5,9 @@ case (first tokens and window), core tokens that they have not chosen, and raw t
 that they have. The choice comes first, from index scores, and has no gradient. Parts meet in
 `merge`; the backward calls each part's with the merged result (docs/math.md, eq. 8 and 9).
 
-The chosen raw tokens are either all raw tokens of the far past under a mask of each query, at the
-price of full attention, or gathered for each query, at the price of moving 2 k g rows of D numbers.
-The cheaper one is taken.
+A query attends to the raw tokens that it has chosen in one of two ways: to all raw tokens of the
+far past under a mask, at the price of full attention, or to gathered copies, at the price of moving
+2 k g rows of D numbers. The cheaper one is taken.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,13 @@ from corecontext.ops.merge import merge
 from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 from corecontext.visibility import local_start, num_visible_cores, sees_core, sees_token
 
+# Queries of a block, by device.
 _BLOCK_QUERIES = {"cpu": 128}
 _BLOCK_QUERIES_DEFAULT = 512
-# Elements of a block's index scores, of its mask over raw tokens, of the keys gathered at once.
+# Most elements of a block's index scores, of its mask over raw tokens, of keys gathered at once.
 _ELEMENTS = {"cpu": 1 << 22}
 _ELEMENTS_DEFAULT = 1 << 28
-# A gathered token costs a query head as much as this many under a mask: copies against products.
+# A gathered token, copied once for all heads, costs as much as this many under a mask cost a head.
 _GATHER_COST = {"cpu": 16}
 _GATHER_COST_DEFAULT = 100
 
@@ -49,7 +50,7 @@ class Gradients(NamedTuple):
     core_v: Tensor
     """[N, 1, M, D]."""
     scores: Tensor
-    """Of each core token's scores, summed over queries, [N, r, M]."""
+    """Those of core tokens' scores, summed over queries, [N, r, M]; over r they are the masses'."""
 
 
 def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
@@ -72,10 +73,10 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
         if not block.num_groups:
             continue
         visible = block.see_groups(block.ends_of_shares(q.device))
-        keys = tuple(x[block.heads, : block.num_groups] for x in stored)
-        estimates = scores(keys, queries.part(block.heads, block.shares), spec)
+        keys = tuple(x[block.sequences, : block.num_groups] for x in stored)
+        estimates = scores(keys, queries.part(block.sequences, block.shares), spec)
         chosen = choosing.choose(estimates, visible, spec.fetch_groups)
-        groups[block.heads, block.shares] = chosen
+        groups[block.sequences, block.shares] = chosen
     return Choice(groups, spec.fetch_share)
 
 
@@ -98,7 +99,7 @@ def attend(
         tokens: All raw tokens from position 0 on.
         cores: Core tokens of the complete groups after the first tokens kept raw.
         mass: Added to their scores, [N, 1, M], or None.
-        out: Written in place; None makes one.
+        out: [N, r, T, D], written in place; None makes one.
 
     Returns:
         out [N, r, T, D] in the dtype of q; log-sum-exp [N, r, T] in float32 or wider.
@@ -111,7 +112,7 @@ def attend(
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
     for block in call.blocks():
         results = _Parts(block, tokens, cores, mass, choice).forward()
-        out[block.heads, :, block.rows], lse[block.heads, :, block.rows] = results
+        out[block.sequences, :, block.rows], lse[block.sequences, :, block.rows] = results
     return out, lse
 
 
@@ -130,8 +131,8 @@ def attend_backward(
     shapes = (*shapes, (q.shape[0], q.shape[1], cores.k.shape[2]))
     total = Gradients(*(torch.zeros(x, dtype=upstream.lse.dtype, device=q.device) for x in shapes))
     for block in call.blocks():
-        results = upstream.map(lambda x, block=block: x[block.heads, :, block.rows])
-        grads = Gradients(*(x[block.heads] for x in total))
+        results = upstream.map(lambda x, block=block: x[block.sequences, :, block.rows])
+        grads = Gradients(*(x[block.sequences] for x in total))
         _Parts(block, tokens, cores, mass, choice).backward(results, grads)
     return *total[:5], None if mass is None else total.scores.sum(1, keepdim=True)
 
@@ -154,28 +155,28 @@ def gradients(
 
 
 class _Block(NamedTuple):
-    """Queries start .. end - 1 of some sequences."""
+    """Hold the place of a block: queries start .. end - 1 of some sequences."""
 
     spec: Spec
-    heads: slice
-    """Of the sequences."""
+    sequences: slice
+    """Places among the N sequences."""
     start: int
     end: int
     rows: slice
-    """Of the queries in the call."""
+    """Places of the queries in the call's q."""
     shares: slice
-    """Of the call's shares of queries."""
+    """Places among the C shares of the call."""
     num_groups: int
-    """Groups behind the first tokens that the last query sees."""
+    """Groups after the sinks that the last query sees."""
 
     def ends_of_shares(self, device: torch.device) -> Tensor:
-        """Return the position of the last query of each share, [C]."""
+        """Return the position of the last query of each share of the block, [C]."""
         share = self.spec.fetch_share
         ends = torch.arange(self.start - self.start % share, self.end, share, device=device)
         return (ends + share - 1).clamp(max=self.end - 1)
 
     def see_groups(self, position: Tensor) -> Tensor:
-        """Return which groups the queries at these positions, [T], see: [T, M]."""
+        """Return which of the block's groups the queries at these positions, [T], see: [T, M]."""
         spec = self.spec
         first = spec.sinks // spec.group_size
         groups = torch.arange(self.num_groups, device=position.device) + first
@@ -183,7 +184,7 @@ class _Block(NamedTuple):
 
 
 class _Call:
-    """One call on whole sequences, and how it is cut into blocks."""
+    """Cut a call on whole sequences into blocks."""
 
     def __init__(self, tokens: Tokens, num_groups: int, spec: Spec) -> None:
         if tokens.k_start or tokens.sink_k is not None:
@@ -196,22 +197,22 @@ class _Call:
 
     def blocks(self, keys_of_group: int = 1, share: int = 1) -> Iterator[_Block]:
         """Yield blocks of queries that end at multiples of `share`, for as many sequences at a
-        time as the memory allows."""
+        time as _ELEMENTS allows; `keys_of_group` are the scores that a head needs of a group."""
         spec = self.spec
         kind = self.q.device.type
         size = share * max(1, _BLOCK_QUERIES.get(kind, _BLOCK_QUERIES_DEFAULT) // share)
         width = max(spec.group_size, self.q.shape[1] * keys_of_group)
         width = width * self.num_groups + spec.window_size
         elements = _ELEMENTS.get(kind, _ELEMENTS_DEFAULT)
-        heads = max(1, elements // (min(size, self.q.shape[2]) * width))
-        for low in range(0, self.q.shape[0], heads):
+        count = max(1, elements // (min(size, self.q.shape[2]) * width))
+        for low in range(0, self.q.shape[0], count):
             start = self.start
             while start < self.end:
                 end = min(start - start % size + size, self.end)
-                yield self._block(slice(low, min(low + heads, self.q.shape[0])), start, end)
+                yield self._block(slice(low, min(low + count, self.q.shape[0])), start, end)
                 start = end
 
-    def _block(self, heads: slice, start: int, end: int) -> _Block:
+    def _block(self, sequences: slice, start: int, end: int) -> _Block:
         spec = self.spec
         g = spec.group_size
         window = spec.window_size
@@ -221,11 +222,11 @@ class _Call:
         first_share = self.start // spec.fetch_share
         last_share = -(-end // spec.fetch_share)
         shares = slice(start // spec.fetch_share - first_share, last_share - first_share)
-        return _Block(spec, heads, start, end, rows, shares, num_groups)
+        return _Block(spec, sequences, start, end, rows, shares, num_groups)
 
 
 class _Parts:
-    """The parts of the softmax of a block's queries."""
+    """Compute the three parts of the softmax of a block's queries."""
 
     def __init__(
         self,
@@ -235,19 +236,19 @@ class _Parts:
         mass: Tensor | None,
         choice: Choice,
     ) -> None:
-        heads = block.heads
+        sequences = block.sequences
         self.block = block
         self.spec = block.spec
         self.num_groups = block.num_groups
-        self.q = tokens.q[heads, :, block.rows]
-        self.k = tokens.k[heads]
-        self.v = tokens.v[heads]
-        self.cores = Cores(*(x[heads, :, : block.num_groups] for x in cores))
-        self.mass = None if mass is None else mass[heads, :, : block.num_groups]
-        # The groups of each query: numbers [n, T, k], and marks [n, T, M].
+        self.q = tokens.q[sequences, :, block.rows]
+        self.k = tokens.k[sequences]
+        self.v = tokens.v[sequences]
+        self.cores = Cores(*(x[sequences, :, : block.num_groups] for x in cores))
+        self.mass = None if mass is None else mass[sequences, :, : block.num_groups]
+        # The groups of each query, of n sequences: numbers [n, T, k], and marks [n, T, M].
         visible = block.see_groups(torch.arange(block.start, block.end, device=tokens.q.device))
         seen = visible.sum(-1)
-        self.chosen = choice.part(heads, block.shares).of_queries(block.start, seen)
+        self.chosen = choice.part(sequences, block.shares).of_queries(block.start, seen)
         self.fetched = to_marks(self.chosen, block.num_groups)
         self.unfetched = visible & ~self.fetched
 
@@ -289,13 +290,13 @@ class _Parts:
     # Raw tokens seen in any case
 
     def _scoring(self, seen: Tensor) -> partial.Scoring:
-        """Scoring of keys that queries see, [1 or n, T, S]."""
+        """Return the scoring of keys, by which of them queries see, [1 or n, T, S]."""
         mask = partial.as_mask(seen, self.q)[:, None]
         return partial.Scoring(self.spec.scale, self.spec.softcap, mask=mask)
 
     def _local(self) -> tuple[Tensor, Tensor, partial.Scoring, list[slice]]:
-        """Keys and values [n, 1, S, D] of first tokens and windows, their scoring, and the tokens
-        that they are."""
+        """Return the keys and the values [n, 1, S, D] of sinks and windows, their scoring, and the
+        spans of positions that they come from."""
         g = self.spec.group_size
         window = self.spec.window_size
         sinks = self.spec.sinks
@@ -326,12 +327,12 @@ class _Parts:
         return self.num_groups * self.q.shape[1] > cost * self.chosen.shape[2]
 
     def _groups(self, x: Tensor) -> Tensor:
-        """Raw tokens of the visible groups, [n, M g, D]."""
+        """Return the raw tokens of the block's groups, [n, M g, D]."""
         first = self.spec.sinks
         return x[:, first : first + self.num_groups * self.spec.group_size]
 
     def _raw_forward(self) -> tuple[Tensor, Tensor]:
-        """Attention to the raw tokens fetched; rows without any are 0 with -inf."""
+        """Attend to the raw tokens fetched; queries without any give 0 with -inf."""
         if self._gathers:
             out, lse = gathered.forward(self._gather(), self.spec)
         else:
@@ -350,12 +351,12 @@ class _Parts:
         return dq
 
     def _gather(self) -> gathered.Gather:
-        """Return the queries, the visible groups and the numbers that each query fetches."""
+        """Return the queries, the block's groups and the numbers that each query fetches."""
         groups = (self._groups(x).unflatten(1, (self.num_groups, -1)) for x in (self.k, self.v))
         elements = _ELEMENTS.get(self.q.device.type, _ELEMENTS_DEFAULT)
         return gathered.Gather(self.q, *groups, self.chosen, elements)
 
     def _masked(self) -> tuple[Tensor, Tensor, partial.Scoring]:
-        """Keys and values [n, 1, M g, D] of all visible groups, and their scoring."""
+        """Return keys and values [n, 1, M g, D] of the block's groups, and their scoring."""
         k, v = (self._groups(x)[:, None] for x in (self.k, self.v))
         return k, v, self._scoring(self.fetched.repeat_interleave(self.spec.group_size, -1))

@@ -1,7 +1,7 @@
 """Score groups by an index: estimate the largest score of a token of each group.
 
-Products with the centre of keys are added back, so that the scores of several query heads can be
-compared. A softcap changes no order, so it is left out.
+Keys may lack their centre (a mean key). Its product with the query is added back, so that scores
+of several query heads can be compared. A softcap changes no order, so it is left out.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from corecontext.ops.spec import Spec
 
 
 class Queries(NamedTuple):
-    """Hold queries as an index scores by them."""
+    """Hold queries in the form by which an index scores."""
 
     mapped: Tensor
     """[N, r, T, D']."""
     offset: Tensor | None
-    """Added to every product of a query, [N, r, T]; None for nothing."""
+    """Product with the centre, added to every product of a query, [N, r, T]; None without one."""
 
     @classmethod
     def of(cls, q: Tensor, index: Index, centre: Tensor | None) -> Queries:
@@ -39,22 +39,22 @@ class Queries(NamedTuple):
 
 
 def centre_of(keys: Tensor, spec: Spec) -> Tensor | None:
-    """Return the mean key [N, D], in float32 or wider, that centres the index, None for none, from
-    raw keys [N, S, D] from position 0 on."""
+    """Return the centre of the index, a mean key [N, D] in float32 or wider, or None for an index
+    without one; from raw keys [N, S, D] from position 0 on."""
     if not spec.num_centred:
         return None
     return widen(keys[:, spec.sinks : spec.sinks + spec.num_centred]).mean(1)
 
 
 def group_keys(keys: Tensor, spec: Spec, count: int) -> Tensor:
-    """Return the raw keys [N, M, g, D] of the first `count` groups after the first tokens kept raw,
-    of keys [N, S, D] from position 0 on."""
+    """Return the raw keys [N, M, g, D] of the first `count` groups after the sinks, of keys
+    [N, S, D] from position 0 on."""
     end = spec.sinks + count * spec.group_size
     return keys[:, spec.sinks : end].unflatten(1, (count, spec.group_size))
 
 
 def scores(stored: tuple[Tensor, ...], queries: Queries, spec: Spec) -> Tensor:
-    """Return the largest score of a key of each group, [N, r, T, M] in float32 or wider.
+    """Return the scores of groups, the largest of their keys', [N, r, T, M] in float32 or wider.
 
     Args:
         stored: What the index has stored of the groups, each [N, M, ...].

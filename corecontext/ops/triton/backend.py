@@ -1,5 +1,5 @@
-"""The Triton backend's surface: the same functions as `packed`, on one sequence, fetch by kernels,
-and the decoding step of a cache."""
+"""Gather the surface of the Triton backend: the functions of `packed` on one sequence, fetch by
+kernels, and the decoding step of a cache."""
 
 import torch
 import triton
@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
-_INTERPRETED = triton.knobs.runtime.interpret  # torch.compile cannot trace its look-up
+# Read at import: torch.compile cannot trace it.
+_INTERPRETED = triton.knobs.runtime.interpret
 
 
 def unsupported_reason(q: Tensor) -> str | None:
@@ -42,7 +43,7 @@ def unsupported_reason(q: Tensor) -> str | None:
     if q.device.type != "cuda" and not _INTERPRETED:
         return f"device {q.device.type!r} is not cuda"
     capability = nvidia_capability(q.device)
-    if capability is not None and capability < (8, 0):  # Triton has given these up
+    if capability is not None and capability < (8, 0):  # Triton supports none of these
         return f"compute capability {capability[0]}.{capability[1]} is less than 8.0"
     if q.dtype == torch.float64:
         return "float64 is not one of float32, bfloat16, float16"
@@ -63,7 +64,7 @@ def attend(
 def attend_list(
     tokens: Tokens, far: FarPast, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `best.attend_list` does."""
+    """Attend to a list of entries of the far past, as `best.attend_list` does."""
     with on_device(tokens.q):
         return best.attend_list(tokens, far, spec, out=out)
 
@@ -94,9 +95,9 @@ def gradients(
 
 
 def pool(groups: Groups, spec: Spec) -> Cores:
-    """Pool as `packed.pool` does, differentiable like it."""
-    follows = torch.is_grad_enabled() and any(x.requires_grad for x in groups)
-    if follows or torch.compiler.is_compiling():
+    """Pool as `packed.pool` does, but differentiable."""
+    has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in groups)
+    if has_gradients or torch.compiler.is_compiling():
         rotary = spec.rotary
         rotation = (None, False) if rotary is None else (rotary.inv_freq, rotary.interleaved)
         settings = (*rotation, spec.scale, spec.softcap)

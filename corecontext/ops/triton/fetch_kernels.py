@@ -1,5 +1,4 @@
-"""Fetch by kernels on one sequence: the choice, attention and gradients, as
-`ops.fetch.query_blocks` has them."""
+"""Fetch by kernels on one sequence: the same functions as `ops.fetch.query_blocks`."""
 
 import torch
 from torch import Tensor
@@ -19,23 +18,22 @@ from corecontext.ops.triton.choose.best_choice import best_choice
 from corecontext.ops.triton.launch import on_device
 from corecontext.ops.triton.pool.launcher import pool_backward
 
-_MAX_KEY_DIM = 256  # elements that a kernel scores
+_MAX_KEY_DIM = 256  # elements of a key that a kernel can score
 
 
 def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
-    """Choose the groups of each query, or share of queries, of a sequence; by PyTorch what the
-    kernels cannot score.
+    """Choose the groups of each share of queries of a sequence; by PyTorch where keys are too long
+    for the kernels.
 
     Args:
         tokens: All raw tokens from position 0 on.
-        num_groups: Complete groups after the first tokens kept raw: M.
+        num_groups: Complete groups after the sinks: M.
     """
     if spec.index.key_dim(tokens.q.shape[3]) > _MAX_KEY_DIM:
         return query_blocks.choose(tokens, num_groups, spec)
     end = tokens.q_start + tokens.q.shape[2]
-    count = min(spec.fetch_groups, num_groups)
-    places = (count, spec.fetch_share, tokens.q_start, end)
-    settings = Choosing(rule_of(spec), spec.scale, *places)
+    k = min(spec.fetch_groups, num_groups)
+    settings = Choosing(rule_of(spec), spec.scale, k, spec.fetch_share, tokens.q_start, end)
     means = mean_of_shares(tokens.q, tokens.q_start, spec.fetch_share)
     with on_device(tokens.q):
         centre = centre_of(tokens.k, spec)
@@ -45,7 +43,7 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
 
 
 def _keys(tokens: Tokens, num_groups: int, spec: Spec, centre: Tensor | None) -> Tensor:
-    """The index's keys [N, M, P, D'] in the dtype of the queries, without their centre."""
+    """Return the index's keys [N, M, P, D'] in the dtype of the queries, without their centre."""
     index = spec.index
     dim = tokens.q.shape[3]
     if _has_kernels(spec, dim):
@@ -78,12 +76,12 @@ def attend(
     choice: Choice,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to first tokens, raw tokens of chosen groups, core tokens of the other groups and the
-    window, in one softmax.
+    """Attend to sinks, raw tokens of chosen groups, core tokens of the other groups and the window,
+    in one softmax.
 
     Args:
         tokens: Raw tokens from position 0 on.
-        cores: Core tokens of the groups behind the first tokens that stay raw.
+        cores: Core tokens of the groups behind the sinks.
         mass: Of the core tokens, [N, 1, M], or None.
         out: [N, r, T, D] of any strides, written in place; None makes one.
 
@@ -100,7 +98,7 @@ def attend(
 
 
 def _attend(call: Call, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`attend` for sequences whose marks fit into their memory."""
+    """Attend for sequences few enough that their marks fit into memory (`chosen.split`)."""
     marks = call.marks()
     out, lse = best.attend(*call[:4], marks, out)
     if out.numel() and call.choice.groups.shape[2]:
@@ -124,7 +122,7 @@ def attend_backward(
 
 
 def _backward(upstream: Upstream, call: Call) -> tuple[Tensor | None, ...]:
-    """`attend_backward` for sequences whose marks fit into their memory."""
+    """Return the gradients of `attend_backward` for sequences as few."""
     grads = anywhere.attend_backward(upstream, *call[:4], call.marks())
     add_raw_gradients(upstream, call, grads[:3], float(call.spec.scale))
     return grads

@@ -1,5 +1,5 @@
-"""Launch a kernel again without Triton's look at every argument, which takes longer than a short
-kernel runs."""
+"""Launch kernels, after the first time without Triton's look at every argument, which takes longer
+than a short kernel runs."""
 
 import contextlib
 import functools
@@ -37,8 +37,8 @@ def launch(
             or a tensor, that tells them apart. Tensors that begin anywhere belong in
             `do_not_specialize_on_alignment`: others are launched by Triton where they are not
             aligned.
-        specialized: The arguments after them, for whose values Triton may compile a kernel of its
-            own: integers and, as tuples, strides.
+        specialized: The arguments after them, for each of whose values Triton may compile another
+            kernel: integers and, as tuples, strides.
         maxnreg: Most registers of a thread, on NVIDIA's chips.
         enable_fp_fusion: Whether a product that is added may stay unrounded.
         constants: The values that the kernel is compiled for; a NamedTuple holds some by name.
@@ -53,7 +53,7 @@ def launch(
     if torch.compiler.is_compiling():
         _launch_outside_graph(kernel, grid, arguments + specialized, {**constants, **options})
         return
-    pointers = 0
+    pointers = 0  # the addresses joined by "or": a multiple of 16 if all are
     dtypes = []
     any_alignment = _any_alignment(kernel)
     for i, x in enumerate(arguments):
@@ -94,19 +94,18 @@ def _launch_outside_graph(kernel: Any, grid: tuple, arguments: tuple, constants:
 
 
 def ints(*values: int) -> tuple[int, ...]:
-    """Return whole numbers from 0 to 2^30 for one argument of a kernel, which `primitives.integers`
-    reads: doubled, plus 3. In a tuple Triton would compile a kernel of its own for 1 and for
-    multiples of 16."""
+    """Return whole numbers from 0 to 2^30 as one argument of a kernel, which `primitives.integers`
+    reads. For 1 and for multiples of 16 Triton would compile another kernel; 2 x + 3 is neither."""
     return tuple(2 * x + 3 for x in values)
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x, copied only where the elements of its rows are not neighbours."""
+    """Return x, copied only where the elements of a row are not adjacent."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up. Triton's own takes longer than a launch."""
+    """Return a / b, rounded up. `triton.cdiv` takes longer than a launch."""
     return -(-a // b)
 
 

@@ -1,10 +1,10 @@
-"""Device functions that the kernels share: the visibility rule, online softmax, products, levels
-of codes, masked tiles.
+"""Share device functions among kernels: the visibility rule, online softmax, products, levels of
+codes, masked tiles.
 
 `visible_cores`, `visible_entries`, `first_query_of_entry` and `last_query_of_token` are the rule of
 `visibility.py` and its inverses; kernels in Gluon call them too. The far past is one list of
-entries: the first tokens that stay raw, n of them in `sink_groups` groups, then one core token for
-each later group. // truncates toward zero on the device, so every dividend is at least 0 here.
+entries: the n sinks, of `sink_groups` groups, then one core token for each later group. On the
+device // truncates toward zero, so every dividend is at least 0 here.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number: log of it is finite
-# The interpreter cannot multiply bfloat16 and has no tensor cores: there, products are of float32.
+TINY = tl.constexpr(1.1754943508222875e-38)  # least normal float32, in place of 0: it has a log
+# In Triton's interpreter (on a CPU) products are of float32: it cannot multiply bfloat16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -28,13 +28,13 @@ def integers(numbers):
 
 @triton.jit
 def visible_cores(position, group_size, window_size):
-    """Return how many groups are far past of the query at `position`, j(t); any shape."""
+    """Return how many groups the far past of the query at `position` has, j(t); any shape."""
     return tl.maximum(position + 1 - window_size, 0) // group_size
 
 
 @triton.jit
 def visible_entries(groups, group_size, sink_groups):
-    """Return how many entries `groups` groups of far past have."""
+    """Return how many entries a far past of `groups` groups has."""
     return groups + tl.minimum(groups, sink_groups) * (group_size - 1)
 
 
@@ -47,16 +47,16 @@ def _first_query_of_group(group, group_size, window_size):
 @triton.jit
 def first_query_of_entry(entry, group_size, window_size, sink_groups):
     """Return the first position whose far past has this entry."""
-    # Entry e is token e, of group e // g, or from n on the core token of group e - sink_groups
-    # (g - 1): each the larger where it holds.
+    # Entry e < n is token e, of group e // g; from n on it is the core token of group
+    # e - sink_groups (g - 1). The formula that holds gives the larger number.
     group = tl.maximum(entry // group_size, entry - sink_groups * (group_size - 1))
     return _first_query_of_group(group, group_size, window_size)
 
 
 @triton.jit
 def last_query_of_token(token, group_size, window_size):
-    """Return one past the last position whose query sees raw token `token` as part of its near
-    past: from there on it is an entry of the far past, or its core token is."""
+    """Return one past the last position whose near past has raw token `token`: from there on it, or
+    its core token, is an entry of the far past."""
     return _first_query_of_group(token // group_size, group_size, window_size)
 
 
@@ -72,8 +72,8 @@ def dot(a, b):
 
 @triton.jit
 def tile_products(q, k, VECTOR: tl.constexpr):
-    """Return rows of q times rows of k, [rows, entries] in float32. Few float32 rows would spill as
-    a matrix product."""
+    """Return rows of q times rows of k, [rows, entries] in float32: where VECTOR as sums, since a
+    matrix product of few float32 rows would spill registers."""
     if VECTOR:
         products = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
     else:
@@ -85,7 +85,7 @@ def tile_products(q, k, VECTOR: tl.constexpr):
 def weighted_sum(weights, v, VECTOR: tl.constexpr):
     """Return weighted sums of the rows of v, [rows, columns] in float32."""
     if VECTOR:
-        # Not weights * v: a sum of such products over 16 rows is compiled as a product in TF32.
+        # Not weights * v: Triton compiles a sum of such products over 16 rows as one in TF32.
         mixed = tl.sum(tl.fma(weights[:, :, None], v.to(tl.float32)[None, :, :], 0.0), 1)
     else:
         mixed = dot(weights.to(v.dtype), v)
@@ -117,7 +117,7 @@ def tanh(x):
 
 @triton.jit
 def log2_scores(products, scale, bias, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return scores in units of log 2, and the derivative of the softcap."""
+    """Return scores in units of log 2 (for exp2), and the derivative of the softcap."""
     slope = 1.0
     if HAS_SOFTCAP:
         capped = tanh(products * (scale / softcap))
@@ -161,8 +161,8 @@ def load_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Load a tile [rows, columns], or [columns, rows] where TRANSPOSED; zeros outside. Rows end
-    only where MASKED."""
+    """Load a tile [rows, columns], or [columns, rows] where TRANSPOSED; zeros outside. Unless
+    MASKED, all its rows must exist."""
     if TRANSPOSED:
         in_rows = (rows < num_rows)[None, :]
         in_dims = (dims < HEAD_DIM)[:, None]

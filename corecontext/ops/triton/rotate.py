@@ -59,17 +59,18 @@ def rotate_heads_kernel(
     first = tl.load(source + cols[None, :], mask=mask, other=0.0)
     second = tl.load(source + HALF + cols[None, :], mask=mask, other=0.0)
     at = batch * table_strides[0] + rows * table_strides[1] + cols[None, :]
+    # x cos + rotate_half(x) sin, where rotate_half(x) is (-second, first).
     for half in tl.static_range(2):
         cos = tl.load(tables[0] + at + half * HALF, mask=mask, other=0.0)
         sin = tl.load(tables[1] + at + half * HALF, mask=mask, other=0.0)
         if half:
-            x, turned = second, first
+            x, rotated_half = second, first
         else:
-            x, turned = first, -second
+            x, rotated_half = first, -second
         # Each product is rounded, and so is their sum.
-        rotated = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
-        added = (turned.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
-        out = rotated.to(tl.float32) + added.to(tl.float32)
+        by_cos = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
+        by_sin = (rotated_half.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
+        out = by_cos.to(tl.float32) + by_sin.to(tl.float32)
         tl.store(result + half * HALF + cols[None, :], out.to(x.dtype), mask=mask)
 
 
@@ -92,7 +93,7 @@ def unsupported_reason(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str | 
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and k, rotated, as they lie in memory.
+    """Return q and k, rotated, in the memory layout of each.
 
     Args:
         q: [B, H, T, D]. k: [B, Hkv, T, D].

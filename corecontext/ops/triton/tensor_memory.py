@@ -1,5 +1,5 @@
-"""The tensor memory accelerator's copies under one name each: Triton's Gluon renamed them between
-releases."""
+"""Name the copies of the tensor memory accelerator, which moves tiles between global and shared
+memory: Triton's Gluon renamed them between releases."""
 
 import functools
 
@@ -23,6 +23,7 @@ DTYPES = {
 
 @_core.builtin
 def _atomic_add(tensor_desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to global memory, where Gluon has no function for it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         _core.ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
@@ -52,7 +53,7 @@ def tiles(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return barriers in shared memory, each completed by some arrivals."""
+    """Return COUNT barriers in shared memory, each completed by ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), ARRIVALS)
@@ -60,8 +61,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, copied unless the accelerator can read it: last stride 1, the start and all other strides
-    multiples of 16 bytes."""
+    """Return x, copied unless the accelerator can read it: last stride 1, the start and all other
+    strides multiples of 16 bytes."""
     *steps, last = x.stride()
     unit = 16 // x.element_size()
     if (
@@ -74,8 +75,8 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """x [N, heads, T, D], aligned, for copies of `rows` rows of one head; rows and columns outside
-    read as zeros."""
+    """Describe x [N, heads, T, D], `aligned`, for copies of tiles of one head: `rows` rows of
+    `columns` columns, D or more by default; rows and columns outside x read as zeros."""
     shape = list(x.shape)
     strides = list(x.stride())
     block = (1, 1, rows, columns or max(16, power_of_2(shape[3])))
@@ -94,5 +95,5 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How such a tile lies in shared memory."""
+    """Return the layout of such a tile in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])

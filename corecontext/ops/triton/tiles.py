@@ -1,7 +1,6 @@
-"""Tile sizes of the attention kernels and shares of a decoding step: tables, never tuned while
-running.
+"""Choose tile sizes of kernels and splits of a decoding step by tables, never tuned while running.
 
-They go by head size, dtype and `Chip`, so that they can be asked about chips that are not here.
+They depend on head size, dtype and `Chip` alone, so that tests can ask about any chip.
 """
 
 import functools
@@ -11,13 +10,13 @@ import torch
 
 from corecontext.ops.triton.launch import ceil_div, power_of_2
 
-_WHOLE_GROUP = 16384  # elements of K in a padded group that one program holds in registers
-_ELEMENTS = 32 * 64  # of K that a warp of a pooling kernel holds
-MOST_SPLITS = 127  # with the new token, 128 parts that one program merges
+_WHOLE_GROUP = 16384  # most elements of keys of a padded group that one program holds in registers
+_ELEMENTS = 32 * 64  # elements of keys that a warp of a pooling kernel holds
+MOST_SPLITS = 127  # programs of a KV head: with the new token, 128 parts that one program merges
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, and how Triton compiles the kernel."""
+    """Hold a tile's queries (block_m) and keys (block_n), and how Triton compiles the kernel."""
 
     block_m: int
     block_n: int
@@ -35,7 +34,7 @@ class Chip(NamedTuple):
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
-    """The chip of a device."""
+    """Return the chip of a device."""
     if device.type != "cuda":
         return Chip(0, 8)
     properties = torch.cuda.get_device_properties(device)
@@ -46,7 +45,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the forward of attention: a program owns block_m queries."""
+    """Choose for the forward of attention: a program owns block_m queries."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -58,7 +57,7 @@ def forward_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 
 def dq_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the gradient of queries; a program owns block_m queries."""
+    """Choose for the gradient of queries: a program owns block_m queries."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -72,14 +71,14 @@ def dq_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 
 def dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the gradients of keys; block_m keys are what a program owns."""
+    """Choose for the gradients of keys and values: a program owns block_m keys."""
     if dim > 128 and dtype != torch.float32 and 0 < chip.shared_memory < 160 * 1024:
-        return Tiles(32, 32, 8, 1)  # 80 KiB, where twice the keys take 112 of 99
+        return Tiles(32, 32, 8, 1)  # 80 KiB; block_m 64 would take 112 of the 99 that there are
     return dq_tiles(chip, dtype, dim)
 
 
 def choose_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
-    """For the scores of a choice: block_m queries of up to four heads, block_n groups."""
+    """Choose for scores of groups: block_m shares of up to four heads, block_n groups."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -93,8 +92,8 @@ def choose_tiles(chip: Chip, dtype: torch.dtype, dim: int) -> Tiles:
 
 
 def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
-    """For raw tokens of chosen groups: at most block_m of the `rows` rows that see the same tokens,
-    block_n tokens."""
+    """Choose for raw tokens of chosen groups: block_n tokens, and at most block_m of the `rows`
+    queries, of all r heads, that see the same tokens."""
     shared = chip.shared_memory
     if shared == 0:
         return Tiles(32, 32, 4, 1)
@@ -109,15 +108,15 @@ def fetch_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
 
 
 def fetch_dq_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
-    """For the gradient of queries through raw tokens of chosen groups, as `fetch_tiles`."""
+    """Choose for gradient of queries through raw tokens of chosen groups, as `fetch_tiles`."""
     tiles = fetch_tiles(chip, dtype, dim, rows)
     # In half precision with much shared memory few rows get larger tiles than in the forward.
     return Tiles(16, 64, 2, 2) if tiles == (16, 32, 1, 3) else tiles
 
 
 def fetch_dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int, group_size: int) -> Tiles:
-    """For the gradients of raw tokens of chosen groups: at most block_m tokens of a group, block_n
-    rows."""
+    """Choose for the gradients of raw tokens of chosen groups: at most block_m tokens of a group,
+    block_n rows."""
     tiles = fetch_tiles(chip, dtype, dim, group_size)
     # Half precision with much shared memory: more rows at once, where a group is one tile.
     is_half_and_large = tiles in (Tiles(16, 32, 1, 3), Tiles(64, 64, 4, 2))
@@ -125,8 +124,8 @@ def fetch_dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int, group_size: int) -
 
 
 def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
-    """For attention over pages: block_m rows, of the at most `rows` that a sequence brings for each
-    KV head."""
+    """Choose for attention over pages: block_m rows, of the at most `rows` that a sequence brings
+    for each KV head."""
     tiles = forward_tiles(chip, dtype, dim)
     is_half = dtype != torch.float32 and dim <= 128 and chip.shared_memory > 0
     if rows <= 16:  # the rows of the smallest matrix product
@@ -137,7 +136,8 @@ def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
 
 
 class PoolTiles(NamedTuple):
-    """Groups, tokens and pairs of columns of a pooling tile, and how Triton compiles the kernel."""
+    """Hold a pooling tile's groups (block_m), tokens (block_g) and pairs of columns (block_p), and
+    how Triton compiles the kernel."""
 
     whole: bool
     """Whether a program holds whole groups in registers; else it walks one group in blocks."""
@@ -148,7 +148,7 @@ class PoolTiles(NamedTuple):
 
 
 def pool_tiles(group_size: int, head_dim: int) -> PoolTiles:
-    """For `pool`, `pool_backward` and `pool_pages`.
+    """Choose for `pool`, `pool_backward` and `pool_pages`.
 
     A thread holds 64 elements of K. With half of that, which spills no register, the backward takes
     2 to 14 % longer on an H200.
@@ -157,7 +157,7 @@ def pool_tiles(group_size: int, head_dim: int) -> PoolTiles:
     block_g = power_of_2(group_size)
     size = block_g * block_d
     if size > _WHOLE_GROUP:
-        # Not below one token: a head_dim this large only makes the loop longer.
+        # At least one token: a larger head_dim only makes the loop longer.
         return PoolTiles(False, 1, max(1, 4 * _ELEMENTS // block_d), block_d // 2, 4)
     block_m = max(1, _ELEMENTS // size)
     num_warps = min(16, max(1, size * block_m // _ELEMENTS))
@@ -165,8 +165,8 @@ def pool_tiles(group_size: int, head_dim: int) -> PoolTiles:
 
 
 class DecodeTiles(NamedTuple):
-    """Query heads and entries of a tile, how Triton compiles it, and whether its products are sums
-    of vectors."""
+    """Hold a tile's query heads (block_m) and entries (block_n), how Triton compiles it, and
+    whether its products are sums of vectors."""
 
     block_m: int
     block_n: int
@@ -176,8 +176,8 @@ class DecodeTiles(NamedTuple):
 
 
 def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> DecodeTiles:
-    """For `decode_step`: heads query heads share the entries. Tiles of 16 KiB of keys, several on
-    the way at once."""
+    """Choose for `decode_step`: `heads` query heads attend to the same entries. Tiles of 16 KiB of
+    keys, several on the way at once."""
     block_d, block_m = power_of_2(max(dim, 16)), power_of_2(heads)
     interpreted = chip.shared_memory == 0
     if dtype == torch.float32:
@@ -193,11 +193,11 @@ def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> Decode
 
 
 def decode_splits(chip: Chip, rows: int, capacity: int, block_n: int) -> int:
-    """Programs that share the entries of each of `rows` KV heads, from shapes only: a captured step
-    keeps its launch.
+    """Choose among how many programs the entries of each of `rows` KV heads are split, from shapes
+    only: a captured step keeps its launch.
 
     As many as run at once, three on a multiprocessor; more, so that the last ones do not run alone,
-    where each still has 32 tiles; fewer where each would not have two.
+    where each still has 32 tiles; fewer where each would have less than two.
     """
     units = chip.multiprocessors
     wanted = max(3 * units // rows - 1, min(8 * units // rows, capacity // (32 * block_n)))

@@ -1,5 +1,5 @@
-"""Choose by the best kernels for the device: those made for Hopper score what they can, those that
-run everywhere the rest."""
+"""Choose groups by the best kernels for the device: on Hopper by its own where they can score, else
+by those that run everywhere."""
 
 import torch
 import triton
@@ -22,12 +22,12 @@ except (ImportError, AttributeError):
 def best_choice(
     q: Tensor, keys: Tensor, centre: Tensor | None, spec: Spec, settings: Choosing
 ) -> Tensor:
-    """Return the groups of each share, as `select.choose` does.
+    """Return the groups of each share, [N, C, k], as `select.choose` does.
 
     Args:
         q: The mean query of each share, [N, r, C, D].
-        keys: The index's keys, [N, M, P, D'].
-        centre: Their centre, [N, D].
+        keys: The index's keys, [N, M, P, D'], in the dtype of q.
+        centre: The mean key that was taken from them, [N, D], or None.
     """
     index = spec.index
     if (

@@ -1,16 +1,17 @@
-"""Find the k largest of some scores by bisection of whole numbers that have their order: device
+"""Find the k largest scores by bisection, of whole numbers in the order of the scores: device
 functions."""
 
 import triton
 import triton.language as tl
 
-_MOST = tl.constexpr(0x7F800001)  # NaN is cut to this
-_LEAST = tl.constexpr(-0x7FFFFFF0)  # below that of -infinity, -0x7F800000
+_MOST = tl.constexpr(0x7F800001)  # one above +infinity; stands for NaN
+_LEAST = tl.constexpr(-0x7FFFFFF0)  # below -infinity, which is -0x7F800000
 
 
 @triton.jit
 def order_of(scores, exists):
-    """Return whole numbers in the order of scores in float32; the least where none exists."""
+    """Return whole numbers in the order of scores in float32, by their bits; _LEAST where no score
+    exists."""
     bits = scores.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, -(bits & 0x7FFFFFFF), tl.minimum(bits, _MOST))
     return tl.where(exists, bits, _LEAST)
@@ -21,11 +22,11 @@ def bisect(numbers, count):
     """Find the `count` largest of the numbers of `order_of`, by two bounds.
 
     Returns:
-        low and high; how many of the numbers are at least low: `count` or more, where so many
-        exist; and how many are at least high: fewer. Where more than `count` are at least low,
-        high is low + 1: all that are at least high are chosen, and some of those equal to low.
+        low, high, at_low and at_high. at_low numbers are at least low: `count` or more, where so
+        many exist. at_high numbers are at least high: fewer than `count`. If at_low is more than
+        `count`, high is low + 1: the largest are those at least high, and some equal to low.
     """
-    # Both have one sign, so that their difference is a number.
+    # Both bounds are at least 0, or both at most 0, so that their difference fits into 32 bits.
     at_high = tl.sum((numbers >= 0).to(tl.int32), 0)
     is_above = at_high >= count
     low = tl.where(is_above, 0, _LEAST + 1)

@@ -1,7 +1,7 @@
 """Round queries and the keys of an index in low bits to 8 bits, for `hopper_scores.py`.
 
-A query has a scale of its own, and so has each group of keys: the largest product of a group is the
-largest of whole numbers.
+Each query has one scale, its *unit*, and so have all keys of a group: the largest product of a
+query with a group's keys is found among whole numbers, then multiplied by both units.
 """
 
 from typing import NamedTuple
@@ -16,27 +16,26 @@ from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, pow
 from corecontext.ops.triton.primitives import TINY, dot, tile_mask
 
 MAX_DIM = 128
-RUN = 8  # neighbouring groups whose keys alternate
+RUN = 8  # neighbouring groups, a run, whose keys alternate in memory
 TILE_KEYS = 128  # keys of a tile that one matrix product takes
-_ROWS = 64
+_ROWS = 64  # queries that one program rounds
 
 
 class Bytes(NamedTuple):
-    """Hold the queries and keys of a choice in int8, of D' numbers: head_dim rounded up to a power
-    of 2, at least 32."""
+    """Hold the queries and keys of a choice in int8. D' is head_dim rounded up to a power of 2, at
+    least 32."""
 
     queries: Tensor
     """[N, r, C, D']."""
     units: Tensor
-    """The value of 1 among each query's whole numbers, times the scale of scores, [N, r, C] in
-    float32."""
+    """The value of a query's whole number 1, times the scale of scores, [N, r, C] in float32."""
     offsets: Tensor
     """Products of each query with the centre, times the scale of scores, [N, r, C]."""
     keys: Tensor
-    """[N, 1, M' P, D'] for whole blocks of groups, M' of them: of each run of RUN groups the first
-    key of each, then the second, and so on."""
+    """[N, 1, M' P, D'], M rounded up to M' by `block_of`: of each run of RUN groups the first key
+    of each group, then the second of each, and so on."""
     group_units: Tensor
-    """The value of 1 among the whole numbers of each group's keys, [N, M']."""
+    """The value of 1 in the whole numbers of a group's keys, [N, M'] in float32."""
     num_keys: int
     """Keys of a group: P."""
     num_groups: int
@@ -60,10 +59,11 @@ def queries_kernel(
     Grid: (tiles of queries, N r).
 
     Args:
-        inputs: Pointers to queries, to the index's rotation (`low_bits.rotation`, not rotary) over
-            `unit`, numbers 1, -1 and 0, and to the centre [N, D].
+        inputs: Pointers to queries [N, r, C, D], to the signs of the index's rotation
+            (`low_bits.rotation`, not rotary), 1, -1 and 0, and to the centre [N, D].
         results: Pointers to queries, units and offsets of `Bytes`.
-        factors: `unit`, the size of the rotation's numbers that are not 0, and the scale of scores.
+        count, heads: C and r.
+        factors: The size of the rotation's numbers that are not 0, and the scale of scores.
     """
     q_ptr, signs_ptr, centre_ptr = inputs
     unit, scale = factors
@@ -97,9 +97,9 @@ def keys_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Round the keys of a group to 8 bits, [N, M, PARTS, D] to those of `Bytes`.
+    """Round the keys of a group [N, M, PARTS, D] to those of `Bytes`.
 
-    Grid: (M', N). Groups behind the last one are zeros.
+    Grid: (M', N). Groups from M on are zeros.
 
     Args:
         results: Pointers to keys and group_units of `Bytes`.
@@ -120,15 +120,17 @@ def keys_kernel(
 
 
 def block_of(num_keys: int) -> int:
-    """Return the groups, of `num_keys` keys each, that are scored together."""
+    """Return how many groups, of `num_keys` keys each, are scored together: a block. Its keys fill
+    one tile, or several where a run has more."""
     return max(RUN, TILE_KEYS // num_keys)
 
 
 def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> Bytes:
-    """Round the mean queries of shares [N, r, C, D], not yet rotated as the index's keys are, and
-    keys [N, M, P, D] of an index in low bits, P a power of 2, both in the same dtype.
+    """Round queries and keys, in the same dtype, to `Bytes`.
 
     Args:
+        q: The mean queries of shares, [N, r, C, D], not yet rotated as keys are.
+        keys: [N, M, P, D] of an index in low bits, P a power of 2.
         centre: [N, D], or None for zeros.
         scale: Of the scores.
     """

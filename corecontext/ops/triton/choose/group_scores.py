@@ -1,5 +1,5 @@
-"""Score groups by index keys: for each share of queries the largest product of any key of a group
-with any of the query heads of a KV head."""
+"""Score groups by index keys, by the kernel that runs everywhere: for each share of queries the
+largest product of any key of a group with any of the query heads of a KV head."""
 
 from typing import NamedTuple
 
@@ -16,12 +16,13 @@ _SEGMENT = 1024  # groups that one program scores
 
 
 class Keys(NamedTuple):
-    """Hold the queries and the index of a choice."""
+    """Score groups by queries and keys: a `select.Scorer`."""
 
     queries: Tensor
     """The mean query of each share, as the index maps it, [N, r, C, D']."""
     offsets: Tensor
-    """What every product of a query has besides, times the scale, [N, r, C] in float32."""
+    """Products of the queries with the centre, which keys lack, times the scale, [N, r, C] in
+    float32."""
     keys: Tensor
     """[N, M, P, D']."""
 
@@ -31,7 +32,7 @@ class Keys(NamedTuple):
         return self.keys.shape[1]
 
     def width(self, num_groups: int) -> int:
-        """Return the elements of a row of scores of so many groups."""
+        """Return the elements of a row of scores of so many groups: whole runs."""
         return RUN * ceil_div(num_groups, RUN)
 
     def score(self, settings: Choosing, first_row: int, scores: Tensor, best: Tensor) -> None:

@@ -1,10 +1,14 @@
 """Score groups by index keys in 8 bits, for Hopper, written in Triton's Gluon.
 
 The same rule as `score_kernels.group_scores_kernel`, which runs everywhere: a group's score is the
-largest product of any of its keys with any query head. A program is three groups of warps: one
-copies tiles of keys into shared memory by the tensor memory accelerator; two own 64 queries of some
-heads each and multiply with asynchronous warpgroup instructions. A tile's keys lie so that the
-largest of a group is found within a thread (`byte_keys.keys_kernel`).
+largest product of any of its keys with any query head. A program is three groups of warps: a
+producer copies tiles of keys into shared memory by the tensor memory accelerator; two consumers own
+64 shares of some heads each and multiply with asynchronous warpgroup instructions. A tile's keys
+lie so that the largest of a group is found within a thread (`byte_keys.keys_kernel`).
+
+Groups are counted in runs of 8, in blocks (`byte_keys.block_of`), whose keys fill whole tiles, and
+in segments of up to 128 blocks. A program takes one item after the other: 128 shares of one KV head
+and the segment of groups that they are scored against.
 """
 
 from typing import NamedTuple
@@ -35,21 +39,21 @@ from corecontext.ops.triton.tensor_memory import (
     tiles,
 )
 
-ROWS = gl.constexpr(64)  # shares of a consumer
-KEYS = gl.constexpr(TILE_KEYS)
+ROWS = gl.constexpr(64)  # shares of a consumer: rows of q and of scores
+KEYS = gl.constexpr(TILE_KEYS)  # keys of a tile
 RUN = gl.constexpr(GROUP_RUN)
 MOST_HEADS = 4  # query heads whose queries are in shared memory
-_SEGMENT = 128  # blocks of groups of an item
+_SEGMENT = 128  # most blocks of groups of an item
 STAGES = gl.constexpr(8)  # tiles of keys in shared memory
 
 
 @gluon.jit
 def _blocks_of_item(item, work, places, GROUPS: gl.constexpr):
-    """Return of an item the KV head, the first row of its shares, and the first and one past the
-    last of its blocks of GROUPS groups.
+    """Return an item's KV head n, its first row, counted from first_row, and the first and one past
+    the last of its blocks of GROUPS groups that its last share sees.
 
     Args:
-        work: num_items, number of segments, items of a segment, and blocks of a segment.
+        work: num_items, number of segments, items of a segment and KV head, blocks of a segment.
         places: first_row, num_rows, shares as of `groups_of_share`, rule and num_groups.
     """
     _, num_segments, row_tiles, segment = work
@@ -65,11 +69,17 @@ def _blocks_of_item(item, work, places, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _copy_keys(HEADS: gl.constexpr, PARTS: gl.constexpr, descs, first_head, memory, work, places):
-    """Copy the queries of each item, then its tiles of keys: the producer warp."""
+    """Copy the queries of each item, then its tiles of keys: the producer warp. The phase of a
+    barrier, 0 or 1, changes with each use: `count` numbers those of queries, `step` of keys.
+
+    Args:
+        memory: Tiles of queries and of keys; then barriers: queries ready, free, keys ready, free.
+        work, places: As of `_blocks_of_item`.
+    """
     q_desc, k_desc = descs
     q_smem, k_smem, q_ready, q_free, k_ready, k_free = memory
-    TILES: gl.constexpr = max(1, PARTS * RUN // KEYS)
-    GROUPS: gl.constexpr = TILES * KEYS // PARTS
+    TILES: gl.constexpr = max(1, PARTS * RUN // KEYS)  # tiles of a block
+    GROUPS: gl.constexpr = TILES * KEYS // PARTS  # groups of a block
     step = 0
     count = 0
     for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
@@ -92,7 +102,8 @@ def _copy_keys(HEADS: gl.constexpr, PARTS: gl.constexpr, descs, first_head, memo
 
 @gluon.jit
 def _largest(s, so_far, PARTS: gl.constexpr):
-    """Take the products of a tile into the largest of each group."""
+    """Return the largest product of each group, of a tile's products s [ROWS, KEYS] and of
+    `so_far` [ROWS, runs of a tile, RUN]."""
     TOGETHER: gl.constexpr = min(PARTS, KEYS // RUN)
     largest = gl.max(s.reshape([ROWS, KEYS // (RUN * TOGETHER), TOGETHER, RUN]), 2)
     return gl.maximum(so_far, largest)
@@ -100,8 +111,8 @@ def _largest(s, so_far, PARTS: gl.constexpr):
 
 @gluon.jit
 def _products(q, k_smem, slot, largest, TILES: gl.constexpr, PARTS: gl.constexpr):
-    """Return the largest product of each group of a block, whole numbers, not below `largest`. A
-    product runs while the largest of the one before are found."""
+    """Return the largest product of each group of a block, whole numbers, not below `largest`. The
+    product of a tile runs while the largest of the tile before are found."""
     DIM: gl.constexpr = q.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     zero = gl.zeros([ROWS, KEYS], gl.int32, layout)
@@ -132,9 +143,10 @@ def _score_items(
     """Score all groups of an item for ROWS shares: a consumer.
 
     Args:
+        HALF: Which of the two consumers, 0 or 1.
         target: Pointers to the units and offsets of queries, the units of groups, scores and the
-            largest of each run, elements of a row of scores, and units of a KV head.
-        heads: Query heads in all, and the first of this launch; number of shares in the call.
+            largest of each run; elements of a row of scores; units of groups of a KV head.
+        heads: Query heads in all, the first of this launch, and the shares of the call.
         memory, work, places: As of `_copy_keys`.
     """
     unit_ptr, offset_ptr, group_unit_ptr, scores_ptr, best_ptr, stride_row, stride_unit = target
@@ -142,10 +154,11 @@ def _score_items(
     q_smem, k_smem, q_ready, q_free, k_ready, k_free = memory
     first_row, num_rows, shares, rule, num_groups = places
     TILES: gl.constexpr = max(1, PARTS * RUN // KEYS)
-    SETS: gl.constexpr = max(1, KEYS // (RUN * PARTS))
+    SETS: gl.constexpr = max(1, KEYS // (RUN * PARTS))  # runs of a block
     GROUPS: gl.constexpr = RUN * SETS
     DIM: gl.constexpr = q_smem.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
+    # Scores of a block are [ROWS, SETS, RUN], in the layout of the largest products of a tile.
     least = gl.full([ROWS, KEYS], -(2**31), gl.int32, layout)
     least = gl.max(least.reshape([ROWS, SETS, KEYS // GROUPS, RUN]), 2)
     whole: gl.constexpr = least.type.layout
@@ -215,23 +228,29 @@ def score_bytes_hopper(
     the shares first_row .. first_row + num_rows - 1 of the call, and the largest of each run of
     groups, [N, num_rows, stride_row / RUN].
 
-    Grid: as many programs as the chip has multiprocessors; items of 2 ROWS shares and a segment of
-    groups are dealt out to them, KV heads one after the other.
+    Grid: as many programs as the chip has multiprocessors, or items if fewer. Program i takes items
+    i, i + programs, ...; items go through the KV heads one after the other.
 
     Args:
+        q_desc, k_desc: Descriptors of the queries and keys of `Bytes`.
         rounded: Pointers to the units and offsets of queries, and to the units of groups.
         results: Pointers to scores and to the largest of each run.
-        segments: Number of segments, blocks of each, and groups; of `launch.ints`, as all below.
-        rows: First head, first_row, num_rows, elements of a row of scores, and units of a KV head.
+        segments: Number of segments, blocks of each, and groups; by `launch.ints`, as all below.
+        rows: First head, first_row, num_rows, elements of a row of scores, and units of groups of a
+            KV head.
         shares: As of `groups_of_share`.
         rule: group_size, window_size and sink_groups.
-        BLOCK_D: Columns of a tile, by which `launch` knows the descriptors.
+        HEADS: Query heads of this launch.
+        PARTS: Keys of a group.
+        MERGES: Whether an earlier launch has stored the scores of other query heads of the same KV
+            head: the larger one stays.
+        BLOCK_D: Columns of a tile, by which `launch` tells apart descriptors.
     """
     num_segments, segment, num_groups = integers(segments)
     first_head, first_row, num_rows, stride_row, stride_unit = integers(rows)
     q_smem = tiles(q_desc, 2 * HEADS)
     k_smem = tiles(k_desc, STAGES)
-    # Barriers: the producer arrives at `ready`, both consumers at `free` of keys.
+    # The producer arrives at `ready`; a consumer at its `free` of queries, both at that of keys.
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
     k_ready = barriers(STAGES, 1)
@@ -253,13 +272,13 @@ def score_bytes_hopper(
             (_score_items, (1, HEADS, PARTS, MERGES) + scoring),
             (_copy_keys, (HEADS, PARTS) + copying),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of a thread of each
     )
 
 
 class ByteScorer(NamedTuple):
-    """Score groups in 8 bits."""
+    """Score groups in 8 bits: a `select.Scorer`."""
 
     numbers: Bytes
 
@@ -310,7 +329,7 @@ class ByteScorer(NamedTuple):
 
 
 def takes(index: Index, group_size: int, dim: int) -> bool:
-    """Whether this kernel can score by an index where `hopper_forward` takes the call."""
+    """Whether this kernel can score by an index, where `hopper_forward` takes device and dtype."""
     if not isinstance(index, LowBits) or dim > MAX_DIM:
         return False
     num_keys = index.num_keys(group_size)

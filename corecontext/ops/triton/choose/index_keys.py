@@ -1,5 +1,5 @@
-"""Build an index in low bits for a whole sequence in one reading of the raw keys: its codes and
-scales, or its keys as stored, in the dtype of the queries (`ops/fetch/low_bits.py`)."""
+"""Build an index in low bits (`ops/fetch/low_bits.py`) of a whole sequence, reading the raw keys
+once: as codes and scales, or as the keys that these stand for, in the dtype of the queries."""
 
 import functools
 
@@ -19,8 +19,8 @@ _ROWS = 64  # parts that one program holds
 
 @triton.jit
 def _rotate(x, rotation_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return x [rows, columns] in float32 times the signs of the rotation, which bfloat16 holds: x
-    is the sum of three such numbers."""
+    """Return x [rows, columns] in float32 times the signs of the rotation. Products are of
+    bfloat16, which holds signs exactly, and x as the sum of three numbers."""
     dims = tl.arange(0, BLOCK_D)
     signs = tl.load(
         rotation_ptr + dims[:, None] * HEAD_DIM + dims[None, :],
@@ -63,15 +63,16 @@ def index_keys_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Write the stored keys [N, M, P, D] of groups, or AS_CODES their codes [N, M, P, bytes] and
-    scales.
+    """Write the keys [N, M, P, D] of groups, or AS_CODES their codes [N, M, P, bytes] and scales.
 
     Grid: (blocks of BLOCK_G groups, N).
 
     Args:
-        inputs: Pointers to raw keys from the first group on, to the centre [N, D], and to the
-            rotation over `unit`: numbers 1, -1 and 0.
+        inputs: Pointers to raw keys from the first group on, to the centre [N, D], and to the signs
+            of the rotation, 1, -1 and 0.
         results: Pointers to keys, or to codes and to scales [N, M, P], [N, M] where SHARED.
+        unit: Signs times it are the rotation.
+        PARTS: Keys of a group, P: means of parts of GROUP_SIZE / PARTS tokens.
         SHARED: One scale for the P keys of a group, else one for each.
     """
     k_ptr, centre_ptr, rotation_ptr = inputs
@@ -93,7 +94,8 @@ def index_keys_kernel(
     centre = tl.load(centre_ptr + n * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     x = tl.where(mask, x / SIZE - centre[None, :], 0.0)
 
-    # Levels of the rotated means over their size, and the scale that makes products exact.
+    # Levels nearest to the rotated means over their root mean square, and the scale by which the
+    # product of x and its stored form is that of x and x.
     x = _rotate(x, rotation_ptr, HEAD_DIM, BLOCK_D) * unit
     squares = tl.sum(x * x, 1)
     count = HEAD_DIM
@@ -143,7 +145,8 @@ def _sum_of_group(x, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr):
 
 @functools.lru_cache(maxsize=8)
 def signs_of(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return the rotation over its largest element, in bfloat16, and that element."""
+    """Return the signs of the rotation [D, D], 1, -1 and 0 in bfloat16, and the unit that they are
+    multiples of: signs times unit are the rotation."""
     rotation = low_bits.rotation(head_dim, torch.float32, device)
     unit = (head_dim & -head_dim) ** -0.5
     return (rotation / unit).round().bfloat16(), unit
@@ -152,11 +155,10 @@ def signs_of(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
 def build(
     k: Tensor, num_groups: int, group_size: int, index: LowBits, centre: Tensor | None
 ) -> Tensor:
-    """Return the keys [N, M, P, D] of an index in low bits as stored, rotated, in the dtype of k,
-    with head_dim of at most MAX_DIM.
+    """Return the keys [N, M, P, D] of an index as its codes have them, rotated, in the dtype of k.
 
     Args:
-        k: Raw keys from the first group on, [N, S, D], rotary applied.
+        k: Raw keys from the first group on, [N, S, D], rotary applied; D at most MAX_DIM.
         centre: From `scoring.centre_of`, [N, D]; None where the window is smaller than a group.
     """
     shape = (k.shape[0], num_groups, index.num_keys(group_size), k.shape[2])
@@ -166,10 +168,10 @@ def build(
 
 
 def encode(keys: Tensor, index: LowBits, centre: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return codes and scales as `LowBits.encode`, of parts of one size.
+    """Return codes and scales as `LowBits.encode`, where all parts have as many tokens.
 
     Args:
-        keys: [N, M, g, D], with D of at most MAX_DIM.
+        keys: Raw keys of groups, [N, M, g, D], D at most MAX_DIM.
     """
     n, num_groups, group_size, dim = keys.shape
     count = index.num_keys(group_size)

@@ -9,7 +9,8 @@ from corecontext.ops.triton.primitives import dot, integers, load_tile
 
 @triton.jit
 def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constexpr, sizes):
-    """Load the query tiles of HEADS heads, [rows, columns] each."""
+    """Return the query tiles of HEADS heads, a tuple of [rows, columns]; `sizes` as of
+    `_store_scores`."""
     HEAD_DIM: tl.constexpr = sizes[0]
     BLOCK_D: tl.constexpr = sizes[1]
     dims = tl.arange(0, BLOCK_D)
@@ -73,7 +74,8 @@ def _store_scores(
 
 @triton.jit
 def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the largest score of each run of groups begin .. end-1, from the stored scores."""
+    """Store the largest score of each run of groups begin .. end-1, from the stored scores; `rows`
+    as of `_store_scores`."""
     row, exists, stride_row, visible = rows
     num_runs = stride_row // RUN
     within = tl.arange(0, RUN)
@@ -81,7 +83,7 @@ def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK
         run = start // RUN + tl.arange(0, BLOCK // RUN)
         groups = run[None, :, None] * RUN + within[None, None, :]
         kept = exists[:, None] & (run < num_runs)[None, :]
-        # A run has one mask, so that it is read at once.
+        # A run is masked as a whole, so that one instruction reads it.
         place = scores_ptr + (row * stride_row)[:, None, None] + groups
         scores = tl.load(place, mask=kept[:, :, None], other=-float("inf"))
         best = tl.max(tl.where(groups < visible[:, None, None], scores, -float("inf")), 2)
@@ -116,9 +118,11 @@ def group_scores_kernel(
     and SEGMENT groups.
 
     Args:
-        inputs: Pointers to q [N, r, C, D], to index keys [N, M, KEYS, D], and to what every product
-            of a row has besides, times the scale, [N, r, C].
+        inputs: Pointers to q [N, r, C, D], to index keys [N, M, KEYS, D], and to offsets [N, r, C]:
+            products of the queries with the centre, times the scale.
         results: Pointers to the scores and to the largest of each run.
+        numbers: C, M, first share and end of the queries as of `groups_of_share`, first_head,
+            first_row, num_rows and stride_row.
         strides: Of q and of the index.
         sequences: N and r.
         rule: group_size, window_size and sink_groups.
@@ -160,5 +164,5 @@ def group_scores_kernel(
         _store_scores(scores_ptr, queries, offsets, index, bounds, places, scale, False, sizes)
         bounds = (whole, end)
         _store_scores(scores_ptr, queries, offsets, index, bounds, places, scale, True, sizes)
-        tl.debug_barrier()  # the scores have been stored
+        tl.debug_barrier()  # from here on all threads see the scores
         _store_best(scores_ptr, best_ptr, begin, end, places, RUN, BLOCK_N)

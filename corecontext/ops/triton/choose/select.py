@@ -1,9 +1,9 @@
 """Choose the groups whose raw tokens come back: the k with the best index scores.
 
 The mean of a share's queries chooses, among the groups that the last of them sees. Scores of groups
-are kept for a few shares at a time (`_SCORE_BYTES`); the k best are found by bisection of the
-numbers that order floats. Of many groups, first the k runs of neighbours with the largest scores
-are found: the k best groups are in them.
+are kept for a few shares at a time (`_SCORE_BYTES`); bisection.py finds the k best. Of many groups,
+first the k best runs are found, each RUN neighbouring groups with the largest of their scores: the
+k best groups are in them.
 """
 
 from typing import Protocol
@@ -20,8 +20,8 @@ from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.primitives import integers
 
 _SCORE_BYTES = 256 << 20  # scores of groups in memory at a time
-_SELECTED = 2048  # scores that a warp holds in registers
-_MOST_SELECTED = 8192  # scores that one program holds
+_SELECTED = 2048  # scores that a warp of the selection holds in registers
+_MOST_SELECTED = 8192  # most scores that one program selects from
 
 
 @triton.jit
@@ -36,18 +36,19 @@ def _select_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the numbers of the k best of at most BLOCK groups of one share, ascending, then -1.
+    """Write the numbers of the k best of at most BLOCK groups of one share, rising, then -1.
 
-    Grid: (N x num_rows,). Of groups with the score of the last one chosen the first ones are
-    chosen.
+    Grid: (N x num_rows,). Of equal scores the first groups are chosen. There are three forms: with
+    FROM_RUNS it chooses among the groups of k runs; without, among all groups where RUN is 1, else
+    among the runs themselves.
 
     Args:
-        pointers: To the scores of groups, or where RUN > 1 and not FROM_RUNS, the largest of each
-            run; to runs whose groups can be chosen, k for each share, where FROM_RUNS; and to the
-            choice.
-        first_row, num_rows: The shares whose scores there are.
-        stride_row, stride_n: Elements between the scores of two shares, and between the choices of
-            two sequences.
+        pointers: To the scores of groups, or of runs where they are chosen; to the numbers of k
+            runs for each share, read with FROM_RUNS only; and to the choice.
+        numbers: M, first share and end of the queries as of `groups_of_share`; first_row and
+            num_rows, the shares that have scores; stride_row and stride_n, elements between the
+            scores of two shares, and between the choices of two sequences.
+        num_chosen: k.
     """
     scores_ptr, runs_ptr, chosen_ptr = pointers
     num_groups, first_share, q_end, first_row, num_rows, stride_row, stride_n = integers(numbers)
@@ -76,9 +77,9 @@ def _select_kernel(
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
     chosen_ptr += n * stride_n + row * num_chosen
     tl.store(chosen_ptr + place, group, mask=is_chosen)
-    slots = tl.arange(0, BLOCK_K)
-    empty = (slots >= tl.minimum(at_low, num_chosen)) & (slots < num_chosen)
-    tl.store(chosen_ptr + slots, slots * 0 - 1, mask=empty)
+    places = tl.arange(0, BLOCK_K)
+    is_empty = (places >= tl.minimum(at_low, num_chosen)) & (places < num_chosen)
+    tl.store(chosen_ptr + places, places * 0 - 1, mask=is_empty)
 
 
 class Scorer(Protocol):
@@ -104,7 +105,7 @@ def choose(scorer: Scorer, settings: Choosing) -> Tensor:
     """Choose groups for each share of queries.
 
     Returns:
-        The numbers of the chosen groups of each share, [N, C, k] in int32, ascending, then -1 where
+        The numbers of the chosen groups of each share, [N, C, k] in int32, rising, then -1 where
         fewer than k are visible. The same from run to run.
     """
     n, _, count, _ = scorer.queries.shape
@@ -115,7 +116,7 @@ def choose(scorer: Scorer, settings: Choosing) -> Tensor:
         return chosen
     if not settings.visible_groups(count - 1, num_groups):
         return chosen.fill_(-1)
-    # Scores of as many shares as fit into the memory.
+    # Scores of as many shares at a time as fit into the memory.
     first = 0
     while first < count:
         visible = settings.visible_groups(count - 1, num_groups)
@@ -131,7 +132,8 @@ def choose(scorer: Scorer, settings: Choosing) -> Tensor:
 
 
 def _has_runs(visible: int, k: int) -> bool:
-    """Whether the k best of `visible` groups are found by way of the best runs."""
+    """Whether the k best of `visible` groups are found in two steps, the best runs first: where
+    groups are many, and both steps fit into a program."""
     candidates = k * RUN
     fits = candidates <= _MOST_SELECTED and visible <= RUN * _MOST_SELECTED
     return fits and visible >= min(_SELECTED, 2 * candidates)
@@ -143,22 +145,21 @@ def _select(
     """Write the choice [N, rows, k] of some shares.
 
     Args:
-        call: The settings, and the number of groups, the first share, the position behind the last
-            query and the number of the first row.
+        call: The settings, and the first four `numbers` of the kernel.
         scores: Of groups, [N, rows, groups].
         runs: The largest of each run, [N, rows, groups / RUN].
     """
     settings, (num_groups, *_, first_row) = call
     rows, width = scores.shape[1:]
     if _has_runs(width, settings.num_chosen):
-        best = torch.empty(chosen.shape, dtype=torch.int32, device=chosen.device)
-        _launch_select(call, runs, None, best)
-        _launch_select(call, scores, best, chosen)
+        best_runs = torch.empty(chosen.shape, dtype=torch.int32, device=chosen.device)
+        _launch_select(call, runs, None, best_runs)
+        _launch_select(call, scores, best_runs, chosen)
     elif width <= _MOST_SELECTED:
         _launch_select(call, scores, None, chosen, of_groups=True)
-    else:
-        numbers = range(first_row, first_row + rows)
-        seen = [[settings.visible_groups(row, num_groups)] for row in numbers]
+    else:  # a sort by PyTorch
+        shares = range(first_row, first_row + rows)
+        seen = [[settings.visible_groups(share, num_groups)] for share in shares]
         seen = torch.tensor(seen, device=scores.device)
         unseen = torch.arange(width, device=scores.device) >= seen
         order = scores.masked_fill(unseen, -torch.inf)
@@ -174,8 +175,12 @@ def _launch_select(
     chosen: Tensor,
     of_groups: bool = False,
 ) -> None:
-    """Select from scores [N, rows, groups], of some runs where they are given; or from the largest
-    scores of runs."""
+    """Write the k best of scores [N, rows, groups or runs] to chosen [N, rows, k].
+
+    Args:
+        runs: Choose among the groups of these runs, [N, rows, k].
+        of_groups: Without runs: whether scores are those of groups, not of runs.
+    """
     settings, places = call
     n, rows, width = scores.shape
     k = chosen.shape[2]

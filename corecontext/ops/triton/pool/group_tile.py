@@ -1,10 +1,11 @@
-"""Device functions that the pooling kernels share: tiles of groups, the rotation to a group's
-middle, scores.
+"""Share device functions among pooling kernels: tiles of groups, the rotation to a group's middle,
+scores.
 
-A tile is the tuple (groups, rows, a, b, num_groups, group_size): which groups, tokens of a group
-and pairs of columns it holds, and how many groups and tokens there are. Rows and tokens come as two
-tensors, of the first and of the second column of each pair, so that the rotation to the middle
-position (docs/math.md, eq. 3 and 10) exchanges nothing between threads.
+A tile is the tuple (groups, rows, a, b, num_groups, group_size): the numbers of its groups, of
+their tokens (rows), and of the first (a) and second (b) column of each pair; then how many groups,
+and tokens of a group, there are. Keys, values and queries come as two tensors, of columns a and of
+columns b, so that the rotation to the middle position (docs/math.md, eq. 3 and 10) exchanges
+nothing between threads.
 """
 
 import triton
@@ -35,9 +36,8 @@ def head_at(ptr, head, stride):
 def column_pairs(
     BLOCK_P: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Return the numbers of BLOCK_P pairs, and the two columns of each, HEAD_DIM or more where none
-    is. Columns that do not rotate are in pairs from HALF on. Loaded as two tiles, the elements of a
-    pair meet in one thread."""
+    """Return the numbers of BLOCK_P pairs, and the columns a and b of each: HEAD_DIM or more, so
+    that they are masked, where there is none. Columns of pairs from HALF on do not rotate."""
     pairs = tl.arange(0, BLOCK_P)
     REST: tl.constexpr = (HEAD_DIM + 1) // 2
     if INTERLEAVED:
@@ -57,7 +57,7 @@ def column_pairs(
 
 @triton.jit
 def _at_tokens(strides, tile, cols, HEAD_DIM: tl.constexpr):
-    """Return the offsets and the mask of a tile's tokens, [groups, rows, columns]."""
+    """Return offsets and mask of columns `cols` of a tile's tokens, [groups, rows, columns]."""
     groups, rows, _, _, num_groups, group_size = tile
     in_groups = (groups < num_groups)[:, None, None]
     mask = in_groups & (rows < group_size)[None, :, None] & (cols < HEAD_DIM)[None, None, :]
@@ -67,7 +67,7 @@ def _at_tokens(strides, tile, cols, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load_tokens(ptr, strides, tile, HEAD_DIM: tl.constexpr):
-    """Load the tokens of a tile, [groups, rows, pairs] in float32, 0 outside: both columns."""
+    """Load columns a and b of a tile's tokens, each [groups, rows, pairs] in float32, 0 outside."""
     at, mask = _at_tokens(strides, tile, tile[2], HEAD_DIM)
     x_a = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
     at, mask = _at_tokens(strides, tile, tile[3], HEAD_DIM)
@@ -87,7 +87,7 @@ def store_tokens(ptr, x, strides, tile, HEAD_DIM: tl.constexpr, ADD: tl.constexp
 
 @triton.jit
 def _at_rows(stride, tile, cols, HEAD_DIM: tl.constexpr):
-    """Return the offsets and the mask of one row for each group of a tile, [groups, columns]."""
+    """Return offsets and mask of columns `cols` of one row a group, [groups, columns]."""
     groups, _, _, _, num_groups, _ = tile
     mask = (groups < num_groups)[:, None] & (cols < HEAD_DIM)[None, :]
     return (groups * stride)[:, None] + cols[None, :], mask
@@ -95,8 +95,8 @@ def _at_rows(stride, tile, cols, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load_row(ptr, stride, tile, HEAD_DIM: tl.constexpr):
-    """Load one row for each group of a tile, [groups, pairs] in float32, 0 outside: both
-    columns."""
+    """Load columns a and b of one row for each group of a tile, as a query or a core token, each
+    [groups, pairs] in float32, 0 outside."""
     at, mask = _at_rows(stride, tile, tile[2], HEAD_DIM)
     x_a = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
     at, mask = _at_rows(stride, tile, tile[3], HEAD_DIM)
@@ -113,8 +113,8 @@ def store_row(ptr, x, stride, tile, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def table_rows(cos_ptr, sin_ptr, rows, pairs, group_size, HALF: tl.constexpr):
-    """Load cosines and sines of each row's rotation to the middle, [rows, pairs or 1]; 1 and 0
-    where nothing rotates."""
+    """Load the cosines and the sines of each token's rotation to the middle, [rows, pairs or 1]; 1
+    and 0 where nothing rotates."""
     if HALF > 0:
         mask = (rows < group_size)[:, None] & (pairs < HALF)[None, :]
         at = (rows * HALF)[:, None] + pairs[None, :]
@@ -128,8 +128,13 @@ def table_rows(cos_ptr, sin_ptr, rows, pairs, group_size, HALF: tl.constexpr):
 
 @triton.jit
 def pool_pairs(weights, k, cos, sin):
-    """Return the weighted sums of keys rotated to the middle, both columns: of weights and keys
-    [groups, rows, pairs]; cosines and sines [rows, pairs]."""
+    """Return the weighted sums of keys rotated to the middle, columns a and b, [groups, pairs].
+
+    Args:
+        weights: [groups, rows, 1].
+        k: Columns a and b, each [groups, rows, pairs].
+        cos, sin: [rows, pairs or 1].
+    """
     k_a, k_b = k
     rotated_a = k_a * cos[None, :, :] - k_b * sin[None, :, :]
     rotated_b = k_b * cos[None, :, :] + k_a * sin[None, :, :]
@@ -142,8 +147,7 @@ def capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
     slope = tl.full(z.shape, 1.0, tl.float32)
     if HAS_SOFTCAP:
         x = z / softcap
-        # Near 0 the quotient would lose the digits that 1 - exp cancels: there the series, exact to
-        # 1e-8.
+        # tanh(x); near 0, where 1 - e would cancel digits, its series, exact to 1e-8.
         e = tl.exp(-2.0 * tl.abs(x))
         far = (1.0 - e) / (1.0 + e)
         y = x * x
@@ -157,8 +161,7 @@ def capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def token_scores(q, k, rows, group_size, factors, HAS_SOFTCAP: tl.constexpr):
     """Return the scores of tokens under their group's query, [groups, rows], -inf outside, and the
-    slope of the softcap. Queries and keys come as pairs of columns; factors are scale and
-    softcap."""
+    slope of the softcap; `factors` are scale and softcap."""
     products = tl.sum(q[0][:, None, :] * k[0], 2) + tl.sum(q[1][:, None, :] * k[1], 2)
     z, slope = capped(products * factors[0], factors[1], HAS_SOFTCAP)
     return tl.where((rows < group_size)[None, :], z, -float("inf")), slope

@@ -1,7 +1,7 @@
-"""Pooling kernels: a program holds whole groups in registers, with any rotation or none.
+"""Pool groups and compute the gradients, each program with whole groups in registers.
 
-Keys are loaded as pairs of columns, so the elements that a rotation mixes meet in one thread;
-exchanged through shared memory they took twice the time.
+Keys are loaded as pairs of columns (group_tile.py), so the elements that a rotation mixes meet in
+one thread; exchanged through shared memory they took twice the time.
 """
 
 import triton
@@ -26,10 +26,11 @@ from corecontext.ops.triton.primitives import TINY, integers
 
 @triton.jit
 def _mean_weights(query, k, rows, group_size, factors, SHAPE: tl.constexpr):
-    """Return the mean of the query heads' weights of tokens, [groups, rows], 0 outside.
+    """Return the pooling weights of tokens, the mean over query heads, [groups, rows], 0 outside.
 
     Args:
-        query: Pointer to the queries of last tokens, their strides, and the tile.
+        query: Pointer to the queries of groups' last tokens, their strides, and the tile.
+        k: Columns a and b of the keys.
         factors: scale and softcap.
     """
     BLOCK_M: tl.constexpr = SHAPE.block_m
@@ -55,18 +56,20 @@ def pool_fwd_kernel(
 ):
     """Pool whole groups.
 
-    Grid: N * ceil(M / BLOCK_M). A program owns block_m groups of one n, all their tokens (block_g
-    >= group_size) and all their heads. Reads their K and V once, r rows of q and the tables [g, R /
-    2]; writes a row of each core tensor per group, and its mass (docs/math.md, eq. 14). Keys,
-    values, weights and sums are float32 in registers.
+    Grid: N * ceil(M / block_m). A program owns block_m groups of one sequence, all their tokens
+    (block_g >= group_size) and all r heads. Reads their keys and values once, r queries a group and
+    the tables; writes a core key and value for each group, and its mass (docs/math.md, eq. 14).
+    Keys, values, weights and sums are float32 in registers.
 
     Args:
-        tokens: Pointers to the queries of last tokens [N, r, M, D], and to k and v [N, M, g, D].
+        tokens: Pointers to the queries of groups' last tokens [N, r, M, D], and to k and v [N, M,
+            g, D].
         cores: Pointers to the keys and values of core tokens [N, 1, M, D], and to masses [N, 1, M]
             in float32.
-        tables: Pointers to cosines and sines [g, R / 2] in float32.
+        tables: Pointers to cosines and sines of the rotation to the middle, [g, R / 2] in float32.
+        numbers: M and g.
         factors: Scale and softcap.
-        strides: Of q, k, v and of the keys and values of core tokens.
+        strides: Of q, k and v, and those that the keys and values of core tokens both have.
         SHAPE: `launcher.Shape`.
     """
     num_groups, group_size = integers(numbers)
@@ -107,16 +110,17 @@ def pool_bwd_kernel(
 ):
     """Compute the gradients of pooling for whole groups, and of their masses.
 
-    Grid: as of `pool_fwd_kernel`: no two programs write the same row. Reads K and V once, the
-    gradients of the core tokens, q and the tables; recomputes the weights; writes the gradients of
-    all its tokens and of q, or adds to those of the tokens. All sums are float32 in registers.
+    Grid: as of `pool_fwd_kernel`: no two programs write the same row. Reads keys and values once,
+    the gradients of the core tokens, q and the tables; recomputes the weights; writes the gradients
+    of all its tokens and of q. All sums are float32 in registers.
 
     Args:
         upstream: Pointers to the gradients of core keys and values [N, 1, M, D], and of masses [N,
             1, M].
-        tokens, tables, factors, SHAPE: As of `pool_fwd_kernel`.
+        tokens, tables, numbers, factors, SHAPE: As of `pool_fwd_kernel`.
         gradients: Pointers to those of `tokens`.
         strides: Of the gradients of core keys and values, of tokens, and of their gradients.
+        ADD: Whether to add to the gradients of keys and values that are there.
     """
     BLOCK_M: tl.constexpr = SHAPE.block_m
     BLOCK_G: tl.constexpr = SHAPE.block_g
@@ -138,6 +142,7 @@ def pool_bwd_kernel(
     cos, sin = table_rows(tables[0], tables[1], rows, pairs, group_size, SHAPE.half)
     cos = cos[None, :, :]
     sin = sin[None, :, :]
+    # Gradients of the core key (into) and the core value (value), the same for all tokens.
     into = upstream[0] + n * grad_core_k_strides[0]
     into_a, into_b = load_row(into, grad_core_k_strides[2], tile, SHAPE.dim)
     into = upstream[1] + n * grad_core_v_strides[0]
@@ -148,7 +153,7 @@ def pool_bwd_kernel(
     value_b = value_b[:, None, :]
     v_a, v_b = load_tokens(v_ptr + n * v_strides[0], v_strides, tile, SHAPE.dim)
 
-    # The core key's gradient, rotated back to each token.
+    # The core key's gradient, rotated back from the middle to each token.
     back_a = into_a * cos + into_b * sin
     back_b = into_b * cos - into_a * sin
     # The weights are the mean over the heads.

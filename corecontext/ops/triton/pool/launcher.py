@@ -1,8 +1,8 @@
-"""Pooling of groups into core tokens and its backward in Triton: K and V are read once, no
+"""Pool groups into core tokens in Triton, and backward: keys and values are read once, no
 intermediate result is kept.
 
-The equations are those of `ops/reference.py`; all is float32 in registers. Groups that do not fit
-there are pooled by `ops/pooling.py`.
+The equations are those of `ops/reference.py`. Groups too large for registers, where all is float32,
+are pooled by `ops/pooling.py`.
 """
 
 from typing import Any, NamedTuple, Optional
@@ -41,8 +41,8 @@ def rotation_tables(
     """Return cosines and sines that rotate each token of a group to its middle, [g, R / 2] in
     float32; None without a rotation.
 
-    They are kept with the frequencies they are made of, until those change, but not where a graph
-    is being captured."""
+    They are cached until the frequencies change; not those of an inference tensor, whose changes
+    are not counted, nor those made during a capture, which belong to its graph."""
     if rotary is None:
         return None
     source = rotary.inv_freq
@@ -83,7 +83,7 @@ class Shape(NamedTuple):
 
 
 def _holds_groups(k: Tensor) -> bool:
-    """Return whether a program holds a whole group; other groups are pooled by PyTorch."""
+    """Return whether a program can hold a whole group in registers."""
     return pool_tiles(k.shape[2], k.shape[3]).whole
 
 
@@ -99,15 +99,15 @@ def _launch(
     """Launch a kernel on groups.
 
     Args:
-        tensors: The kernel's tuples of tensors, in its order but for the rotation's tables, which
-            come third.
+        tensors: The kernel's tuples of tensors, in its order, without the rotation's tables, which
+            are its third argument.
         strided: Tensors whose strides the kernel takes.
         constants: ADD of the backward: whether gradients are added to those that are there.
     """
     batch, num_groups, group_size, dim = groups.k.shape
     tiles = pool_tiles(group_size, dim)
     rotary = spec.rotary
-    # Kernels do not touch the tensors that stand in for missing ones.
+    # Without a rotation the kernels read no tables: any tensor stands for them.
     tables = rotation_tables(rotary, group_size, groups.k.device) or (groups.k, groups.k)
     shape = Shape(
         groups.q_last.shape[1],
@@ -140,8 +140,8 @@ def pool(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
             not copied as long as the last dimension is contiguous.
 
     Returns:
-        Core tokens in the dtype of k and of v, summed in float32, and with `spec.core_mass` their
-        masses, [N, 1, M] in float32. K and V are read once.
+        Core tokens in the dtypes of k and of v, summed in float32, and with `spec.core_mass` their
+        masses, [N, 1, M] in float32.
     """
     _check(groups)
     if not _holds_groups(groups.k):
@@ -180,7 +180,7 @@ def pool_backward(
 
     Returns:
         In the dtype and shape of q_last, k and v, summed in float32; that of q_last in float32
-        where `into` is given. K and V are read once, their gradients written once.
+        where `into` is given.
     """
     _check(groups)
     if not _holds_groups(groups.k):
@@ -217,7 +217,7 @@ def pool_backward(
 
 
 def _spec(inv_freq: Tensor | None, interleaved: bool, scale: float, softcap: float | None) -> Spec:
-    """The settings of a pooling, from those of `pool_op`."""
+    """Return the settings of a pooling, from those of `pool_op`."""
     rotary = None if inv_freq is None else Rotary(inv_freq, interleaved)
     return Spec(1, 1, scale, softcap=softcap, rotary=rotary)
 
