@@ -180,6 +180,7 @@ def _with_even_heads(x: Tensor) -> Tensor:
 
 # Under torch.compile
 
+# The operators' schemas: tensors, then the fields of Spec, whose rotation is inv_freq, interleaved.
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, {results}Tensor? inv_freq, "
     "Tensor? attention_mask, Tensor? cu_seqlens, Tensor? position_ids"

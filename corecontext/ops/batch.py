@@ -279,19 +279,17 @@ def by_segment(
     out = Gathered(q)
     lse = Gathered(q[..., 0], wide_dtype(q), fill=-torch.inf)
     segments = find_segments(q.shape[0], q.shape[2], *ragged)
-    pooled: tuple[Tensor | None, ...] = ()
     choices = []
     for segment in segments:
         view = SegmentView(segment, inputs, spec)
         cores, mass = pool(view)
-        pooled = flat_cores(cores, mass)
         segment_out, segment_lse, choice = attend(
             view.tokens, cores, view.spec, if_any(mass), inputs.choice
         )
         choices.append(choice)
         out.put(view, segment_out)
         lse.put(view, segment_lse)
-    pooled = pooled if len(segments) == 1 else ()
+    pooled = flat_cores(cores, mass) if len(segments) == 1 else ()
     return Attended(out.result(), lse.result(), pooled, choices)
 
 

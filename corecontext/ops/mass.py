@@ -1,9 +1,8 @@
 """Weigh core tokens by the mass of their groups: the entropy of the pooling weights, added to their
 scores.
 
-For any weights w with entropy H(w), and c the scale of scores, log sum_i exp(c q.k_i) >=
-c q.(sum_i w_i k_i) + H(w): a core token counts at most as its tokens together do (docs/math.md, eq.
-14).
+For weights w with entropy H(w), and c the scale of scores, log sum_i exp(c q.k_i) >= c q.(sum_i w_i
+k_i) + H(w): a core token counts at most as its tokens together do (docs/math.md, eq. 14).
 """
 
 import torch

@@ -32,6 +32,5 @@ def _num_keys(index: str | Index, group_size: int) -> int:
     return index_of(index).num_keys(group_size)
 
 
-# Constant for torch.compile, which cannot trace the import of an index; as
-# `torch.compiler.assume_constant_result` says it, which would load the compiler.
+# Constant for torch.compile, as in ops/capability.py: it cannot trace the import of an index.
 _num_keys._dynamo_marked_constant = True

@@ -38,8 +38,7 @@ class Gather(NamedTuple):
         return sequence.expand_as(choice), choice
 
     def by_query(self, x: Tensor) -> Tensor:
-        """Return x [N, r, t, ...] as [N t, 1, r, ...]: each query becomes a sequence, whose r heads
-        become queries of one head."""
+        """Return x [N, r, t, ...] as [N t, 1, r, ...]: queries as sequences, heads as queries."""
         return x.transpose(1, 2).flatten(0, 1)[:, None]
 
     def by_head(self, x: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ WHOLE_TOKENS = {"cpu": 16384, "cuda": 20480}
 """Tokens of all rows, answers included, that a request of known length keeps on the device, by kind
 of device: full attention reads and decodes them in less time than fetch. In the shape of
 Llama-3.1-8B they take 2.5 GiB, little more than the compact cache of 131,072 tokens with slots."""
-NO_END = 2**62
-"""A position behind all tokens."""
+NO_END = 2**62  # a position behind all tokens
 
 
 class Reading(NamedTuple):
