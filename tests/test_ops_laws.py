@@ -73,17 +73,14 @@ def test_law_1_short_sequences_are_full_attention_bit_for_bit(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("option", OPTIONS[:2], ids=str)
 def test_law_1_groups_of_one_token_are_full_attention(device, backend, option):
+    x = make_inputs(29, dtype=torch.float64, device=device)
+    full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
+    settings = {"group_size": 1, "rotary": rotary_on(device), "backend": backend, **option}
     for window_size in (1, 3, 50):
-        x = make_inputs(29, dtype=torch.float64, device=device)
-        settings = {
-            "group_size": 1,
-            "window_size": window_size,
-            "rotary": rotary_on(device),
-            **option,
-        }
-        full = F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
-        out = cca_attention(x.q, x.k, x.v, backend=backend, **settings)
+        out = cca_attention(x.q, x.k, x.v, window_size=window_size, **settings)
         torch.testing.assert_close(out, full, rtol=0, atol=1e-13)
+    for core, token in zip(pool_core_tokens(x.q, x.k, x.v, **settings), (x.k, x.v)):
+        torch.testing.assert_close(core, token, rtol=0, atol=1e-13)
 
 
 def test_law_1_the_first_core_query_is_the_first_to_differ(device):

@@ -882,7 +882,7 @@ def test_a_broken_device_ends_all_requests_and_the_thread(model, monkeypatch, ca
         scheduler.submit(Request([1, 2, 3], 4), on_end=ends.put)
     worker = Worker(scheduler)
     worker.start()
-    slots = [ends.get(timeout=200) for _ in range(3)]
+    slots = [ends.get(timeout=20) for _ in range(3)]
     assert all(isinstance(slot.error, torch.AcceleratorError) for slot in slots)
     worker.stop(20)
     assert worker.failed and worker.draining and not worker.alive and worker.idle

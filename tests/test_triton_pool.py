@@ -173,11 +173,23 @@ def test_no_groups_and_expanded_gradients():
     cores, _ = fused.pool(none, spec)
     assert cores.k.shape == (2, 1, 0, 16)
     assert fused.pool_backward(cores, none, spec)[1].shape == (2, 0, 4, 16)
-    grads = Cores(*[torch.ones((), device=DEVICE).expand(2, 1, 3, 16)] * 2)
-    groups = Groups(q_last, k, v)
-    got = fused.pool_backward(grads, groups, spec)
-    for a, b in zip(got, plain.backward(grads, groups, spec)):
+    grads = [torch.ones((), device=DEVICE).expand(2, 1, 3, 16)] * 2
+    got = run(*FUSED, q_last, k, v, grads, scale=1.0)
+    for a, b in zip(got, run(*PLAIN, q_last, k, v, grads, scale=1.0)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("group_size", [4, 150])
+def test_gradients_are_added_in_float32_to_those_that_are_there(group_size):
+    tokens = inputs(group_size, 16, 2, 3, torch.bfloat16)
+    grads = [torch.ones(2, 1, 3, 16, device=DEVICE)] * 2
+    expected = run(*PLAIN, *(x.float() for x in tokens), grads, scale=0.3)[2:]
+    into = tuple(torch.full(x.shape, 5.0, device=DEVICE) for x in tokens[1:])
+    spec = Spec(group_size, 1, scale=0.3)
+    got = fused.pool_backward(Cores(*grads), Groups(*tokens), spec, into=into)
+    assert got[1] is into[0] and got[2] is into[1]
+    for found, right, before in zip(got, expected, (0, 5, 5)):
+        torch.testing.assert_close(found - before, right, rtol=1e-3, atol=1e-4)
 
 
 def test_float64_is_refused():
