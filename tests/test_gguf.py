@@ -286,14 +286,13 @@ def test_layers_with_a_window_have_a_rotation_of_their_own():
         names=lambda prefix: [],
         values=lambda name: None,
     )
-    config = Gemma3TextConfig()
+    config = Gemma3TextConfig(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     set_rotation(file, config)
     full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
     assert full == {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}
     assert sliding == {"rope_theta": 2e4, "rope_type": "default"}
     # Each number of the file is compared with the model's.
-    fields = {name: getattr(config, attribute, None) for name, attribute in SIZES.items()}
-    fields = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
+    fields = {name: getattr(config, attribute) for name, attribute in SIZES.items()}
     fields |= {"rope.freq_base": 5e5, "rope.freq_base_swa": 2e4}
     model = SimpleNamespace(config=config, base_model=torch.nn.Module())
     check_model(SimpleNamespace(own=fields.get, values=lambda name: None), model)
