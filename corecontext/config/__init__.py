@@ -13,7 +13,7 @@ from corecontext.config.cca_config import (
 )
 from corecontext.config.field_checks import MOST, check_choice, check_int, did_you_mean, listed
 from corecontext.config.indices import INDICES, parse_index
-from corecontext.config.presets import PAPER_RULE, PRESETS, Preset
+from corecontext.config.presets import PAPER_RULE, PRESETS
 from corecontext.config.removed import (
     MOVED_OPTIONS,
     REMOVED,
@@ -36,7 +36,6 @@ __all__ = [
     "REMOVED",
     "STORES",
     "CCAConfig",
-    "Preset",
     "Removed",
     "check_choice",
     "check_int",

@@ -32,8 +32,8 @@ STORES = ("none", "device", "host")
 PREFILLS = ("auto", "fetch", "full")
 BACKENDS = ("auto", "reference", "packed", "triton")
 
-
-_MANY_SLOTS_TOKENS = 81920  # a cache for so many stays small with 2 k slots
+_MANY_SLOTS_TOKENS = 81920
+"""Room of a cache, in tokens, up to which a GPU has 2 k slots for fetched groups; above, fewer."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class CCAConfig:
     its group does. This is eq. 14 of docs/math.md."""
     fetch_groups: int = DEFAULTS["fetch_groups"]
     """Groups whose raw tokens each query sees instead of their core tokens (k); 0 is CCA. They are
-    the best by the index, chosen by KV head; each head's own g counts. With all groups that a query
+    the best by the index, chosen for each KV head, whose own g counts. With all groups that a query
     sees, this is full attention (docs/fetch.md)."""
     fetch_index: str = DEFAULTS["fetch_index"]
     """Scores that choose the groups: of the "mean" key, "parts:P:B" (means of P parts of a group,
@@ -86,8 +86,9 @@ class CCAConfig:
     keys as they are)."""
     fetch_share: int = 16
     """Neighbouring queries of a prompt read into a cache that share one choice, aligned to absolute
-    positions, of twice as many groups. It looks up to fetch_share - 1 tokens ahead, inside the
-    prompt only. Tokens that are decoded, scored or trained on choose each by itself."""
+    positions, of twice as many groups. Their choice depends on all of them, so a query's depends on
+    up to fetch_share - 1 later tokens of the prompt. Tokens that are decoded, scored or trained on
+    choose each by itself."""
     store: str = DEFAULTS["store"]
     """Where a cache keeps the raw tokens that fetch reads: beside the compact cache on the
     "device", in pinned "host" memory, or "none": then a cache refuses fetch. Without fetch none
@@ -189,7 +190,8 @@ class CCAConfig:
 
     @property
     def keeps_raw_while_reading(self) -> bool:
-        """Whether raw tokens are kept only while full attention reads a prompt; fetch has them."""
+        """Whether a cache keeps raw tokens only while full attention reads a prompt: without fetch
+        nothing else needs them."""
         return self.prefill == "full" and not self.fetch_groups
 
     @property
@@ -198,14 +200,14 @@ class CCAConfig:
         return self.fetch_groups > 0 and self.store == "host"
 
     def slots_for(self, length: int) -> int:
-        """Return the slots of a row and KV head of a cache with room for so many tokens.
+        """Return the slots of a row and KV head, in a cache with room for `length` tokens.
 
-        By default a GPU has 2 k, where a real text finds 96 % of its groups, and in a large cache
-        3 k / 2, where it finds 93 % (docs/fetch-results.md).
+        By default a GPU has 2 k, in which a step on real text finds 96 % of its groups, and in a
+        large cache 3 k / 2, in which it finds 93 % (docs/fetch-results.md).
         """
         if self.fetch_slots is not None:
             return self.fetch_slots
-        import torch  # imported here: help texts need no tensors
+        import torch  # imported here: help texts of commands need no tensors
 
         if not torch.cuda.is_available():
             return 0
@@ -213,8 +215,8 @@ class CCAConfig:
 
     @property
     def fetches_by_slots(self) -> bool:
-        """Whether a cache keeps fetched groups on the device. Only a step in Triton finds on the
-        device itself those that are missing; others ask it, and are not captured."""
+        """Whether a cache keeps fetched groups in slots on the device. A step in Triton finds there
+        which are missing; other steps ask the device for it, and cannot be captured."""
         return self.fetches_from_host and self.slots_for(0) > 0
 
     @property
@@ -240,16 +242,16 @@ class CCAConfig:
         return self.replace(**{"layer_group_sizes": None, name: sizes[index]})
 
     def of_process(self, rank: int, processes: int) -> CCAConfig:
-        """Return a layer's settings for one of several equal shares of its KV heads (tensor
-        parallelism)."""
+        """Return a layer's settings for the KV heads of one process, where tensor parallelism
+        splits them evenly."""
         sizes = self.head_group_sizes
         if sizes is None or processes == 1:
             return self
         count = len(sizes) // processes
-        share = sizes[rank * count : (rank + 1) * count]
-        if len(set(share)) == 1:
-            return self.replace(group_size=share[0], head_group_sizes=None)
-        return self.replace(head_group_sizes=share)
+        sizes = sizes[rank * count : (rank + 1) * count]
+        if len(set(sizes)) == 1:
+            return self.replace(group_size=sizes[0], head_group_sizes=None)
+        return self.replace(head_group_sizes=sizes)
 
 
 CCAConfig.__init__ = refuses_removed(CCAConfig.__init__)  # type: ignore[method-assign]
@@ -257,7 +259,7 @@ CCAConfig.__init__ = refuses_removed(CCAConfig.__init__)  # type: ignore[method-
 
 @cache
 def field_help(kind: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass, on one line."""
+    """Return the docstring under each field of a dataclass by the field's name, on one line."""
     tree: Any = ast.parse(inspect.getsource(kind))
     texts = {}
     for statement, docstring in pairwise(tree.body[0].body):
@@ -272,6 +274,7 @@ def setting_help(name: str) -> str:
     return field_help(CCAConfig)[name].partition(". ")[0].removesuffix(".") + "."
 
 
+# The check of each field: it gets the field's name and value, and returns the value or raises.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "group_size": partial(check_int, least=1),
     "window_size": partial(check_int, least=1, why=" (a query sees itself)"),

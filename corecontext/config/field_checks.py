@@ -18,7 +18,8 @@ def shown(value: Any) -> str:
 
 
 def check_int(name: str, value: Any, least: int, why: str = "") -> int:
-    """Return value, or raise unless it is an int of at least `least` (a bool is no size)."""
+    """Return value, or raise unless it is an int from `least` to `MOST`; `why` gives the reason of
+    the least one in the error."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__}).")
     if value < least:
@@ -39,7 +40,7 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Return a check that takes None, too."""
+    """Return a check that accepts None, and else checks as the given one."""
     return lambda name, value: None if value is None else check(name, value)
 
 
@@ -51,7 +52,7 @@ def check_tuple(name: str, value: Any, check: Callable[[str, Any], Any]) -> tupl
 
 
 def check_sizes(name: str, value: Any) -> tuple[int, ...]:
-    """Return a g for each KV head, at least one, or raise."""
+    """Return g of each KV head as a tuple, or raise."""
     sizes = check_tuple(name, value, partial(check_int, least=1))
     if not sizes:
         raise ValueError(f"{name} must not be empty, got {sizes}.")
@@ -59,7 +60,7 @@ def check_sizes(name: str, value: Any) -> tuple[int, ...]:
 
 
 def check_sizes_by_layer(name: str, value: Any) -> tuple[int | tuple[int, ...], ...]:
-    """Return a g, or one for each KV head, of each layer, or raise."""
+    """Return a tuple with g of each layer, or a tuple of g by KV head for it, or raise."""
     layers = check_tuple(name, value, _size_or_sizes)
     if not layers:
         raise ValueError(f"{name} must not be empty, got {layers}.")
@@ -67,6 +68,7 @@ def check_sizes_by_layer(name: str, value: Any) -> tuple[int | tuple[int, ...], 
 
 
 def _size_or_sizes(name: str, value: Any) -> int | tuple[int, ...]:
+    """Return a layer's g, or a tuple of g by KV head, or raise."""
     check = check_sizes if isinstance(value, (tuple, list)) else partial(check_int, least=1)
     return check(name, value)
 
@@ -84,6 +86,7 @@ def listed(names: tuple[str, ...]) -> str:
 
 
 def did_you_mean(value: Any, names: Iterable[str]) -> str:
-    """Return the hint of an error: the name nearest to a value, "" where none is near."""
+    """Return a hint for an error, " Did you mean 'x'?", with the name most like a value; "" where
+    none is like it."""
     near = get_close_matches(str(value), names, 1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -12,18 +12,18 @@ INDICES = {
     "bits:B": "corecontext.ops.fetch.low_bits:Bits",
     "oracle": "corecontext.ops.fetch.oracle:Oracle",
 }
-"""The class of each index of fetch, by the form of its name; P is a number of parts, at least 1,
-and B of bits, 1, 2 or 4."""
+"""The class of each index of fetch, as "module:class", by the form of its name. P stands for a
+number of parts, at least 1, and B for bits, 1, 2 or 4: "parts:4:2" is a name."""
 _NUMBERS = {"P": "([1-9][0-9]{0,8})", "B": "([124])"}
 
 
 class IndexName(NamedTuple):
-    """Tell what the name of an index says."""
+    """Hold the class of an index and its arguments, as the name says them."""
 
     where: str
-    """Its class, of `INDICES`."""
+    """The class, a value of `INDICES`."""
     numbers: tuple[int, ...]
-    """The class's arguments."""
+    """Its arguments: P and B, in the order of the name."""
 
 
 def parse_index(name: str) -> IndexName:

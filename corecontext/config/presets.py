@@ -7,7 +7,7 @@ class Preset(NamedTuple):
     """Describe a set of settings."""
 
     purpose: str
-    """What it is for: one line."""
+    """For which models it is: one line."""
     settings: dict[str, Any]
     """Fields of `CCAConfig`; all others have their defaults."""
 
@@ -31,10 +31,7 @@ _POOLING = {
     "store": "device",
 }
 PRESETS = {
-    "default": Preset(
-        "Any model as it is: fetch, with the raw tokens in host memory.",
-        _FETCH,
-    ),
+    "default": Preset("Any model as it is: fetch, with the raw tokens in host memory.", _FETCH),
     "small": Preset(
         "The same with half of the index: the least bytes on the device.",
         _FETCH | {"fetch_index": "pairs:2"},
@@ -44,16 +41,15 @@ PRESETS = {
         _FETCH | {"store": "device"},
     ),
     "pooling": Preset(
-        "Core tokens alone, without fetch: for a model that was trained with them.",
-        _POOLING,
+        "Core tokens alone, without fetch: for a model that was trained with them.", _POOLING
     ),
     "paper": Preset(
         "The paper's rule alone: no raw first tokens, no masses, no fetch.",
         _POOLING | {"sink_size": 0, "core_mass": False},
     ),
 }
-"""The presets by name. Pretrained models direct much of their attention at the first tokens, and
-lose most of what they know where these are pooled: all but the paper's rule keep 16."""
+"""The presets by name. All but the paper's rule keep 16 first tokens raw: pretrained models direct
+much of their attention at these, and lose most of their quality where they are pooled."""
 DEFAULTS = PRESETS["default"].settings
 """The defaults of the fields of `CCAConfig`."""
 PAPER_RULE = PRESETS["paper"].settings

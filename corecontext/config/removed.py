@@ -11,21 +11,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Removed(NamedTuple):
-    """Describe values of a setting that an earlier version had."""
+    """Describe values of a setting that an earlier version had and this one has not."""
 
     field: str
-    """Of `CCAConfig` or `TrainConfig`, in that version, whose saved configs may have others of its
-    values; or "recipe"."""
+    """The setting: a field of `CCAConfig` or `TrainConfig` in that version, or "recipe", the
+    argument of `corecontext train`."""
     values: str
-    """A regular expression of all that are gone."""
+    """A regular expression that matches the removed values as text."""
     what: str
-    """What they were."""
+    """Their meaning, for the error."""
     instead: str
-    """What to use: a sentence."""
+    """The way out, for the error: a sentence."""
     since: str = "0.2"
     """The first version without them."""
     is_field_gone: bool = False
-    """Whether the field is no more. Other values of it are ignored."""
+    """Whether this version lacks the field. A saved config may have it: its other values, which
+    changed nothing, are ignored."""
 
 
 _SEARCH = (
@@ -75,19 +76,8 @@ REMOVED = (
         _SEARCH,
         is_field_gone=True,
     ),
-    Removed(
-        "recipe",
-        "raw",
-        "the recipe of KV heads that keep every token",
-        _SEARCH,
-    ),
-    Removed(
-        "deepspeed",
-        "(?!None$).+",
-        "DeepSpeed's settings",
-        "Use --fsdp.",
-        is_field_gone=True,
-    ),
+    Removed("recipe", "raw", "the recipe of KV heads that keep every token", _SEARCH),
+    Removed("deepspeed", "(?!None$).+", "DeepSpeed's settings", "Use --fsdp.", is_field_gone=True),
     Removed(
         "push_to",
         "(?!None$).+",
@@ -96,13 +86,13 @@ REMOVED = (
         is_field_gone=True,
     ),
 )
-"""Settings that are gone: a saved config, a command or a keyword that has one is refused."""
+"""Removed settings: a saved config, a command or a keyword that has one is refused."""
 
 MOVED_OPTIONS = {
     "--patterns": "the patterns of MInference's heads",
     "--full-heads": "the heads that keep every token in DuoAttention",
 }
-"""Options whose methods have moved to the laboratory."""
+"""Options, with their meaning, whose methods have moved to `reproduction`, the laboratory."""
 
 
 def check_not_removed(field: str, value: Any) -> None:
@@ -117,10 +107,10 @@ def check_not_removed(field: str, value: Any) -> None:
 
 
 def without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings without fields that are no more.
+    """Return the settings without the fields that this version lacks.
 
     Raises:
-        ValueError: one of these has a value that is gone.
+        ValueError: one of these has a removed value.
     """
     gone = [row.field for row in REMOVED if row.is_field_gone and row.field in settings]
     for field in gone:
@@ -131,7 +121,7 @@ def without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def refuses_removed(function: F) -> F:
-    """Let a function take keywords of earlier versions, and refuse values that are gone."""
+    """Let a function take keywords that this version lacks, and refuse their removed values."""
 
     @wraps(function)
     def checked(*args: Any, **settings: Any) -> Any:
