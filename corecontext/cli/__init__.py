@@ -26,10 +26,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "info": info,
 }
 MOVED = {"bench": "benchmarks", "reproduce": "reproduction", "layers": "reproduction layers"}
-"""Commands that became programs outside of the package, for one release."""
+"""Commands that became programs of a clone, with their modules; named for one release."""
 
 
 def _version(wanted: bool) -> None:
+    """Print the version and exit if --version is given."""
     if wanted:
         from corecontext import __version__
 
@@ -46,6 +47,7 @@ def _top(
 
 
 def _moved(ctx: typer.Context) -> None:
+    """Refuse a command of `MOVED`; the error has the command of a clone with the same options."""
     command = " ".join(["python -m", MOVED[ctx.info_name or ""], *ctx.args])
     raise UserError(
         f"`corecontext {ctx.info_name}` has moved out of the package. In a clone of the "
@@ -63,5 +65,5 @@ def build() -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; return its exit code."""
     return run(build(), "corecontext", argv)

@@ -17,7 +17,8 @@ from corecontext.files import UserError, first_line
 def application(
     commands: Mapping[str, Callable[..., None]], top: Callable[..., None]
 ) -> typer.Typer:
-    """Make an application of commands by name; `top` documents it and has its own options."""
+    """Make an application of commands by name. The docstring of `top` is its help, and the
+    parameters of `top` are the options before a command, as --version."""
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(top)
     for name, command in commands.items():
@@ -26,13 +27,17 @@ def application(
 
 
 def _with_home(argument: str) -> str:
-    """Expand the ~ of `--option=~/path`, which no shell does."""
+    """Expand the ~ of an argument `--option=~/path`, which shells leave as it is."""
     is_path = re.fullmatch(r"--[\w-]+=~/\S*", argument)
     return argument.replace("~", os.path.expanduser("~"), 1) if is_path else argument
 
 
 def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 2 after one line that explains the mistake."""
+    """Run one command; return the exit code.
+
+    It is 0, or 2 after one line that explains a mistake of the user; 130 after Ctrl-C and 141 after
+    a closed pipe, as of programs that these signals end (128 and the signal's number).
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as for a daemon: discard output
@@ -50,7 +55,7 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _fail(str(error))
-    except NotImplementedError as error:  # what settings ask of an operator or a cache
+    except NotImplementedError as error:  # settings that an operator or a cache does not have
         return _fail(first_line(error))
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
@@ -60,7 +65,7 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
         return 141
     except OSError as error:  # a full disk, or a file that disappeared meanwhile
         name, reason = error.filename or "the output", error.strerror or error
-        if isinstance(error, shutil.Error):  # has every file of a folder that was copied
+        if isinstance(error, shutil.Error):  # (source, target, reason) of each file of a folder
             _, name, reason = error.args[0][0]
         return _fail(f"{name} cannot be read or written: {reason}.")
     except Exception as error:
@@ -77,7 +82,7 @@ def run(app: typer.Typer, program: str, argv: Sequence[str] | None = None) -> in
 
 
 def _gone(error: Any) -> str:
-    """Say what an unknown option was in an earlier version; "" for one that never was."""
+    """Return the message for an option of an earlier version; "" for one that never was."""
     option = getattr(error, "option_name", "")
     if option in MOVED_OPTIONS:
         return (
@@ -92,19 +97,19 @@ def _gone(error: Any) -> str:
 
 
 def _warn(message: Warning | str, *_: Any, **place: Any) -> None:
-    """Print a warning without the place in the code, which says nothing to a user."""
+    """Print a warning without its file and line, which say nothing to a user."""
     print(f"warning: {message}", file=sys.stderr)
 
 
 def _state_defaults(command: Any) -> None:
-    """Let the help of every option end with its default, in the words of those that explain it."""
+    """End the help of every option with its default, unless the help has "Default:" already."""
     for option in command.params:
         default = option.default
         if isinstance(default, (list, tuple)):
             default = ", ".join(map(str, default))
         option.show_default = False
-        stated = "Default:" in (getattr(option, "help", None) or "Default:")
-        if not stated and default not in (None, False, ""):
+        is_stated = "Default:" in (getattr(option, "help", None) or "Default:")
+        if not is_stated and default not in (None, False, ""):
             option.help = f"{option.help} Default: {default}."
 
 

@@ -1,4 +1,4 @@
-"""Commands that read a text or describe a model, with heavy imports inside."""
+"""Commands that read a text or describe a model. Heavy imports are inside, so that help is fast."""
 
 import contextlib
 import sys
@@ -66,8 +66,7 @@ def demo(
     from corecontext.demo.compare import DemoSettings, run_demo
     from corecontext.demo.report import print_report
 
-    of_demo = DemoSettings(model, document, questions, max_tokens, settings, dtype, device)
-    result = run_demo(of_demo)
+    result = run_demo(DemoSettings(model, document, questions, max_tokens, settings, dtype, device))
     publish(json, lambda: print_report(result), lambda: result.records)
 
 
@@ -144,7 +143,7 @@ def generate(
         advance = stack.enter_context(progress(f"prompt of {length} tokens{more}", total))
         read = 0
 
-        def on_chunk(tokens: int) -> None:
+        def on_chunk(tokens: int) -> None:  # so many of the prompt are read
             nonlocal read
             advance(tokens - read)
             read = tokens
@@ -213,6 +212,7 @@ def perplexity(
     results: dict[str, Perplexity] = {}
 
     def run(name: str, method: str, **changes: Any) -> CCAConfig | None:
+        """Measure a method under changed settings; return its settings of CCA."""
         given = settings_taken(method, methods, {**settings, **changes})
         loaded = load(model, method=method, **given, **vars(options))
         results[name] = measure(loaded, text, name, chunk_size)

@@ -1,4 +1,4 @@
-"""Commands that make or serve models, with heavy imports inside."""
+"""Commands that make or serve models. Heavy imports are inside, so that help is fast."""
 
 from dataclasses import replace
 from typing import Annotated, Any

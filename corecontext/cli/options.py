@@ -19,11 +19,12 @@ from corecontext.methods import PRESET, PRESET_HELP, field_of
 
 Command = Callable[..., None]
 SIZES = ("group_size", "window_size", "sinks", "core_mass")
-"""Settings of commands that hold no long cache; `sinks` is the field `sink_size` of CCAConfig."""
+"""Settings of CCA that every command with them takes; `sinks` is the field `sink_size` of
+CCAConfig."""
 
 
 def unpacked(name: str | None) -> str | None:
-    """Return the folder of a model that is a GGUF file; other names as they are."""
+    """Return the folder that a GGUF file is unpacked into; other names of models as they are."""
     from corecontext.integrations.hf.gguf_files import local_model
 
     return name and local_model(name)
@@ -58,14 +59,10 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files."
 Json = Annotated[
     str | None,
     typer.Option(
-        "--json",
-        help="Append the measured values to this file, one JSON line each; - prints them.",
+        "--json", help="Append the measured values to this file, one JSON line each; - prints them."
     ),
 ]
-Tasks = Annotated[
-    list[str],
-    typer.Option(help="perplexity or multidoc_qa; may be repeated."),
-]
+Tasks = Annotated[list[str], typer.Option(help="perplexity or multidoc_qa; may be repeated.")]
 Data = Annotated[
     list[str] | None,
     typer.Option(
@@ -79,7 +76,7 @@ Preset = Annotated[str | None, typer.Option(help=PRESET_HELP, rich_help_panel="A
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a command loads its model, beside its attention."""
+    """Say how a command loads its model, besides its attention."""
 
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -88,11 +85,10 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions(LoadOptions):
-    """Describe the evaluation in `eval` and `compare` beside methods and tasks."""
+    """Describe the evaluation in `eval` and `compare`, besides methods and tasks."""
 
     length: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens of a window (perplexity); may be repeated."),
+        list[int] | None, typer.Option(help="Tokens of a window (perplexity); may be repeated.")
     ] = None
     documents: Annotated[
         list[int] | None, typer.Option(help="Passages (multidoc_qa); may be repeated. Default: 20.")
@@ -132,8 +128,8 @@ class EvaluationOptions(LoadOptions):
 
 
 def with_options(kind: type) -> Callable[[Command], Command]:
-    """Let a command take each field of a dataclass that is annotated as an option; it gets them as
-    `options`."""
+    """Let a command take as options the fields of a dataclass that are annotated so; it gets an
+    instance as its argument `options`."""
     parameters = [
         parameter
         for parameter in inspect.signature(kind, eval_str=True).parameters.values()
@@ -143,8 +139,8 @@ def with_options(kind: type) -> Callable[[Command], Command]:
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
-    """Let a command take a preset and settings of CCA as options; it gets those that are given, by
-    name, as `settings`."""
+    """Let a command take a preset and settings of CCA as options; it gets a dict of those that are
+    given as its argument `settings`."""
     annotations = {PRESET: Preset, **{name: setting_option(name) for name in names}}
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -158,8 +154,9 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 
 
 def setting_option(name: str) -> Any:
-    """Return the option of a setting: its type, and as its help the first sentence of its field."""
-    field = field_of(name)  # "sink_size" for "sinks", which gets both options
+    """Return the annotation of a setting: its type, and an option whose help is the first sentence
+    under its field."""
+    field = field_of(name)  # "sinks", the field sink_size, gets --sinks and --sink-size
     names = [f"--{setting.replace('_', '-')}" for setting in dict.fromkeys((name, field))]
     default = getattr(CCAConfig, field)
     kind = int if default is None else type(default)
@@ -174,8 +171,8 @@ def setting_option(name: str) -> Any:
 
 
 def _taking(name: str, parameters: list[inspect.Parameter], make: Callable[..., Any]) -> Any:
-    """Return a decorator for commands that get what is made of these parameters as argument
-    `name`."""
+    """Return a decorator that replaces a command's parameter `name` by these parameters; the
+    command gets `make` of their values as `name`."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -183,10 +180,10 @@ def _taking(name: str, parameters: list[inspect.Parameter], make: Callable[..., 
             made = make(**{parameter.name: given.pop(parameter.name) for parameter in parameters})
             command(**given, **{name: made})
 
-        own = inspect.signature(command, eval_str=True).parameters.values()
+        of_command = inspect.signature(command, eval_str=True).parameters.values()
         all_parameters = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in (*own, *parameters)
+            for parameter in (*of_command, *parameters)
             if parameter.name != name
         ]
         run.__signature__ = inspect.Signature(all_parameters)  # type: ignore[attr-defined]
@@ -204,8 +201,8 @@ def check_least(least: int, **values: int | None) -> None:
 
 
 def check_appended(*paths: str | None) -> None:
-    """Raise a UserError, before any work is done, for files that records cannot be appended to, or
-    that hold anything else."""
+    """Raise a UserError, before any work is done, for paths that records cannot be appended to, or
+    whose files begin with anything but a record; "-" is standard output."""
     from corecontext.files import check_output
     from corecontext.record import read_records
 
@@ -217,7 +214,7 @@ def check_appended(*paths: str | None) -> None:
             continue
         with open(path, "rb") as file:
             line = file.readline()
-        # A first record that an interrupted write has cut: appending starts a new line.
+        # An interrupted write may have cut the only record: appending starts a new line.
         is_cut = line.startswith(b'{"name": "') and not line.endswith(b"\n")
         try:
             read_records(path, b"" if is_cut else line)
@@ -228,10 +225,10 @@ def check_appended(*paths: str | None) -> None:
 def publish(
     path: str | None, show: Callable[[], None], records: Callable[[], Iterable[Any]]
 ) -> None:
-    """Print a table, and append the records to the file of --json, where one is given, even where
-    the reader of standard output has ended (`| head`).
+    """Print a table by `show`, and append the records to the file `path` of --json, if one is
+    given, even if the reader of standard output has ended (`| head`).
 
-    With "-" the records alone go to standard output, and the table to standard error.
+    With path "-" the records alone go to standard output, and the table to standard error.
     """
     from corecontext.record import append_records
 

@@ -1,4 +1,5 @@
-"""Commands that measure quality or show the attention, with heavy imports inside."""
+"""Commands that measure quality or show the attention. Heavy imports are inside, so that help is
+fast."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -71,7 +72,15 @@ def run_evaluation(
     settings: dict[str, Any],
     tasks: Mapping[str, Any],
 ) -> None:
-    """Run methods on the named tasks, and print the table."""
+    """Run methods on tasks, print their table, and write the records that the options ask for.
+
+    Args:
+        methods: By name; each loads the model once.
+        names: Of the tasks, keys of `tasks`.
+        data: Folders with the tasks' files, or TASK=PATH each.
+        settings: Those of CCA and of rivals, by name; each method takes those that it has.
+        tasks: The tasks that there are, by name.
+    """
     check_least(1, chunk_size=options.chunk_size)
     if options.chunk_size is not None and options.num_groups is not None:
         from corecontext.loading import WHOLE
