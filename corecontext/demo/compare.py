@@ -22,46 +22,43 @@ from corecontext.methods import cca_config
 from corecontext.record import Record, device_name, make_record
 
 MEASURED = ("first_token_s", "next_token_ms", "cache_bytes", "peak_bytes", "perplexity")
-TITLES = {
-    "full": "full attention",
-    "window": "window, same bytes",
-    "cca": "CCA",
-}
-"""Titles of methods; others, such as presets, have their names."""
+"""Values of `measure_method.measure` that become records "demo.NAME"."""
+TITLES = {"full": "full attention", "window": "window, same bytes", "cca": "CCA"}
+"""Titles of methods in tables; others, as the preset "default", are called by their names."""
 CHILD_COMMAND = [sys.executable, "-W", "ignore", "-m", "corecontext.demo.measure_method"]
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 BUNDLED_MODEL = str(ASSETS / "demo_model")
 DOCUMENT = str(ASSETS / "document.txt")
 SPARE_TOKENS = 256
-"""Room for a question, its answer and the timed tokens."""
+"""Positions of the model behind the document: for a question, its answer and the timed tokens."""
 CPU_TOKENS = 2560
 """Tokens of the document that another model than the bundled one reads on a CPU by default."""
 BUDGET_S = 95.0
-"""Estimated seconds of a run on a CPU, of two minutes with its start and the estimate; a model that
-takes longer is asked fewer questions."""
+"""Most seconds that a run on a CPU may take by the estimate: it takes two minutes with its start
+and the estimate itself. A model that takes longer is asked fewer questions by default."""
 FACTS = 6
-"""Questions by default, of the bundled model."""
+"""Questions to the bundled model by default."""
 NEEDLES = 3
-"""Most questions by default of another model, which reads a prompt for each."""
+"""Most questions to another model by default; it reads a prompt for each."""
 NEEDLE_TOKENS = 128
-"""Room in a prompt for the template and the question."""
+"""Room in such a prompt for the chat template and the question, in tokens."""
 MOST_QUESTIONS = 300
 """Most questions of a run: no two ask the same, and the supply of names is limited."""
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """The model, the document and the settings of CCA."""
+    """Hold the model, the document and the settings of CCA."""
 
     model: str | None = None
     """None: the bundled model, which answers facts in the form that it was trained on."""
     document: str | None = None
     """None: the bundled document."""
     num_questions: int | None = None
-    """Facts planted for the bundled model, or prompts with a number each for another; None: FACTS,
-    or as many as the time allows, at most NEEDLES."""
+    """Facts planted for the bundled model, or for another one prompts with a hidden number each.
+    None: FACTS, or as many as the time allows, at most NEEDLES."""
     max_tokens: int | None = None
-    """Cut the document, facts included, to this many tokens; None means the model's limit, on a CPU
+    """The document, facts included, is cut to this many tokens. None: the model's limit, on a CPU
     at most CPU_TOKENS for another model than the bundled one."""
     attention: Mapping[str, Any] = field(default_factory=dict)
     """Settings of CCA that are given, by name; others are the checkpoint's, or the defaults."""
@@ -76,7 +73,7 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The records, and the answers of each method."""
+    """Hold the records, and the answers of each method to the questions, in their order."""
 
     records: list[Record]
     questions: list[Question]
@@ -87,7 +84,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     """Measure every method on the same prompts at the same weights.
 
     Raises:
-        UserError: a setting is bad, the document does not fit, or memory ran out.
+        UserError: a setting breaks a rule, the document does not fit, or memory ran out.
     """
     prompts = plan(settings)
     device = pick_device(settings.device)
@@ -104,8 +101,8 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         measured.append("host_bytes")
     records = []
     for method, result in results.items():
-        answers = zip(questions, result["answers"])
-        right = [question.is_correct(answer) for question, answer in answers]
+        asked = zip(questions, result["answers"])
+        right = [question.is_correct(answer) for question, answer in asked]
         params = {
             "method": method,
             "backend": "sdpa" if method == "full" else "auto",
@@ -117,8 +114,8 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         values["retrieval_accuracy"] = sum(right) / len(right)
         for name, value in values.items():
             records.append(make_record(f"demo.{name}", value, params, device=device_name(device)))
-    texts = {method: result["answers"] for method, result in results.items()}
-    return DemoResult(records, questions, texts)
+    answers = {method: result["answers"] for method, result in results.items()}
+    return DemoResult(records, questions, answers)
 
 
 def title_of(method: str) -> str:
@@ -127,20 +124,22 @@ def title_of(method: str) -> str:
 
 
 def _methods(settings: DemoSettings, length: int) -> dict[str, dict[str, Any]]:
-    """Return the options of each method to load: full attention, a window of the same bytes, the
-    settings, and these with the package's adapter for the model."""
+    """Return the options of `measure_method` for each method: full attention, a window of the bytes
+    that CCA's cache of `length` tokens takes, CCA, and for some models CCA with the package's
+    adapter to it."""
     common = {"dtype": settings.dtype, "device": settings.device}
     config = _config(settings)
-    ours = {"method": "cca", **settings.attention, **common}
+    cca = {"method": "cca", **settings.attention, **common}
+    # CCA goes by the name of its preset, if it has one.
     presets = (name for name in PRESETS if config == CCAConfig.preset(name) and config.fetch_groups)
     name = next(presets, "fetch" if config.fetch_groups else "cca")
     window = {"method": "streaming_llm", "sinks": CCAConfig.sink_size, **common}
     window["window_size"] = same_bytes_window(settings, config, length)
     methods: dict[str, dict[str, Any]] = {"full": {"method": "full", **common}}
-    methods |= {"window": window, name: ours}
+    methods |= {"window": window, name: cca}
     adapter = find_adapter(settings.source)
     if adapter is not None and config.fetch_groups:
-        methods["adapted"] = {**ours, "adapter": adapter}
+        methods["adapted"] = {**cca, "adapter": adapter}
     return methods
 
 
@@ -150,8 +149,8 @@ def _config(settings: DemoSettings) -> CCAConfig:
 
 
 def same_bytes_window(settings: DemoSettings, config: CCAConfig, length: int) -> int:
-    """Return the window that takes, with the first tokens, the bytes of a cache of `length` tokens
-    on the device."""
+    """Return the window whose cache takes, sinks included, the bytes that CCA's cache of `length`
+    tokens takes on the device."""
     import torch
 
     cost = ModelCost.of(load_config(settings.source))
@@ -159,36 +158,36 @@ def same_bytes_window(settings: DemoSettings, config: CCAConfig, length: int) ->
         cost = replace(cost, itemsize=getattr(torch, settings.dtype).itemsize)
     elif pick_device(settings.device) == "cpu":
         cost = replace(cost, itemsize=torch.float32.itemsize)
-    entry = cost.num_layers * cost.kv_heads * 2 * cost.head_dim * cost.itemsize
-    sliding = cost.cache_bytes(length) - length * entry
-    entries = (mean_bytes(cost, config, length).device - sliding) // entry
+    entry_bytes = cost.num_layers * cost.kv_heads * 2 * cost.head_dim * cost.itemsize
+    sliding_bytes = cost.cache_bytes(length) - length * entry_bytes
+    entries = (mean_bytes(cost, config, length).device - sliding_bytes) // entry_bytes
     return max(1, entries - CCAConfig.sink_size)
 
 
 def _within_budget(
     settings: DemoSettings, prompts: list[Prompt], methods: Mapping[str, Mapping[str, Any]]
 ) -> list[Prompt]:
-    """Say how long the run takes; return fewer prompts where the default number takes too long on a
-    CPU."""
+    """Print how long the run takes; return the prompts, fewer where their default number takes too
+    long on a CPU."""
     device = pick_device(settings.device)
     pace = Pace.of(settings.source, settings.dtype, settings.device, prompts[0].token_ids)
     length = len(prompts[0].token_ids)
-    ours = pace.settings(_config(settings), length, device)
+    cca = pace.settings(_config(settings), length, device)
     window = pace.window(methods["window"]["window_size"], length)
     works = {"full": pace.full(length), "window": window}
 
     def seconds(count: int) -> float:
-        return sum(pace.seconds(works.get(method, ours), count, length) for method in methods)
+        return sum(pace.seconds(works.get(method, cca), count, length) for method in methods)
 
-    most = len(prompts)
+    count = len(prompts)
     can_be_fewer = device == "cpu" and settings.num_questions is None
-    while can_be_fewer and most > 1 and seconds(most) > BUDGET_S:
-        most -= 1
-    if most < len(prompts):
-        prompts = plan(replace(settings, num_questions=most))
+    while can_be_fewer and count > 1 and seconds(count) > BUDGET_S:
+        count -= 1
+    if count < len(prompts):
+        prompts = plan(replace(settings, num_questions=count))
     print(
-        f"{len(methods)} methods read {most} prompt{'s' * (most > 1)} of {length} tokens: about "
-        f"{round(seconds(most))} seconds, by measured beginnings",
+        f"{len(methods)} methods read {count} prompt{'s' * (count > 1)} of {length} tokens: about "
+        f"{round(seconds(count))} seconds, by measured beginnings",
         file=sys.stderr,
     )
     return prompts
@@ -198,7 +197,7 @@ def plan(settings: DemoSettings) -> list[Prompt]:
     """Make the prompts, and check the settings before any model runs.
 
     Raises:
-        UserError: a setting is bad, or the document does not fit.
+        UserError: a setting breaks a rule, or the document does not fit.
     """
     # Checks that need no model come first.
     cca_config(None, settings.attention)
@@ -227,12 +226,12 @@ def plan(settings: DemoSettings) -> list[Prompt]:
     document = read_text(settings.document or DOCUMENT)
     if is_bundled:
         prompts = [fact_prompt(tokenizer, document, count, max_tokens)]
-        asked = prompts[0].is_counted.count(False)
+        added = prompts[0].is_counted.count(False)  # tokens that are not the document's
     else:
         prompts = needle_prompts(tokenizer, document, count, max_tokens)
-        asked = NEEDLE_TOKENS
+        added = NEEDLE_TOKENS
     config = _config(settings)
-    least = config.window_size + config.group_size + asked
+    least = config.window_size + config.group_size + added
     tokens = len(prompts[0].token_ids)
     if tokens < least:
         raise UserError(
@@ -245,24 +244,25 @@ def plan(settings: DemoSettings) -> list[Prompt]:
 def _measure_here(
     title: str, model: str, options: Mapping[str, Any], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """Measure a method in this process: a GPU's allocator counts its peak memory."""
+    """Measure a method in this process, where the allocator of a GPU counts its peak memory."""
     from corecontext.demo.measure_method import measure_method
 
     return measure_method(title, model, options, prompts)
 
 
-def _measure_apart(*order: Any) -> dict[str, Any]:
-    """Measure a method in a process of its own: on a CPU the peak memory is the process's."""
-    done = subprocess.run(
-        CHILD_COMMAND, input=pickle.dumps(order), stdout=subprocess.PIPE, env=package_path()
+def _measure_apart(*arguments: Any) -> dict[str, Any]:
+    """Measure a method by the arguments of `_measure_here` in a process of its own, since on a CPU
+    the peak memory is the process's."""
+    child = subprocess.run(
+        CHILD_COMMAND, input=pickle.dumps(arguments), stdout=subprocess.PIPE, env=package_path()
     )
-    if done.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
+    if child.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
         raise UserError(
             "out of memory: the system stopped the demo. Use --max-tokens with a smaller number."
         )
-    if done.returncode:
-        raise RuntimeError(f"the process that measures {order[0]} failed; its error is above.")
-    outcome = pickle.loads(done.stdout)
+    if child.returncode:
+        raise RuntimeError(f"the process that measures {arguments[0]} failed; its error is above.")
+    outcome = pickle.loads(child.stdout)
     if isinstance(outcome, UserError):
         raise outcome
     return outcome

@@ -30,19 +30,22 @@ from corecontext.terminal import Advance, progress
 
 WARM_UP_TOKENS = 64
 PREFILLS = 3
+"""Samples of the time to the first token, where the time allows."""
 PREFILL_BUDGET_S = 6.0
-"""Prompts are read again, up to PREFILLS times in all, only while that fits into this time."""
+"""Seconds into which all readings must fit for the last prompt to be read again."""
 DECODE_STEPS = 32
+"""Further tokens that are timed."""
 DECODE_WARM_UP = 4
+"""Further tokens before these, untimed."""
 
 
 class Reading(NamedTuple):
-    """The reading of a prompt."""
+    """Hold the results of reading a prompt."""
 
     seconds: float
     """To the first new token."""
     hidden: Tensor
-    """Last hidden states [1, L, C]."""
+    """Last hidden states [1, L, hidden size]."""
     cache: Cache
     first: Tensor
     """The first new token [1, 1]."""
@@ -51,10 +54,15 @@ class Reading(NamedTuple):
 def measure_method(
     title: str, model: str, options: Mapping[str, Any], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """Load a model under a method and measure it; progress becomes a bar.
+    """Load a model under a method and measure it, with progress on the terminal.
 
     Args:
-        options: For `load`; "adapter" besides is added to the weights.
+        title: The method's, for the progress.
+        model: The model's folder or name.
+        options: For `load`; besides, "adapter" names an adapter of the package.
+
+    Returns:
+        As `measure`.
 
     Raises:
         UserError: the model cannot be loaded, or memory ran out.
@@ -76,10 +84,16 @@ def measure_method(
 
 def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict[str, Any]:
     """Measure a method on prompts: each gives a sample of every quantity, the last one the size of
-    the cache and the times of further tokens."""
+    the cache and the times of further tokens.
+
+    Returns:
+        By the names of records: samples of "first_token_s" and "next_token_ms", then
+        "cache_bytes", "host_bytes", the largest "peak_bytes" and the mean "perplexity". Besides:
+        "tokens" of the last prompt, "answers" of all questions in order, "sizes" of the model.
+    """
     model = loaded.model
     layers = model.get_decoder().layers
-    # Loading code and starting threads are no cost of the method: warm up.
+    # Loading code and starting threads are no cost of the method: warm up, with core tokens too.
     warm_up = WARM_UP_TOKENS
     if loaded.config is not None:
         warm_up = loaded.config.window_size + 4 * loaded.config.group_size
@@ -124,7 +138,7 @@ def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict
 
 
 def read(model: Any, token_ids: list[int]) -> Reading:
-    """Read a prompt."""
+    """Read a prompt, and time it."""
     device = str(model.device)
     input_ids = torch.tensor([token_ids], device=device)
     synchronize(device)
@@ -143,7 +157,7 @@ def step(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 def _step_times(model: Any, reading: Reading) -> list[float]:
-    """Return milliseconds of each further token, greedily."""
+    """Return the milliseconds of each further token, decoded greedily on a copy of the cache."""
     device = str(model.device)
     cache = copy.deepcopy(reading.cache)
     token = reading.first
@@ -158,7 +172,8 @@ def _step_times(model: Any, reading: Reading) -> list[float]:
 
 
 def _answer(loaded: Loaded, reading: Reading, question: Question) -> str:
-    """Answer a question about a prompt greedily, to the end of the answer's line or message."""
+    """Answer a question about a prompt greedily on a copy of the cache, to the end of the answer's
+    line or message."""
     tokenizer = loaded.tokenizer
     cache = copy.deepcopy(reading.cache)
     token = reading.first
@@ -174,7 +189,7 @@ def _answer(loaded: Loaded, reading: Reading, question: Question) -> str:
 
 
 def _ends(tokenizer: Any, token: int) -> bool:
-    """Return whether a token ends an answer."""
+    """Whether a token ends an answer."""
     return token == tokenizer.eos_token_id or "\n" in tokenizer.decode([token])
 
 
@@ -187,7 +202,7 @@ def main() -> int:
         outcome = error
     except NotImplementedError as error:  # as at the command line
         outcome = UserError(first_line(error))
-    except KeyboardInterrupt:  # sent to the whole group; the parent says so
+    except KeyboardInterrupt:  # Ctrl-C reaches the parent too, which reports it
         return 130
     pickle.dump(outcome, sys.stdout.buffer)
     return 0

@@ -1,4 +1,4 @@
-"""Estimate the time of a run of the demo by two measured beginnings of its prompt."""
+"""Estimate the time of a run of the demo from two measured beginnings of its prompt."""
 
 from __future__ import annotations
 
@@ -26,48 +26,49 @@ from corecontext.visibility import num_sinks
 
 IMPORT = "import time, corecontext.demo.measure_method; print(time.process_time())"
 IMPORTS = [sys.executable, "-W", "ignore", "-c", IMPORT]
-"""A process that tells the seconds in which it has imported what a method needs."""
+"""A command that prints the CPU seconds in which a process imports the code of a method."""
 BEGINNING = 512
 """Tokens of the first beginning."""
 SECOND_S = 2.0
-"""Seconds for the second one, if each token took as long as in the first."""
+"""Seconds that the second beginning may take, if a token takes as long as in the first."""
 LONGEST = 8192
-"""Most tokens of the second one."""
+"""Most tokens of the second beginning."""
 STEPS = 5
-"""Tokens that are decoded."""
+"""Tokens that are decoded behind it."""
 ANSWER_STEPS = 16
-"""Tokens of an answer and its question."""
+"""Steps that a question and its answer are assumed to take."""
 
 
 class Work(NamedTuple):
-    """Describe what a method does for a prompt."""
+    """Hold the work of a method on a prompt that differs between methods."""
 
     attention: float
-    """Operations besides those with the layers' weights, to read it."""
+    """Operations of reading it, without those with the layers' weights."""
     cache_bytes: float
-    """Bytes of the cache that a step reads."""
+    """Bytes of its cache, which each step reads."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Say how fast a machine runs a model, in seconds."""
+    """Hold how fast this machine runs a model, in seconds."""
 
     cost: ModelCost
     start_s: float
-    """To start a process and load the model in it; 0 where there is one process only."""
+    """Seconds to start a process and load the model in it; 0 on a GPU, where all methods run in
+    one process."""
     weights_s: float
-    """For an operation with the layers' weights."""
+    """Seconds of an operation with the layers' weights."""
     attention_s: float
-    """For another operation."""
+    """Seconds of another operation, most of which are attention's."""
     byte_s: float
-    """For a byte of weights or cache that a step reads."""
+    """Seconds of a byte of weights or cache that a decoding step reads."""
 
     @classmethod
     def of(cls, model: str, dtype: str, device: str, token_ids: list[int]) -> Pace:
         """Measure a model under full attention."""
         import torch
 
-        # This process may have unpacked the model besides: another one tells what imports take.
+        # This process has imported the code already: a fresh one measures how long that takes.
         child = None
         if pick_device(device) == "cpu":
             child = subprocess.Popen(IMPORTS, stdout=subprocess.PIPE, env=package_path())
@@ -81,16 +82,16 @@ class Pace:
             ids = token_ids[:BEGINNING]
             read(loaded.model, ids)  # a first call loads code
             first_s = read(loaded.model, ids).seconds
-            more = token_ids[: min(LONGEST, int(len(ids) * max(2.0, SECOND_S / first_s)))]
-            second = read(loaded.model, more)
+            longer = token_ids[: min(LONGEST, int(len(ids) * max(2.0, SECOND_S / first_s)))]
+            second = read(loaded.model, longer)
             seconds = []
             for _ in range(STEPS):
                 begin = time.perf_counter()
-                int(step(loaded.model, second.first, second.cache))
+                int(step(loaded.model, second.first, second.cache))  # waits for the token
                 seconds.append(time.perf_counter() - begin)
             step_s = statistics.median(seconds)
-        rates = rates_of(cost, (len(ids), first_s), (len(more), second.seconds))
-        step_bytes = cost.weight_bytes() + cost.cache_bytes(len(more))
+        rates = rates_of(cost, (len(ids), first_s), (len(longer), second.seconds))
+        step_bytes = cost.weight_bytes() + cost.cache_bytes(len(longer))
         return cls(cost, start_s, *rates, step_s / step_bytes)
 
     def full(self, length: int) -> Work:
@@ -98,25 +99,26 @@ class Pace:
         return Work(_attention(self.cost, length), self.cost.cache_bytes(length))
 
     def window(self, entries: int, length: int) -> Work:
-        """Return the work of a window, first tokens included."""
+        """Return the work of a window of `entries` tokens, sinks included, in every layer."""
         windows = (entries,) * self.cost.num_layers
         sliding = replace(self.cost, num_layers=0, windows=(*windows, *self.cost.windows))
         return Work(_attention(sliding, length), sliding.cache_bytes(length))
 
     def settings(self, config: CCAConfig, length: int, device: str) -> Work:
-        """Return the work of CCA, or of fetch, which is full attention's for short prompts."""
+        """Return the work of CCA; that of full attention for prompts so short that fetch reads them
+        by it."""
         if length <= reading_of(config, device, True).full_until:
             return self.full(length)
         cost = self.cost
         sinks = num_sinks(config.sink_size, config.group_size)
         attention = _attention(cost, length, config.group_size, config.window_size, sinks)
         fetch = fetch_flops(config, length, cost.query_heads, cost.head_dim)
-        held = cost.config_bytes(config, length).device
-        return Work(attention + cost.num_layers * fetch, held)
+        cache_bytes = cost.config_bytes(config, length).device
+        return Work(attention + cost.num_layers * fetch, cache_bytes)
 
     def seconds(self, work: Work, prompts: int, length: int) -> float:
-        """Estimate how long a method takes to read prompts, to tell their perplexity and to answer
-        them."""
+        """Estimate how long `measure_method` takes for a method: to start, to read `prompts`
+        prompts of `length` tokens, to compute their perplexity, to decode and to answer."""
         cost = self.cost
         reading = self.weights_s * _weights(cost, length) + self.attention_s * work.attention
         readings = max(prompts, min(PREFILLS, int(PREFILL_BUDGET_S / reading)))
@@ -129,21 +131,27 @@ class Pace:
 def rates_of(
     cost: ModelCost, first: tuple[int, float], second: tuple[int, float]
 ) -> tuple[float, float]:
-    """Return seconds for an operation with the layers' weights and for another one, from the tokens
-    and seconds of two readings; the second kind takes at most as long as the first."""
-    ratio = second[0] / first[0]
-    more = _attention(cost, second[0]) - ratio * _attention(cost, first[0])
-    attention_s = max(0.0, (second[1] - ratio * first[1]) / more) if more > 0 else 0.0
-    attention_s = min(attention_s, second[1] / cost.prefill_flops(second[0]))
-    rest = second[1] - attention_s * _attention(cost, second[0])
-    return rest / _weights(cost, second[0]), attention_s
+    """Return `weights_s` and `attention_s` of a `Pace`, from (tokens, seconds) of two readings:
+    seconds = weights_s * _weights + attention_s * _attention for each of them.
+
+    Noise may give impossible rates: attention_s is at least 0 and at most weights_s.
+    """
+    first_tokens, first_s = first
+    second_tokens, second_s = second
+    # _weights grows as the tokens, so the first equation times their ratio cancels it.
+    ratio = second_tokens / first_tokens
+    more = _attention(cost, second_tokens) - ratio * _attention(cost, first_tokens)
+    attention_s = max(0.0, (second_s - ratio * first_s) / more) if more > 0 else 0.0
+    attention_s = min(attention_s, second_s / cost.prefill_flops(second_tokens))
+    rest_s = second_s - attention_s * _attention(cost, second_tokens)
+    return rest_s / _weights(cost, second_tokens), attention_s
 
 
 def _weights(cost: ModelCost, length: int) -> float:
-    """Count operations with the layers' weights."""
+    """Count operations of a prompt with the layers' weights."""
     return 2.0 * cost.linear_weights * length
 
 
 def _attention(cost: ModelCost, length: int, *sizes: int) -> float:
-    """Count the other operations of a prompt; sizes are g, s and first tokens."""
+    """Count all other operations of a prompt; `sizes` are g, s and n, none for full attention."""
     return cost.prefill_flops(length, *sizes) - _weights(cost, length)

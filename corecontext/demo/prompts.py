@@ -8,11 +8,12 @@ from corecontext.data.needles import ANSWER_TOKENS, SENTENCE, make_needles
 from corecontext.data.retrieval import KINDS, Fact, make_facts, plant
 
 ASKED = "What is the special magic number?"
+"""The question of needle prompts as tables show it."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about one planted fact."""
+    """Hold a question about one planted fact."""
 
     fact: Fact
     depth: float
@@ -22,10 +23,10 @@ class Question:
     max_new_tokens: int
     """Most tokens of an answer."""
     token_ids: list[int]
-    """The question's tokens, which continue the prompt; none where the prompt itself asks."""
+    """The question's tokens, which continue the prompt; empty where the prompt itself asks."""
 
     def is_correct(self, answer: str) -> bool:
-        """Return whether an answer is the fact's; where the prompt asks, whether it contains it."""
+        """Whether an answer is the fact's; where the prompt itself asks, whether it contains it."""
         if self.token_ids:
             return self.fact.is_correct(answer)
         return self.fact.answer in answer
@@ -33,7 +34,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that every method reads, and what is asked about it."""
+    """Hold a text that every method reads, and the questions about it."""
 
     token_ids: list[int]
     is_counted: list[bool]
@@ -42,10 +43,11 @@ class Prompt:
 
 
 def needle_prompts(tokenizer: Any, document: str, count: int, max_tokens: int) -> list[Prompt]:
-    """Hide a number in pieces of a document, at `count` even depths, in prompts of at most
-    `max_tokens` tokens that ask for it, in the model's chat template if there is one.
+    """Make `count` prompts of at most `max_tokens` tokens from a document, each with a number
+    hidden in it, at even depths, and a question for it, in the model's chat template if there is
+    one.
 
-    Perplexity counts the second half of each.
+    Perplexity counts the second half of each prompt.
     """
     length = min(len(_encode(tokenizer, document)), max_tokens)
     prompts = []
@@ -62,8 +64,8 @@ def needle_prompts(tokenizer: Any, document: str, count: int, max_tokens: int) -
 def fact_prompt(
     tokenizer: Any, document: str, count: int, max_tokens: int, seed: int = 0
 ) -> Prompt:
-    """Plant facts at equal distances in a document, cut so that the result has at most `max_tokens`
-    tokens, and ask for each fact at its end by the beginning of its sentence.
+    """Plant `count` facts at equal distances in a document, which is cut so that the result has at
+    most `max_tokens` tokens. Each question is the beginning of the fact's sentence, at the end.
 
     Perplexity counts the document's own tokens.
     """

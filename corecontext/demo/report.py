@@ -20,10 +20,11 @@ DEMO_ROWS = (
     ("perplexity", "perplexity", "{:.3f}", 1),
     ("planted facts found", "retrieval_accuracy", "{:.0%}", 1),
 )
-"""Label, record, format and unit of each quantity."""
+"""Label, name of the record, format and unit of each quantity."""
 WITHOUT_RATIO = ("host_bytes", "retrieval_accuracy")
+"""Quantities that are not compared with full attention's."""
 OURS = 2
-"""Place of the settings among the methods, behind full attention and the window."""
+"""Place of CCA among the methods, behind full attention and the window."""
 
 
 def print_report(result: DemoResult) -> None:
@@ -47,7 +48,8 @@ def print_report(result: DemoResult) -> None:
 
 
 def measured_table(records: Sequence[Record]) -> Table:
-    """Make the table of each method, and the ratio of full attention to the settings shown."""
+    """Make the table of quantities: a column for each method, and one that compares CCA with full
+    attention."""
     titles = _titles(records)
     table = Table(title=_caption(records), box=SIMPLE_HEAD)
     table.add_column("")
@@ -61,7 +63,7 @@ def measured_table(records: Sequence[Record]) -> Table:
 
 
 def answers_table(result: DemoResult) -> Table:
-    """Make the table of each question, its right answer and the answer of each method."""
+    """Make the table of questions: the right answer and that of each method."""
     table = Table(title="facts planted in the document, and asked for", box=SIMPLE_HEAD)
     for column in ("depth", "tokens back", "question", "right", *_titles(result.records)):
         table.add_column(column, overflow="fold")
@@ -74,7 +76,7 @@ def answers_table(result: DemoResult) -> Table:
 
 
 def demo_table(records: Sequence[Record]) -> str:
-    """Return a page's table of the demo, in Markdown."""
+    """Return the table of quantities in Markdown, for a page of docs/."""
     command = records[-1].command.partition(" --json")[0]
     titles = _titles(records)
     lines = [
@@ -103,7 +105,7 @@ def _caption(records: Sequence[Record]) -> str:
 
 
 def _sizes(params: Mapping[str, Any]) -> str:
-    """Describe the attention of a record."""
+    """Describe the attention by a record's params."""
     text = f"s = {params['window_size']}"
     if "fetch_groups" in params:
         groups = f"{params['fetch_groups']} groups of {params['group_size']}"
@@ -112,14 +114,14 @@ def _sizes(params: Mapping[str, Any]) -> str:
 
 
 def _rows(records: Sequence[Record]) -> list[tuple[str, str, str, int]]:
-    """Return the rows of the quantities that were recorded."""
+    """Return those of `DEMO_ROWS` that were recorded."""
     names = {record.name for record in records}
     return [row for row in DEMO_ROWS if f"demo.{row[1]}" in names]
 
 
 def _ratio(name: str, full: float, ours: float) -> str:
-    """Format how much less a method takes, for perplexity how much more; "" where one took nothing
-    that can be measured, as the memory of a short prefill."""
+    """Format how much less or more CCA takes, for perplexity in percent; "" where nothing was
+    measurable, as the memory of a short prefill."""
     if name == "perplexity":
         return f"{100 * (ours / full - 1):+.1f} %"
     if not full or not ours:
@@ -131,7 +133,7 @@ def _ratio(name: str, full: float, ours: float) -> str:
 
 
 def _titles(records: Sequence[Record]) -> list[str]:
-    """Return the names of the methods in the order of the records."""
+    """Return the titles of the methods in the order of the records."""
     return [title_of(method) for method in dict.fromkeys(r.params["method"] for r in records)]
 
 
