@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 
 class Announcement:
-    """A text that one process publishes and others wait for, in the process group's store.
+    """Pass a text from one process to those that wait for it, by the process group's store.
 
-    Every process makes its announcements of a topic in the same order; the n-th of one process
-    belongs to the n-th of another.
+    Every process makes its announcements of a topic in the same order: the n-th of one process
+    and the n-th of another have one key.
     """
 
     def __init__(self, topic: str, rank: int) -> None:
@@ -18,10 +18,10 @@ class Announcement:
         self.key = f"corecontext {topic} {count}"
 
     def publish(self, text: str = "") -> None:
-        """Let the waiting processes continue with a text."""
+        """Give the text to the waiting processes."""
         self.store.set(self.key, text)
 
     def wait(self) -> str:
-        """Wait for the text."""
+        """Wait for the text of the process that publishes it, and return it."""
         self.store.wait([self.key], timedelta(days=365))
         return self.store.get(self.key).decode()

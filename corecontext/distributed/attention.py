@@ -1,12 +1,11 @@
 """Attend within one document's chunks: a near part and a far part for each, their exchanges, and
 the backward.
 
-A chunk needs three things: its own tokens; the halo, the at most s + g - 2 raw tokens before it;
-and the core tokens of everything before the halo, which every one of its queries sees. The halo
-begins with a group, so halo and chunk together are an ordinary CCA sequence (the near part), which
-any backend computes at once; the far part is attention to core tokens without a mask. The core
-tokens travel while the near part is computed, and backward their gradients while the near part's
-are.
+The queries of a chunk see its own tokens; the halo, the at most s + g - 2 raw tokens before it; and
+the core tokens of all groups before the halo, all of which every query sees. The halo begins with
+a group, so halo and chunk together are an ordinary CCA sequence (the near part), which any
+backend computes at once; the far part is attention to core tokens without a mask. The core tokens
+travel while the near part is computed, their gradients while the near part's are.
 """
 
 from collections.abc import Sequence
@@ -24,39 +23,45 @@ from corecontext.ops.spec import Cores, Groups, Tokens, Upstream
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, first: Tensor | None) -> Tensor:
-    """Attend from this process's queries [B, H, T, D], T the share that the layout gives it; with
-    `first`, keys and values [2, B, Hkv, n, D], to all of these too. A collective call."""
+    """Attend from this process's queries [B, H, T, D] to the document, of which it holds the keys
+    and values [B, Hkv, T, D]; the result has the shape of q. A collective call.
+
+    Args:
+        first: Keys and values of first tokens, [2, B, Hkv, n, D], which all queries see too; or
+            None.
+    """
     return _Attend.apply(q, k, v, call, first)
 
 
 class _Near(NamedTuple):
-    """Tensors of a chunk's near part that its backward needs."""
+    """Hold the tensors of a chunk that its backward needs."""
 
     q_last: Tensor
-    """The queries that end its groups, [N, r, m, D]."""
+    """The queries that end the near part's groups, [N, r, M, D]."""
     k: Tensor
-    """Keys of the halo and the chunk, [N, S, D]; v as well."""
+    """Keys of the near part, [N, S, D]; v as well."""
     v: Tensor
     core_k: Tensor
-    """Core keys, [N, 1, m, D]; core_v as well."""
+    """Core keys of the near part, [N, 1, M, D]; core_v as well."""
     core_v: Tensor
     mass: Tensor | None
-    """Masses of these, [N, 1, m]."""
+    """Masses of these, [N, 1, M]."""
     out: Tensor
-    """Results over all parts: [N, r, T, D]."""
+    """Results of the chunk's queries [N, r, T, D], in the end over all parts."""
     lse: Tensor
-    """[N, r, T]."""
+    """Their log-sum-exp, [N, r, T]."""
 
 
 class _Attend(torch.autograd.Function):
-    """The near parts by the backend, the far parts by plain attention, merged; the backward gets
-    the merged result."""
+    """Merge the near parts, by the backend, with the far parts, by plain attention. The backward of
+    each part gets the merged result, whose softmax is over all of them."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: Call, first: Tensor | None) -> Tensor:
         kv_heads = k.shape[1]
         tokens = by_chunk(call, q, k, v)
-        # Pool the near parts: each chunk's tokens behind those of its halo.
+        # Pool the near parts: each chunk's tokens behind those of its halo. `made` has the core
+        # tokens that this process makes for all, [2, N, 1, M, D].
         halos = call.halo.fetch(tokens)
         pooled: dict[int, tuple[Tensor, ...]] = {}
         no_cores = call.empty(k)
@@ -75,7 +80,7 @@ class _Attend(torch.autograd.Function):
                 made_masses.append(mass[None, :, :, call.made(chunk), None])
             pooled[chunk] = (q_last, near_k, near_v, *cores, mass)
             made.append(torch.stack([x[:, :, call.made(chunk)] for x in cores]))
-        # Attend to them while the core tokens travel.
+        # Attend to the near parts while the core tokens travel.
         wire = call.halo.wire
         wait_for_cores = whole.gather(torch.cat(made, 3), call.cores, wire)
         if call.has_mass:
@@ -150,7 +155,7 @@ class _Attend(torch.autograd.Function):
             wait_for_cores = whole.scatter_sum(core_grads, call.cores, wire)
             if mass_grads is not None:
                 wait_for_masses = whole.scatter_sum(mass_grads, call.cores, wire)
-            # The near parts. Their halos' queries belong to other chunks: zeros without gradient
+            # The near parts. A halo has no queries here: zeros with zero gradients in their place
             # add nothing to any sum.
             grads = {}
             for chunk, (queries, grad) in rows.items():
@@ -203,7 +208,8 @@ def _merge_first(call: Call, q: Tensor, first: Tensor, out: Tensor, lse: Tensor)
 def _first_backward(
     call: Call, upstream: Upstream, q: Tensor, first: Tensor, first_grads: Tensor
 ) -> Tensor:
-    """Add to the gradients of the first tokens; returns those of a chunk's queries [N, r, T, D]."""
+    """Add to `first_grads` [2, B, Hkv, n, D]; return the gradients of a chunk's queries q,
+    [N, r, T, D], from the first tokens."""
     scoring = partial.Scoring(call.spec.scale, call.spec.softcap)
     dq, *grads = partial.backward(upstream, q, *first_keys(first), scoring)
     for total, grad in zip(first_grads, grads):
@@ -212,15 +218,11 @@ def _first_backward(
 
 
 def _far_backward(
-    call: Call,
-    upstream: Upstream,
-    q: Tensor,
-    far: Tensor,
-    mass: Tensor | None,
-    core_grads: Tensor,
+    call: Call, upstream: Upstream, q: Tensor, far: Tensor, mass: Tensor | None, core_grads: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Add to the gradients of the core tokens that a chunk sees far away; returns those of its
-    queries [N, r, T, D], in float32 or wider, and of the masses [N, 1, M]."""
+    """Add to `core_grads` [2, N, 1, M, D], of the core tokens `far` of a chunk's far part; return
+    the gradients of the chunk's queries [N, r, T, D], in float32 or wider, and of the masses
+    [N, 1, M]."""
     if not far.shape[3]:
         return torch.zeros_like(q, dtype=core_grads.dtype), None
     dq, dk, dv, *dmass = partial.backward(
@@ -240,14 +242,14 @@ def _far_backward(
 def _add_pool_gradients(
     call: Call, core_grads: Tensor, mass_grads: Tensor | None, near: dict[int, _Near], grads: dict
 ) -> None:
-    """Add to `grads` the gradients that later queries give the groups that end in this process's
-    chunks.
+    """Add to `grads` what the pooled tokens get from far parts, through the core tokens that this
+    process made.
 
     Args:
-        core_grads: Of core keys and values, [2, N, 1, m, D].
-        mass_grads: Of their masses, [1, N, 1, m, 1], or None.
+        core_grads: Of these core keys and values, [2, N, 1, M, D].
+        mass_grads: Of their masses, [1, N, 1, M, 1], or None.
         near: Tensors of the near parts, by chunk.
-        grads: Their gradients so far, by chunk.
+        grads: Gradients of the near parts' queries, keys and values so far, by chunk.
     """
     g = call.spec.group_size
     masses = {}
@@ -265,7 +267,7 @@ def _add_pool_gradients(
         dq_last, *dkv = call.module.pool_backward(
             Cores(*core_grad.contiguous().unbind()), groups, call.spec, mass_grad
         )
-        # Of queries, only each group's last one pools.
+        # Of a group's queries, only the last one pools.
         tokens = slice(made.start * g, made.stop * g)
         total_q, *total_kv = grads[chunk]
         total_q[:, :, tokens][:, :, g - 1 :: g] += dq_last
@@ -284,8 +286,8 @@ def by_chunk(call: Call, *tensors: Tensor) -> dict[int, tuple[Tensor, ...]]:
 
 
 def joined_chunks(chunks: dict[int, tuple[Tensor, ...]], like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `by_chunk`: tensors without a chunk are empty like these [B, H, 0, D], all are
-    of their dtype."""
+    """Join tensors that `by_chunk` split, in the dtypes of the empty tensors `like`, [B, H or Hkv,
+    0, D], which are the result where there is no chunk."""
     return [
         torch.cat([empty, *(tensors[i].to(empty.dtype) for tensors in chunks.values())], 2)
         for i, empty in enumerate(like)
@@ -293,15 +295,15 @@ def joined_chunks(chunks: dict[int, tuple[Tensor, ...]], like: Sequence[Tensor])
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
-    """[B, H, T, ...] to [B heads, H / heads, T, ...]."""
+    """Reshape [B, H, T, ...] to [B heads, H / heads, T, ...]."""
     return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
 
 
 def after_zeros(count: int, x: Tensor) -> Tensor:
-    """x [N, r, T, ...] behind `count` zero queries."""
+    """Return x [N, r, T, ...] behind `count` zero queries."""
     return torch.cat((x.new_zeros(*x.shape[:2], count, *x.shape[3:]), x), 2)
 
 
 def first_keys(first: Tensor) -> list[Tensor]:
-    """Keys and values [N, 1, n, D] of first tokens [2, B, Hkv, n, D], N being B Hkv."""
+    """Return keys and values [N, 1, n, D] of first tokens [2, B, Hkv, n, D]; N is B Hkv."""
     return [x.flatten(0, 1)[:, None] for x in first.unbind()]

@@ -26,7 +26,7 @@ from corecontext.ops.spec import Inputs, Spec
 
 @dataclass(frozen=True)
 class Shard:
-    """Describe one process's share of a sequence: communicator, layout and document boundaries."""
+    """Describe the part of a sequence that one process holds: communicator, layout, documents."""
 
     wire: Wire
     layout: Layout
@@ -56,7 +56,7 @@ def context_parallel_attention(
 
     Args:
         inputs: Queries, keys and values of this process's tokens, [B, H or Hkv, T, D], rotary
-            applied at their positions in their document; T is the layout's share of this process.
+            applied at their positions in their document; the layout gives this process T tokens.
         spec, backend: The same on every process.
 
     Returns:
@@ -65,8 +65,8 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a setting breaks a rule, or the layout does not fit the inputs.
-        NotImplementedError: backend="reference", which has no backward in parts, or a shared choice
-            of queries on several processes.
+        NotImplementedError: backend="reference", which has no backward in parts, or fetch_share
+            above 1: neighbouring queries may be on several processes.
     """
     q, k, v = inputs[:3]
     _check(inputs, shard, spec)
@@ -81,14 +81,15 @@ def context_parallel_attention(
             return _by_document(inputs, shard, spec, backend)
         sizes, heads = heads_of_each(spec.group_size)
         outs = [
-            _by_document(share, shard, spec.replace(group_size=g), backend)
-            for g, share in zip(sizes, split_inputs(inputs, heads))
+            _by_document(inputs_of_size, shard, spec.replace(group_size=g), backend)
+            for g, inputs_of_size in zip(sizes, split_inputs(inputs, heads))
         ]
         return gather_heads(outs, heads)
 
 
 def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
-    """Raise unless the inputs are a process's share, under settings that can be spread."""
+    """Raise unless the inputs are the tokens that the layout gives this process, and the settings
+    can run on several."""
     q, k = inputs[:2]
     layout = shard.layout
     if spec.fetch_groups and spec.fetch_share > 1:
@@ -107,8 +108,8 @@ def _check(inputs: Inputs, shard: Shard, spec: Spec) -> None:
 
 
 def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tensor:
-    """Attend within each document; all processes meet at the documents that several of them
-    hold."""
+    """Attend within each document. A document on several processes is a collective call of all
+    processes, those without a token of it included."""
     tokens = inputs[:3]
     run = functools.partial(_attend_document, inputs, shard, spec, backend)
     if len(shard.documents) <= 2:
@@ -116,7 +117,8 @@ def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tens
     layout = shard.layout
     chunks = layout.chunks()
     offsets = dict(zip(chunks, accumulate((layout.lengths[i] for i in chunks), initial=0)))
-    pieces: list[tuple[int, Tensor]] = []  # by place among this process's tokens
+    # Results, each behind the place of its first token among this process's tokens.
+    pieces: list[tuple[int, Tensor]] = []
     for start, end in pairwise(shard.documents):
         document = layout.clip(start, end)
         here = document.chunks()
@@ -128,22 +130,18 @@ def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tens
         out = run(document, [torch.cat([x[:, :, span] for span in spans], 2) for x in tokens])
         pieces += zip(places, out.split(lengths, 2))
     if not pieces:
-        # This process has no token, and no document that several have: its empty result depends on
-        # all inputs, so that each gets a gradient.
+        # This process has no token, and no document is on several: its empty result depends on all
+        # inputs, so that each gets a gradient.
         q, k, v = tokens
         return q + (k.sum() + v.sum())
     return torch.cat([out for _, out in sorted(pieces, key=lambda piece: piece[0])], 2)
 
 
 def _attend_document(
-    inputs: Inputs,
-    shard: Shard,
-    spec: Spec,
-    backend: str,
-    layout: Layout,
-    tokens: Sequence[Tensor],
+    inputs: Inputs, shard: Shard, spec: Spec, backend: str, layout: Layout, tokens: Sequence[Tensor]
 ) -> Tensor:
-    """Attend within one document, of which this process holds these tokens [B, H or Hkv, T, D]."""
+    """Attend within one document of this layout, of which this process holds the queries, keys and
+    values `tokens`, [B, H or Hkv, T, D] each."""
     q, k, v = tokens
     if not layout.is_shared:
         out, _ = api.attend(inputs._replace(q=q, k=k, v=v), spec, backend=backend)

@@ -1,10 +1,10 @@
 """Attend with fetch within one document that several processes hold.
 
-A query may fetch any group, and over a chunk nearly every group is fetched by some query. So every
-process receives the keys and values of the whole document, and the queries that pool: as many bytes
-as ring attention's. It makes all core tokens and the index itself, and its own queries choose and
-attend as on one process. Nothing received is kept: the backward receives it again, and sends each
-gradient to the process that holds the token.
+A query may fetch any group, and nearly every group is fetched by some query of a chunk. So every
+process receives the keys and values of the whole document, and the last query of each group, which
+pools it: as many bytes as ring attention's. It makes all core tokens and the index itself, and its
+own queries choose and attend as on one process. Nothing received is kept: the backward receives it
+again, and sends each gradient to the process that holds the token.
 """
 
 from collections.abc import Iterator
@@ -36,24 +36,25 @@ class FetchCall(NamedTuple):
 
     def group_ends(self, device: torch.device) -> Tensor:
         """Mask this process's tokens that are the last of a group, [T]."""
-        behind = self.layout.positions(device)[0] - self.spec.sinks
+        later = self.layout.positions(device)[0] - self.spec.sinks
         size = self.spec.group_size
-        return (behind >= 0) & (behind % size == size - 1)
+        return (later >= 0) & (later % size == size - 1)
 
     @property
     def end_layout(self) -> Layout:
-        """The layout of these tokens alone."""
+        """The layout of the groups' last tokens alone."""
         return self.layout.groups(self.spec.group_size, self.spec.sinks)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> Tensor:
-    """Attend from this process's queries [B, H, T, D], T the share that the layout gives it. A
-    collective call."""
+    """Attend from this process's queries [B, H, T, D] to the document, of which it holds the keys
+    and values [B, Hkv, T, D]; the result has the shape of q. A collective call."""
     return _Attend.apply(q, k, v, call)
 
 
 class _Document:
-    """A whole document as one process sees it for a while: keys, values and core tokens."""
+    """Receive and hold a whole document: keys and values `k`, `v` [N, L, D], `groups`, `cores` and
+    their `mass` [N, 1, M] or None. Made of this process's tokens; a collective call."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> None:
         self.call = call
@@ -61,7 +62,7 @@ class _Document:
         ends = q[:, :, call.group_ends(q.device)]
         q_last = whole.gather(ends, call.end_layout, call.wire)()
         keys = whole.gather(torch.stack((k, v)), call.layout, call.wire)()
-        self.k, self.v = keys.flatten(1, 2)  # [N, L, D] each
+        self.k, self.v = keys.flatten(1, 2)
         count = q_last.shape[2]
         pooled = slice(spec.sinks, spec.sinks + count * spec.group_size)
         shape = (count, spec.group_size)
@@ -71,8 +72,8 @@ class _Document:
         self.mass = if_any(mass)
 
     def calls(self, q: Tensor) -> Iterator[tuple[slice, Tokens, Cores, Tensor | None]]:
-        """Yield the call of each of this process's chunks, with its rows of q [N, r, T, D]: raw and
-        core tokens up to the chunk's end."""
+        """Yield for each of this process's chunks its rows of q [N, r, T, D], and the arguments of
+        its attention: raw tokens, core tokens and masses, all up to the chunk's end."""
         layout = self.call.layout
         done = 0
         for chunk in layout.chunks():
@@ -86,7 +87,7 @@ class _Document:
 
 
 class _Attend(torch.autograd.Function):
-    """The chunks of one process; the backward has the forward's choices."""
+    """Attend from each chunk of this process; the backward uses the forward's choices."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: FetchCall) -> Tensor:
@@ -94,23 +95,23 @@ class _Attend(torch.autograd.Function):
         queries = by_head(q, k.shape[1])
         outs = [queries[:, :, :0]]
         lses = [queries.new_zeros(*queries.shape[:2], 0, dtype=torch.float32)]
-        groups = []
+        chosen = []
         for _, tokens, cores, mass in document.calls(queries):
             out, lse, choice = fetch.attend(call.module, tokens, cores, call.spec, mass)
             outs.append(out)
             lses.append(lse)
-            groups.append(None if choice is None else choice.groups)
+            chosen.append(None if choice is None else choice.groups)
         out = torch.cat(outs, 2)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, torch.cat(lses, 2), *groups)
+        ctx.save_for_backward(q, k, v, out, torch.cat(lses, 2), *chosen)
         return out.reshape(q.shape).to(q.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
-        q, k, v, out, lse, *groups = ctx.saved_tensors
-        choices = [None if x is None else Choice(x, 1) for x in groups]
+        q, k, v, out, lse, *chosen = ctx.saved_tensors
+        choices = [None if groups is None else Choice(groups, share=1) for groups in chosen]
         with torch.autocast(q.device.type, enabled=False):
             document = _Document(q, k, v, call)
             upstream = Upstream(by_head(grad_out, k.shape[1]), None, out, lse)
@@ -131,8 +132,9 @@ class _Attend(torch.autograd.Function):
 def _gradients(
     document: _Document, queries: Tensor, upstream: Upstream, choices: list[Choice | None]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients from this process's queries [N, r, T, D]: of them, of all keys and
-    values [2, N, L, D], and of the queries that pool [N, r, M, D]."""
+    """Return the gradients from this process's queries [N, r, T, D]: of these queries, of all keys
+    and values of the document [2, N, L, D], and of the groups' last queries, which pool, [N, r, M,
+    D]."""
     call = document.call
     spec = call.spec
     wide = torch.promote_types(queries.dtype, torch.float32)

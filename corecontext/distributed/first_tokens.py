@@ -1,4 +1,4 @@
-"""Keep the first tokens of a document raw on several processes.
+"""Keep the first tokens of a document (sinks) raw on several processes.
 
 Every process gets the keys and values of the first n tokens. The tokens after them are a sequence
 of their own (docs/math.md, eq. 13), whose queries see all n; the first n see one another causally.
@@ -14,17 +14,17 @@ from corecontext.ops.spec import Spec
 
 
 def gather(k: Tensor, v: Tensor, layout: Layout, wire: Wire) -> Tensor:
-    """Return keys and values of all first tokens, [2, B, Hkv, n, D], from this process's [B, Hkv,
-    t, D]; differentiable. A collective call.
+    """Return keys and values of all n first tokens, [2, B, Hkv, n, D], from those that this process
+    holds, [B, Hkv, T, D]; differentiable. A collective call.
 
     Args:
-        layout: Of the first tokens alone.
+        layout: Of the n first tokens alone.
     """
     return _Gather.apply(k, v, layout, wire)
 
 
 class _Gather(torch.autograd.Function):
-    """The gathering; backward, gradients are summed over the processes."""
+    """Gather forward; sum the gradients over the processes backward."""
 
     @staticmethod
     def forward(ctx, k: Tensor, v: Tensor, layout: Layout, wire: Wire) -> Tensor:
@@ -43,7 +43,7 @@ def attend(q: Tensor, first: Tensor, positions: Tensor, spec: Spec) -> Tensor:
     """Attend causally among the first tokens, in plain torch; differentiable.
 
     Args:
-        q: This process's queries among them, [B, H, t, D], at `positions` [t].
+        q: The queries of them that this process holds, [B, H, T, D], at `positions` [T].
         first: Keys and values of all, [2, B, Hkv, n, D].
     """
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -1,5 +1,8 @@
-"""Exchange the halo of each chunk: raw tokens that earlier chunks hold are fetched forward, their
-gradients returned backward."""
+"""Exchange the halo of each chunk: the raw tokens before it that its queries see.
+
+Earlier chunks hold them: the forward fetches their keys and values, the backward returns gradients.
+Of queries only those travel that end a group of g tokens, since pooling needs them.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +17,7 @@ from corecontext.ops.spec import Spec
 
 
 class Shape(NamedTuple):
-    """Hold the sizes of a process's queries [B, H, T, D] and keys [B, Hkv, T, D] without T."""
+    """Hold the sizes of queries [B, H, T, D] and keys [B, Hkv, T, D] that all chunks share."""
 
     batch_size: int
     num_heads: int
@@ -23,7 +26,7 @@ class Shape(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """Send keys, values and the queries that end a group, of all tokens that a chunk sees raw."""
+    """Exchange the halos of one document's chunks; positions count from its first pooled token."""
 
     wire: Wire
     layout: Layout
@@ -31,27 +34,27 @@ class Halo(NamedTuple):
     shape: Shape
 
     def ends(self, low: int, high: int) -> slice:
-        """Return which of the tokens low .. high-1 end a group, counted from low."""
+        """Return the slice of tokens low .. high-1, counted from low, that end a group."""
         g = self.spec.group_size
         return slice((g - 1 - low) % g, high - low, g)
 
     def start(self, chunk: int) -> int:
-        """Return the first token of a chunk's halo."""
+        """Return the position of the first token of a chunk's halo."""
         return self.layout.halo_start(chunk, self.spec.group_size, self.spec.window_size)
 
     def size(self, chunk: int) -> int:
-        """Return how many tokens a chunk's halo has."""
+        """Count the tokens of a chunk's halo."""
         return self.layout.starts[chunk] - self.start(chunk)
 
     def fetch(
         self, tokens: Mapping[int, tuple[Tensor, ...]]
     ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Return keys and values [B, Hkv, halo, D] before each chunk, and the queries that end a
-        group there [B, H, m, D]. A collective call.
+        """Return by chunk the keys and the values [B, Hkv, halo, D] of its halo, and the queries
+        [B, H, M, D] that end a group there. A collective call.
 
         Args:
-            tokens: Queries [B, H, T, D], keys and values [B, Hkv, T, D] of each of this process's
-                chunks.
+            tokens: By chunk of this process, its queries [B, H, T, D], keys and values [B, Hkv, T,
+                D].
         """
         starts = self.layout.starts
         pieces = {i: [(k[:, :, :0], v[:, :, :0], q[:, :, :0])] for i, (q, k, v) in tokens.items()}
@@ -62,12 +65,12 @@ class Halo(NamedTuple):
     def give_back(
         self, grads: Mapping[int, tuple[Tensor, Tensor, Tensor]]
     ) -> dict[int, tuple[Tensor, ...]]:
-        """Return the gradients of each chunk's queries [B, H, T, D], keys and values [B, Hkv, T,
-        D], with those added that the halos of later chunks send. A collective call.
+        """Return by chunk the gradients of its queries [B, H, T, D], keys and values [B, Hkv, T,
+        D], with those added that it has as the halo of later chunks. A collective call.
 
         Args:
-            grads: Gradients of queries [B, H, halo + T, D], keys and values [B, Hkv, halo + T, D]
-                of near parts.
+            grads: By chunk of this process, gradients of the queries [B, H, halo + T, D], keys and
+                values [B, Hkv, halo + T, D] of its halo and itself.
         """
         totals = {i: tuple(x[:, :, self.size(i) :] for x in near) for i, near in grads.items()}
         for message, (grad_k, grad_v, grad_q) in self._deliver(grads, self.start, back=True):
@@ -85,13 +88,13 @@ class Halo(NamedTuple):
         start: Callable[[int], int],
         back: bool = False,
     ) -> list[tuple[Message, list[Tensor]]]:
-        """Exchange messages; returns keys, values [B, Hkv, tokens, D] and group-end queries [B, H,
-        m, D] of those to this process. Messages to itself do not travel.
+        """Exchange messages; return those to this process, each with its keys, values [B, Hkv,
+        tokens, D] and group-end queries [B, H, M, D]. Messages to itself do not travel.
 
         Args:
-            tensors: Queries, keys and values of each chunk.
-            start: Gives a chunk's first token in them.
-            back: From the chunk whose halo it is to the chunk that holds the tokens.
+            tensors: By chunk, queries, keys and values.
+            start: Gives the position of a chunk's first token in these tensors.
+            back: Whether to send from the chunk that sees the tokens to the one that holds them.
         """
         messages = self.layout.messages(self.spec.group_size, self.spec.window_size)
         if back:
@@ -118,7 +121,7 @@ class Halo(NamedTuple):
         return [(message, self._unpack(message, x)) for message, x in arrived.items()]
 
     def _shapes(self, message: Message) -> list[tuple[int, ...]]:
-        """Shapes of a message's keys, values and group-end queries."""
+        """Return the shapes of a message's keys, values and group-end queries."""
         batch, heads, kv_heads, dim = self.shape
         count = message.high - message.low
         num_ends = len(range(count)[self.ends(message.low, message.high)])
@@ -127,13 +130,13 @@ class Halo(NamedTuple):
 
     def _pack(self, message: Message, tensors: tuple[Tensor, ...], start: int) -> Tensor:
         """Copy a message's keys, values and group-end queries into one flat buffer, from queries,
-        keys and values that begin at token `start`."""
+        keys and values whose first token is at position `start`."""
         q, k, v = (x[:, :, message.low - start : message.high - start] for x in tensors)
         q_ends = q[:, :, self.ends(message.low, message.high)]
         return torch.cat([x.flatten() for x in (k, v, q_ends)])
 
     def _unpack(self, message: Message, buffer: Tensor) -> list[Tensor]:
-        """Return the views of `_pack`'s tensors in its buffer."""
+        """Return the keys, values and group-end queries of a message as views of its buffer."""
         shapes = self._shapes(message)
         pieces = buffer.split([math.prod(shape) for shape in shapes])
         return [x.view(shape) for x, shape in zip(pieces, shapes)]

@@ -18,8 +18,8 @@ from corecontext.visibility import local_start, num_complete_groups
 
 
 class Message(NamedTuple):
-    """Send tokens low .. high-1 of the sequence from chunk `source`, which holds them, to chunk
-    `target`, which sees them raw."""
+    """Name tokens low .. high-1 of the sequence that chunk `source` holds and chunk `target` sees
+    raw, so that they are sent."""
 
     source: int
     target: int
@@ -69,7 +69,7 @@ class Layout:
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """First token of each chunk, and the length of the sequence."""
+        """Position of each chunk's first token, then the length of the sequence."""
         return tuple(sum(self.lengths[:i]) for i in range(len(self.lengths) + 1))
 
     @property
@@ -83,29 +83,31 @@ class Layout:
         return len({owner for owner, length in zip(self.owners, self.lengths) if length}) > 1
 
     def chunks(self, rank: int | None = None) -> list[int]:
-        """Return a process's chunks that are not empty, in the order of the sequence; by default
-        this process's."""
+        """Return the numbers of a process's chunks that are not empty, rising; by default this
+        process's."""
         rank = self.rank if rank is None else rank
         chunks = enumerate(zip(self.owners, self.lengths))
         return [i for i, (owner, length) in chunks if owner == rank and length]
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Return the first token of a chunk and the token after its last."""
+        """Return the position of a chunk's first token, and the one after its last."""
         return self.starts[chunk], self.starts[chunk + 1]
 
     def groups(self, group_size: int, first: int = 0) -> Layout:
-        """Return the layout of the complete groups behind the first tokens: a chunk makes the core
-        tokens of those whose last token it holds."""
+        """Return the layout of the complete groups behind the `first` tokens kept raw, as a
+        sequence
+        of groups: a chunk has those whose last token it holds, and makes their core tokens."""
         edges = [num_complete_groups(start - first, group_size) for start in self.starts]
         return Layout(tuple(b - a for a, b in pairwise(edges)), self.owners, self.rank)
 
     def halo_start(self, chunk: int, group_size: int, window_size: int) -> int:
-        """Return the first token that any query of a chunk sees raw: always the first of a
-        group."""
+        """Return the position of the first token that a query of a chunk sees raw, often in an
+        earlier chunk: always the first of a group."""
         return local_start(self.starts[chunk], group_size, window_size)
 
     def messages(self, group_size: int, window_size: int) -> list[Message]:
-        """Plan the exchange of raw tokens, in one order for all processes."""
+        """Plan the exchange of the raw tokens that chunks see in earlier chunks, in one order for
+        all processes."""
         messages = []
         for target, length in enumerate(self.lengths):
             halo = self.halo_start(target, group_size, window_size)
@@ -116,13 +118,13 @@ class Layout:
         return messages
 
     def clip(self, start: int, end: int) -> Layout:
-        """Return the layout of the tokens start .. end-1 as a sequence, on the same processes."""
+        """Return the layout of tokens start .. end-1 as a sequence, on the same processes."""
         spans = pairwise(self.starts)
         lengths = tuple(max(0, min(b, end) - max(a, start)) for a, b in spans)
         return Layout(lengths, self.owners, self.rank)
 
     def take(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this process's share of a tensor over the whole sequence."""
+        """Return this process's tokens of a tensor over the whole sequence."""
         chunks = [whole.narrow(dim, self.starts[i], self.lengths[i]) for i in self.chunks()]
         return torch.cat(chunks or [whole.narrow(dim, 0, 0)], dim)
 

@@ -12,16 +12,16 @@ from corecontext.distributed.wire import Wire
 
 
 def gather(x: Tensor, layout: Layout, wire: Wire) -> Callable[[], Tensor]:
-    """Start to collect the document's rows [..., L, D] from this process's [..., T, D]. A
-    collective call.
+    """Start to collect the document's rows [..., L, D] from each process's [..., T, D]: a row is of
+    a token, or of a core token under a layout of groups. A collective call.
 
     Returns:
         A function that waits for the rows and returns them.
     """
     if not layout.seq_len:
         return lambda: x
-    room = _message_size(layout, wire) - x.shape[-2]
-    gathering = wire.gather(F.pad(x, (0, 0, 0, room)))
+    padding = _message_size(layout, wire) - x.shape[-2]
+    gathering = wire.gather(F.pad(x, (0, 0, 0, padding)))
 
     def wait() -> Tensor:
         pieces: dict[int, Tensor] = {}
@@ -54,15 +54,16 @@ def scatter_sum(grad: Tensor, layout: Layout, wire: Wire) -> Callable[[], Tensor
 
 
 def by_chunk(layout: Layout, message: Tensor, rank: int) -> dict[int, Tensor]:
-    """Split a process's rows [..., t, D] by chunk; views."""
+    """Return views of a process's rows [..., T, D], padding behind them, by chunk."""
     counts = _counts(layout, rank)
     return dict(zip(layout.chunks(rank), message[..., : sum(counts), :].split(counts, -2)))
 
 
 def _message_size(layout: Layout, wire: Wire) -> int:
-    """Return the rows of a message: those of the process that holds most."""
+    """Count the rows of a message, which all processes pad to: those of the one that holds most."""
     return max(sum(_counts(layout, rank)) for rank in range(wire.size))
 
 
 def _counts(layout: Layout, rank: int) -> list[int]:
+    """Count the rows of each chunk of a process."""
     return [layout.lengths[chunk] for chunk in layout.chunks(rank)]

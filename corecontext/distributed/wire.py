@@ -15,8 +15,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Wire:
-    """Communicate within one process group. `received_bytes` counts the bytes that other processes
-    sent here, as a ring algorithm moves them."""
+    """Communicate within one process group. `received_bytes` counts the bytes that arrive here from
+    other processes, in collectives as a ring algorithm moves them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -25,8 +25,8 @@ class Wire:
         self.received_bytes = 0
 
     def gather(self, x: Tensor) -> Gathering:
-        """Start to collect every process's tensor, all of one shape; the result's first dimension
-        is the process."""
+        """Start to collect a tensor [...] of every process, all of one shape, as [processes,
+        ...]."""
         gathered = x.new_empty(self.size, *x.shape)
         self.received_bytes += (self.size - 1) * x.nbytes
         x = x.contiguous()
@@ -34,7 +34,7 @@ class Wire:
         return Gathering(gathered, work)
 
     def scatter_sum(self, x: Tensor) -> Gathering:
-        """Start to send x[i] to process i, which gets the sum over all processes."""
+        """Start to sum tensors [processes, ...] of all processes; process i gets row i of it."""
         total = torch.empty_like(x[0])
         self.received_bytes += (self.size - 1) * total.nbytes
         x = x.flatten(0, 1).contiguous()
@@ -42,7 +42,8 @@ class Wire:
         return Gathering(total, work, x)
 
     def exchange(self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]) -> None:
-        """Send and receive whole tensors; between two processes in the order of the lists."""
+        """Send and receive tensors of (rank, tensor) pairs, received ones in place; between two
+        processes in the order of the lists."""
         operation = functools.partial(dist.P2POp, group=self.group)
         operations = [operation(dist.isend, x.contiguous(), group_peer=rank) for rank, x in sent]
         operations += [operation(dist.irecv, x, group_peer=rank) for rank, x in received]
@@ -53,7 +54,7 @@ class Wire:
 
 
 class Gathering:
-    """Wait for a collective."""
+    """Hold the result of a collective that has started."""
 
     def __init__(self, result: Tensor, work: dist.Work, source: Tensor | None = None) -> None:
         self._result = result
@@ -61,6 +62,7 @@ class Gathering:
         self._source = source  # must live until it is sent
 
     def wait(self) -> Tensor:
-        """Return the result once it has arrived (on a GPU: for kernels launched from now on)."""
+        """Return the result once it has arrived; on a GPU at once, and kernels launched from now on
+        wait for it."""
         self._work.wait()
         return self._result
