@@ -6,7 +6,7 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-_WHERE = {
+_MODULES = {
     "CCAConfig": "corecontext.config",
     "Rotary": "corecontext.ops.rotary",
     "cca_attention": "corecontext.ops.api",
@@ -17,15 +17,16 @@ _WHERE = {
     "enabled": "corecontext.integrations.hf.enabling",
     "from_pretrained": "corecontext.integrations.hf.enabling",
 }
+"""The module of each public name."""
 
-__all__ = sorted(_WHERE)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use, so that importing the package loads nothing heavy."""
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'corecontext' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

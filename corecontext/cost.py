@@ -1,8 +1,8 @@
 """Count operations and bytes of attention and of whole models (docs/math.md, cost).
 
 An operation is one multiplication or addition, so a matrix product of m x k by k x n has 2 m k n.
-Full attention is CCA with group_size=1, so every function here serves both. No other file states a
-cost formula.
+Full attention is CCA with group_size=1, so the functions serve both. The letters are those of
+docs/code.md. No other file of the package states a cost formula.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def pooling_flops(
     sinks: int = 0,
     backward: bool = False,
 ) -> int:
-    """Count operations of making the core tokens: each group's last query against its keys, and two
-    weighted sums; twice that in the backward pass."""
+    """Count operations of making the core tokens. The last query of a group, in each query head,
+    scores its keys; each KV head has a weighted sum of keys and one of values. The backward pass
+    has twice as many."""
     if group_size == 1:
         return 0
     tokens = num_complete_groups(seq_len - sinks, group_size) * group_size
@@ -91,14 +92,9 @@ def operator_flops(
     return attention + pooling_flops(seq_len, query_heads, kv_heads, head_dim, **options)
 
 
-def cache_entries(
-    seq_len: int,
-    group_size: int = 1,
-    window_size: int = 1,
-    sinks: int = 0,
-) -> int:
-    """Count cached tokens per layer, sequence and KV head: (L - n) // g + n + s + g - 1, of which
-    n = `sinks` are first tokens kept raw, at most L; or L for full attention (group_size=1)."""
+def cache_entries(seq_len: int, group_size: int = 1, window_size: int = 1, sinks: int = 0) -> int:
+    """Count entries of the cache of a layer, sequence and KV head: (L - n) // g core tokens, n =
+    `sinks` first tokens and s + g - 1 of the window; L for full attention (group_size=1)."""
     if group_size == 1:
         return seq_len
     cores = num_complete_groups(seq_len - sinks, group_size)
@@ -106,7 +102,8 @@ def cache_entries(
 
 
 def cache_bytes(entries: int, num_layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Count bytes of the keys and values of a model with so many `cache_entries` in each layer."""
+    """Count bytes of a model's cache with so many `entries` in each layer and KV head; `itemsize`
+    is that of a number."""
     return 2 * num_layers * kv_heads * head_dim * itemsize * entries
 
 
@@ -118,25 +115,22 @@ class CacheBytes(NamedTuple):
 
 
 def entry_bytes(config: CCAConfig, head_dim: int, itemsize: int) -> int:
-    """Count bytes of a compact cache's key and value of a KV head, with their float32 scales in 8
-    bits and the mass that an entry has room for."""
+    """Count bytes of one entry of a compact cache: key and value of a KV head, and the float32 mass
+    that every entry has room for."""
     has_mass = config.core_mass and config.group_size > 1
     return _token_bytes(config, head_dim, itemsize) + 4 * has_mass
 
 
 def _token_bytes(config: CCAConfig, head_dim: int, itemsize: int) -> int:
+    """Count bytes of key and value of a KV head; in 8 bits each has a float32 scale."""
     if config.cache_dtype == "auto":
         return 2 * head_dim * itemsize
     return 2 * (head_dim + 4)
 
 
 def store_bytes(config: CCAConfig, seq_len: int, head_dim: int, itemsize: int) -> CacheBytes:
-    """Count bytes that fetch adds to the compact cache of a KV head and row after seq_len tokens:
-    raw tokens, the index, and with store "host" the slots of groups and their table.
-
-    Args:
-        config: Settings with one g.
-    """
+    """Count bytes that fetch, under settings with one g, adds to the compact cache of a KV head and
+    row after seq_len tokens: raw tokens, the index, with store "host" slots and their table."""
     if not config.fetch_groups or config.store == "none":
         return CacheBytes(0, 0)
     g = config.group_size
@@ -150,36 +144,34 @@ def store_bytes(config: CCAConfig, seq_len: int, head_dim: int, itemsize: int) -
     num_slots = config.slots_for(seq_len)
     if not num_slots:
         return CacheBytes(index, raw)
+    # A slot holds a group's tokens, its number (int32) and the step that last read it (int64). The
+    # table has the slot of each group (int32), and a column for no group.
     groups = num_complete_groups(seq_len - sinks, g)
-    slots = min(num_slots, groups)
-    # A slot has its group's number and its last step besides, a group the number of its slot.
-    slots *= g * _token_bytes(config, head_dim, itemsize) + 12
+    slots = min(num_slots, groups) * (g * _token_bytes(config, head_dim, itemsize) + 4 + 8)
     return CacheBytes(index + slots + 4 * (groups + 1), raw)
 
 
 def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int) -> int:
-    """Count operations that fetch adds to causal attention's over a prompt: of g - 1 keys for each
-    group that a query fetches, and of the index's keys of each group that it sees.
-
-    Args:
-        config: Settings with one g.
-    """
+    """Count operations that fetch, under settings with one g, adds to those of CCA over a prompt.
+    Each fetched group adds g - 1 keys to its query: g raw tokens come in place of a core token.
+    Each share of queries scores the index's keys of all groups that it sees."""
     if not config.fetch_groups:
         return 0
     g, s = config.group_size, config.window_size
     length = seq_len - num_sinks(config.sink_size, g)
-    most = num_visible_cores(length - 1, g, s)
-    # Of a prompt: `share` neighbours choose together, `times` k groups, on any device.
+    visible = num_visible_cores(length - 1, g, s)
+    # A share of `reading.share` queries chooses `reading.times` k groups, on any device.
     reading = reading_of(config, device="", is_prompt=True)
-    fetched = _num_visible(length, g, s, min(reading.times * config.fetch_groups, most)) * (g - 1)
-    scored = _num_visible(length, g, s, most) // reading.share
+    chosen = min(reading.times * config.fetch_groups, visible)
+    fetched = _num_visible(length, g, s, chosen) * (g - 1)
+    scored = _num_visible(length, g, s, visible) // reading.share
     scored *= index_of(config.fetch_index).num_keys(g)
     return 2 * query_heads * head_dim * (FORWARD_PRODUCTS * fetched + scored)
 
 
 def _num_visible(seq_len: int, group_size: int, window_size: int, most: int) -> int:
-    """Count pairs of a query and a group that it sees, at most so many for each query: for m = 1 to
-    `most`, the L - (s + m g - 1) queries that see at least m groups."""
+    """Count pairs of a query and a group that it sees, at most `most` for each query: the sum over
+    m = 1 to `most` of the L - (s + m g - 1) queries that see at least m groups."""
     return most * (seq_len - window_size + 1) - group_size * most * (most + 1) // 2
 
 
@@ -198,7 +190,7 @@ class ModelCost:
     head_weights: int
     """Weights of the output head, used for the last token only in a prefill."""
     windows: Sequence[int] = ()
-    """Window of each layer that slides by design; CCA leaves these layers alone."""
+    """Window, in tokens, of each sliding-window layer; CCA leaves these layers alone."""
     itemsize: int = 2
     """Bytes of a cached number."""
 
@@ -208,7 +200,7 @@ class ModelCost:
 
         Args:
             config: A transformers config of a causal language model.
-            model: The model itself, on any device; default one made on the meta device.
+            model: The model itself, on any device; None makes one without memory.
         """
         model = empty_model(config) if model is None else model
         text = config.get_text_config(decoder=True)
@@ -229,7 +221,7 @@ class ModelCost:
     def prefill_flops(
         self, seq_len: int, group_size: int = 1, window_size: int = 1, sinks: int = 0
     ) -> int:
-        """Count operations of the first token of a prompt."""
+        """Count operations of reading a prompt, up to the logits of its first new token."""
         heads = (self.query_heads, self.kv_heads, self.head_dim)
         attention = operator_flops(seq_len, *heads, group_size, window_size, sinks)
         sliding = FORWARD_PRODUCTS * self._sliding_product_flops(seq_len)
@@ -241,8 +233,9 @@ class ModelCost:
     ) -> int:
         """Count operations of one training step on a sequence.
 
-        The step has the forward, with checkpointing the layers' forward again, and the backward;
-        the loss computes the output head once (docs/training.md).
+        The step has the forward, with checkpointing the layers' forward again, and the backward,
+        which has two products with each weight; the output head is computed once
+        (docs/training.md).
         """
         heads = (self.query_heads, self.kv_heads, self.head_dim)
         forward = operator_flops(seq_len, *heads, group_size, window_size)
@@ -255,11 +248,7 @@ class ModelCost:
         return attention + sliding + seq_len * weights
 
     def cache_bytes(
-        self,
-        seq_len: int,
-        group_size: int = 1,
-        window_size: int = 1,
-        sinks: int = 0,
+        self, seq_len: int, group_size: int = 1, window_size: int = 1, sinks: int = 0
     ) -> int:
         """Count bytes cached after seq_len tokens, sliding-window layers included."""
         entries = cache_entries(seq_len, group_size, window_size, sinks)
@@ -288,7 +277,7 @@ class ModelCost:
         return (self.linear_weights + self.head_weights) * self.itemsize
 
     def _sliding_product_flops(self, seq_len: int) -> int:
-        """Count operations of one matrix product of all sliding-window layers."""
+        """Count operations of one of attention's matrix products, in all sliding-window layers."""
         scores = 0
         for window in self.windows:
             inside = min(seq_len, window)
@@ -297,7 +286,7 @@ class ModelCost:
 
 
 def empty_model(config: Any) -> Any:
-    """Make a causal language model without memory for its weights."""
+    """Make a causal language model on the meta device: without memory for its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -306,7 +295,8 @@ def empty_model(config: Any) -> Any:
 
 
 def _weights_per_token(model: Any, text: Any) -> int:
-    """Count matrix weights used for one token; embeddings are looked up, not multiplied."""
+    """Count weights of matrices that one token is multiplied with: no embeddings, no output head,
+    and of routed experts only as many as a token takes."""
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next(filter(None, (getattr(text, name, None) for name in names)), 0)
@@ -316,14 +306,14 @@ def _weights_per_token(model: Any, text: Any) -> int:
         if weight.dim() < 2 or id(weight) in embeddings:
             continue
         count = weight.numel()
-        if experts and ".experts." in name:  # routed
+        if experts and ".experts." in name:
             count = count * used // experts
         total += count
     return total
 
 
 def _itemsize(text: Any) -> int:
-    """Return bytes of a number in the checkpoint's dtype; float32's where it names none."""
+    """Return bytes of a number in the config's dtype; 4, float32's, where it names none."""
     import torch
 
     dtype = getattr(text, "dtype", None)

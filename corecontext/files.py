@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LIBRARIES = ("safetensors", "safetensors_rust", "tokenizers")
+"""Libraries with exceptions of their own, which are refusals of what they are given."""
 REFUSALS = (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError)
+"""Exceptions by which any library refuses."""
 
 
 class UserError(Exception):
@@ -21,8 +23,8 @@ class UserError(Exception):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra, also where this package is on no
-    index."""
+    """Return the command that installs the packages of an extra of pyproject.toml; it names them
+    one by one, since this package may be on no index."""
     packages = _packages(extra)
     if not packages:  # run from its source, without having been installed
         return f"pip install '.[{extra}]' in the folder of its source"
@@ -30,7 +32,8 @@ def install_command(extra: str) -> str:
 
 
 def _packages(extra: str) -> list[str]:
-    """Return the requirements of an extra, those of the extras that it names included."""
+    """Return the packages of an extra, those of the extras that it names included; none where this
+    package is not installed."""
     try:
         requirements = importlib.metadata.requires("corecontext") or []
     except importlib.metadata.PackageNotFoundError:
@@ -47,8 +50,8 @@ def _packages(extra: str) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception's first line of text, up to its first whole clause, or its kind where it
-    has none."""
+    """Return an exception's first line, joined with the next where it ends with a colon; its class
+    where it has no text."""
     if isinstance(error, KeyError):
         return f"missing or unknown key {error}"
     lines = list(filter(None, map(str.strip, str(error).splitlines()))) or [type(error).__name__]
@@ -60,7 +63,9 @@ def first_line(error: BaseException) -> str:
 def one_line(prefix: str = "") -> Iterator[None]:
     """Turn the refusals of a library into a UserError of one line; let bugs through.
 
-    With a prefix a checkpoint is read, and a RuntimeError is about what it holds.
+    Args:
+        prefix: Begins the line, as "model 'x' cannot be loaded". It is given where a checkpoint is
+            read, so that a RuntimeError is a refusal too: of the checkpoint's content.
     """
     try:
         yield
@@ -163,7 +168,8 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
-    """Lock an existing folder for the block; the block gets whether no other process has it.
+    """Lock an existing folder for the block, which gets True, or False where another process has
+    locked it.
 
     Where the system or the file system has no locks, every process gets True: run only one there.
     """
@@ -175,7 +181,7 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
     handle = os.open(folder, os.O_RDONLY)
     free = True
     try:
-        # The end of the process releases it, however it comes.
+        # The system releases it at the end of the process, even of a killed one.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         free = not isinstance(error, BlockingIOError)

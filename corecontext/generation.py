@@ -30,13 +30,13 @@ PLAIN = {
     "watermarking_config": None,
     "stop_strings": None,
 }
-"""Settings of a checkpoint's generation config that the engine does not have, at the values that
-have no effect."""
+"""Settings of a checkpoint's generation config that the engine does not have, at the values at
+which they have no effect. With others transformers generates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Options of `generate`.
+    """Hold the options of `generate`.
 
     Raises:
         UserError: a number breaks a rule.
@@ -44,11 +44,12 @@ class Continuation:
 
     max_new_tokens: int
     temperature: float = 0.0
-    """0 takes the likeliest token; more samples."""
+    """0 takes the likeliest token; larger values sample."""
     top_k: int | None = None
-    """As in `Sampling`; None takes the checkpoint's."""
+    """Sample among the k likeliest tokens; None takes the checkpoint's k."""
     top_p: float | None = None
-    """As in `Sampling`; None takes the checkpoint's."""
+    """Sample among the likeliest tokens that have this probability together; None takes the
+    checkpoint's."""
     seed: int = 0
     chunk_size: int | None = None
     """Tokens of the prompt read at once; None follows from the model and the free memory."""
@@ -59,7 +60,7 @@ class Continuation:
         with one_line():
             top_p = 1.0 if self.top_p is None else self.top_p
             sampling = Sampling(self.temperature, self.top_k, top_p)
-        if sampling.kind == "greedy":
+        if sampling.kind == "greedy":  # so cold that only the likeliest token is drawn
             object.__setattr__(self, "temperature", 0.0)
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             raise UserError(
@@ -71,7 +72,7 @@ class Continuation:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The settings that `model.generate` and `Sampling.from_generation_config` share."""
+        """The keywords that `model.generate` and `Sampling.from_generation_config` share."""
         if not self.temperature:
             return {"do_sample": False}
         settings = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -86,10 +87,10 @@ def encode_prompt(
 
     Args:
         text: To be continued, or asked about.
-        question: Follows the text; None continues it.
-        chat: Whether text and question are a user's message in the model's chat template; None
-            where there is a question and a template.
-        room_for: Tokens of the answer, which must fit the model's limit behind the prompt.
+        question: Follows the text; None asks nothing.
+        chat: Whether text and question are a user's message in the model's chat template; None: if
+            there is a question and a template.
+        room_for: Tokens of the answer: prompt and answer must fit the model's limit.
 
     Raises:
         UserError: the model has no chat template, or as `encode`.
@@ -120,22 +121,22 @@ def generate(
     """Generate up to max_new_tokens tokens after the prompt `input_ids`, [1, L]; return their
     number.
 
-    Under CCA by the engine of `corecontext.inference`; under full attention, and where the
-    checkpoint asks for settings that the engine does not have (a repetition penalty, say), by
-    `model.generate`. Their tokens are the same.
+    Under CCA the engine of `corecontext.inference` generates. Under full attention, and where the
+    checkpoint has settings that the engine does not have (a repetition penalty, say), it is
+    transformers' `model.generate`. Their tokens are the same.
 
     Args:
         on_text: Called with each piece of text as soon as its characters are complete.
         on_chunk: Called by the engine after each chunk of the prompt with the tokens read so far.
 
     Raises:
-        UserError: GPU memory ran out while the prompt was read, and what would fit; or logits are
-            no numbers.
+        UserError: memory ran out while the prompt was read (it says what would fit), or logits are
+            NaN or infinite.
     """
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
-        """Hand finished text on instead of printing it."""
+        """Pass finished text to `on_text` instead of printing it."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             if text:
@@ -205,7 +206,7 @@ def _with_transformers(
     if continuation.chunk_size is not None:
         options["prefill_chunk_size"] = continuation.chunk_size
     if model.generation_config.pad_token_id is None:
-        # Never used for a single sequence, but asked for.
+        # Never used for a single sequence, but transformers warns without it.
         options["pad_token_id"] = loaded.tokenizer.eos_token_id or 0
     torch.manual_seed(continuation.seed)
     free = free_bytes(model.device) or 0

@@ -30,7 +30,8 @@ def _side_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect garbage, then none: a graph that is freed while another is captured spoils it."""
+    """Collect garbage now and none within the block: a graph that is freed while another one is
+    captured breaks the capture."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()
@@ -43,10 +44,10 @@ def without_collection() -> Iterator[None]:
 
 @dataclass(eq=False)
 class CapturedStep:
-    """A function replayed from a CUDA graph after its first calls.
+    """Call a function, after its first calls by replaying a CUDA graph of it.
 
-    The function must read and write tensors that never move, and must not wait for the device.
-    Its results belong to the graph: the next call overwrites them. The step keeps the function
+    The function must read and write tensors that never move, and must not wait for the device. Its
+    results are the graph's memory: the next call overwrites them. The step keeps the function
     alive, and so the tensors that the graph reads.
     """
 
@@ -54,7 +55,7 @@ class CapturedStep:
     """Called without arguments."""
     _: KW_ONLY
     name: str = "a step"
-    """Begins the warning where the function cannot be captured."""
+    """Names the function in the warning that it cannot be captured."""
     warm_up: int = WARM_UP
     """Calls that still run uncaptured before the graph is recorded."""
     generators: Sequence[torch.Generator] = ()
@@ -77,7 +78,7 @@ class CapturedStep:
         return self._graph is not None
 
     def __call__(self) -> Any:
-        """Run the function once: on the side stream, then from its graph."""
+        """Run the function once: on the side stream in the warm-up, later by its graph."""
         with torch.cuda.device(self.device):
             if self._graph is None and self._can_be_captured:
                 if self.warm_up > 0:
@@ -89,7 +90,7 @@ class CapturedStep:
             return self._result
 
     def record(self) -> None:
-        """Finish the warm-up, then record the graph; recording runs nothing.
+        """Run what is left of the warm-up, then record the graph; recording runs nothing.
 
         Raises:
             RuntimeError: the function cannot be captured.
@@ -101,10 +102,7 @@ class CapturedStep:
             for generator in self.generators:
                 graph.register_generator_state(generator)
             recording = torch.cuda.graph(
-                graph,
-                pool=self.memory,
-                stream=side_stream(),
-                capture_error_mode=self.error_mode,
+                graph, pool=self.memory, stream=side_stream(), capture_error_mode=self.error_mode
             )
             # mutant graphs: garbage is collected while a step is captured
             with without_collection(), recording:
@@ -127,6 +125,7 @@ class CapturedStep:
         return result
 
     def _try_to_record(self) -> None:
+        """Record the graph, or warn and let all calls run uncaptured."""
         try:
             self.record()
         except RuntimeError as error:

@@ -16,9 +16,9 @@ from corecontext.terminal import console
 from corecontext.visibility import group_size_for, num_sinks
 
 OFFERED = ("device", "default", "small")
-"""The presets that a model as it is may take, the fastest first."""
+"""The presets for a model that was not trained with core tokens, the fastest first."""
 OWN = "the checkpoint's own"
-"""Stands for the settings in a checkpoint's config.json."""
+"""Label of the settings in a checkpoint's config.json."""
 
 
 def print_info(
@@ -33,11 +33,14 @@ def print_info(
     attention and CCA by length.
 
     Args:
+        name: The model, as `load` takes it.
         settings: Those of CCA, by name, as `cca_config` takes them.
-        gpu_gib: Memory of the GPU; None is not known.
+        lengths: Of prompts, in tokens; None takes `default_lengths`.
+        untested: Accept a model type that no test has.
+        gpu_gib: Memory of the GPU; None if unknown.
         with_vllm: Print the tokens too that vLLM's cache holds on this GPU.
     """
-    # Bad sizes fail before the model is looked for.
+    # Bad settings fail before the model is looked for.
     cca_config(None, settings)
     from corecontext.inference.limits import position_limit
     from corecontext.integrations.hf.attention_interface import full_layers
@@ -56,6 +59,7 @@ def print_info(
         tables = [info_table(cost, config, lengths, hf_config.model_type)]
         if with_vllm:
             assert gpu_gib is not None, "capacity.gpu_gib asks for it"
+            # vLLM's default is the preset "device".
             served = config
             if getattr(hf_config, "cca", None) is None and settings.get(PRESET) is None:
                 served = cca_config(hf_config, {**settings, PRESET: "device"})
@@ -82,26 +86,24 @@ def print_info(
 
 
 class Advice(NamedTuple):
-    """Say which settings fit on a GPU, and what each costs."""
+    """Say which settings fit on a GPU, and how many bytes each takes."""
 
     verdict: str
+    """A line: the settings that fit, or that none do."""
     way: str
     """The command that takes them; a way out where none fits."""
     table: Table
 
 
 def preset_advice(
-    name: str,
-    cost: ModelCost,
-    saved: CCAConfig | None,
-    length: int,
-    room: int | None,
+    name: str, cost: ModelCost, saved: CCAConfig | None, length: int, room: int | None
 ) -> Advice:
-    """Choose the first settings whose cache fits.
+    """Choose the first settings whose cache of `length` tokens fits.
 
     Args:
-        saved: The checkpoint's settings, which come before the presets.
-        room: Bytes for caches on the device; None is not known, and takes the default.
+        saved: The checkpoint's settings, tried before the presets; None if it has none.
+        room: Bytes for caches on the device. None if unknown: then the checkpoint's settings are
+            taken, or the preset `default`.
     """
     configs = {preset: CCAConfig.preset(preset) for preset in OFFERED}
     if saved is not None:
@@ -133,7 +135,7 @@ def preset_advice(
 
 
 def _advice_table(costs: Mapping[str, CacheBytes], length: int, room: int | None) -> Table:
-    """Make the table of settings, full attention first."""
+    """Make the table of the bytes that each of the settings takes, full attention first."""
     title = f"the cache of {length} tokens"
     if room is not None:
         title += f", with room for {_bytes(room)}"
@@ -159,9 +161,9 @@ def default_lengths(limit: int) -> list[int]:
 
 
 def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind: str) -> Table:
-    """Make the table, one row per length."""
-    shares = _shares(cost, config)
-    sinks = num_sinks(config.sink_size, max(shares))
+    """Make the table of a model of type `kind`: a row for each length."""
+    fractions = _fractions(cost, config)
+    sinks = num_sinks(config.sink_size, max(fractions))
     # The title names the settings that the columns depend on.
     title = (
         f"{kind}: {cost.num_layers} full-attention layers, {cost.query_heads} query and "
@@ -170,7 +172,7 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     if config.num_groups:
         title += f"{config.num_groups} groups"
     else:
-        title += f"g = {' or '.join(map(str, shares))}"
+        title += f"g = {' or '.join(map(str, fractions))}"
     title += f", s = {config.window_size}"
     if sinks:
         title += f", the first {sinks} tokens raw"
@@ -191,44 +193,45 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
         table.add_column("in host\nmemory", justify="right", no_wrap=True)
     for length in lengths:
         if config.num_groups:  # g follows from the length
-            shares = {group_size_for(length, config.window_size, config.num_groups): 1.0}
+            fractions = {group_size_for(length, config.window_size, config.num_groups): 1.0}
         full = _costs(cost, length, CCAConfig.paper(1, 1))
         compact = [0.0, 0.0, 0.0, 0.0]
-        for g, share in shares.items():
+        for g, fraction in fractions.items():
             costs = _costs(cost, length, config.replace(group_size=g, num_groups=None))
-            compact = [total + share * value for total, value in zip(compact, costs)]
+            compact = [total + fraction * value for total, value in zip(compact, costs)]
+        *compared, host = compact
         cells = []
-        for before, after, shown in zip(full, compact, (_flops, _flops, _bytes)):
+        for before, after, shown in zip(full, compared, (_flops, _flops, _bytes)):
             cells += [shown(before), shown(after), f"{before / after:.1f}x"]
         if config.fetches_from_host:
-            cells.append(_bytes(compact[3]))
+            cells.append(_bytes(host))
         table.add_row(str(length), *cells)
     return table
 
 
-def _shares(cost: ModelCost, config: CCAConfig) -> dict[int, float]:
-    """Return the share of all KV heads that has each g."""
+def _fractions(cost: ModelCost, config: CCAConfig) -> dict[int, float]:
+    """Return the fraction of all KV heads that has each g."""
     layers = [config.of_layer(layer) for layer in range(cost.num_layers)]
-    sizes = [g for layer in layers for g in _by_head(layer, cost.kv_heads)]
+    sizes = [g for layer in layers for g in _group_size_by_head(layer, cost.kv_heads)]
     return {g: sizes.count(g) / len(sizes) for g in sorted(set(sizes))}
 
 
 def mean_bytes(cost: ModelCost, config: CCAConfig, length: int) -> CacheBytes:
-    """Return bytes of a cache; the cost of each g counts by its share of all KV heads."""
-    shares = _shares(cost, config)
+    """Return bytes of the cache of `length` tokens; each g counts by its fraction of KV heads."""
+    fractions = _fractions(cost, config)
     if config.num_groups:  # g follows from the length
-        shares = {group_size_for(length, config.window_size, config.num_groups): 1.0}
+        fractions = {group_size_for(length, config.window_size, config.num_groups): 1.0}
     device, host = 0.0, 0.0
-    for g, share in shares.items():
-        each = cost.config_bytes(config.replace(group_size=g, num_groups=None), length)
-        device += share * each.device
-        host += share * each.host
+    for g, fraction in fractions.items():
+        costs = cost.config_bytes(config.replace(group_size=g, num_groups=None), length)
+        device += fraction * costs.device
+        host += fraction * costs.host
     return CacheBytes(round(device), round(host))
 
 
 def _costs(cost: ModelCost, length: int, config: CCAConfig) -> tuple[float, ...]:
-    """Return operations of attention, operations of the first token, and bytes of the cache on the
-    device and in host memory."""
+    """Return four numbers: operations of attention and of the first token, bytes of the cache on
+    the device and in host memory."""
     g, s = config.group_size, config.window_size
     sinks = num_sinks(config.sink_size, g)
     attention = attention_flops(
@@ -239,7 +242,7 @@ def _costs(cost: ModelCost, length: int, config: CCAConfig) -> tuple[float, ...]
     return (cost.num_layers * attention + fetch, first_token, *cost.config_bytes(config, length))
 
 
-def _by_head(config: CCAConfig, kv_heads: int) -> tuple[int, ...]:
+def _group_size_by_head(config: CCAConfig, kv_heads: int) -> tuple[int, ...]:
     """Return g of each KV head of a layer."""
     sizes = config.head_group_sizes or (config.group_size,) * kv_heads
     if len(sizes) != kv_heads:
@@ -250,7 +253,8 @@ def _by_head(config: CCAConfig, kv_heads: int) -> tuple[int, ...]:
 
 
 def _with_prefix(value: float, step: int, prefixes: tuple[str, ...]) -> str:
-    """Format three figures and a prefix."""
+    """Format a value with three figures and a prefix, each of which means `step` of the one before;
+    the last prefix takes all larger values."""
     for prefix in prefixes[:-1]:
         if value < step:
             digits = max(0, 3 - len(str(int(value))))

@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 
 WHOLE = "chunk-size must not be given with num-groups, which needs the whole text at once."
 CHARACTERS_OF_TOKEN = 8
-"""More than the mean of most texts: the beginning of a text that is encoded first has so many a
-token."""
+"""Characters of a token, more than the mean of most texts: `begins_too_long` encodes so many for
+each token of the limit."""
 CUT_TOKENS = 32
-"""More than a cut changes in the tokens before it."""
+"""Tokens, more than change before the place where a text is cut."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run, its tokenizer, and the attention it runs with."""
+    """Hold a model that is ready to run, its tokenizer, and the attention it runs with."""
 
     model: Any
     tokenizer: Any
     config: CCAConfig | None
-    """CCA's settings; None for full attention and for rivals without core tokens."""
+    """CCA's settings; None for full attention and for rivals."""
     rival: Any = None
-    """The settings of such a rival, from corecontext.baselines."""
+    """The rival with its settings, a `Method` of corecontext.baselines; None for others."""
     adapted: bool = False
-    """Whether the checkpoint has settings of CCA of its own."""
+    """Whether the checkpoint's config.json has settings of CCA."""
     method: str = "cca"
-    """The name that it was loaded by."""
+    """"cca", "full" or the name of a rival."""
 
     @property
     def max_length(self) -> int | None:
@@ -63,8 +63,8 @@ class Loaded:
         return position_limit(self.model.config)
 
     def idle_note(self, length: int) -> str:
-        """Return a note that texts of at most `length` tokens are full attention by construction,
-        or "" where they are not."""
+        """Return a note that on texts of at most `length` tokens the method is full attention,
+        since all that a query sees is raw; "" where it is not."""
         fetched = 0
         if self.config is not None:
             s = self.config.window_size
@@ -91,7 +91,7 @@ class Loaded:
         )
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes of the model and its attention, for a record's params."""
+        """Return the sizes of the model and its attention, by the names of a record's params."""
         params: dict[str, Any] = ModelSizes.of(self.model.config)._asdict()
         params["dtype"] = str(self.model.dtype).removeprefix("torch.")
         config = self.config
@@ -104,7 +104,7 @@ class Loaded:
 
 
 def _used_settings(config: CCAConfig) -> dict[str, Any]:
-    """Return the settings of CCA that are on, by the names of their options."""
+    """Return the settings of CCA that have an effect, by the names of their options."""
     idle = set()
     if not config.fetch_groups:
         idle.add("fetch_index")
@@ -133,12 +133,12 @@ def load(
     Args:
         name: A folder in the Hugging Face format, a GGUF file, "smollm2", or an identifier on the
             hub.
-        method: "cca", "full", a name of corecontext.baselines, or the settings of a rival.
+        method: "cca", "full", the name of a rival in corecontext.baselines, or a rival itself.
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
         untested, warn: As for `corecontext.enable`.
-        settings: Those of the method, by name (`methods.takes`). None is not given: the
-            checkpoint's, or else the method's default.
+        settings: Those of the method, by name (`methods.takes`). None takes the checkpoint's
+            value, or else the method's default.
 
     Raises:
         UserError: the model is missing, broken, of an unsupported architecture, or a setting breaks
@@ -169,11 +169,11 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(name)
     with one_line(f"model '{name}' cannot be loaded"):
         model = _load_model(name, hf_config, dtype, device)
-    entries = model.get_input_embeddings().num_embeddings
-    if tokenizer.vocab_size > entries:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if tokenizer.vocab_size > vocabulary:
         raise UserError(
-            f"the tokenizer of model '{name}' must have at most the model's {entries} entries, got "
-            f"{tokenizer.vocab_size}. Take the model's own tokenizer."
+            f"the tokenizer of model '{name}' must have at most the model's {vocabulary} entries, "
+            f"got {tokenizer.vocab_size}. Take the model's own tokenizer."
         )
 
     if method == "full":
@@ -184,7 +184,8 @@ def load(
     if method == "cca":
         config = cca_config(hf_config, settings)
     config = cut_to_positions(config, position_limit(hf_config) or MOST)
-    adapted = getattr(hf_config, "cca", None) is not None  # `enable` writes its settings there
+    # Read before `enable` writes its settings there.
+    adapted = getattr(hf_config, "cca", None) is not None
     with one_line():
         enable(model, config, untested=untested, warn=warn and method == "cca")
     if isinstance(config, CCAConfig):
@@ -203,7 +204,7 @@ def _group_sizes(config: CCAConfig, length: int) -> set[int]:
 
 
 def _load_model(name: str, hf_config: Any, dtype: str, device: str) -> Any:
-    """Load a model in evaluation mode, with its own attention, onto its device."""
+    """Load a model onto a device, in evaluation mode and with the attention of its family."""
     options: dict[str, Any] = {}
     if getattr(hf_config, "quantization_config", None) is not None:
         options["device_map"] = device  # quantized weights cannot be moved later
@@ -218,7 +219,7 @@ def load_config(name: str, *, alone: bool = False) -> Any:
     """Load a model's Hugging Face config.
 
     Args:
-        alone: Only the config is needed: a GGUF file is not unpacked.
+        alone: Only the config is needed, not the weights: a GGUF file is not unpacked.
 
     Raises:
         UserError: there is no such model.
@@ -247,8 +248,8 @@ def load_config(name: str, *, alone: bool = False) -> Any:
             )
     try:
         # Without a network transformers would try again for half a minute.
-        is_away = not path.exists() and not _reaches_hub()
-        config = AutoConfig.from_pretrained(name, local_files_only=is_away)
+        is_offline = not path.exists() and not _reaches_hub()
+        config = AutoConfig.from_pretrained(name, local_files_only=is_offline)
     except Exception as error:  # whatever is in config.json, or in the name
         if path.exists() or not isinstance(error, OSError):
             raise UserError(f"model '{name}' cannot be loaded: {first_line(error)}") from None
@@ -261,7 +262,7 @@ def load_config(name: str, *, alone: bool = False) -> Any:
 
 
 def _reaches_hub() -> bool:
-    """Whether the Hugging Face hub can be connected to; a proxy is not tried."""
+    """Whether the Hugging Face hub can be connected to; True, untried, behind a proxy."""
     from huggingface_hub.constants import ENDPOINT
 
     address = urlsplit(ENDPOINT)
@@ -290,18 +291,16 @@ def check_architecture(hf_config: Any, untested: bool = False) -> None:
 
 
 def encode(
-    loaded: Loaded,
-    text: str,
-    *,
-    room_for: int = 0,
-    at_least: int = 1,
-    special_tokens: bool = True,
+    loaded: Loaded, text: str, *, room_for: int = 0, at_least: int = 1, special_tokens: bool = True
 ) -> Any:
-    """Return the token numbers of a text, [1, L], on the model's device; a chat template writes
-    special tokens itself.
+    """Return the token numbers of a text, [1, L], on the model's device.
+
+    Args:
+        special_tokens: Whether the tokenizer adds its special tokens, as one for the beginning;
+            False for a chat template's text, which has them.
 
     Raises:
-        UserError: fewer than `at_least` tokens, or with `room_for` more the text exceeds the
+        UserError: the text has fewer than `at_least` tokens, or with `room_for` more it exceeds the
             model's limit.
     """
     limit = loaded.max_length
@@ -318,8 +317,8 @@ def encode(
 
 
 def begins_too_long(tokenizer: Any, text: str, limit: int) -> bool:
-    """Whether the beginning of a text has more tokens than the limit, so that the rest need not be
-    encoded."""
+    """Whether the beginning of a long text alone has more tokens than the limit, so that the rest
+    need not be encoded."""
     size = CHARACTERS_OF_TOKEN * limit
     if len(text) <= size:
         return False
@@ -328,7 +327,7 @@ def begins_too_long(tokenizer: Any, text: str, limit: int) -> bool:
 
 
 def _too_long(limit: int, count: str, room_for: int) -> UserError:
-    """Return the error of a text of so many tokens."""
+    """Return the error of a text of `count` tokens."""
     more = f" and {room_for} new ones" if room_for else ""
     fewer = ", ask for fewer new tokens," if room_for else ""
     return UserError(
@@ -338,7 +337,7 @@ def _too_long(limit: int, count: str, room_for: int) -> UserError:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise a UserError unless a model can be loaded in it."""
+    """Raise a UserError unless it is the name of a dtype that a model can be loaded in."""
     if dtype not in DTYPES:
         raise UserError(f"dtype must be {listed(DTYPES)}, got {dtype!r}.")
 

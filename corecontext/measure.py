@@ -1,10 +1,9 @@
 """Measure the peak memory of a call.
 
-Memory on a GPU is the count of PyTorch's allocator. On a CPU there is no such count, so it is the
-process's peak resident memory above the resident memory before the call. The kernel's high-water
-mark is reset first (Linux, /proc/self/clear_refs). It is right to about a MiB, since the kernel
-counts pages in batches. Where the mark cannot be reset (macOS), the growth of the process's
-lifetime peak is reported, a lower bound.
+On a GPU PyTorch's allocator counts it. On a CPU it is the peak of the process's resident memory,
+less the resident memory before the call. Linux lets a process reset that peak; it is right to about
+a MiB, since the kernel counts pages in batches. Where it cannot be reset (macOS), the growth of the
+peak of the process's whole life is returned, a lower bound.
 """
 
 import os
@@ -22,7 +21,7 @@ def synchronize(device: str) -> None:
 
 
 class PeakMemory:
-    """Peak memory, in bytes, above the memory in use when this object was made."""
+    """Measure peak memory, in bytes, above the memory in use when this object is made."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._cuda = torch.device(device).type == "cuda"
@@ -45,21 +44,21 @@ class PeakMemory:
 
 
 def reset_resident_peak() -> bool:
-    """Reset the process's resident high-water mark; return False where the system cannot."""
+    """Reset the peak of the process's resident memory; return False where the system cannot."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak: man proc
         return True
     except OSError:
         return False
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process now."""
+    """Return the resident memory of this process now: the second field of statm, in pages."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _resident_peak_bytes() -> int:
-    """Return the resident high-water mark of this process."""
+    """Return the peak of the resident memory of this process since its start or its reset."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -71,8 +70,8 @@ def _resident_peak_bytes() -> int:
 
 
 def package_path() -> dict[str, str]:
-    """Return an environment in which a subprocess imports this very package, and no files of the
-    current folder."""
+    """Return the environment variables with which a subprocess imports this very package, and no
+    files of the current folder."""
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     from corecontext.baselines.method import Method
 
 METHODS = ("cca", "full")
+"""The methods that are no rivals; `baselines.rivals.NAMES` has those."""
 CCA_SETTINGS = (
     *("group_size", "window_size", "sinks", "core_mass", "cache_dtype"),
     *("fetch_groups", "fetch_index", "store", "fetch_slots", "prefill"),
 )
-"""Fields of `CCAConfig` that the user may give; others are the checkpoint's, or the defaults.
-`sinks`, which rivals have too, is `sink_size`."""
+"""Settings of CCA that the user may give: fields of `CCAConfig`, but `sinks`, the name that rivals
+share, is the field `sink_size`. Other fields are the checkpoint's, or have their defaults."""
 SIZES_IN_TOKENS = (
     *("window_size", "sink_size", "sinks"),
     *("group_size", "head_group_sizes", "layer_group_sizes"),
 )
-"""Settings of CCA and of rivals that count tokens, or are tuples of such counts."""
+"""Fields of CCA and of rivals that count tokens, or are tuples of such counts."""
 PRESET = "preset"
-"""The setting that names all of these at once, in place of the checkpoint's; others given change
+"""The setting that gives all fields at once, in place of the checkpoint's; other settings change
 single fields of it."""
 PRESET_HELP = (
     f"Settings of CCA by name, in place of the checkpoint's: {listed(tuple(PRESETS))} "
@@ -44,7 +45,7 @@ def name_of(method: str | Method) -> str:
 
 
 def takes(method: str | Method) -> tuple[str, ...]:
-    """Return the settings that a method has.
+    """Return the names of the settings that a method has.
 
     Raises:
         UserError: there is no such method.
@@ -66,17 +67,19 @@ def takes(method: str | Method) -> tuple[str, ...]:
 def settings_taken(
     method: str | Method, methods: Sequence[str | Method], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings to load one method of a comparison with.
+    """Return those of the given settings with which one method of a comparison is loaded.
 
-    A user gives settings for all `methods` together, such as `sinks`, which `full` does not take:
-    what only others take is left out. What none takes stays, for `check_settings` to refuse.
+    A user gives settings for all `methods` together, such as `sinks`, which `full` does not take.
+    Settings that only other methods take are dropped; those that none takes stay, and
+    `check_settings` refuses them.
     """
     others = {name for other in methods for name in takes(other)} - set(takes(method))
     return {name: value for name, value in given.items() if name not in others}
 
 
 def check_settings(method: str | Method, given: Mapping[str, Any]) -> None:
-    """Raise a UserError where a setting breaks a rule, or the method does not exist or have it."""
+    """Raise a UserError unless the method exists, has all settings that are given, and their values
+    obey the rules of `CCAConfig`."""
     names = takes(method)
     for name, value in given.items():
         if value is not None and name not in names:
@@ -89,8 +92,12 @@ def check_settings(method: str | Method, given: Mapping[str, Any]) -> None:
 
 
 def cca_config(hf_config: Any, given: Mapping[str, Any]) -> CCAConfig:
-    """Return the checkpoint's CCA settings, or the defaults, with the user's own on top; None is
-    not given. A preset replaces the checkpoint's.
+    """Return the preset that is given, else the checkpoint's CCA settings, else the defaults;
+    single settings that are given replace its fields.
+
+    Args:
+        hf_config: The checkpoint's Hugging Face config; None checks the settings alone.
+        given: Settings by name; None counts as not given.
 
     Raises:
         UserError: they break a rule, or do not fit the model.
@@ -111,7 +118,8 @@ def cca_config(hf_config: Any, given: Mapping[str, Any]) -> CCAConfig:
 
 
 def pick_rival(method: str | Method, given: Mapping[str, Any]) -> Any:
-    """Make a rival by its name, or change one, with those of the given settings that it has.
+    """Return the rival of a name, or a changed copy of a rival, with those of the given settings
+    that it has.
 
     Raises:
         UserError: a setting breaks a rule.
@@ -126,8 +134,8 @@ def pick_rival(method: str | Method, given: Mapping[str, Any]) -> Any:
 
 
 def cut_to_positions(config: Any, most: int) -> Any:
-    """Cut the window, the first tokens and the groups of CCA or of a rival to `most` tokens, the
-    positions of the model: larger sizes change no number, but a cache would allocate them."""
+    """Return settings of CCA or of a rival whose sizes in tokens are at most `most`, the positions
+    of the model: larger ones change no result, but a cache would allocate them."""
 
     def cut(size: Any) -> Any:
         return tuple(map(cut, size)) if isinstance(size, tuple) else min(size, most)

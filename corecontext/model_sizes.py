@@ -13,6 +13,7 @@ COUNTS = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+"""Fields of a config that must be at least 1."""
 
 
 class ModelSizes(NamedTuple):
@@ -42,7 +43,8 @@ class ModelSizes(NamedTuple):
 
 
 def check_counts(name: str, text_config: Any) -> None:
-    """Raise a UserError for sizes that no model has; transformers would fail somewhere later."""
+    """Raise a UserError for sizes that no model has, from which transformers would fail later with
+    an obscure error; `name` is the model's."""
     counts = {key: getattr(text_config, key, None) for key in COUNTS}
     for key, value in counts.items():
         if isinstance(value, int) and value < 1:

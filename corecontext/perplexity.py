@@ -25,18 +25,19 @@ from corecontext.terminal import console, progress
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Negative log-likelihoods of a document's tokens, given all tokens before them."""
+    """Hold the negative log-likelihoods of a document's tokens, given all tokens before them."""
 
     nll: Tensor
-    """[L - 1], nats, float32, on the CPU; entry t is that of token t + 1."""
+    """[L - 1], nats, float32, on the CPU; `nll[t]` is that of token t + 1, the first predicted one
+    being token 1."""
     num_bytes: int
     """UTF-8 bytes of the document."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes of the model and its attention, for records."""
+    """Those of `Loaded.sizes`, for records."""
     idle: str = ""
-    """Note that the method was full attention on a document of this length."""
+    """Note that the method was full attention on a document of this length; else ""."""
     adapted: bool = True
-    """Whether the checkpoint was made for CCA."""
+    """As in `Loaded`."""
 
     @property
     def value(self) -> float:
@@ -53,8 +54,8 @@ class Perplexity:
         return math.exp(self.nll[max(0, position - 1) :].double().mean())
 
     def buckets(self, first: int = 512) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield buckets of positions as (first, end, losses in float64); each bucket after the
-        second is twice as long as the one before."""
+        """Yield buckets of positions, 0 to 511, 512 to 1023, 1024 to 2047 and so on, as (first,
+        position after the last, losses in float64); `first` is the length of the first two."""
         start = 0
         end = first
         length = len(self.nll) + 1
@@ -67,15 +68,16 @@ class Perplexity:
             start, end = end, 2 * end
 
     def by_position(self) -> list[tuple[int, int, float]]:
-        """Return the perplexity of each bucket, (first, end, perplexity)."""
+        """Return the perplexity of each bucket, (first, position after the last, perplexity)."""
         return [(start, end, math.exp(nll.mean())) for start, end, nll in self.buckets()]
 
 
 def measure(loaded: Loaded, text: str, name: str, chunk_size: int | None = None) -> Perplexity:
-    """Measure a model on a whole text, with progress under this name.
+    """Measure a model on a whole text, with progress on the terminal.
 
     Args:
-        chunk_size: See `document_nll`; under num_groups the whole text.
+        name: The method's name, for the progress.
+        chunk_size: Tokens per forward pass; None takes 1024, under num_groups the whole text.
     """
     input_ids = encode(loaded, text, at_least=2)
     length = input_ids.shape[1]
@@ -86,16 +88,17 @@ def measure(loaded: Loaded, text: str, name: str, chunk_size: int | None = None)
     with progress(f"{name}, {length} tokens", length) as advance, one_line():
         nll = document_nll(loaded.model, input_ids, chunk_size=chunk_size or 1024, on_chunk=advance)
     return Perplexity(
-        nll,
-        len(text.encode()),
-        loaded.sizes(),
-        loaded.idle_note(length),
-        loaded.adapted,
+        nll, len(text.encode()), loaded.sizes(), loaded.idle_note(length), loaded.adapted
     )
 
 
 def to_records(results: Mapping[str, Perplexity], model: str) -> list[Record]:
-    """Make the quality.* records of each method: the whole document and each bucket."""
+    """Make the quality.* records of each method, of the whole document and of each bucket.
+
+    Args:
+        results: By name: the method, and for a variant its settings behind a blank.
+        model: The folder or name.
+    """
     records = []
     for method, result in results.items():
         params = {
@@ -114,8 +117,9 @@ def to_records(results: Mapping[str, Perplexity], model: str) -> list[Record]:
 
 
 def print_table(results: Mapping[str, Perplexity]) -> None:
-    """Print perplexity by position, one column per method; beside full attention also CCA's
-    difference, what the far positions cost every method, and the next step."""
+    """Print perplexity by position, a column for each method. Where full attention is among them,
+    print also CCA's difference to it, that of every method on the positions behind the window, and
+    which command improves the model."""
     first = next(iter(results.values()))
     title = f"perplexity of {len(first.nll) + 1} tokens, {first.num_bytes} bytes"
     table = Table(title=title, box=SIMPLE_HEAD)
@@ -145,7 +149,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
     console().print(table)
     for note in filter(None, dict.fromkeys(result.idle for result in results.values())):
         console().print(note)
-    # Positions from the window on are the only ones that methods differ in.
+    # Methods differ from the window's end on: before it all see every token.
     full, cca = results.get("full"), results.get("cca")
     if full is None or cca is None or cca.idle:
         return
@@ -164,6 +168,7 @@ def print_table(results: Mapping[str, Perplexity]) -> None:
 
 
 def _difference(value: float, base: float) -> str:
+    """Format how much larger a perplexity is than another, in percent."""
     return f"{100 * (value / base - 1):+.1f} %"
 
 
@@ -176,21 +181,20 @@ def document_nll(
 ) -> Tensor:
     """Compute the negative log-likelihood of every token but the first.
 
-    The cache carries the past from chunk to chunk, so each token sees all before it (under CCA: as
-    core tokens and the window, with fetch by its own choice), exactly as in one pass over the
-    document.
+    The cache carries the past from chunk to chunk, so each token sees all before it, exactly as in
+    one pass over the document. With fetch each token chooses for itself, as decoded ones do.
 
     Args:
         model: A Hugging Face causal language model, CCA enabled or not.
         input_ids: [1, L], L >= 2.
         chunk_size: Tokens per forward pass; logits of so many tokens are held at once.
-        on_chunk: Called with the number of tokens done after each chunk.
+        on_chunk: Called after each chunk with its number of tokens.
 
     Returns:
         [L - 1], nats, float32, on the CPU.
 
     Raises:
-        UserError: losses are no numbers.
+        UserError: a loss is NaN or infinite.
     """
     cache = None
     losses = []
@@ -217,8 +221,8 @@ def document_nll(
 
 
 def hidden_nll(model: Any, hidden: Tensor, input_ids: Tensor, *, chunk_size: int = 1024) -> Tensor:
-    """Compute the result of `document_nll` from a prefill's last hidden states [1, L, C]; logits of
-    only chunk_size tokens exist at once."""
+    """Compute the result of `document_nll` from the last hidden states [1, L, hidden size] of a
+    prompt that was read at once; logits of only chunk_size tokens exist at a time."""
     losses = []
     with torch.inference_mode():
         for start in range(0, input_ids.shape[1] - 1, chunk_size):

@@ -81,28 +81,37 @@ UNITS = {
     "demo.perplexity": "perplexity",
     "demo.retrieval_accuracy": "fraction",
 }
-"""Every name a record may have, and the unit it implies."""
+"""Every name that a record may have, and its unit."""
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4", "kvpress", "vllm")
+"""Packages whose versions a record names, where they are installed."""
 TOP_FOLDERS = ("corecontext", "benchmarks", "reproduction")
+"""Folders of programs that a record's command starts by `python -m`."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One value, what was measured, and where, when and by which code."""
+    """Hold one measured value, and where, when and by which code it was measured."""
 
     name: str
+    """A key of UNITS."""
     value: float
+    """A measurement, or the median of several."""
     unit: str
     q20: float | None = None
+    """The 20 % quantile of several measurements."""
     q80: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured: method, sizes, dtype."""
     device: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     commit: str | None = None
     dirty: bool | None = None
+    """Whether files differed from the commit; None, as of the commit, where unknown."""
     command: str = ""
+    """Repeats the measurement."""
     date: str = ""
+    """UTC, as ISO 8601."""
 
     def __post_init__(self) -> None:
         if self.name not in UNITS:
@@ -120,8 +129,8 @@ class Record:
             raise ValueError(f"value must be finite, got {self.value}.")
 
     def to_json(self) -> str:
-        """Return one line of JSON, keys in the order of the fields; missing quantiles are left
-        out."""
+        """Return one line of JSON, keys in the order of the fields, without quantiles that are
+        None."""
         values = dataclasses.asdict(self)
         if self.q20 is None:
             del values["q20"], values["q80"]
@@ -152,8 +161,8 @@ def make_record(
         value: A finite number, or the samples of which the median and the 20 and 80 % quantiles
             are recorded.
         params: Method, sizes, dtype (docs/benchmarks.md).
-        device: Name of the device, see `device_name`; default the CPU's.
-        command: Command that repeats the measurement; default this process's command line.
+        device: Name of the device, see `device_name`; None takes the CPU's.
+        command: Command that repeats the measurement; None takes this process's command line.
     """
     q20 = q80 = None
     if isinstance(value, Sequence):
@@ -186,8 +195,8 @@ def median_and_quantiles(samples: Sequence[float]) -> tuple[float, float | None,
 
 
 def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
-    """Append records to a file, on lines of their own, all of them or none; its folder is made
-    where missing.
+    """Append records to a file, a line each, all of them or none; make its folder where it is
+    missing.
 
     Raises:
         OSError: the file cannot be written; the error names it.
@@ -211,8 +220,8 @@ def append_records(path: str | os.PathLike[str], records: Iterable[Record]) -> N
 
 
 def _ends_with_line(file: FileIO) -> bool:
-    """Whether a file is empty or ends with a line break; an interrupted write or an editor may have
-    left the last line without."""
+    """Whether a file is empty or ends with a line break: an interrupted write or an editor may have
+    left none."""
     if not file.seek(0, os.SEEK_END):
         return True
     file.seek(-1, os.SEEK_END)
@@ -220,21 +229,22 @@ def _ends_with_line(file: FileIO) -> bool:
 
 
 def _append_all(file: FileIO, data: bytes) -> None:
-    """Append bytes to a file, all of them or none: a disk that is nearly full takes a part of a
-    write, and fails at the next."""
+    """Append bytes to a file, all of them or none: a disk that is nearly full takes a part of the
+    bytes, and raises at the next write."""
     written = file.write(data)
     try:
         while written < len(data):
             written += file.write(data[written:])
     except OSError:
-        # Lines of another process behind these stay.
+        # Remove the part, unless another process has appended lines behind it.
         if file.tell() == os.fstat(file.fileno()).st_size:
             file.truncate(file.tell() - written)
         raise
 
 
 def read_records(path: str | os.PathLike[str], data: bytes | None = None) -> list[Record]:
-    """Read the records of a file, or of its bytes `data`, oldest first; an error names the line."""
+    """Read the records of a file, or of `data`, its bytes, in their order; an error names the
+    line."""
     if data is None:
         data = Path(path).read_bytes()
     try:
@@ -257,8 +267,8 @@ def read_records(path: str | os.PathLike[str], data: bytes | None = None) -> lis
 
 
 def latest(records: Iterable[Record], name: str, **params: Any) -> Record | None:
-    """Return the record of this name and these params with the latest date, the last one of
-    several; None without any."""
+    """Return the record of this name and these params with the latest date, of several the last in
+    order; None if there is none."""
     matching = [
         record
         for record in records
@@ -269,7 +279,7 @@ def latest(records: Iterable[Record], name: str, **params: Any) -> Record | None
 
 
 def newest(records: Iterable[Record], name: str, **params: Any) -> Record:
-    """Return the record that `latest` finds; raise ValueError without any."""
+    """Return the record that `latest` finds; raise ValueError if there is none."""
     record = latest(records, name, **params)
     if record is None:
         raise ValueError(f"records must hold {name} with {params}, got none.")
@@ -304,8 +314,8 @@ def versions() -> dict[str, str]:
 def source_version() -> tuple[str | None, bool | None]:
     """Return the git commit of this code, and whether files other than results/ differ from it.
 
-    The environment variable CORECONTEXT_COMMIT names the commit of a copy without its history;
-    otherwise git does. None where the code is installed.
+    The environment variable CORECONTEXT_COMMIT names the commit of a copy of the files without
+    git's history. Both are None where the code is installed.
     """
     commit = os.environ.get("CORECONTEXT_COMMIT")
     if commit:
@@ -319,8 +329,8 @@ def source_version() -> tuple[str | None, bool | None]:
 
 @functools.cache
 def _git_version(root: Path) -> tuple[str | None, bool | None]:
-    """Ask git once in a process, whose code is that of its start; two processes for each record
-    take longer than many a measurement."""
+    """Ask git, once in a process: its code does not change, and git takes longer than many a
+    measurement."""
 
     def git(arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments.split()]
@@ -334,8 +344,8 @@ def _git_version(root: Path) -> tuple[str | None, bool | None]:
 
 
 def command_line() -> str:
-    """Return the command that started this process, without the machine's paths: of an absolute
-    path its last part stays."""
+    """Return the command that started this process, of absolute paths only the last part: other
+    machines have other folders."""
     program, *arguments = sys.argv or [""]
     rest = [_without_folders(argument) for argument in arguments]
     path = Path(program)

@@ -17,16 +17,15 @@ from rich.progress import (
 )
 
 LINE_EVERY_S = 10.0
-"""Seconds between lines of progress in a log file: a short job writes none."""
+"""Seconds between lines of progress where there is no terminal: a short job writes none."""
 
 Advance = Callable[[float], None]
+"""Function to call with the amount of work just done, in the unit of the total."""
 
 
 def console() -> Console:
-    """Return standard output; 120 columns wide where it is no terminal.
-
-    Text is printed as it is: names of data may look like rich's markup.
-    """
+    """Return a console on standard output, 120 columns wide where it is no terminal. It prints text
+    as it is: names of data may look like rich's markup."""
     width = None if sys.stdout.isatty() else 120
     # mutant eval: names of data are read as markup
     return Console(highlight=False, markup=False, emoji=False, width=width)
@@ -34,21 +33,13 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def progress(description: str, total: float) -> Iterator[Advance]:
-    """Show a piece of work while it lasts: a bar, or lines where there is no terminal.
-
-    The block gets a function to call with the amount just done.
-    """
+    """Show the progress of the block: a bar, or lines where there is no terminal. The block gets an
+    `Advance`; `total` is the sum of what it is called with."""
     if sys.stderr.isatty():
         text = TextColumn("{task.description}", markup=False)
         times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-        with Progress(
-            text,
-            BarColumn(),
-            TaskProgressColumn(),
-            *times,
-            console=Console(stderr=True),
-            transient=True,
-        ) as bar:
+        columns = (text, BarColumn(), TaskProgressColumn(), *times)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(description, total=total)
             yield lambda amount: bar.advance(task, amount)
         return
@@ -61,10 +52,10 @@ def progress(description: str, total: float) -> Iterator[Advance]:
         done += amount
         if time.monotonic() - printed >= LINE_EVERY_S:
             printed = time.monotonic()
-            share = min(1.0, done / total)
-            line = f"{description}: {100 * share:.0f} %"
-            if share > 0:
-                left = timedelta(seconds=round((printed - started) * (1 / share - 1)))
+            fraction = min(1.0, done / total)
+            line = f"{description}: {100 * fraction:.0f} %"
+            if fraction > 0:
+                left = timedelta(seconds=round((printed - started) * (1 / fraction - 1)))
                 line += f", about {left} left"
             print(line, file=sys.stderr, flush=True)
 
