@@ -52,7 +52,7 @@ class Loaded:
     adapted: bool = False
     """Whether the checkpoint's config.json has settings of CCA."""
     method: str = "cca"
-    """"cca", "full" or the name of a rival."""
+    """Its name: "cca", "full" or a rival's."""
 
     @property
     def max_length(self) -> int | None:
