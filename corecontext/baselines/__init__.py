@@ -1,5 +1,5 @@
-"""Rival methods under the contract of ours, one file each: sinks and a window (sink_methods.py);
-rivals.py lists them."""
+"""Rival methods, attached to a model as CCA is: sinks and a window (sink_methods.py); rivals.py
+lists them."""
 
 import importlib
 from typing import Any
@@ -11,6 +11,7 @@ _FILES = {
     **dict.fromkeys(("enable", "enabled", "rival_of"), "hook"),
     **{rival.maker: rival.file for rival in RIVALS.values()},
 }
+"""The file of each public name."""
 
 __all__ = ["NAMES", "RIVALS", "make_rival", *sorted(_FILES)]
 

@@ -1,4 +1,4 @@
-"""Compute attention in blocks of query rows, so that memory grows linearly with the length.
+"""Attend to sinks and a window in blocks of queries: memory grows linearly with the length.
 
 Masks and scores exist for one block at a time.
 """
@@ -14,7 +14,7 @@ from corecontext.baselines import chunks
 from corecontext.ops.rotary import Rotary
 
 ROWS = 1024
-"""Query rows of one block."""
+"""Queries of one block."""
 
 
 class Scoring(NamedTuple):
@@ -25,14 +25,14 @@ class Scoring(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """The first tokens of each row, and the position of those that have left a query's window."""
+    """The first tokens of each row, and where a query sees them once they have left its window."""
 
     k: Tensor
     """[B, Hkv, n, D]; tokens that no query sees may hold anything."""
     v: Tensor
     far_position: str = "none"
-    """"none" leaves keys as they are. "cache" counts positions inside a cache of n + window_size
-    tokens: sink i is at i, the query at most at n + window_size - 1. "ceiling" puts every sink
+    """Position of a sink that has left the window. "none": its own. "cache": as in a cache of n +
+    window_size tokens, i for sink i, and at most n + window_size - 1 for the query. "ceiling":
     `window_size` before the query."""
     rotary: Rotary | None = None
     """How keys were rotated; needed unless far_position is "none"."""
@@ -60,13 +60,13 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Sco
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return checkpoint(_capped, *args, use_reentrant=False)
         return _capped(*args)
-    # The query heads of a KV head become more rows of it, so no key is copied.
+    # The r query heads of a KV head become r T queries of it, so no key is copied.
     if mask.shape[1] > 1:
         mask = mask.unflatten(1, (-1, repeats)).flatten(2, 3)
     else:
         mask = mask.repeat(1, 1, repeats, 1)
-    rows = q.unflatten(1, (-1, repeats)).flatten(2, 3)
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
+    q = q.unflatten(1, (-1, repeats)).flatten(2, 3)  # [B, Hkv, r T, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
     return out.unflatten(2, (repeats, -1)).flatten(1, 2)
 
 
@@ -91,27 +91,28 @@ def sink_attention(
     [B, H, T, D].
 
     Args:
-        q: Queries of slots first .. first + T - 1, [B, H, T, D], rotary applied.
+        q: Queries of slots first .. first + T - 1, [B, H, T, D], rotary applied; a slot is a column
+            of the batch, padding included.
         k, v: Tokens of the last S slots, the queries' own among them, [B, Hkv, S, D].
         pads: [B], padded slots before each row; positions count from there. None means no padding.
     """
     num_queries = q.shape[2]
     num_keys = k.shape[2]
     num_sinks = sinks.k.shape[2]
-    total = first + num_queries
-    # PyTorch's causal mask takes the first query for that of the first key, so it serves as many
+    num_slots = first + num_queries
+    # PyTorch's causal mask aligns the first query with the first key, so there must be as many
     # queries as keys; a single query needs no mask.
-    is_maskable = num_queries in (1, num_keys)
-    if pads is None and total <= window_size and is_maskable and not scoring.softcap:
+    is_torch_causal = num_queries in (1, num_keys)
+    if pads is None and num_slots <= window_size and is_torch_causal and not scoring.softcap:
         # No token has left a window: plain causal attention.
         k = expand_heads(k, q.shape[1])
         v = expand_heads(v, q.shape[1])
         is_causal = num_queries > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scoring.scale)
-    if pads is None and num_queries == num_keys == total and not scoring.softcap:
+    if pads is None and num_queries == num_keys == num_slots and not scoring.softcap:
         return _whole_prompt(q, k, v, sinks, window_size, scoring.scale)
-    slots = torch.arange(first, total, device=q.device)
-    positions = slots[None]  # [1 or B, T]
+    slots = torch.arange(first, num_slots, device=q.device)
+    positions = slots[None]  # of the queries, [1 or B, T]
     if pads is not None:
         positions = positions - pads[:, None]
     sinks = _with_far_keys(sinks)
@@ -121,10 +122,11 @@ def sink_attention(
         # The window: keys that a query of this block sees.
         begin = max(0, num_keys - num_queries + low - window_size + 1)
         end = num_keys - num_queries + high
-        key_slots = torch.arange(begin, end, device=q.device) + total - num_keys
-        distance = slots[low:high, None] - key_slots
+        key_slots = torch.arange(begin, end, device=q.device) + num_slots - num_keys
+        distance = slots[low:high, None] - key_slots  # [queries of the block, keys]
         mask = ((distance >= 0) & (distance < window_size))[None]
-        if pads is not None:  # a padded query sees itself, so that its softmax is over something
+        if pads is not None:
+            # No padding is seen, but by a padded query: itself, so that it sees something.
             mask = (mask & (positions[:, low:high, None] >= distance)) | (distance == 0)
         block = (q[:, :, low:high], k[:, :, begin:end], v[:, :, begin:end])
         # Sinks once they have left the window.
@@ -134,7 +136,7 @@ def sink_attention(
             mask = torch.cat((mask, far), -1)
             block = _with_sinks(*block, sinks, window_size, positions[:, low:high])
         out = masked_attention(*block, mask[:, None], scoring)
-        # `_with_sinks` may have widened the heads; what it added to the values is zero.
+        # `_with_sinks` may have widened the heads, and the values by zeros.
         outs.append(out[..., : q.shape[3]])
     return torch.cat(outs, 2)
 
@@ -142,13 +144,14 @@ def sink_attention(
 def _whole_prompt(
     q: Tensor, k: Tensor, v: Tensor, sinks: Sinks, window_size: int, scale: float
 ) -> Tensor:
-    """Attend in prompts without padding and without tokens before them."""
+    """Attend in prompts without padding and without tokens before them, by chunks.py."""
     batch_size, kv_heads, length, _ = k.shape
     sink_q = q[:, :, window_size:]
     if sinks.k.shape[2]:
         sinks = _with_far_keys(sinks)
         positions = torch.arange(window_size, length, device=q.device)[None]
         sink_q = _far_queries(sink_q, sinks, window_size, positions)
+    # [B, H, ...] becomes [N, r, ...], and [B, Hkv, ...] becomes [N, 1, ...].
     q, sink_q = (x.unflatten(1, (kv_heads, -1)).flatten(0, 1) for x in (q, sink_q))
     tokens = [x.flatten(0, 1)[:, None] for x in (k, v, sinks.k, sinks.v)]
     prompt = chunks.Prompt(q, *tokens[:2], sink_q, *tokens[2:])
@@ -159,10 +162,11 @@ def _whole_prompt(
 def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Sinks, window_size: int, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append the sinks to a block's keys and values.
+    """Append the sinks to a block's keys and values; return q, k, v.
 
-    Sinks at positions of their own need queries rotated for them alone. To put both kinds of scores
-    into one softmax, heads become twice as wide, each half zero for the other kind.
+    Unless far_position is "none", a query is rotated otherwise for sinks than for the window. To
+    put both kinds of scores into one softmax, heads become twice as wide: the first half of a
+    sink's key is zero, and the second half of a window's.
     """
     if sinks.far_position == "none":
         return q, torch.cat((k, sinks.k), 2), torch.cat((v, sinks.v), 2)
@@ -175,7 +179,7 @@ def _with_sinks(
 
 
 def _far_queries(q: Tensor, sinks: Sinks, window_size: int, positions: Tensor) -> Tensor:
-    """Rotate queries at positions [1 or B, T] to where the sinks that have left see them."""
+    """Rotate queries at positions [1 or B, T] to the positions that `far_position` gives them."""
     if sinks.far_position == "none":
         return q
     limit = window_size
@@ -185,7 +189,7 @@ def _far_queries(q: Tensor, sinks: Sinks, window_size: int, positions: Tensor) -
 
 
 def _with_far_keys(sinks: Sinks) -> Sinks:
-    """Put all sinks at the position of the first, where they are at the ceiling."""
+    """Rotate all sinks to position 0 under "ceiling"; `_far_queries` are at `window_size`."""
     if sinks.far_position != "ceiling":
         return sinks
     back = -torch.arange(sinks.k.shape[2], device=sinks.k.device)[None]

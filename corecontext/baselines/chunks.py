@@ -1,8 +1,8 @@
 """Attend to sinks and a window in whole prompts by plain causal attention, without masks.
 
-A prompt is cut into chunks of the window's size. A query sees its own chunk up to itself and, of
-the chunk before, the tokens behind its own place: two triangles, the second one read backwards.
-Time and memory grow linearly with the length, forward and backward.
+A prompt is cut into chunks of s tokens, the window's size. Query i of a chunk sees tokens 0 to i of
+its chunk, and i + 1 to s - 1 of the chunk before. Read backwards, the latter is causal attention,
+too. Time and memory grow linearly with the length, forward and backward.
 """
 
 from typing import Any, NamedTuple
@@ -32,20 +32,22 @@ class Prompt(NamedTuple):
 
 
 def attend(prompt: Prompt, window_size: int, scale: float) -> Tensor:
-    """Let each query see its nearest `window_size` tokens and the sinks that have left them,
-    [N, r, L, D], for L > window_size."""
+    """Let each query see its nearest `window_size` tokens, and the sinks that have left that
+    window: [N, r, L, D], for L > window_size."""
     return _Attend.apply(*prompt, window_size, scale)
 
 
 class _Triangle(NamedTuple):
-    """A part of [N, chunks, heads, s, ...] in which row i sees keys 0 to i."""
+    """Queries and keys of tensors [N, chunks, heads, s, ...], of which query i sees keys 0 to i."""
 
-    rows: tuple[slice, ...]
+    queries: tuple[slice, ...]
     keys: tuple[slice, ...]
+    """Of keys and values."""
     is_backwards: bool
+    """Whether the last token of a chunk is read first."""
 
     def read(self, x: Tensor, at: tuple[slice, ...]) -> Tensor:
-        """Return the part's rows or keys, [N x chunks, heads, s, ...]."""
+        """Return the triangle's queries or keys, [N x chunks, heads, s or s - 1, ...]."""
         x = x[at]
         if self.is_backwards:
             # mutant baselines: the chunk before a query's is read forwards
@@ -53,7 +55,7 @@ class _Triangle(NamedTuple):
         return x.flatten(0, 1)
 
     def unread(self, x: Tensor, like: Tensor) -> Tensor:
-        """Return x in the order and the shape of `like`."""
+        """Undo `read`: return x in the order and the shape of `like`."""
         x = x.unflatten(0, like.shape[:2])
         if self.is_backwards:
             x = x.flip(3)
@@ -64,13 +66,15 @@ _ALL = slice(None)
 _NOT_FIRST = slice(1, None)
 _NOT_LAST = slice(None, -1)
 _OWN = _Triangle((_ALL,), (_ALL,), is_backwards=False)
+"""Each chunk with itself."""
 _BEFORE = _Triangle(
     (_ALL, _NOT_FIRST, _ALL, _NOT_LAST), (_ALL, _NOT_LAST, _ALL, _NOT_FIRST), is_backwards=True
 )
+"""Each chunk with the one before."""
 
 
 class _Attend(torch.autograd.Function):
-    """Parts that meet in `merge`; the backward of each takes the merged results."""
+    """Merge the two triangles and the sinks; the backward of each takes the merged results."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -83,7 +87,7 @@ class _Attend(torch.autograd.Function):
             results = partial.forward(
                 *_read(triangle, tokens), partial.Scoring(scale, is_causal=True)
             )
-            views = [x[triangle.rows] for x in (out, lse)]
+            views = [x[triangle.queries] for x in (out, lse)]
             results = [triangle.unread(x, view) for x, view in zip(results, views)]
             _write(views, results, is_first=triangle is _OWN)
         length = prompt.q.shape[2]
@@ -102,16 +106,17 @@ class _Attend(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         prompt = Prompt(*tensors)
         upstream = Upstream(grad_out, None, out, lse)
-        chunked = upstream.map(lambda x: _chunks(x, ctx.window_size))
+        chunked_upstream = upstream.map(lambda x: _chunks(x, ctx.window_size))
         tokens = [_chunks(x, ctx.window_size) for x in prompt[:3]]
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in tokens]
         for triangle in _triangles(ctx.window_size):
-            seen = chunked.map(lambda x, triangle=triangle: triangle.read(x, triangle.rows))
-            results = partial.backward(
-                seen, *_read(triangle, tokens), partial.Scoring(ctx.scale, is_causal=True)
+            triangle_upstream = chunked_upstream.map(
+                lambda x, triangle=triangle: triangle.read(x, triangle.queries)
             )
+            scoring = partial.Scoring(ctx.scale, is_causal=True)
+            results = partial.backward(triangle_upstream, *_read(triangle, tokens), scoring)
             for grad, at, result in zip(
-                grads, (triangle.rows, triangle.keys, triangle.keys), results
+                grads, (triangle.queries, triangle.keys, triangle.keys), results
             ):
                 view = grad[at]
                 view += triangle.unread(result, view)
@@ -119,27 +124,26 @@ class _Attend(torch.autograd.Function):
         grads = [_joined(x, length).to(out.dtype) for x in grads]
         sink_grads: tuple[Tensor | None, ...] = (None, None, None)
         if prompt.sink_k.shape[2]:
-            seen = upstream.rows(slice(ctx.window_size, None))
+            sink_upstream = upstream.rows(slice(ctx.window_size, None))
             scoring = _sink_scoring(prompt, ctx.scale)
-            sink_grads = partial.backward(seen, *prompt[3:], scoring)
+            sink_grads = partial.backward(sink_upstream, *prompt[3:], scoring)
             sink_grads = tuple(x.to(out.dtype) for x in sink_grads)
         return *grads, *sink_grads, None, None
 
 
 def _triangles(window_size: int) -> tuple[_Triangle, ...]:
-    """The parts of a window; a window of one token ends at its query."""
+    """Return the triangles of a window; one token's ends at its query."""
     return (_OWN, _BEFORE) if window_size > 1 else (_OWN,)
 
 
 def _read(triangle: _Triangle, tokens: list[Tensor]) -> list[Tensor]:
-    """The queries, keys and values of a triangle."""
-    return [
-        triangle.read(x, at) for x, at in zip(tokens, (triangle.rows, triangle.keys, triangle.keys))
-    ]
+    """Return the queries, keys and values of a triangle."""
+    slices = (triangle.queries, triangle.keys, triangle.keys)
+    return [triangle.read(x, at) for x, at in zip(tokens, slices)]
 
 
 def _write(views: list[Tensor], results: Any, is_first: bool) -> None:
-    """Write a part's output and log-sum-exp, merged with those that are there."""
+    """Write [output, log-sum-exp] into views of all queries' results; later parts are merged."""
     if not is_first:
         results = merge(*([view, result] for view, result in zip(views, results)))
     for view, result in zip(views, results):
@@ -154,7 +158,7 @@ def _chunks(x: Tensor, window_size: int) -> Tensor:
 
 
 def _joined(x: Tensor, length: int) -> Tensor:
-    """The inverse of `_chunks`."""
+    """Undo `_chunks`."""
     return x.transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 

@@ -1,4 +1,4 @@
-"""Attach a rival method to a Hugging Face model, as our own attention is attached."""
+"""Attach a rival method to a Hugging Face model, as `corecontext.enable` attaches CCA."""
 
 import contextlib
 import functools
@@ -41,6 +41,7 @@ class Handle(AttentionHandle):
         self.method = method
         self.title = method.name
         sizes = ModelSizes.of(model.config)
+        # `self.full` are the attention modules of the full-attention layers.
         layers = [
             Layer(module.layer_idx, index, sizes.query_heads, sizes.kv_heads)
             for index, module in enumerate(self.full)
@@ -65,8 +66,7 @@ def enable(
 
     Args:
         model: A causal language model of an architecture tested with CCA, or a wrapper around one.
-        config: The settings of a rival; or a CCAConfig (other poolings), for which this is
-            `corecontext.enable`.
+        config: The settings of a rival; or a CCAConfig, for which this is `corecontext.enable`.
         untested, warn: As for `corecontext.enable`.
 
     Returns:
@@ -75,8 +75,8 @@ def enable(
     Raises:
         NotImplementedError: the architecture is not tested, or its rotary embedding changes with
             length.
-        ValueError: the model's attention is already replaced, or patterns do not fit its layers and
-            heads.
+        ValueError: the model's attention is already replaced, or the rival's settings do not fit
+            its layers and heads.
     """
     inner = inner_model(model)
     if rival_of(inner) is not None or cca_plugin.handle_of(inner) is not None:
@@ -106,7 +106,7 @@ def rival_of(model: nn.Module) -> Handle | None:
 
 
 class RivalHook(LayerHook):
-    """Forward pre-hook of one full-attention layer: adds the rival's attention."""
+    """Forward pre-hook of one full-attention layer: gives it the rival's attention."""
 
     handle: Handle
 
@@ -163,7 +163,7 @@ class RivalHook(LayerHook):
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Compute the attention that transformers asks for: [B, H, n, D] in, [B, n, H, D] out."""
+        """Compute the attention that transformers asks for: [B, H, T, D] in, [B, T, H, D] out."""
         check_dropout(self.method.name, options.get("dropout", 0.0))
         scale = options.get("scaling")
         if scale is None:
@@ -175,6 +175,7 @@ class RivalHook(LayerHook):
             call = Call(
                 *tensors, scoring, self.layer, attention_mask, rotary, cache, module.training
             )
+            # Documents packed in a row are told by their bounds, or by positions that restart.
             cu_seqlens = options.get("cu_seq_lens_q")
             position_ids = None
             if cu_seqlens is None and attention_mask is None and query.shape[2] == key.shape[2] > 1:

@@ -1,4 +1,4 @@
-"""Define the base class of rivals, a layer's sizes and one call."""
+"""Define the base class of rival methods, and the arguments of a call of theirs."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,7 @@ class Layer(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One attention call: the last T of S tokens of unpacked rows."""
+    """One attention call: the last T of S tokens of each row, one document a row."""
 
     q: Tensor
     """[B, H, T, D], rotary applied."""
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 class Method:
-    """Base of all methods; each is a frozen dataclass of its settings."""
+    """Base of all rivals; each is a frozen dataclass of its settings."""
 
     name: ClassVar[str]
     needs_rotary: bool = False
@@ -54,9 +54,9 @@ class Method:
     def make_cache(self, layer: Layer) -> Any:
         """Return an empty cache of one layer, None for transformers' growing cache.
 
-        The cache is a layer of transformers' `Cache` (`CacheLayerMixin`) with two additions:
-        `settings`, a tuple that caches of equal sizes share, and `close()`, after which it refuses
-        to be continued, because packed documents were in it.
+        It is a layer of transformers' `Cache` (`CacheLayerMixin`) with two additions: `settings`, a
+        tuple, equal for caches of equal sizes, and `close()`, after which it refuses all calls:
+        packed documents are not cached.
         """
         return None
 

@@ -1,6 +1,7 @@
-"""List the rival methods. A new rival is a file beside this one and a row here.
+"""List the rival methods that every command offers.
 
-Commands read the table for their help, so it loads a method's file only when the method is made.
+Others are in the laboratory, the folder reproduction/ of the repository. Commands read the table
+for their help, so a method's file is loaded only when the method is made.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ class Rival(NamedTuple):
     """A method, and its settings."""
 
     file: str
-    """Holds the class of its settings."""
+    """Module of this folder that holds its class."""
     maker: str
+    """Name of the class."""
     takes: tuple[str, ...]
     """Settings that the user may give."""
 
@@ -36,7 +38,7 @@ MOVED = {
     **{name: _COMPARE.format(name) for name in ("minference", "duo_attention", "mean", "max")},
     "longlora": "enable reproduction.attentions.longlora.LongLoRA() in a training loop of your own",
 }
-"""Rivals that have moved to the laboratory, and how to use them in a clone."""
+"""Rivals that have moved to the laboratory, and how to use them there."""
 
 
 def check_moved(name: str) -> None:

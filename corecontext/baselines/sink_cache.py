@@ -12,10 +12,10 @@ from corecontext.baselines.method import Call, left_padding
 
 
 class SinkCacheLayer(DynamicLayer):
-    """`sinks` first tokens and `window_size` last tokens, with rotary applied.
+    """Cache of one layer with n = `sinks` first tokens and s = `window_size` last tokens.
 
-    `keys` and `values` are [B, Hkv, n + up to s, D]: sinks, then the window; a sink still in the
-    window is in both.
+    `keys` and `values`, rotary applied, are [B, Hkv, n + up to s, D]: sinks, then the window; a
+    sink still in the window is in both.
 
     `update` returns the new tokens alone; `attend`, which knows the padding, appends them. Tokens
     that left the window are gone, so drafts cannot be taken back (no assisted decoding).
@@ -27,12 +27,15 @@ class SinkCacheLayer(DynamicLayer):
     def __init__(self, sinks: int, window_size: int) -> None:
         super().__init__()
         self.settings: tuple[Any, ...] = (sinks, window_size)
-        """Arguments that it was made with: a cache must keep them."""
+        """Sizes that a later call must have, too."""
         self.sinks = sinks
         self.window_size = window_size
         self.seen = 0
+        """Tokens a row so far, padding included."""
         self.pads: Tensor | None = None
+        """[B], padded slots before each row."""
         self.closed = False
+        """Whether more tokens are refused."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make empty buffers like these keys and values."""
@@ -46,7 +49,7 @@ class SinkCacheLayer(DynamicLayer):
         return key_states, value_states
 
     def attend(self, call: Call, far_position: str) -> Tensor:
-        """Append the tokens of a call and let its queries attend: [B, H, T, D]."""
+        """Append a call's tokens and let its queries attend: [B, H, T, D]; see `blocks.Sinks`."""
         if self.closed:
             raise ValueError(
                 "a cache that saw documents packed in one row cannot be continued. "
@@ -81,18 +84,19 @@ class SinkCacheLayer(DynamicLayer):
         return out
 
     def _updated_sinks(self, cached: Tensor, new: Tensor) -> Tensor:
-        """Return the sinks, filled with those among the new tokens."""
+        """Return the sinks [B, Hkv, n, D], filled with those among the new tokens."""
         if not self.sinks or (self.seen >= self.sinks and self.pads is None):
             return cached
         pads = 0 if self.pads is None else self.pads[:, None]
-        slots = torch.arange(self.sinks, device=new.device)[None] + pads - self.seen
-        slots = slots.expand(new.shape[0], -1)[:, None, :, None]
-        index = slots.clamp(0, new.shape[2] - 1).expand(-1, new.shape[1], -1, new.shape[3])
-        is_new = (slots >= 0) & (slots < new.shape[2])
+        # Where each sink is among the new tokens: outside, if it came earlier or comes later.
+        places = torch.arange(self.sinks, device=new.device)[None] + pads - self.seen
+        places = places.expand(new.shape[0], -1)[:, None, :, None]
+        index = places.clamp(0, new.shape[2] - 1).expand(-1, new.shape[1], -1, new.shape[3])
+        is_new = (places >= 0) & (places < new.shape[2])
         return torch.where(is_new, new.gather(2, index), cached)
 
     def get_seq_length(self) -> int:
-        """Return the slots appended so far, padding included."""
+        """Return the tokens a row so far, padding included."""
         return self.seen
 
     def reset(self) -> None:

@@ -30,7 +30,7 @@ class SinkMethod(Method):
 
     @property
     def full_length(self) -> int:
-        """Most tokens of a sequence that this is full attention on."""
+        """Longest sequence, in tokens, on which the method equals full attention."""
         return self.window_size + self.sinks
 
     def make_cache(self, layer: Layer) -> SinkCacheLayer:
@@ -61,8 +61,8 @@ class WindowOnly(SinkMethod):
 
 @dataclass(frozen=True)
 class StreamingLLM(SinkMethod):
-    """Sinks and window with positions counted inside the cache: no distance exceeds its size
-    (arXiv 2309.17453). The paper keeps 4 sinks."""
+    """Sinks and window with positions counted inside the cache, so that no distance exceeds its
+    size (arXiv 2309.17453). The paper keeps 4 sinks."""
 
     name: ClassVar[str] = "streaming_llm"
     far_position: ClassVar[str] = "cache"
@@ -72,7 +72,7 @@ class StreamingLLM(SinkMethod):
 
 @dataclass(frozen=True)
 class LMInfinite(SinkMethod):
-    """A Lambda-shaped mask; sinks beyond the window are all at its far end, the distance ceiling
+    """Sinks and window; sinks that have left the window are all at the same distance, `window_size`
     (arXiv 2308.16137). The CCA paper compares with 16 global and 1024 local tokens."""
 
     name: ClassVar[str] = "lm_infinite"
@@ -82,5 +82,6 @@ class LMInfinite(SinkMethod):
 
     @property
     def full_length(self) -> int:
-        """Most tokens of a sequence that this is full attention on."""
-        return self.window_size + min(self.sinks, 1)  # one sink is at the ceiling anyway
+        """Longest sequence, in tokens, on which the method equals full attention."""
+        # The first token that leaves the window is at this distance anyway.
+        return self.window_size + min(self.sinks, 1)

@@ -48,8 +48,7 @@ def servable_handle(model: Any, full: bool) -> Handle:
 
 
 def _at_most(size: int | None, most: int) -> int | None:
-    """Return a request's own g or s, at most `most`: its length rounded up, or the model's own size
-    if that is larger. A larger one changes no number, but takes larger buffers."""
+    """Cut a request's own g or s, if any, to `most` tokens."""
     return None if size is None else min(size, most)
 
 
@@ -62,11 +61,11 @@ class Admission:
     memory: CacheMemory
     """Refuses requests that its budget could never hold."""
     config: CCAConfig
-    """The model's own settings; its handle's change while a prompt is read under others."""
+    """The model's own settings; those of its handle change while a prompt is read under others."""
     full: bool
     """Whether full attention is served."""
     policy: Policy | None
-    """Gives (g, s) or (g, s, k) of requests that choose none; None leaves the model's own."""
+    """Chooses (g, s) or (g, s, k) for requests that do not; None leaves the model's own."""
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never run.
@@ -85,7 +84,7 @@ class Admission:
         if request.length > self.max_length:
             message = f"prompt and answer must fit {self.max_length} tokens, {lengths} {way_out}"
             raise InvalidRequest(Code.TOO_LONG, message)
-        # Without the policy: its choice depends on the load when the request leaves the queue.
+        # Without the policy, whose choice depends on the load when the request leaves the queue.
         if not self.memory.fits(self.settings_for(request, None), request.length):
             raise InvalidRequest(
                 Code.TOO_LONG,
@@ -113,6 +112,7 @@ class Admission:
                 )
             return None
         config = self.config
+        # Sizes beyond a request's tokens change no number, but take larger buffers.
         room = rounded_up(request.length)
         group_size = _at_most(request.group_size, max(room, config.group_size))
         window_size = _at_most(request.window_size, max(room, config.window_size))

@@ -9,20 +9,15 @@ from types import FrameType
 from typing import Any
 
 from corecontext.files import UserError, install_command
-from corecontext.loading import (
-    check_architecture,
-    load,
-    load_config,
-    one_line,
-)
+from corecontext.loading import check_architecture, load, load_config, one_line
 from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
-"""Share of the free memory for caches without a GPU."""
+"""Share of the available host memory for caches without a GPU."""
 HOST_SHARE = 0.5
-"""Share of the available host memory for raw tokens."""
+"""Share of the available host memory for raw tokens of fetch."""
 FORCED_S = 5.0
-"""Time for the model's thread to end after a second signal."""
+"""Seconds for the model's thread to end after a second signal."""
 
 
 def make_app(serving: Serving) -> Any:
@@ -47,7 +42,7 @@ def make_app(serving: Serving) -> Any:
 
 
 def make_scheduler(serving: Serving) -> tuple[Any, Any]:
-    """Load the model; return its scheduler and its tokenizer.
+    """Load the model; return (its scheduler, its tokenizer).
 
     Raises:
         UserError: as `make_app`.
@@ -77,9 +72,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
         warn=serving.method == "cca",
     )
     config = loaded.config
-    assert config is not None, (
-        "a server's model has CCA enabled, whose place its own caches take under method 'full'"
-    )
+    assert config is not None, "a server's model has CCA enabled, even where it serves method full"
 
     # The elastic policy and the defaults depend on the model and its device.
     if serving.policy == "elastic":
@@ -104,7 +97,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
 
 
 def _cache_bytes(serving: Serving, device: Any) -> int:
-    """Return the budget: `cache_mib`, else a share of the memory that is free now."""
+    """Return the budget of all caches: `cache_mib`, else a share of the memory that is free now."""
     from corecontext.inference.chunk_size import free_bytes
     from corecontext.inference.limits import CACHE_SHARE
 
@@ -134,10 +127,10 @@ def _available_host_bytes(default: int) -> int:
 
 
 def run(serving: Serving) -> int:
-    """Serve until SIGTERM or Ctrl-C; return the exit code.
+    """Serve until SIGTERM or Ctrl-C; return the exit code, 1 if the model failed.
 
-    After the first signal new requests get 503 and running requests come to their end; a second
-    signal ends all.
+    After the first signal new requests get 503, and accepted ones run to their end; a second signal
+    ends all.
 
     Raises:
         UserError: as `make_app`, or the port is taken.
@@ -150,11 +143,11 @@ def run(serving: Serving) -> int:
     from corecontext.serve.logs import start_logging
 
     class Server(uvicorn.Server):
-        """Serve on after a signal until all running requests have ended."""
+        """Serve on after a signal until all accepted requests have ended."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             worker = app.state.worker
-            if worker.draining:
+            if worker.draining:  # the second signal
                 self.should_exit = True
                 self.force_exit = True
             worker.draining = True
@@ -185,14 +178,14 @@ def run(serving: Serving) -> int:
     worker = app.state.worker
     # mutant serve: the interpreter ends under the model's thread
     if worker.alive:
-        # It is still in PyTorch, which aborts the process where the interpreter ends around it.
+        # The thread is still in PyTorch, which aborts a process whose interpreter ends meanwhile.
         os._exit(int(worker.failed))
     return int(worker.failed)
 
 
 def _log_listening(serving: Serving, service: Any, host: str, port: int) -> None:
-    """Log the address and the settings of a server and what else ends its answers, and warn where
-    any machine may use it."""
+    """Log a server's address, settings and further tokens that end its answers; warn where any
+    machine may use it."""
     from corecontext.serve.guard import is_loopback
     from corecontext.serve.logs import log_event
 
@@ -225,7 +218,7 @@ def _log_listening(serving: Serving, service: Any, host: str, port: int) -> None
 
 
 def _bind(serving: Serving) -> socket.socket:
-    """Take the port before the model is loaded, which takes a while."""
+    """Take the port, before the model is loaded: a port in use is reported at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in serving.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with _one_line_of_listening(serving):

@@ -10,9 +10,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from corecontext.serve.guard import BODY_S
 
 HEADERS_S = 20.0
-"""Time for the headers of a request."""
+"""Seconds for the headers of a request."""
 LATER_S = 5.0
-"""Time beyond that of a body, in which `Guard` answers a late one."""
+"""Seconds beyond those of a body (`BODY_S`), in which `Guard` answers a late one."""
 
 
 def descriptor_limit() -> int:
@@ -26,7 +26,7 @@ def descriptor_limit() -> int:
 
 
 MOST_CONNECTIONS = descriptor_limit() * 3 // 4
-"""The descriptors beyond are for the model, the log and connections that are refused."""
+"""The other quarter is for the model's files, the log and connections that are refused."""
 BACKLOG = max(1, min(2048, descriptor_limit() // 16))
 """Connections that asyncio accepts in one go. It accepts a second batch before it calls
 `connection_made` for the first."""
@@ -36,9 +36,9 @@ class Connection(H11Protocol):
     """A connection that is closed if a request does not arrive in time, or too many are open."""
 
     _phase: Any = None
-    """State of the client in h11, such as `h11.SEND_BODY`, that the deadline belongs to."""
+    """The client's state in h11, such as `h11.SEND_BODY`, in which the deadline was set."""
     _deadline: asyncio.TimerHandle | None = None
-    """Closes the connection."""
+    """The timer that closes the connection."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -56,8 +56,8 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Set the deadline of the request's phase, once for each; a client may still send the body
-        of a request that was answered."""
+        """Set a deadline as a phase of the request begins. The body's holds after the answer, too:
+        a client may still send it."""
         seconds = {h11.IDLE: HEADERS_S, h11.SEND_BODY: BODY_S + LATER_S}
         phase = self.conn.their_state
         # mutant serve: each byte of the headers moves their deadline

@@ -14,24 +14,24 @@ class Ends:
     """The ends of a model's answers."""
 
     tokens: frozenset[int]
-    """Tokens that end every answer: of generation_config.json, and the tokenizer's end of text."""
+    """End every answer: those of generation_config.json, and the tokenizer's end of text."""
     chat_tokens: frozenset[int]
-    """Tokens that end a chat's answer: these, and that of the chat template."""
+    """End a chat's answer: `tokens`, and the one that the chat template writes after an answer."""
     chat_stops: tuple[str, ...]
-    """Texts that end a chat's answer: of a model without a chat template, the next turn."""
+    """Texts that end a chat's answer: the next turn's first, of a model without a chat template."""
     added: tuple[str, ...]
-    """The texts of the tokens that generation_config.json lacks."""
+    """Texts of those `chat_tokens` that generation_config.json lacks."""
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any) -> Ends:
         """Read the ends off a model and its tokenizer."""
         eos = model.generation_config.eos_token_id
-        named = {eos} if isinstance(eos, int) else set(eos or ())
-        tokens = set(named)
+        configured = {eos} if isinstance(eos, int) else set(eos or ())
+        tokens = set(configured)
         if getattr(tokenizer, "eos_token_id", None) is not None:
             tokens.add(tokenizer.eos_token_id)
         chat_tokens = tokens | _turn_end(tokenizer)
-        added = tuple(tokenizer.decode([token]) for token in sorted(chat_tokens - named))
+        added = tuple(tokenizer.decode([token]) for token in sorted(chat_tokens - configured))
         return cls(frozenset(tokens), frozenset(chat_tokens), next_turn(tokenizer), added)
 
 

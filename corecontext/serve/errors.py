@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Code(Enum):
-    """Reasons: HTTP status, and the OpenAI protocol's type and code of the error."""
+    """Reasons of errors: (HTTP status, the OpenAI protocol's type, its code)."""
 
     INVALID = (400, "invalid_request_error", None)
     TOO_LONG = (400, "invalid_request_error", "context_length_exceeded")
@@ -65,13 +65,13 @@ def draining() -> RequestError:
 
 
 def internal_error() -> RequestError:
-    """Return the error of a request that failed for a reason that concerns the operator alone."""
+    """Return the error of a request that failed for a reason that only the log tells."""
     return RequestError(Code.INTERNAL, "the request failed inside the server, which has noted why.")
 
 
 def invalid_body(detail: Mapping[str, Any]) -> InvalidRequest:
     """Translate one of pydantic's error details of a body; the message names the field."""
-    # Names of unknown fields are the client's: shown escaped and shortened.
+    # The client chose the names of unknown fields, so they are shown escaped and cut.
     path = [ascii(str(name))[1:-1][:100] for name in detail["loc"] if name != "body"]
     field = ".".join(path)[:100]
     kind = detail["type"]
@@ -86,7 +86,7 @@ def invalid_body(detail: Mapping[str, Any]) -> InvalidRequest:
         message = "the body must be JSON, got none."
     elif kind == "value_error":
         message = f"{field} {detail['ctx']['error']}."
-    elif not path:  # such as no object, or JSON under another content type
+    elif not path:  # such as a list, or JSON under another content type
         message = (
             "the body must be a JSON object. Send it with the header 'Content-Type: "
             "application/json'."

@@ -12,12 +12,13 @@ from fastapi.responses import JSONResponse
 from corecontext.serve.errors import Code, RequestError, draining
 
 BODY_S = 60.0
-"""Time for the body of a request."""
+"""Seconds for the body of a request."""
 CLOSE = {"Connection": "close"}
+"""Header of an answer after which the connection is closed, since the body was not read."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens there is reached from its own machine alone."""
+    """Whether only its own machine reaches a server that listens at this host."""
     if host == "localhost":
         return True
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
@@ -32,16 +33,16 @@ def _is_address(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware in front of all paths; of /v1 it asks for the key and counts every refusal.
+    """ASGI middleware in front of all paths; under /v1 it asks for the key and counts errors.
 
     Args:
         api_key: Key that clients must send as `Authorization: Bearer KEY`; compared in constant
             time. None asks for no key.
-        worker: Its `draining` refuses new work.
+        worker: While it is `draining`, new requests are refused.
         metrics: Has the counter `refused`.
-        max_bytes: Longest body.
-        local: Whether to refuse host names other than localhost: a page in a browser could have its
-            own name resolved to this machine.
+        max_bytes: Of the longest body.
+        local: Whether to refuse host names other than localhost: else a web page could reach this
+            machine by its own host name (DNS rebinding).
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # A proxy may have put a prefix before the path. Probes are answered during a shutdown, too.
+        # A proxy may have put a prefix before the path.
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         is_api = path.startswith("/v1/")
 
         async def counted(message: Any) -> None:
+            """Send a part of the answer; count it if it begins an error."""
             # mutant serve: invalid requests are not counted
             if is_api and message["type"] == "http.response.start" and message["status"] >= 400:
                 self.metrics.refused.labels(str(message["status"])).inc()
@@ -76,8 +78,8 @@ class Guard:
 
         headers = dict(scope["headers"])
         refusal = self._refuse_anywhere(headers)
-        if refusal is None and is_api:
-            refusal = self._refuse(headers, scope["method"])
+        if refusal is None and is_api:  # other paths, such as /health, need no key
+            refusal = self._refuse_api(headers, scope["method"])
         if refusal is not None:
             await refusal(scope, receive, counted)
             return
@@ -108,10 +110,11 @@ class Guard:
             return message
 
         async def unless_refused(message: Any) -> None:
+            """Send a part of the application's answer, unless the body was refused."""
             if not late and size <= self.max_bytes:
                 await counted(message)
 
-        # The application has seen a client that left; a refused body is answered here.
+        # To the application, the client of a refused body has left: the answer is sent here.
         await self.app(scope, limited, unless_refused)
         if size > self.max_bytes:
             await self._too_large()(scope, receive, counted)
@@ -122,7 +125,7 @@ class Guard:
         """Return the refusal of a request to any path by its headers, or None."""
         # mutant serve: two lengths of one body
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # A proxy may believe the other one, and take the rest of the body for a request.
+            # A proxy may go by the other, and take the rest of the body for a request.
             text = "the body must have Content-Length or Transfer-Encoding, got both."
             return error_response(RequestError(Code.INVALID, text), CLOSE)
         host = _host_name(headers.get(b"host", b"localhost").decode("latin-1"))
@@ -135,7 +138,7 @@ class Guard:
             return error_response(RequestError(Code.WRONG_HOST, text))
         return None
 
-    def _refuse(self, headers: dict[bytes, bytes], method: str) -> JSONResponse | None:
+    def _refuse_api(self, headers: dict[bytes, bytes], method: str) -> JSONResponse | None:
         """Return the refusal of a request under /v1 by its headers, or None."""
         if self._key is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

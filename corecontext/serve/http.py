@@ -36,7 +36,7 @@ ERRORS = {
     429: "The queue is full.",
     503: "The server shuts down, or ran out of memory.",
 }
-"""Statuses of refused requests, for the schema."""
+"""HTTP statuses of errors and their meanings, for the schema."""
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src "
     "'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -44,9 +44,9 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of the page: it loads nothing, asks this server alone, and no other page frames it."""
+"""Headers of the page: it loads nothing, asks this server alone, and no other page embeds it."""
 MOST_BODY_TOKENS = 2**22
-"""Tokens of the longest body, also where the model has no limit of its own."""
+"""Tokens by which a body is limited where the model takes more, or has no limit of its own."""
 
 
 def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAPI:
@@ -85,7 +85,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAP
         api_key=serving.api_key,
         worker=service.worker,
         metrics=service.metrics,
-        # Settings, and more bytes than a token of text has.
+        # 1 MiB for settings, and more bytes a token than text has.
         max_bytes=2**20 + 32 * min(scheduler.max_length, MOST_BODY_TOKENS),
         local=serving.api_key is None and is_loopback(serving.host),
     )
@@ -175,8 +175,8 @@ def _add_operation_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Add the page, which holds nothing secret: it asks by /v1, with the key that its user types
-    in."""
+    """Add the page to try the model. It holds nothing secret: it asks by /v1, with the key that its
+    user types in."""
     text = resources.files("corecontext").joinpath("assets/serve.html").read_text(encoding="utf-8")
 
     @app.get("/", include_in_schema=False)
@@ -185,7 +185,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _finish_schema(app: FastAPI, model_name: str) -> None:
-    """Correct the schema: invalid bodies get 400 instead of 422, and one model is served."""
+    """Correct the schema of /openapi.json: invalid bodies get 400, not 422; one model is served."""
     make_schema = app.openapi
 
     def openapi() -> dict[str, Any]:

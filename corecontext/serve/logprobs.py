@@ -18,10 +18,10 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[Token
     Args:
         logits: [N, vocabulary].
         tokens: N token numbers.
-        count: Likeliest tokens beside each.
+        count: How many of the likeliest tokens are recorded beside each.
 
     Raises:
-        InvalidLogits: a logit is no number.
+        InvalidLogits: a logit is NaN.
     """
     scores = logits.float().log_softmax(-1).clamp(min=LEAST)
     if scores.isnan().any():
@@ -34,13 +34,12 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[Token
 
 
 def add_logprobs(slots: Sequence[Slot], logits: Tensor, tokens: Sequence[int]) -> None:
-    """Record the log-probabilities of the next tokens, of the requests that want them.
+    """Record the log-probabilities of the next tokens, for the requests that want them.
 
     Args:
         logits: [N, vocabulary], a row for each of N slots.
-        tokens: N token numbers, or `INVALID`.
+        tokens: N token numbers; `INVALID` where the logits are no numbers, which ends the request.
     """
-    # A row whose logits are no numbers ends its own request only.
     rows = [
         row
         for row, slot in enumerate(slots)
@@ -59,7 +58,7 @@ def add_prompt_logprobs(slot: Slot, logits: Tensor, start: int) -> None:
     """Record the log-probabilities of a prompt's tokens from `start + 1` on.
 
     Args:
-        logits: [N, vocabulary], at the N tokens from `start` on; those at a token are of the next.
+        logits: [N, vocabulary], at the N tokens from `start` on: each row is about the next token.
     """
     if start == 0:
         slot.logprobs.append(TokenLogprobs(slot.request.prompt[0]))

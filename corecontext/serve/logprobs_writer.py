@@ -14,22 +14,25 @@ class LogprobsWriter:
     Args:
         texts: Gives the text of each token.
         chat: Whether the choice answers a chat.
-        start: Characters of the text before the first token.
+        start: Characters of the text before the first token; below 0 where tokens of a prompt have
+            more text than it.
     """
 
     def __init__(self, texts: TokenText, chat: bool, start: int) -> None:
         self.texts = texts
         self.chat = chat
         self.offset = start
+        """Character of the text at which the next token begins."""
+        # Joins the bytes of characters that are split over several tokens.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: deque[TokenLogprobs] = deque()
 
     def write(self, records: list[TokenLogprobs], end: float) -> dict[str, Any] | None:
-        """Write the tokens that begin before a character of the text; later ones wait.
+        """Write the tokens that begin in the text so far; later ones wait.
 
         Args:
             records: The next tokens; the list is emptied.
-            end: Characters of the text so far.
+            end: Characters of the text so far; infinity writes all tokens.
 
         Returns:
             The protocol's `logprobs`; None if no token is written.
@@ -55,13 +58,15 @@ class LogprobsWriter:
         }
 
     def _name(self, token: int) -> str:
+        """Return a token's text; that of bytes is marked, as OpenAI does."""
         text, raw = self.texts.text(token)
         if text.encode() != raw:
             return f"bytes:{text}"
         return text
 
     def _top(self, record: TokenLogprobs) -> dict[str, float] | None:
-        """Return the likeliest tokens, and the token itself; of two with one text the likelier."""
+        """Return the log-probabilities of the likeliest tokens and of the token itself, by their
+        texts; of two tokens with the same text, that of the likelier."""
         if record.logprob is None or not record.top:
             return None
         named: dict[str, float] = {}

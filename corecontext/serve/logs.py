@@ -11,7 +11,7 @@ class JsonLines(logging.Formatter):
     """Format time, level, event, and the fields given as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        # asyncio's further lines quote errors.
+        # Of a message of many lines the first: asyncio quotes errors in the others.
         # mutant serve: the text of an error in the log
         event = record.getMessage().partition("\n")[0]
         line = {
@@ -33,7 +33,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logging() -> None:
-    """Write the lines of the server, and those of asyncio and uvicorn, to standard error."""
+    """Write the events of the server, of asyncio and of uvicorn to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("corecontext.serve", "uvicorn.error", "asyncio"):
@@ -45,7 +45,7 @@ def start_logging() -> None:
 
 
 def log_event(event: str, *, level: str = "info", **fields: object) -> None:
-    """Write a line that no request causes."""
+    """Log an event of the server itself, such as its start."""
     logging.getLogger("corecontext.serve").log(
         getattr(logging, level.upper()), event, extra={"fields": fields}
     )

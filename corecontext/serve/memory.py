@@ -17,37 +17,36 @@ class CacheMemory:
     shape: RowShape
     """Sizes of the model's cache."""
     budget: int
-    """Bytes of all caches."""
+    """Bytes of all caches; a byte in host memory counts as `shape.host_rate` bytes."""
     rows_per_pool: int
     """Rows that are allocated at once, at most."""
     prefixes: PrefixStore
     """Beginnings of prompts; its limit is its share of the budget."""
     batch: DecodeBatch
-    """Decodes from the pools; forgets steps of pools that are dropped."""
+    """Decodes from the pools, and has captured steps of them."""
     pools: list[RowPool] = field(default_factory=list)
 
     @property
     def budgets(self) -> str:
-        """The budget in words, with that of host memory where rows take of it."""
+        """The budget in words, with that of host memory if rows need any."""
         text = f"{self.budget / 2**20:.0f} MiB"
         if self.shape.host_rate:
             text += f", and {self.budget / self.shape.host_rate / 2**20:.0f} MiB in host memory"
         return text
 
     def counted(self) -> tuple[CacheBytes, CacheBytes]:
-        """Count the bytes on the device and in host memory, without beginnings, as `used` and
-        `allocated` count those of the budget.
+        """Count the bytes on the device and in host memory of all but beginnings.
 
         Returns:
-            Bytes used, and bytes allocated.
+            (bytes used, bytes allocated), as `used` and `allocated` count them in the budget.
         """
         used_device = used_host = allocated_device = allocated_host = 0
         for pool in list(self.pools):
             row = self.shape.bytes_of(pool.config, pool.max_length)
-            # A prompt that is read has a promised row, and a cache of a row's size to be read into.
+            # A prompt that is read has a promised row, and a cache as large to be read into.
             used_rows = len(pool.slots) + 2 * pool.promised
             allocated_rows = pool.rows + pool.promised
-            # Raw tokens by which full attention reads a prompt are on the device.
+            # Where full attention reads a prompt, its raw tokens are on the device, too.
             raw = pool.promised * (pool.reading_bytes - pool.row_bytes)
             used_device += used_rows * row.device + raw
             used_host += used_rows * row.host
@@ -91,14 +90,15 @@ class CacheMemory:
         return self.shape.row_bytes(config, room) + self.shape.reading_bytes(config, room)
 
     def place(self, config: CCAConfig | None, length: int) -> RowPool | None:
-        """Choose a pool with a free row: best fit, else allocate, else any that fits, else evict
-        idle pools and allocate. None if nothing fits; idle memory is evicted even then."""
+        """Choose a pool with a free row: the shortest, if at most twice as long as needed, else a
+        new one, else any that fits, else a new one in place of idle pools. None if nothing fits;
+        idle memory is evicted even then."""
         room = rounded_up(length)
         needed = self._needed(config, room)
         fitting = [pool for pool in self.pools if pool.has_room(config, length)]
         best = min(fitting, key=lambda pool: pool.max_length, default=None)
         if best is not None:
-            # The prompt is read into a cache of its own, which must fit besides the row.
+            # The prompt is read into a cache of its own, which must fit, too.
             if best.max_length <= 2 * room and self.free(best.reading_bytes, keep=best):
                 return best
             if needed <= self.unallocated:
@@ -110,7 +110,7 @@ class CacheMemory:
         return None
 
     def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
-        """Add a pool of as many rows as fit besides a cache for reading and the prefixes' share."""
+        """Add a pool of as many rows as leave room to read a prompt and for the prefixes' share."""
         row = self.shape.row_bytes(config, room)
         reading = self.shape.reading_bytes(config, room)
         spare = self.unallocated - reading - self._prefix_share_left
@@ -132,7 +132,7 @@ class CacheMemory:
             for pool in list(self.pools):
                 if pool.is_idle and pool is not keep:
                     self.drop(pool)
-        # Only requests that need the prefixes' share take it from them.
+        # Beginnings are evicted only for a request that fits in no other way.
         missing = wanted - self.unallocated
         if missing > 0:
             self.prefixes.trim(max(0, self.prefixes.nbytes - missing))
@@ -145,7 +145,7 @@ class CacheMemory:
 
     def release(self, pool: RowPool) -> None:
         """Drop a pool that a request has left, if it is idle."""
-        # With captured steps it is kept until its memory is needed.
+        # On a GPU it is kept, with its captured steps, until its memory is needed.
         if pool.is_idle and not self.batch.fixed:
             self.drop(pool)
 
@@ -155,7 +155,7 @@ class CacheMemory:
         self.batch.forget(pool)
 
     def replace(self, pool: RowPool) -> RowPool | None:
-        """Drop a pool after a failed step; return a new pool with its promised rows, if any."""
+        """Drop a pool after a failed step; return a new one for its promised rows, if any."""
         if pool in self.pools:
             self.drop(pool)
         if not pool.promised:

@@ -13,11 +13,13 @@ from corecontext.serve.request import Slot
 from corecontext.serve.scheduler import Scheduler
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
+"""Bounds of the histogram of times to the first token."""
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
+"""Bounds of the histogram of times per token."""
 
 
 def sizes_of(slot: Slot) -> tuple[int | None, int | None, int | None]:
-    """Return the g, s and k that a request got; no g where each layer has its own."""
+    """Return the (g, s, k) that a request got; g is None where each layer has its own."""
     config = slot.config
     if config is None:
         return None, None, None
@@ -30,10 +32,11 @@ def labels_of(slot: Slot, by_length: bool) -> tuple[str, ...]:
     """Return the labels of a request's g, s and k.
 
     A label is "none" before the request started, under full attention, and for g where each layer
-    has its own. All are "other" for sizes that clients choose: each set of labels stays in memory.
+    has its own. All are "other" for sizes that clients choose: each different set of labels stays
+    in memory.
 
     Args:
-        by_length: Whether clients choose g by the length of their prompts.
+        by_length: Whether g follows the length of a prompt, which clients choose.
     """
     # mutant serve: clients make metrics without limit
     if slot.config is not None and (by_length or slot.request.chooses_sizes):

@@ -1,9 +1,10 @@
 """Keep caches of prompts' beginnings for requests that begin alike (a system prompt, a document).
 
-A prompt is read in chunks of one size. After each chunk, the state that a further chunk needs is a
-node of a tree: the raw tokens, and the core tokens of this chunk, with fetch all its tokens and its
-index, too; those of earlier chunks are its ancestors'. Requests branch where chunks end, so a
-branched request is read in the very chunks, and has the very numbers, that it would have alone.
+A prompt is read in chunks of one size. After each chunk, the cache's state becomes a node of a
+tree, a child of the node of the chunk before. A node holds the window and sinks at its end, and the
+core tokens of its chunk, with fetch also the chunk's raw tokens and index. Requests branch where
+chunks end, so a branched request is read in the very chunks, and has the very numbers, that it
+would have alone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from corecontext.serve.rows import RowShape
 
 
 def _key(config: CCAConfig | None, parent: Node | None, tokens: Sequence[int]) -> tuple:
-    """Identify a chunk behind a parent, which is compared by identity: the hash of a chunk does
-    not take longer the more chunks are before it."""
+    """Return the key of a node. Its parent is hashed by identity, so the hash of a late chunk takes
+    no longer than that of an early one."""
     # mutant serve: the hash of a chunk is that of its whole beginning
     return (config, parent, tuple(tokens))
 
@@ -34,7 +35,7 @@ class Node:
     """A chunk that has been read, after those of its ancestors.
 
     Args:
-        key: Settings, the parent (the chunk before; None for the first), and the chunk's tokens.
+        key: (settings, the parent or None for the first chunk, the chunk's tokens).
         layers: All layers' caches after the chunk.
         shape: Sizes of the model's cache.
     """
@@ -55,8 +56,8 @@ class Node:
         self.dtypes = [cache.dtype for cache in caches]
         """Of each cache in the layers, before rounding."""
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
-        """For each cache, buffers of the raw entries at the chunk's end, and of the core tokens
-        that the chunk added."""
+        """For each cache, copies of its buffers: the raw entries (window and sinks) at the chunk's
+        end, and the core tokens that the chunk added."""
         # mutant serve: a shared beginning without its raw tokens
         self.fetched = [
             cache.store.copy_since(before, self.length) for cache in caches if cache.store
@@ -70,7 +71,7 @@ class Node:
 
 @dataclass(eq=False)
 class PrefixStore:
-    """Beginnings of prompts by their g, s and tokens, the least recently used dropped first."""
+    """Beginnings of prompts by settings and tokens; the least recently used is dropped first."""
 
     chunk_size: int
     """Tokens of a chunk."""
@@ -112,12 +113,12 @@ class PrefixStore:
         """Keep the cache's state at the end of a chunk.
 
         Args:
-            parent: The chunk before; None for the first.
+            parent: The chunk before; None for the first, or where that was not kept.
             tokens: Of this chunk.
             room: Bytes that all beginnings may take now, within `limit`.
 
         Returns:
-            The node; None where the parent has been dropped, or the node does not fit.
+            The node; None where the chunk before was not kept, or the node does not fit.
         """
         layers = [layer.compact for layer in cache.layers]
         limit = min(self.limit, room)
@@ -144,8 +145,8 @@ class PrefixStore:
             path.append(path[-1].parent)
         path.reverse()
 
-        # Empty layers as those that were read, then the last chunk's raw entries with all core
-        # tokens, in the order of the text.
+        # Make empty layers; fill each with the last chunk's raw entries and all core tokens, in the
+        # order of the text.
         cache.layers = []
         for config, rotary in node.layers:
             layer = CCALayer(config, rotary)
@@ -165,8 +166,8 @@ class PrefixStore:
             )
 
     def trim(self, limit: int) -> None:
-        """Drop beginnings until they fit: the least recently used first, and a chunk only after
-        those behind it."""
+        """Drop beginnings until they take at most `limit` bytes: the least recently used first, and
+        a chunk only after its children."""
         if self.nbytes <= limit:
             return
         leaves = [(node.last_use, node) for node in self._nodes.values() if not node.children]
@@ -175,7 +176,7 @@ class PrefixStore:
             _, leaf = heapq.heappop(leaves)
             del self._nodes[leaf.key]
             self.nbytes -= leaf.nbytes
-            # A prompt that is being read may keep the node, for its key.
+            # A prompt that is being read may hold the node, whose memory is freed all the same.
             # mutant serve: a dropped beginning keeps its memory
             leaf.raw = leaf.cores = ()
             leaf.fetched = []

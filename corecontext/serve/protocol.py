@@ -37,12 +37,14 @@ def _is_unicode(text: str) -> str:
 
 
 def _is_off(value: bool) -> bool:
+    """Refuse true."""
     if value:
         raise ValueError
     return value
 
 
 def _none_for_empty(value: Any) -> Any:
+    """Replace a value that changes nothing by None."""
     return None if _is_empty(value) else value
 
 
@@ -52,9 +54,9 @@ def _is_empty(value: Any) -> bool:
 
 
 def _rule(rule: str) -> WrapValidator:
-    """Return a validator that refuses a field by one error with its rule.
+    """Return a validator that refuses a field with a single error, which states its rule.
 
-    Pydantic's own errors of a union name each member by its validators, which are Python's insides.
+    Pydantic would write an error for each member of a union, with names of Python code.
     """
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -101,13 +103,13 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, body: Any) -> Any:
-        """Drop unknown fields that are empty, and those after the first other one: one error is
+        """Drop unknown fields that are empty; of the others keep the first, so that one error is
         built, not one for each."""
         if not isinstance(body, dict):
             return body
         unknown = [name for name in body if name not in cls.model_fields]
-        full = [name for name in unknown if not _is_empty(body[name])]
-        dropped = set(unknown) - set(full[:1])
+        filled = [name for name in unknown if not _is_empty(body[name])]
+        dropped = set(unknown) - set(filled[:1])
         return {name: value for name, value in body.items() if name not in dropped}
 
 
@@ -213,7 +215,7 @@ class CompletionRequest(GenerateRequest):
 
     @property
     def top(self) -> int | None:
-        """Likeliest tokens beside each; None wants no log-probabilities."""
+        """How many likeliest tokens to send beside each; None sends no log-probabilities."""
         return self.logprobs
 
 
@@ -285,7 +287,7 @@ class ChatRequest(GenerateRequest):
 
     @property
     def top(self) -> int | None:
-        """Likeliest tokens beside each; None wants no log-probabilities."""
+        """How many likeliest tokens to send beside each; None sends no log-probabilities."""
         if not self.logprobs:
             return None
         return self.top_logprobs or 0
@@ -307,8 +309,8 @@ class Error(BaseModel):
 
 
 class Settings(BaseModel):
-    """The g, s and k that a request got; null under full attention, g also where each layer has its
-    own."""
+    """The g, s and k that a request got; all null under full attention, g also where each layer has
+    its own."""
 
     group_size: int | None
     window_size: int | None
@@ -316,7 +318,7 @@ class Settings(BaseModel):
 
 
 class UsedBytes(BaseModel):
-    """Bytes of the cache of a request's tokens; in a model split over processes, of one of them."""
+    """Bytes of the cache of a request's tokens; of one process where several share a model."""
 
     device: int
     host: int

@@ -18,7 +18,7 @@ from corecontext.serve.memory import CacheMemory
 from corecontext.serve.request import Slot
 
 SCORED_CHUNK = 256
-"""Most tokens of a chunk whose logits are all used: each has as many as the vocabulary."""
+"""Most tokens of a chunk whose logits are all used: each token has a vocabulary of them."""
 
 
 def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | None:
@@ -26,8 +26,8 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
 
     Args:
         model: A causal language model with CCA enabled.
-        slot: The request; config None reads with full attention.
-        memory: Its prefix store is read and filled, and gives the tokens of a chunk.
+        slot: The request; full attention reads it if its `config` is None.
+        memory: Its prefix store is read and filled, and has the number of tokens in a chunk.
 
     Returns:
         Logits [1, vocabulary] after the last chunk, None before.
@@ -44,7 +44,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     if scored:
         size = min(size, SCORED_CHUNK)
     end = min(len(prompt), start + size)
-    # Other requests have other settings, so the model has this one's for the chunk only.
+    # Other requests have other settings, so the model gets this one's for the chunk only.
     with configured(handle_of(model), slot.config):
         out = read_chunk(model, slot.ids, None, [0], slot.cache, start, end, all_logits=scored)
     slot.read = end
@@ -52,7 +52,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
         add_prompt_logprobs(slot, out.logits[0], start)
     if begins and slot.config is not None:
         # The first append has made the buffers. They would grow by a quarter at a time, beyond the
-        # row that is counted for them. A row has all slots of the ring.
+        # bytes of a row that are counted for them. A row has the whole ring.
         for layer in slot.cache.layers:
             for entries in parts_of(layer.compact):
                 # mutant serve: the cache of a prompt grows beyond its row
@@ -60,7 +60,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
                 entries.grow_ring(None)
 
     # Keep the state for prompts that begin alike; they are found by whole chunks. A prompt that is
-    # scored is read otherwise than they are.
+    # scored is read in other chunks.
     if end - start == prefixes.chunk_size and not scored and _shares(slot):
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)
@@ -71,8 +71,8 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
 
 
 def _shares(slot: Slot) -> bool:
-    """Whether other prompts may continue from this one's beginning. Full attention cannot where a
-    node keeps no raw tokens for it to attend to."""
+    """Whether other prompts may continue from this one's beginning: not where full attention reads
+    them and needs raw tokens, which a node without fetch does not have."""
     # mutant prefill: a prompt goes on from a beginning without raw tokens
     return slot.config is not None and not slot.config.keeps_raw_while_reading
 

@@ -30,9 +30,9 @@ class Choice:
     answer: Answer
     index: int
     prompt: str
-    """Text before the answer; of a chat empty."""
+    """Text before the answer; empty in a chat."""
     echo: bool = False
-    """Whether the prompt is a part of the text."""
+    """Whether the prompt is sent, too."""
     logprobs: LogprobsWriter | None = None
     """Writes log-probabilities, where they are asked for."""
 
@@ -43,7 +43,7 @@ class Choice:
         return self.answer.slot
 
     async def pieces(self) -> AsyncIterator[tuple[str, dict[str, Any] | None]]:
-        """Yield (text, log-probabilities of the tokens that begin in the text so far).
+        """Yield (piece of text, log-probabilities of further tokens that begin in the text so far).
 
         Raises:
             RequestError: the request ended without its answer.
@@ -54,7 +54,7 @@ class Choice:
         async for piece in self.answer.pieces():
             end += len(piece)
             yield piece, self._logprobs(end)
-        # Behind a stop text tokens are no part of the answer; an end-of-text token is one.
+        # Tokens after a stop text are no part of the answer; an end-of-text token is one.
         rest = self._logprobs(end if self.answer.text.stopped else math.inf)
         if rest is not None:
             yield "", rest
@@ -65,7 +65,7 @@ class Choice:
         return self.logprobs.write(self.answer.logprobs, end)
 
     def body(self, **content: Any) -> dict[str, Any]:
-        """Return the choice with its text and log-probabilities."""
+        """Return the choice in the protocol's form, with these fields."""
         return {"index": self.index, "finish_reason": None, "logprobs": None, **content}
 
 
@@ -75,7 +75,7 @@ class Reply:
     Args:
         choices: An answer for each prompt.
         model_name: The model's name for clients.
-        fingerprint: Names the server.
+        fingerprint: Names this one of several servers.
         chat: Whether it answers a chat.
         shape: Counts the bytes of caches.
     """
@@ -178,15 +178,15 @@ class Reply:
                 queue.put_nowait(internal_error())
 
         tasks = [asyncio.ensure_future(read(choice)) for choice in self.choices]
-        left = len(tasks)
+        num_running = len(tasks)
         try:
-            while left:
+            while num_running:
                 body = await queue.get()
                 if isinstance(body, RequestError):
                     yield _event(body.body)
                     return
                 if body is None:
-                    left -= 1
+                    num_running -= 1
                     continue
                 yield _event({**head, "choices": [body], **usage, "corecontext": self._sizes()})
             if include_usage:
@@ -198,8 +198,8 @@ class Reply:
                 task.cancel()
 
     async def _deltas(self, choice: Choice) -> AsyncIterator[dict[str, Any]]:
-        """Yield the pieces of a choice in their form, and last its finish reason."""
-        role = {"role": "assistant"}  # in the first event
+        """Yield the pieces of a choice in the protocol's form, and last its finish reason."""
+        role = {"role": "assistant"}  # in the first event only
         async for piece, logprobs in choice.pieces():
             content: dict[str, Any] = {"text": piece}
             if self.chat:
@@ -221,7 +221,7 @@ class Events(StreamingResponse):
     """Server-sent events that end as soon as the client has gone.
 
     Args:
-        events: The text of each.
+        events: Each as a text, as `Reply.events` yields them.
         on_close: Called when the response is over, however it ended.
     """
 

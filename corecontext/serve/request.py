@@ -20,7 +20,7 @@ class TokenLogprobs(NamedTuple):
 
     token: int
     logprob: float | None = None
-    """None of a prompt's first token, which follows nothing."""
+    """None for a prompt's first token, which follows nothing."""
     top: Sequence[tuple[int, float]] | None = None
     """(token, log-probability), the likeliest first."""
 
@@ -48,16 +48,17 @@ class Request:
     """Time by `time.monotonic` at which the request is ended unfinished; None is never."""
     arrived: float = field(default_factory=time.monotonic)
     logprobs: int | None = None
-    """Likeliest tokens beside each new one, with log-probabilities; None wants none at all."""
+    """Likeliest tokens to record beside each new one; None records no log-probabilities."""
     prompt_logprobs: bool = False
-    """Whether the prompt's tokens get log-probabilities too, so that no beginning of it is taken
-    from the prefix store."""
+    """Whether to record the prompt's tokens, too, all of which are then read, none taken from the
+    prefix store."""
 
     NO_SIZES: ClassVar = (None, None, None)
+    """The `sizes` of a request that chooses none."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None, int | None]:
-        """The g, s and k of its own."""
+        """The request's own (g, s, k)."""
         return self.group_size, self.window_size, self.fetch_groups
 
     @property
@@ -67,7 +68,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Most tokens that the cache will hold: the last new token is never fed."""
+        """Tokens of the prompt and of the longest answer."""
         return len(self.prompt) + self.max_new_tokens
 
 
@@ -81,9 +82,9 @@ class Slot:
     on_end: Callable[[Slot], Any] = lambda slot: None
     """Called once on the scheduler's thread, with `end_reason` and `error` set."""
     on_logprobs: Callable[[list[TokenLogprobs]], Any] = lambda records: None
-    """Called before `on_token` and `on_end` with the `logprobs` so far."""
+    """Called before `on_token` and `on_end` with `logprobs`, if there are any."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities that were not handed on yet."""
+    """Log-probabilities for the next call of `on_logprobs`."""
 
     # Settings, fixed when it leaves the queue
     config: CCAConfig | None = None
@@ -91,8 +92,9 @@ class Slot:
 
     # Its prompt, while it is read
     cache: Any = None
+    """A cache of transformers that grows; later it is copied into the row."""
     ids: Any = None
-    """[1, L], int64."""
+    """Token numbers of the prompt, [1, L] in int64."""
     node: Node | None = None
     """The last chunk of its prompt in the prefix store."""
     read: int = 0
@@ -102,14 +104,14 @@ class Slot:
 
     # Its row, while tokens are made
     pool: Any = None
-    """`RowPool` with a row for it, promised while the prompt is read."""
+    """`RowPool` that has a row for it: promised while the prompt is read, then its own."""
     generator: Any = None
     """Its random stream, a `torch.Generator`."""
     last_token: int = 0
     made: int = 0
     """New tokens so far."""
 
-    # Its end
+    # Its times by `time.monotonic`, and its end
     started: float | None = None
     """When it left the queue."""
     first_token_at: float | None = None
@@ -124,7 +126,7 @@ class Slot:
         return len(self.request.prompt) + self.made
 
     def wants_to_end(self, now: float) -> str | None:
-        """Return why it must end unfinished: "cancelled", "timeout" or None."""
+        """Return why it must end now, unfinished: "cancelled" or "timeout"; else None."""
         if self.cancelled:
             return "cancelled"
         if self.request.deadline is not None and now > self.request.deadline:
@@ -132,10 +134,10 @@ class Slot:
         return None
 
     def take(self, token: int) -> str | None:
-        """Hand a token on; return "stop" or "length" where the answer ends with it.
+        """Hand a new token to `on_token`; return "stop" or "length" if the answer ends with it.
 
         Raises:
-            InvalidLogits: there is no token.
+            InvalidLogits: the token is `INVALID`, since the logits are no numbers.
         """
         if token == INVALID:
             raise InvalidLogits
@@ -155,8 +157,8 @@ class Slot:
             self.on_logprobs(records)
 
     def end(self, reason: str, error: BaseException | None) -> None:
-        """Note the end and call `on_end`. Its failure is logged: the other requests of the turn
-        are still to get their tokens."""
+        """Note the end and call `on_end`. If that fails, it is only logged: the other requests of
+        the turn must get their tokens."""
         self.end_reason = reason
         self.error = error
         try:

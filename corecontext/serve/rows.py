@@ -1,8 +1,8 @@
 """Hold rows of cache for requests that come and go, each of its own length, decoded together.
 
 A compact layer finds every entry by a row's position, which is the length of the batch minus the
-row's padding. So a row of any length can join a batch at any time: it gets the padding (of either
-sign) that makes its position right.
+row's padding. So a row of any length can join a batch at any time, with the padding that makes its
+position right: -600 for a prompt of 700 tokens that joins after 100 steps.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ IDLE = 2**30
 """Padding of a row without a request: its position stays negative, so a kernel stores nothing."""
 
 Layer = CompactLayer | HeadsLayer | FullLayer
+"""A layer's cache; a `HeadsLayer` has a `CompactLayer` for the KV heads of each g."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class RowShape:
 
     sizes: ModelSizes
     itemsize: int
+    """Bytes of a number in the cache before it is rounded."""
     host_rate: float = 0.0
     """Bytes of the budget that a byte in host memory takes: the budget over that of host memory.
     So what fits the budget fits both."""
@@ -51,15 +53,15 @@ class RowShape:
 
         Args:
             config: CCA's settings; None is full attention.
-            before: Tokens whose core tokens and raw tokens for fetch are held elsewhere.
+            before: First tokens whose core tokens and raw tokens for fetch are held elsewhere.
         """
         device, host = self.bytes_of(config, max_length, before)
         # mutant serve: raw tokens in host memory are not counted
         return max(device, math.ceil(host * self.host_rate))
 
     def reading_bytes(self, config: CCAConfig | None, max_length: int) -> int:
-        """Return the bytes of the cache into which a prompt of a row is read: of a row, and of all
-        raw tokens where full attention reads it."""
+        """Return the bytes of the cache into which a row's prompt is read: as many as a row's, and
+        those of all raw tokens if full attention reads it."""
         size = self.row_bytes(config, max_length)
         # mutant prefill: memory forgets the raw tokens of prompts
         if config is not None and config.keeps_raw_while_reading:
@@ -93,8 +95,8 @@ class RowShape:
         return CacheBytes(device, host)
 
     def entries(self, config: CCAConfig | None, max_length: int) -> int:
-        """Count the entries of one layer's row, with this layer's settings: the ring, the first
-        tokens kept raw, and a core token for each group behind them."""
+        """Count the entries of a row in one layer, whose settings these are: the ring, the sinks,
+        and a core token for each group after them."""
         if config is None:
             return max_length
         g = config.group_size
@@ -106,7 +108,7 @@ class RowShape:
 
 @dataclass(eq=False, repr=False)
 class RowPool:
-    """A fixed number of rows of one g (or one for each layer or KV head) and s."""
+    """A fixed number of rows, all with the same settings."""
 
     config: CCAConfig | None
     """CCA's settings; None for full attention."""
@@ -127,8 +129,8 @@ class RowPool:
     """Steps so far: a row's position is this minus its padding."""
 
     def __post_init__(self) -> None:
-        self.layers: list[Layer] = []
-        self._caches: list[CompactLayer | FullLayer] = []  # of all layers, in order
+        self.layers: list[Layer] = []  # made with the first request
+        self._caches: list[CompactLayer | FullLayer] = []  # `_parts` of the layers
         self._buffers: list[list[Tensor]] = []  # of each cache, all rows
         self._stores: list[RawStore | None] = []  # of each cache, all rows
         self._pads = [IDLE] * self.rows
@@ -136,7 +138,7 @@ class RowPool:
         self.row_bytes = self.shape.row_bytes(self.config, self.max_length)
         """Bytes of a row over all layers."""
         self.reading_bytes = self.shape.reading_bytes(self.config, self.max_length)
-        """Bytes of the cache into which its prompt is read."""
+        """Bytes of the cache into which a row's prompt is read."""
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +190,7 @@ class RowPool:
         self._set_pad(last, IDLE)
 
     def hold(self, count: int) -> None:
-        """Let the next step take the first `count` rows."""
+        """Let the next step run over the first `count` rows."""
         for cache, buffers in zip(self._caches, self._buffers):
             cache.buffers = [buffer[:count] for buffer in buffers]
             cache.pad = self._pad[:count]
@@ -198,12 +200,13 @@ class RowPool:
                 cache.store = store.rows(slice(count))
 
     def _set_pad(self, row: int, pad: int) -> None:
+        """Set a row's padding on the host and on the device."""
         self._pads[row] = pad
         self._pad[row] = pad
 
     def _allocate(self, layers: Sequence[Layer]) -> None:
-        """Make buffers like those of a first request; where memory runs out, none, so that a later
-        request can try again."""
+        """Make buffers for all rows, like those of a first request. If memory runs out, none is
+        kept, so that a later request can try again."""
         device = parts_of(layers[0])[0].buffers[0].device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
         pooled: list[Layer] = []
@@ -217,6 +220,7 @@ class RowPool:
 
     @staticmethod
     def _parts(layers: Sequence[Layer]) -> list[Any]:
+        """List the caches of all layers in order: one a layer, or one for each g in it."""
         return [cache for layer in layers for cache in parts_of(layer)]
 
     def _like(self, cache: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
@@ -248,8 +252,7 @@ class RowPool:
 
 @dataclass(eq=False)
 class PooledLayer:
-    """One layer's rows of several pools as one batch: the rows of a step in the order of the
-    pools."""
+    """One layer's rows of several pools as one batch, in the order of the pools."""
 
     layers: Sequence[Layer]
     """The same layer of the model in each pool."""
@@ -261,7 +264,7 @@ class PooledLayer:
     config: ClassVar = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Append and attend, each pool for its rows; [B, H, 1, D]."""
+        """Append a token a row and attend, each pool for its rows; return [B, H, 1, D]."""
         if len(self.layers) == 1:
             return self.layers[0].attend(q, k, v, **options)
         rows = zip(*(x.split(self.counts) for x in (q, k, v)))

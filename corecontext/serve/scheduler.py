@@ -33,10 +33,10 @@ from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
 
 READING_AT_ONCE = 4
-"""At most this many prompts are read in alternation; each holds a cache of its own until it joins
-the others."""
+"""At most this many prompts are read in alternation; each holds a cache of its own until it gets a
+row."""
 RECENT_S = 30.0
-"""A time to first token older than this says nothing about the load now."""
+"""A time to first token that is older tells nothing about the load now."""
 PREFIX_SHARE = 0.25
 """Share of the budget, at most, for beginnings of prompts."""
 UNLIMITED = 2**40
@@ -65,7 +65,7 @@ class Scheduler:
     max_rows: int = 64
     """Requests that run at once, at most."""
     rows_per_pool: int = 8
-    """Rows that are allocated at once for requests of one (g, s) and similar length."""
+    """Rows that are allocated at once for requests of one (g, s, k) and similar length."""
     queue_limit: int = 256
     """Requests that may wait."""
     client_sizes: int = 8
@@ -73,12 +73,12 @@ class Scheduler:
     chunk_size: int = SERVED_CHUNK["cpu"]
     """Tokens of a prompt read in a turn."""
     policy: Policy | None = None
-    """Gives (g, s) or (g, s, k) of requests that choose none; None leaves the model's own. A model
+    """Chooses (g, s) or (g, s, k) for requests that do not; None leaves the model's own. A model
     with a g for each layer keeps its g."""
     max_length: int = UNLIMITED
     """Most tokens of prompt and answer, within the model's positions."""
     capture: bool = True
-    """As for `DecodeBatch`."""
+    """Capture steps in CUDA graphs, on a GPU."""
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
@@ -89,7 +89,8 @@ class Scheduler:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.max_length = min(self.max_length, position_limit(self.model.config) or UNLIMITED)
 
-        # A step has rows of many lengths: all get the frequencies of the longest.
+        # Some models choose rotary frequencies by length. A step has rows of many lengths: all get
+        # the frequencies of the longest.
         fix_rotation(self.model, self.max_length)
 
         budget = self.cache_bytes
@@ -114,7 +115,7 @@ class Scheduler:
         self.reading: list[Slot] = []
         self._lock = threading.Lock()  # of the queue
         self._closed = False  # written under the lock: afterwards no request enters the queue
-        self._first_come = False  # whether the last turn read the first prompt to arrive
+        self._read_oldest = False  # whether the last turn read the first prompt to arrive
         self._newest_first_token: tuple[float, float | None] = (0.0, None)
         """Time of the newest first token, and the seconds that its request waited for it."""
 
@@ -127,12 +128,12 @@ class Scheduler:
         on_end: Callable[[Slot], Any] = lambda slot: None,
         on_logprobs: Callable[[list[TokenLogprobs]], Any] = lambda records: None,
     ) -> Slot:
-        """Put a request in the queue; callbacks as for `Slot`.
+        """Put a request in the queue; `Slot` describes the callbacks.
 
         Raises:
             ValueError: as `Admission.check`.
-            RequestError: too many requests wait already, or chose other sizes, or the scheduler is
-                closed.
+            RequestError: too many requests wait already, too many sizes are chosen, or the
+                scheduler is closed.
         """
         # mutant serve: sized by the settings of the prompt that is read
         self.admission.check(request)
@@ -152,7 +153,7 @@ class Scheduler:
         return slot
 
     def _check_choice(self, request: Request) -> None:
-        """Refuse sizes that would be one choice too many beside those of other requests."""
+        """Refuse sizes beyond the number of different ones that requests may choose at once."""
         if not self.client_sizes:
             raise InvalidRequest(
                 Code.INVALID,
@@ -173,8 +174,8 @@ class Scheduler:
         slot.cancelled = True
 
     def close(self) -> None:
-        """Refuse all further requests. Call it before the last turns: no turn would end a request
-        that came after them."""
+        """Refuse all further requests. Call it before the last turns: later requests would never
+        end."""
         with self._lock:
             self._closed = True
 
@@ -197,7 +198,7 @@ class Scheduler:
         return [*self.reading, *self._in_rows()]
 
     def load(self, prompt_length: int = 0) -> Load:
-        """Return the load besides the request that asks, which is still in the queue."""
+        """Return the load without the request that asks, which is still in the queue."""
         made_at, wait = self._newest_first_token
         if time.monotonic() - made_at >= RECENT_S:
             wait = None
@@ -254,11 +255,12 @@ class Scheduler:
             slot.started = time.monotonic()
             slot.pool = pool
             pool.promised += 1
-            # Append before leaving the queue, so concurrent readers never miss the request.
+            # Append before leaving the queue: other threads that ask never miss the request.
             self.reading.append(slot)
             self.waiting.popleft()
 
     def _stop_reading(self, slot: Slot) -> None:
+        """Free the memory by which a prompt is read, and the promise of its row."""
         assert slot.pool is not None, "a prompt is read for a row of a pool"
         slot.pool.promised -= 1
         self.reading.remove(slot)
@@ -270,9 +272,9 @@ class Scheduler:
         """Read one chunk of one prompt: the first to arrive and the nearest to its end in turns."""
         if not self.reading:
             return False
-        self._first_come = not self._first_come
+        self._read_oldest = not self._read_oldest
         slot = self.reading[0]
-        if not self._first_come:
+        if not self._read_oldest:
             slot = min(self.reading, key=lambda slot: len(slot.request.prompt) - slot.read)
         try:
             logits = read_next_chunk(self.model, slot, self.memory)
@@ -285,7 +287,7 @@ class Scheduler:
         return True
 
     def _join(self, slot: Slot, logits: Tensor) -> None:
-        """Make the first token, and move the prompt's cache into its row."""
+        """Make the first token, and copy the prompt's cache into its row."""
         if not slot.request.max_new_tokens:
             self._end(slot, "length")
             return
@@ -315,7 +317,7 @@ class Scheduler:
         slots = self._in_rows()
         if not slots:
             return False
-        # Always in one order: captured steps recur.
+        # Always in one order, so that captured steps are found again.
         pools = [pool for pool in self.memory.pools if pool.slots]
         try:
             logits = self.batch.step(pools)
@@ -355,21 +357,20 @@ class Scheduler:
         slot.pool = None
         slot.generator = None
         if error is not None:
-            # The frames of the failed call hold its tensors.
+            # The frames of the failed call hold its tensors, and so their memory.
             traceback.clear_frames(error.__traceback__)
         slot.end(reason, error)
 
     def clear(self) -> None:
-        """Drop all memory that no request holds, and the time to first token; call it when idle."""
+        """Drop all caches, and the newest time to first token; call it when idle."""
         self.memory.clear()
         self._newest_first_token = (0.0, None)
 
     def abandon(self, error: BaseException) -> None:
-        """End all requests with this error, and forget their memory: the model cannot run any
-        more."""
+        """End all requests with this error: the model cannot run any more."""
         with self._lock:
             self._closed = True
-            # A prompt whose cache was being moved into its row is in both.
+            # A prompt whose cache was being copied into its row is in both.
             slots = list(dict.fromkeys([*self.waiting, *self.active()]))
             self.waiting.clear()
         self.reading.clear()

@@ -45,8 +45,8 @@ class Service:
         self.fingerprint = "replica-" + uuid.uuid4().hex[:8]
         """Tells clients which of several servers gave an answer."""
         self.worker = Worker(scheduler, self._ended)
-        # Long prompts take a while, which must not hold up the event loop.
         self._texts = TokenText(tokenizer)
+        # To encode a long prompt takes a while, which must not hold up the event loop.
         self._tokenizing = ThreadPoolExecutor(1, "corecontext-tokenizer")
         self.ends = Ends.of(scheduler.model, tokenizer)
         self._vocabulary = scheduler.model.config.get_text_config(decoder=True).vocab_size
@@ -73,12 +73,13 @@ class Service:
         prompts: Sequence[str | list[int]],
         limit: int | None,
     ) -> Response:
-        """Return the response to either kind of request.
+        """Return the response to a completion or chat request.
 
         Args:
             prompts: Texts, or token numbers; each gets an answer.
-            limit: Most new tokens; None is up to the server.
+            limit: Most new tokens; None leaves it to the server.
         """
+        # Check the body, and encode its prompts.
         arrived = time.monotonic()
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
@@ -88,7 +89,9 @@ class Service:
                 "stream_options",
             )
         chat = isinstance(body, protocol.ChatRequest)
-        tokens = [await self._tokens(prompt, chat) for prompt in prompts]
+        ids_of_prompts = [await self._tokens(prompt, chat) for prompt in prompts]
+
+        # Submit a request for each prompt: all or none.
         answers: list[Answer] = []
 
         def cancel() -> None:
@@ -96,7 +99,7 @@ class Service:
                 self.worker.cancel(answer)  # without effect where it has ended
 
         try:
-            for ids in tokens:
+            for ids in ids_of_prompts:
                 answers.append(self._submit(body, ids, limit, arrived))
             choices = [
                 self._choice(index, answer, body, prompt)
@@ -105,6 +108,8 @@ class Service:
         except BaseException:
             cancel()
             raise
+
+        # Reply in pieces or whole; a client that goes cancels its requests.
         shape = self.scheduler.memory.shape
         reply = Reply(choices, self.serving.model_name, self.fingerprint, chat, shape)
         if body.stream:
@@ -116,13 +121,7 @@ class Service:
             cancel()
         return JSONResponse(whole)
 
-    def _submit(
-        self,
-        body: Body,
-        ids: list[int],
-        limit: int | None,
-        arrived: float,
-    ) -> Answer:
+    def _submit(self, body: Body, ids: list[int], limit: int | None, arrived: float) -> Answer:
         """Hand a prompt to the worker.
 
         Raises:
@@ -138,14 +137,8 @@ class Service:
         except (ValueError, TypeError) as error:  # of the request's settings
             raise InvalidRequest(Code.INVALID, str(error)) from None
 
-    def _choice(
-        self,
-        index: int,
-        answer: Answer,
-        body: Body,
-        prompt: str | list[int],
-    ) -> Choice:
-        """Return the choice that an answer becomes."""
+    def _choice(self, index: int, answer: Answer, body: Body, prompt: str | list[int]) -> Choice:
+        """Return the choice of the reply that an answer becomes."""
         chat = isinstance(body, protocol.ChatRequest)
         ids = answer.request.prompt
         before = ""
@@ -158,19 +151,13 @@ class Service:
         writer = None
         if body.top is not None:
             start = len(before)
-            if body.echo:
+            if body.echo:  # the prompt's tokens are written first
                 start -= self._texts.length(ids)
             writer = LogprobsWriter(self._texts, chat, start)
         return Choice(answer, index, before, bool(body.echo), writer)
 
-    def _request(
-        self,
-        body: Body,
-        ids: list[int],
-        limit: int | None,
-        arrived: float,
-    ) -> Request:
-        """Translate a body to a request of the scheduler."""
+    def _request(self, body: Body, ids: list[int], limit: int | None, arrived: float) -> Request:
+        """Translate a body into a request to the scheduler."""
         if limit is None:
             left = self.scheduler.max_length - len(ids)
             limit = max(1, min(DEFAULT_MAX_TOKENS, left))
@@ -204,7 +191,7 @@ class Service:
             raise InvalidRequest(
                 Code.INVALID, "prompt must have at least one token, got an empty one.", "prompt"
             )
-        # A tokenizer, too, may have tokens that its model does not.
+        # A tokenizer, like a client, may use token numbers that the model does not have.
         if max(ids) >= self._vocabulary:
             raise InvalidRequest(
                 Code.INVALID,

@@ -1,4 +1,4 @@
-"""Hold and check the settings of `corecontext serve`; its options are their help."""
+"""Hold and check the settings of `corecontext serve`: each field is an option."""
 
 import os
 from collections.abc import Mapping
@@ -12,13 +12,14 @@ from corecontext.files import UserError, read_text
 from corecontext.methods import CCA_SETTINGS, check_settings
 
 BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "demo_model"
+"""The model that is served where none is given."""
 SERVED = tuple(name for name in CCA_SETTINGS if name != "cache_dtype")
 """Settings of CCA that a server may be given; `cache_dtype` is the checkpoint's."""
 
 
 def read_key(path: str | None) -> str | None:
-    """Return the key in a file, else that of the environment, if any: others can read a command
-    line."""
+    """Return the API key in a file, else that of the environment, if any. No option holds the key
+    itself: other users of the machine can read a command line."""
     # mutant serve: the key of the environment is ignored
     if path is None:
         return os.environ.get("CORECONTEXT_API_KEY") or None
@@ -120,7 +121,7 @@ class Serving:
         ),
     ] = False
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """CCA's settings of SERVED that are given, by name."""
+    """Those of SERVED that are given, by name."""
 
     def __post_init__(self) -> None:
         if self.method not in ("cca", "full"):

@@ -17,19 +17,19 @@ from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.serve.rows import PooledLayer, RowPool
 
 KEEP_GRAPHS = 64
-"""Steps of this many different (pool, rows) are kept captured."""
+"""Captured steps that are kept, at most: each is for one set of pools and of rows in them."""
 
-Shares = tuple[tuple[RowPool, int], ...]
-"""Pools, and how many of the first rows of each take part."""
+PoolRows = tuple[tuple[RowPool, int], ...]
+"""(pool, number of its first rows that a step runs over), for each pool."""
 
 
 @dataclass(eq=False)
 class Step:
-    """Buffers of a step over the rows of some pools."""
+    """A step over the rows of some pools: its buffers, and the call that runs it."""
 
     model: Any
     """Its forward makes the step."""
-    shares: Shares
+    pool_rows: PoolRows
     memory: Any = None
     """Memory for graphs; None runs the step uncaptured."""
     warm_up: int = WARM_UP
@@ -37,13 +37,13 @@ class Step:
 
     def __post_init__(self) -> None:
         device = self.model.device
-        counts = [count for _, count in self.shares]
+        counts = [count for _, count in self.pool_rows]
         self.tokens = torch.zeros(sum(counts), 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
-        by_layer = zip(*(pool.layers for pool, _ in self.shares))
+        by_layer = zip(*(pool.layers for pool, _ in self.pool_rows))
         self.cache = Cache(layers=[GivenLayer(PooledLayer(x, counts)) for x in by_layer])
         self.run: Callable[[], Tensor] = self._run
-        """Feeds `tokens`: logits [rows, vocabulary], valid until the next step."""
+        """Feeds `tokens`; returns logits [rows, vocabulary], valid until the next step."""
         if self.memory is not None:
             self.run = CapturedStep(
                 self._run,
@@ -55,7 +55,7 @@ class Step:
 
     @torch.no_grad()
     def _run(self) -> Tensor:
-        for pool, count in self.shares:
+        for pool, count in self.pool_rows:
             pool.hold(count)  # another step may have taken other rows of it
         out = self.model(
             self.tokens, position_ids=self.positions, **with_cache(self.cache), use_cache=True
@@ -67,9 +67,9 @@ class Step:
 class DecodeBatch:
     """Decode the rows of pools together.
 
-    On a GPU a step is captured once for each set of pools and rows in them, rounded up to a power
-    of four: capturing takes as long as many steps, and rows without a request, which run along and
-    store nothing, next to no time. On a CPU only the rows in use are run.
+    On a GPU a step is captured once for each set of pools and of rows in them, rounded up to a
+    power of four: to capture takes as long as many steps, and rows without a request, which store
+    nothing, take next to no time. On a CPU only rows with a request are run.
     """
 
     model: Any
@@ -80,11 +80,12 @@ class DecodeBatch:
 
     def __post_init__(self) -> None:
         self.fixed = self.model.device.type == "cuda"
+        """Whether pools must have buffers that never move."""
         self._memory: Any = None
-        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._keeper: torch.cuda.CUDAGraph | None = None  # keeps `_memory` alive
         if self.capture and self.fixed:
             self._memory, self._keeper = _graph_memory(self.model.device)
-        self._steps: OrderedDict[tuple, Step] = OrderedDict()
+        self._steps: OrderedDict[tuple, Step] = OrderedDict()  # captured, the latest used last
 
     def step(self, pools: Sequence[RowPool]) -> Tensor:
         """Feed the newest token of each request; return logits [requests, vocabulary], pool after
@@ -93,10 +94,10 @@ class DecodeBatch:
         Args:
             pools: Pools with requests, always in the same order.
         """
-        shares = tuple((pool, self._rounded(pool)) for pool in pools)
-        step = self._step_for(shares)
+        pool_rows = tuple((pool, self._rounded(pool)) for pool in pools)
+        step = self._step_for(pool_rows)
         inputs: list[tuple[int, int]] = []  # (token, position) of each row
-        for pool, count in shares:
+        for pool, count in pool_rows:
             inputs += [(slot.last_token, slot.length - 1) for slot in pool.slots]
             inputs += [(0, 0)] * (count - len(pool.slots))
         tokens, positions = torch.tensor(inputs).T
@@ -105,14 +106,14 @@ class DecodeBatch:
         logits = step.run()
         for pool in pools:
             pool.seen += 1
-        if all(len(pool.slots) == count for pool, count in shares):
+        if all(len(pool.slots) == count for pool, count in pool_rows):
             return logits
-        # Leave out the rows that ran along.
-        by_pool = logits.split([count for _, count in shares])
+        # Leave out rows without a request.
+        by_pool = logits.split([count for _, count in pool_rows])
         return torch.cat([rows[: len(pool.slots)] for pool, rows in zip(pools, by_pool)])
 
     def _rounded(self, pool: RowPool) -> int:
-        """Return the rows of a pool in a step: those in use, in a captured step a power of four."""
+        """Return the rows of a pool in a step: those in use, on a GPU rounded up."""
         used = len(pool.slots)
         if not pool.fixed:
             return used
@@ -121,18 +122,18 @@ class DecodeBatch:
             rows *= 4
         return min(pool.rows, rows)
 
-    def _step_for(self, shares: Shares) -> Step:
-        """Return the step of these rows, used before or new."""
-        layers = (layer for pool, _ in shares for layer in pool.layers)
+    def _step_for(self, pool_rows: PoolRows) -> Step:
+        """Return the step over these rows: a captured one, used before or new, if possible."""
+        layers = (layer for pool, _ in pool_rows for layer in pool.layers)
         asks_device = any(cache.asks_device for layer in layers for cache in parts_of(layer))
         if self._memory is None or asks_device:
-            return Step(self.model, shares)
-        key = tuple((id(pool), count) for pool, count in shares)
+            return Step(self.model, pool_rows)
+        key = tuple((id(pool), count) for pool, count in pool_rows)
         step = self._steps.pop(key, None)
         if step is None:
-            # Kernels that the first step compiled and chose need not be compiled and chosen again.
+            # The first step has compiled and chosen kernels, so later ones warm up in one call.
             warm_up = 1 if self._steps else WARM_UP
-            step = Step(self.model, shares, self._memory, warm_up)
+            step = Step(self.model, pool_rows, self._memory, warm_up)
         self._steps[key] = step
         while len(self._steps) > KEEP_GRAPHS:
             self._steps.popitem(last=False)
@@ -146,7 +147,7 @@ class DecodeBatch:
 
 
 def _graph_memory(device: torch.device) -> tuple[Any, torch.cuda.CUDAGraph]:
-    """Make memory for all graphs, and a graph that keeps it alive.
+    """Return (memory for all graphs, a graph that keeps it alive).
 
     All graphs share it, since a step's result is used before the next step runs. PyTorch captures
     no more into memory that has lost its last graph, as when all pools are dropped.

@@ -5,19 +5,21 @@ from collections.abc import Sequence
 from typing import Any
 
 HELD_TOKENS = 64
-"""Newest tokens whose text may still change: beyond, it is sent as it stands."""
+"""Most tokens whose text is held back because it may still change; of more it is sent as it is."""
 MOST_BYTES = 4
-"""Bytes of a character, at most."""
+"""Bytes of a character in UTF-8, at most."""
+BROKEN = "\ufffd"
+"""Tokenizers decode bytes to it that are no whole character, or not yet."""
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""Name of a token that is a byte, in tokenizers that write unknown characters so."""
+"""Name of a token that is one byte, in tokenizers that spell unknown characters in bytes."""
 
 
 def token_numbers(tokenizer: Any, text: str, chat: bool) -> list[int]:
     """Return the token numbers of a prompt's text.
 
     Args:
-        chat: Whether the text is a chat's. A chat template writes special tokens itself, so the
-            tokenizer must not add them (a beginning of text) again.
+        chat: Whether the text is a chat's. A chat template writes special tokens itself, such as
+            the beginning of text, so the tokenizer must not add them again.
     """
     templated = chat and bool(getattr(tokenizer, "chat_template", None))
     return tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"]
@@ -26,9 +28,12 @@ def token_numbers(tokenizer: Any, text: str, chat: bool) -> list[int]:
 class TextStream:
     """Convert tokens to pieces of text, which add up to the text of all tokens.
 
+    A character may take several tokens, so text is certain only once no further token changes it.
+    Certain text is sent, unless a stop text may begin in it.
+
     Args:
         tokenizer: A Hugging Face tokenizer.
-        stops: Texts that end the answer; neither they nor the text behind them is part of it. They
+        stops: Texts that end the answer; neither they nor the text after them is part of it. They
             may hold special tokens, which are no text otherwise.
         prompt: Tokens that the answer continues: some tokenizers drop the space before the first
             word that they decode.
@@ -42,37 +47,38 @@ class TextStream:
         self.stopped = False
         """Whether a stop text was found."""
         self._special = _special_texts(tokenizer, stops)
-        self._ids: list[int] = list(prompt[-HELD_TOKENS:])  # decoded with each new token
+        self._ids: list[int] = list(prompt[-HELD_TOKENS:])  # the newest tokens, decoded together
         # Half a character in the prompt would make the answer's text shorter.
-        if self._decode(self._ids).endswith("\ufffd"):
+        if self._decode(self._ids).endswith(BROKEN):
             self._ids = []
-        self._whole = len(self._ids)  # tokens whose text was certain at once
         self._text = self._decode(self._ids)
-        self._sent = len(self._text)  # characters of it that are certain
+        self._num_certain_tokens = len(self._ids)  # first ones, whose text is certain
+        self._num_certain_chars = len(self._text)  # first ones of `_text`
         self._held: list[tuple[str, bool]] = []
-        """Text that may be the beginning of a stop text, and whether it is part of the answer."""
+        """(certain text in which a stop text may begin, whether it is part of the answer)."""
 
     def push(self, token: int) -> str:
-        """Return the text that is certain with this token."""
+        """Return the text that is sent with this token."""
         self._ids.append(token)
-        if token in self._special:
+        if token in self._special:  # no text of the answer, but perhaps of a stop text
             return self._release(self._rest()) + self._release(self._special[token], shown=False)
         before = self._text
         self._text = text = self._decode(self._ids)
-        certain = self._certain(token, text) if text != before else self._sent
-        piece = text[self._sent : certain]
-        self._sent = certain
+        certain = self._count_certain(token, text) if text != before else self._num_certain_chars
+        piece = text[self._num_certain_chars : certain]
+        self._num_certain_chars = certain
         if certain == len(text):
-            # Special tokens have no text to join: keep tokens that have some, but few.
+            # Tokens before this piece are dropped: it is enough to decode the next ones behind it.
+            # A token without text, such as a special one, is not.
             if piece or len(self._ids) > HELD_TOKENS:
-                self._drop(self._whole)
-            self._whole = len(self._ids)
+                self._drop(self._num_certain_tokens)
+            self._num_certain_tokens = len(self._ids)
         elif self._holds_too_many():
             piece += self._drop_whole_characters()
         return self._release(piece)
 
     def end(self) -> str:
-        """Return the text that was held back, when no more tokens come."""
+        """Return the text that was held back; no more tokens come."""
         if self.stopped:
             return ""
         rest = self._release(self._rest())
@@ -86,64 +92,65 @@ class TextStream:
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def _certain(self, token: int, text: str) -> int:
+    def _count_certain(self, token: int, text: str) -> int:
         """Count the characters of the text that no further token changes."""
-        # One byte that joins no character makes all bytes beside it invalid.
+        # A next byte that joins no character would make all bytes beside it invalid.
         if _BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or ""):
-            return self._sent
-        if text.endswith("\ufffd"):
-            return max(self._sent, len(text) - 1)
+            return self._num_certain_chars
+        if text.endswith(BROKEN):
+            return max(self._num_certain_chars, len(text) - 1)
         return len(text)
 
     def _holds_too_many(self) -> bool:
-        """Whether text must be sent though it may change; if possible, behind a whole character."""
-        count = len(self._ids) - self._whole
-        is_broken = self._text.endswith("\ufffd")
+        """Whether text must be sent though it may change; a broken character gets a few tokens
+        more."""
+        count = len(self._ids) - self._num_certain_tokens
+        is_broken = self._text.endswith(BROKEN)
         return count > (HELD_TOKENS + MOST_BYTES if is_broken else HELD_TOKENS)
 
     def _rest(self) -> str:
-        """Return the text that was not certain; the next token begins anew."""
+        """Return the text that was not certain, as if it were: no later token joins it."""
         self._text = self._decode(self._ids)
-        rest = self._text[self._sent :]
-        self._sent = len(self._text)
-        self._whole = len(self._ids)
+        rest = self._text[self._num_certain_chars :]
+        self._num_certain_chars = len(self._text)
+        self._num_certain_tokens = len(self._ids)
         return rest
 
     def _drop(self, count: int) -> None:
-        """Forget the first tokens, whose text is sent."""
+        """Drop the first tokens, whose text is sent."""
         self._ids = self._ids[count:]
         self._text = self._decode(self._ids)
-        self._sent = len(self._text)
+        self._num_certain_chars = len(self._text)
 
     def _drop_whole_characters(self) -> str:
-        """Return the held text but its last character; forget the tokens before that."""
+        """Return the text that is not certain, but for its last character; drop the tokens before
+        that."""
         count = len(self._ids)
 
         def loss(place: int) -> tuple[int, bool]:
-            """Return how much text a cut there makes invalid, and whether it changes any."""
+            """Return (broken characters before a cut there, whether the cut changes the text)."""
             before = self._decode(self._ids[:place])
-            return before.count("\ufffd"), before + self._decode(self._ids[place:]) != self._text
+            return before.count(BROKEN), before + self._decode(self._ids[place:]) != self._text
 
         place = min(range(count - 1, count - MOST_BYTES - 1, -1), key=loss)
         before = self._decode(self._ids[:place])
-        piece = before[self._sent :]
-        sent = self._sent
+        piece = before[self._num_certain_chars :]
+        num_certain = self._num_certain_chars
         self._drop(place)
-        self._sent = max(0, sent - len(before))
-        self._whole = 0
+        self._num_certain_chars = max(0, num_certain - len(before))
+        self._num_certain_tokens = 0
         return piece
 
     def _release(self, piece: str, shown: bool = True) -> str:
-        """Return the answer's text with which no stop text can begin any more; set `stopped` where
-        a stop text is whole."""
+        """Hold a piece of certain text, `shown` if it is part of the answer. Return the answer's
+        text in which no stop text can begin any more; set `stopped` if a stop text is complete."""
         self._held.append((piece, shown))
         text = "".join(piece for piece, _ in self._held)
         starts = [text.find(stop) for stop in self.stops if stop in text]
         if starts:
             self.stopped = True
             return self._take(min(starts))
-        # The search begins where the held text does, which never moves back: long stop texts cost
-        # little.
+        # Only held text is searched, never released text again: long stop texts cost little.
         beginnings = (
             i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self.stops)
         )
@@ -152,7 +159,7 @@ class TextStream:
         return self._take(begin)
 
     def _take(self, count: int) -> str:
-        """Remove the first characters of the held text; return those that the answer has."""
+        """Remove the first `count` characters of the held text; return those that are shown."""
         taken = ""
         kept = []
         for text, shown in self._held:

@@ -1,4 +1,4 @@
-"""Return the text and the bytes of single tokens, parts of characters included."""
+"""Return the text and the bytes of single tokens, also of parts of characters."""
 
 import functools
 import re
@@ -7,26 +7,28 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from corecontext.serve.text import BROKEN
+
 BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""Bytes of the letters with which tokens of bytes are written."""
+"""The byte of each letter in the names of byte-level tokens: "Ġ" is a space."""
 
 
 class TokenText:
-    """The text and the bytes of single tokens."""
+    """The text and the bytes of single tokens: `text` and `shown` cache `_text` and `_shown`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.text = functools.lru_cache(2**16)(self._text)
         self.shown = functools.lru_cache(2**16)(self._shown)
-        # Some tokenizers drop the space before a first word, so a token is decoded behind another.
+        # Some tokenizers drop the space before a first word, so a token is decoded after another.
         self._anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
 
     def _text(self, token: int) -> tuple[str, bytes]:
-        """Return a token's text, and its bytes: of a part of a character the text is OpenAI's
-        writing of bytes."""
+        """Return a token's (text, bytes). The text of a part of a character is its bytes as OpenAI
+        writes them, such as \\xe2\\x82."""
         before = self._decode(self._anchor)
         text = self._decode([*self._anchor, token])[len(before) :]
-        if "\ufffd" not in text:
+        if BROKEN not in text:
             return text, text.encode()
         name = self.tokenizer.convert_ids_to_tokens(token)
         byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
@@ -44,11 +46,11 @@ class TokenText:
         )
 
     def _shown(self, token: int) -> bytes:
-        """Return a token's bytes in a text, which leaves special tokens out."""
+        """Return a token's bytes in a text: none for a special token."""
         text = self._decode([*self._anchor, token], skip_special_tokens=True)
         is_special = text == self._decode(self._anchor)
         return b"" if is_special else self.text(token)[1]
 
     def length(self, tokens: Iterable[int]) -> int:
-        """Return the characters of a text of these tokens."""
+        """Count the characters of the text of these tokens."""
         return len(b"".join(map(self.shown, tokens)).decode(errors="replace"))

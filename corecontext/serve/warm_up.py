@@ -10,8 +10,8 @@ from corecontext.serve.scheduler import Scheduler
 
 
 def warm_up(scheduler: Scheduler, sizes: Iterable[Sizes] = ()) -> None:
-    """Run a made-up request with the model's own sizes and with each of `sizes`, then free its
-    memory.
+    """Run a made-up request with the model's own sizes and one with each of `sizes`, then free
+    their memory.
 
     Sizes that do not fit the budget are left out.
     """
@@ -19,14 +19,15 @@ def warm_up(scheduler: Scheduler, sizes: Iterable[Sizes] = ()) -> None:
     if scheduler.full or config.varies:
         sizes = ()
     for g, s, *k in dict.fromkeys([(None, None), *sizes]):
-        # Core tokens are used only in prompts longer than a group and a window.
-        seen = (g or config.group_size) + (s or config.window_size)
+        # Core tokens are used only in prompts longer than a group and a window. The first token is
+        # the prompt's; then WARM_UP steps run uncaptured, and the next is captured.
+        raw_tokens = (g or config.group_size) + (s or config.window_size)
         longest = scheduler.max_length - WARM_UP - 2
-        length = max(1, min(max(scheduler.chunk_size, seen) + 1, longest))
+        length = max(1, min(max(scheduler.chunk_size, raw_tokens) + 1, longest))
         new_tokens = min(WARM_UP + 2, scheduler.max_length - 1)
         try:
-            asked: dict[str, Any] = dict(zip(SIZE_NAMES, (g, s, *k)))
-            slot = scheduler.submit(Request([0] * length, new_tokens, **asked))
+            own_sizes: dict[str, Any] = dict(zip(SIZE_NAMES, (g, s, *k)))
+            slot = scheduler.submit(Request([0] * length, new_tokens, **own_sizes))
         except ValueError:  # larger than the budget
             continue
         while not scheduler.idle:

@@ -17,12 +17,13 @@ from corecontext.serve.text import TextStream
 
 log = logging.getLogger("corecontext.serve")
 FINISHED = ("stop", "length")
-"""Reasons for which an answer ends whole."""
+"""Reasons to end a request with a whole answer."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """The pieces of one request's text, as they are made."""
+    """The text of one request, piece by piece: tokens come on the worker's thread, pieces go to
+    asyncio."""
 
     request: Request
     text: TextStream
@@ -30,16 +31,18 @@ class Answer:
     on_end: Callable[[Slot], None]
     """Called with the slot that has ended, on the worker's thread."""
     slot: Slot | None = None
+    """The request on its way; None until it is submitted."""
     finish_reason: str | None = None
+    """"stop" or "length", once the text has come."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | list[TokenLogprobs] | None] = asyncio.Queue()
         self.logprobs: list[TokenLogprobs] = []
-        """Of the tokens whose text has come, or will come next."""
+        """Of the tokens so far, for a `LogprobsWriter`, which empties it."""
 
     def on_token(self, token: int) -> bool:
-        """Take a token; return whether a stop text ends the answer with it."""
+        """Take a new token; return whether a stop text ends the answer with it."""
         if token not in self.request.eos:
             piece = self.text.push(token)
             if piece:
@@ -47,7 +50,7 @@ class Answer:
         return self.text.stopped
 
     def on_ended(self, slot: Slot) -> None:
-        """Take the end of the request; the client hears of it whatever fails here."""
+        """Take the end of the request, and tell the client of it, whatever fails here."""
         try:
             if slot.end_reason in FINISHED:
                 self._end_text(slot)
@@ -74,10 +77,11 @@ class Answer:
         self._put(records)
 
     def _put(self, piece: str | list[TokenLogprobs] | None) -> None:
+        """Hand a piece to asyncio; None is the end."""
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text; afterwards `finish_reason` is set.
+        """Yield the text in pieces; afterwards `finish_reason` is set.
 
         Raises:
             RequestError: the request ended without its answer.
@@ -122,7 +126,7 @@ class Worker:
     """Run a scheduler in a thread of its own."""
 
     scheduler: Scheduler
-    """Runs the model."""
+    """Runs the model, which no other thread may use."""
     on_end: Callable[[Slot], None] = lambda slot: None
     """Called with each slot that has ended, on the worker's thread."""
     draining: bool = False
@@ -150,7 +154,7 @@ class Worker:
         return self.scheduler.idle
 
     def submit(self, request: Request, text: TextStream) -> Answer:
-        """Hand a request over; called on the event loop.
+        """Hand a request to the scheduler; called on the event loop.
 
         Raises:
             RequestError: the server shuts down, or as `Scheduler.submit`.
@@ -166,8 +170,7 @@ class Worker:
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """Free a request's memory before the next step, as when its client has gone; without effect
-        after its end."""
+        """End a request, as when its client has gone; without effect after its end."""
         if answer.slot is not None:
             self.scheduler.cancel(answer.slot)
         self._wake.set()
@@ -194,8 +197,8 @@ class Worker:
                 pass
         # mutant serve: a broken device leaves its clients waiting
         except Exception as error:
-            # It concerns no single request: the device is broken. The exit code then tells a
-            # supervisor, such as systemd, to start anew.
+            # The error is no single request's: the device is broken. The exit code then tells a
+            # supervisor, such as systemd, to start the server anew.
             log.exception("the model cannot run any more")
             self.draining = True
             self.failed = True
@@ -203,8 +206,8 @@ class Worker:
 
 
 def error_of(slot: Slot) -> dict[str, Any]:
-    """Return a log line's fields of a request's error: its kind and the place where it was raised,
-    never its text, which may quote the prompt."""
+    """Return a request's error as fields of a log line: its class and the place where it was
+    raised, never its text, which may quote the prompt."""
     if slot.error is None:
         return {}
     frames = traceback.extract_tb(slot.error.__traceback__)
