@@ -507,7 +507,7 @@ def test_an_error_ends_what_it_concerns_and_no_more(model, monkeypatch):
     talker.submit(scheduler)
     monkeypatch.setattr(model.model, "forward", failing)
     scheduler._admit()
-    scheduler._first_come = False  # the one that came first has its turn
+    scheduler._read_oldest = False  # the one that came first has its turn
     scheduler._read()
     assert bad.end_reason == "error" and isinstance(bad.error, torch.OutOfMemoryError)
     monkeypatch.setattr(model.model, "forward", original)

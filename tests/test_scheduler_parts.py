@@ -672,7 +672,7 @@ def test_a_request_that_has_ended_holds_nothing(model, monkeypatch, how):
     if how == "error":
         with monkeypatch.context() as patch:
             patch.setattr(scheduler_module, "read_next_chunk", lambda *given: 1 / 0)
-            scheduler._first_come = False
+            scheduler._read_oldest = False
             scheduler.run_turn()
     while slot.end_reason is None:
         scheduler.run_turn()

@@ -231,7 +231,7 @@ def test_a_refusal_shows_little_of_a_header_and_names_the_scheme_of_the_key():
     local = guarded(None, None, local=True)
     shown = json.loads(local._refuse_anywhere({b"host": b"\xe9" + b"x" * 200}).body)
     assert f"got '\\xe9{'x' * 99}'. Send that" in shown["error"]["message"]
-    assert guarded(None)._refuse({}, "GET").headers["www-authenticate"] == "Bearer"
+    assert guarded(None)._refuse_api({}, "GET").headers["www-authenticate"] == "Bearer"
 
 
 def test_only_servers_without_a_key_on_the_loopback_look_at_the_host():
