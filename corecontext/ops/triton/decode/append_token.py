@@ -1,11 +1,12 @@
 """Append a token in a decoding step: store it, attend to it alone, pool the group that it closes.
 
-No other program of the step reads what this writes: the new token comes from the arguments, its
-ring slot held a token that no query sees any more, and the core token of the group that it closes
-is not visible yet, for (t + 1 - s) // g < (t + 1) / g.
+No other program of the step reads what this writes: the new token comes from the arguments; its
+ring slot held a token that no query sees any more; and the core token of the group that it closes
+is not visible yet, since the query at t sees (t + 1 - s) // g groups and there are (t + 1) / g.
 
 In 8 bits the token is rounded first, then attended to and pooled as it was rounded, as everywhere
-(cache/eight_bit.py).
+(cache/eight_bit.py). Pooling holds the first and the second columns of all pairs, which rotate
+together, in two tensors, `_a` and `_b`.
 """
 
 import triton
@@ -45,11 +46,12 @@ def append_token(
     alone.
 
     Args:
-        tokens: Pointer to q, the stride of its heads, pointers to k and v.
-        cache: Pointers to the row's keys, values, their scales and masses.
-        tables: Pointers to cosines and sines.
-        partial: Pointers to this part's output [HEADS, D] and log-sum-exp [HEADS].
-        place: Position and slot of the new token, capacity, ring_size and group_size.
+        tokens: Pointer to the queries of a KV head, the stride of a head, pointers to its k and v.
+        cache: Pointers to the row's keys, values, scales of keys and of values, and masses.
+        tables: Pointers to cosines and sines [g, R / 2], as of `Slots.rotation`.
+        partial: Pointers to this part's output [heads, D] and log-sum-exp [heads].
+        place: Position (below 0 in padding) and ring slot of the new token, capacity, ring_size and
+            group_size.
         factors: scale and softcap of scores.
         CACHE, POOLING, TILE: `plan.CacheForm`, `plan.Pooling` and `plan.Tile`.
     """
@@ -67,7 +69,7 @@ def append_token(
     mask = tile_mask(heads, TILE.heads, dims, TILE.dim)
     in_dims = dims < TILE.dim
     q = tl.load(q_ptr + heads[:, None] * q_stride + dims[None, :], mask=mask, other=0.0)
-    q = q.to(tl.float32)  # [R, D]
+    q = q.to(tl.float32)  # [heads, D]
     k = tl.load(k_ptr + dims, mask=in_dims, other=0.0)  # [D]
     v = tl.load(v_ptr + dims, mask=in_dims, other=0.0)
 
@@ -96,11 +98,11 @@ def append_token(
         tl.store(keys_ptr + at, k, mask=dims < stored)
         tl.store(values_ptr + at, v, mask=dims < stored)
 
-    # Attend to it alone: its value, with its score for a log-sum-exp.
-    products = tl.sum(q * k.to(tl.float32)[None, :], 1)  # [R]
+    # Attend to it alone: the output is its value, the log-sum-exp its score.
+    products = tl.sum(q * k.to(tl.float32)[None, :], 1)  # [heads]
     scores, _ = log2_scores(products, scale, 0.0, softcap, CACHE.has_softcap)
     tl.store(lse_ptr + heads, scores, mask=heads < TILE.heads)
-    value = tl.zeros([BLOCK_R, 1], tl.float32) + v.to(tl.float32)[None, :]  # [R, D]
+    value = tl.zeros([BLOCK_R, 1], tl.float32) + v.to(tl.float32)[None, :]  # [heads, D]
     tl.store(acc_ptr + heads[:, None] * TILE.dim + dims[None, :], value, mask=mask)
 
     if POOLING.pools:
@@ -111,8 +113,8 @@ def append_token(
             v_ring = (values_ptr, vs_ptr, v_ptr, new_vs)
             place_of_core = (core, slot, ring_size, group_size)
             query = (q_ptr, q_stride)
-            group = (k_ring, v_ring, mass_ptr)
-            _pool_group(query, group, tables, place_of_core, factors, CACHE, POOLING, TILE)
+            rings = (k_ring, v_ring, mass_ptr)
+            _pool_group(query, rings, tables, place_of_core, factors, CACHE, POOLING, TILE)
 
 
 @triton.jit
@@ -132,7 +134,7 @@ def _pool_group(
 
     Args:
         query: Pointer to the new token's queries, and the stride of heads.
-        cache: `ring` of `_load_group` for keys and for values, and a pointer to masses.
+        cache: `ring` of `_load_columns` for keys and for values, and a pointer to masses.
         tables: Pointers to cosines and sines.
         place: Number of the core token, slot of the new token, ring_size and group_size.
     """
@@ -143,25 +145,25 @@ def _pool_group(
     BLOCK_G: tl.constexpr = POOLING.block_g
     BLOCK_P: tl.constexpr = TILE.block_d // 2
     ring = (slot, ring_size, group_size)
-    # a and b: the two columns of each pair that rotates together.
+    # Numbers of the pairs, and of the first and second column of each.
     pairs, a, b = column_pairs(BLOCK_P, TILE.dim, POOLING.half, POOLING.interleaved)
     heads = tl.arange(0, BLOCK_R)
-    q_a = _load_heads(query, heads, a, TILE)  # [R, P]
+    q_a = _load_heads(query, heads, a, TILE)  # [heads, pairs]
     q_b = _load_heads(query, heads, b, TILE)
 
-    # The maximum and the sum of each query head's softmax.
+    # The maximum and the sum of each head's softmax over the group, of scores z [heads, tokens].
     running_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_R], tl.float32)
     for start in range(0, group_size, BLOCK_G):
         rows = start + tl.arange(0, BLOCK_G)
-        k = _load_group(k_ring, rows, (a, b), ring, TILE.dim, KIND)  # [1, G, P] each
-        z, _ = token_scores((q_a, q_b), k, rows, group_size, factors, CACHE.has_softcap)  # [R, G]
+        k = _load_group(k_ring, rows, (a, b), ring, TILE.dim, KIND)  # [1, tokens, pairs] each
+        z, _ = token_scores((q_a, q_b), k, rows, group_size, factors, CACHE.has_softcap)
         new_max = tl.maximum(running_max, tl.max(z, 1))
         fade = tl.exp(running_max - new_max)
         running_sum = running_sum * fade + tl.sum(tl.exp(z - new_max[:, None]), 1)
         running_max = new_max
 
-    # Sums of the tokens by the mean of the heads' weights.
+    # Sums of the tokens, weighted by the mean of the heads' weights.
     core_k_a = tl.zeros([1, BLOCK_P], tl.float32)
     core_k_b = tl.zeros([1, BLOCK_P], tl.float32)
     core_v_a = tl.zeros([1, BLOCK_P], tl.float32)
@@ -175,7 +177,7 @@ def _pool_group(
         z, _ = token_scores((q_a, q_b), k, rows, group_size, factors, CACHE.has_softcap)
         weights = tl.exp(z - running_max[:, None]) / running_sum[:, None]
         weights = tl.where((heads < TILE.heads)[:, None], weights, 0.0)
-        weights = tl.sum(weights, 0)[None, :] / TILE.heads  # [1, G]
+        weights = tl.sum(weights, 0)[None, :] / TILE.heads  # [1, tokens]
         w = weights[:, :, None]
         pooled_a, pooled_b = pool_pairs(w, k, cos, sin)
         core_k_a += pooled_a
@@ -205,19 +207,19 @@ def _load_heads(query, heads, cols, TILE: tl.constexpr):
 
 @triton.jit
 def _load_group(ring, rows, pairs, sizes, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Load both columns of pairs of tokens of the group that ends in a slot, [1, rows, pairs]."""
+    """Load both columns of pairs as `_load_columns` does, [1, rows, pairs] each."""
     x_a = _load_columns(ring, rows, pairs[0], sizes, HEAD_DIM, KIND)
     return x_a, _load_columns(ring, rows, pairs[1], sizes, HEAD_DIM, KIND)
 
 
 @triton.jit
 def _load_columns(ring, rows, cols, sizes, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Load tokens of the group that ends in a slot, [1, rows, columns] in float32, 0 outside. The
-    last one comes from the arguments: another thread may still be writing its slot.
+    """Load tokens `rows` of the group that the new token ends, [1, rows, columns] in float32, 0
+    outside. The new token comes from the arguments: another thread may still be writing its slot.
 
     Args:
         ring: Pointers to the buffer, its scales and the new token, and the new token's scale.
-        sizes: The slot, ring_size and group_size.
+        sizes: The new token's slot, ring_size and group_size.
     """
     ring_ptr, scale_ptr, new_ptr, new_scale = ring
     slot, ring_size, group_size = sizes

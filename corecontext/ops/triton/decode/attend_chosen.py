@@ -1,5 +1,9 @@
 """Attend to the raw tokens of chosen groups in a decoding step, and to their core tokens, which the
-merge takes out again."""
+merge takes out again.
+
+The parts of `attend_compact` count the core tokens of all visible groups, as they may run before
+the choice; so those of chosen groups are a part of their own here, and the merge subtracts it.
+"""
 
 import triton
 import triton.language as tl
@@ -40,20 +44,22 @@ def attend_chosen_kernel(
 ):
     """Attend to fetched tokens in parts, and to the core tokens of the groups chosen in one more.
 
-    Grid: (B Hkv, programs). A program reads the tokens of groups_each groups once, for all heads,
-    the last one the core tokens of all groups chosen. Where a group is missing in its slot, its
-    program loads it from host memory and leaves it there.
+    Grid: (B Hkv, programs). A program reads the tokens of groups_each groups once, for all heads;
+    the last program reads the core tokens of all groups chosen. Where a group is not in its slot
+    yet, its program loads it from host memory and stores it there.
 
     Args:
         q_ptr: [B, H, 1, D].
-        cache: As of `attend_compact_kernel`.
-        fetched: Pointers to keys and values [B Hkv, fetched_room, D], raw ones behind FETCHED_SINKS
-            tokens, or slots of groups.
+        cache: Pointers to keys and values [B Hkv, capacity, D] and masses [B Hkv, capacity].
+        fetched: Pointers to keys and values [B Hkv, fetched_room, D] that groups are read from: all
+            raw tokens, FETCHED_SINKS of them before group 0; or slots of one group each.
         raw: Where HAS_SLOTS, pointers to raw keys and values [B Hkv, raw_room, D] in host memory.
         chosen: Pointers to the groups chosen, [B Hkv, num_chosen] in int32, -1 for none, and to
             their places in `fetched`: the same, or their slots as `give_slots` writes them.
-        length, partial: As of `attend_compact_kernel`; this launch's parts are behind that of the
-            new token, that of the core tokens last.
+        length: Pointers to the length on the device, and to each row's padding.
+        partial: Pointers to outputs [B Hkv, num_parts, HEADS, D] and log-sum-exp [B Hkv, num_parts,
+            HEADS] in float32; part 0 is the new token, this launch writes 1, 2 and so on.
+        CACHE, TILE: `plan.CacheForm` and `plan.Tile`.
     """
     values = integers(numbers)
     seen, kv_heads, group_size, window_size, capacity = values[:5]
@@ -62,11 +68,12 @@ def attend_chosen_kernel(
     program = tl.program_id(1)
     SINKS: tl.constexpr = CACHE.sinks
     q_ptr += batch * q_strides[0] + head * TILE.heads * q_strides[1]
-    q = load_queries(q_ptr, q_strides[1], TILE)  # [M, D]
+    q = load_queries(q_ptr, q_strides[1], TILE)  # [heads, D]
     entries, _ = num_entries((position, capacity, ring_size, group_size, window_size), SINKS)
     fetched_k_ptr = fetched[0] + n * fetched_room * TILE.dim
     fetched_v_ptr = fetched[1] + n * fetched_room * TILE.dim
     numbers_ptr = chosen[1] + n * num_chosen
+    # Core tokens are groups of one token in the compact cache, behind its ring and first tokens.
     is_core = program == tl.num_programs(1) - 1
     if is_core:
         fetched_k_ptr = cache[0] + n * capacity * TILE.dim
@@ -96,18 +103,21 @@ def attend_chosen_kernel(
 def _fetched_sums(
     q, pointers, bounds, sizes, scale, FIRST: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Attend from all heads to a share of the tokens of chosen groups; return the sums for
+    """Attend from all heads to some of the tokens of chosen groups; return the sums for
     `store_part`.
 
+    The tokens of all chosen groups are numbered: token i is number i % g of chosen group i // g.
+
     Args:
-        q: [M, D].
-        pointers: To the row's keys, values and masses; to its keys and values in host memory; and
-            to the places of its groups among the former, and to their numbers. A place is -1 for
-            none, and -2 - slot for a slot into which the group must be loaded first.
-        bounds: The share's first token of those of all chosen groups, and one past its last.
-        sizes: Tokens of a group, before the first group, in all, and, where there are masses, with
-            them.
-        FIRST: First tokens in host memory, where places are slots; else -1.
+        q: [heads, D].
+        pointers: Three tuples of pointers: to the row's keys, values and masses in `buffers`; to
+            its keys and values in host memory; to the places of its chosen groups in `buffers`, and
+            to their numbers. A place is -1 for none, -2 - slot for a slot into which the group must
+            be loaded first.
+        bounds: The first of these tokens that is read, and one past the last.
+        sizes: Tokens of a group; in `buffers` tokens before the first group, tokens in all, and
+            tokens with masses (0 where there are none).
+        FIRST: First tokens in host memory (SINKS), where places are slots; else -1.
     """
     buffers, in_host, numbers = pointers
     group_size, before, room, with_mass = sizes
@@ -122,7 +132,7 @@ def _fetched_sums(
     offs = tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=TILE.stages):
         place = start + offs
-        group = tl.load(numbers[0] + place // group_size, mask=place < end, other=-1)  # [N]
+        group = tl.load(numbers[0] + place // group_size, mask=place < end, other=-1)  # [tokens]
         if FIRST >= 0:
             is_missing = group < -1
             group = tl.where(is_missing, -2 - group, group)
@@ -140,7 +150,7 @@ def _fetched_sums(
             at_raw = source[:, None] * TILE.dim + dims[None, :]
             k_ptrs = tl.where(is_missing[:, None], in_host[0] + at_raw, k_ptrs)
             v_ptrs = tl.where(is_missing[:, None], in_host[1] + at_raw, v_ptrs)
-        k = tl.load(k_ptrs, mask=exists, other=0.0)  # [N, D]
+        k = tl.load(k_ptrs, mask=exists, other=0.0)  # [tokens, D]
         v = tl.load(v_ptrs, mask=exists, other=0.0)
         if FIRST >= 0:
             # mutant fetch: a group that a step loads is not kept
@@ -149,11 +159,11 @@ def _fetched_sums(
         mass = 0.0
         if CACHE.has_mass:
             mass = tl.load(buffers[2] + token, mask=seen & (token < with_mass), other=0.0)[None, :]
-        products = tile_products(q, k, TILE.vector)  # [M, N]
+        products = tile_products(q, k, TILE.vector)  # [heads, tokens]
         scores, _ = log2_scores(products, scale, mass, 1.0, False)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(
             scores, running_max, running_sum, True
         )
-        acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)  # [M, D]
+        acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)  # [heads, D]
     return acc, running_sum, running_max

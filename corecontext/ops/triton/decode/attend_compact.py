@@ -39,20 +39,21 @@ def attend_compact_kernel(
     """Append the new tokens, and attend to compact entries in parts, the core tokens of all visible
     groups among them.
 
-    Grid: (B Hkv, programs). A program reads an even share of the visible entries once, for all
+    Grid: (B Hkv, programs). A program reads an even piece of the visible entries once, for all
     heads. The first one also stores the new token and pools the group that it closes, the last one
     writes the index of an earlier group: no program of the step reads what these two write.
 
     Args:
         tokens: Pointers to q [B, H, 1, D], k and v [B, Hkv, 1, D].
         cache: Pointers to keys and values [B Hkv, capacity, D] and masses [B Hkv, capacity].
-        raw: Pointers to raw keys and values [B Hkv, room, D].
+        raw: Pointers to raw keys and values [B Hkv, room, D], on the device or in host memory.
         index: Pointers to codes [B Hkv, num_groups, bytes], scales [B Hkv, num_groups, scales],
             centre [B Hkv, D] and the index's rotation in float32.
         tables: Pointers to cosines and sines.
         length: Pointers to the length on the device, and to each row's padding.
         partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
-            in float32: the new token is part 0, this launch's parts are behind num_fetching more.
+            in float32: part 0 is the new token, then come num_fetching parts of
+            `attend_chosen_kernel`, then this launch's, one for each program.
     """
     values = integers(numbers)
     seen, kv_heads, num_groups, group_size, window_size = values[:5]
@@ -71,7 +72,7 @@ def attend_compact_kernel(
     cache_of_row = (keys_ptr, values_ptr, keys_ptr, values_ptr, cache[2] + n * capacity)
     raw_k_ptr = raw[0] + n * room * TILE.dim
     raw_v_ptr = raw[1] + n * room * TILE.dim
-    first = n * (1 + num_fetching + programs)  # part of the row
+    first = n * (1 + num_fetching + programs)  # part 0 of the row
     factors = (scale, 1.0)
     slot = tl.maximum(position, 0) % ring_size
 
@@ -89,11 +90,11 @@ def attend_compact_kernel(
         )
         _store_raw((k_ptr, v_ptr), (raw_k_ptr, raw_v_ptr), position, room, TILE)
 
-    # A share of the entries.
+    # Attend to an even piece of the entries, in multiples of 8.
     entries, cores = num_entries((position, capacity, ring_size, group_size, window_size), SINKS)
     size = tl.cdiv(entries, 8 * programs) * 8
     begin = tl.minimum(program * size, entries)
-    q = load_queries(q_ptr, q_strides[1], TILE)  # [M, D]
+    q = load_queries(q_ptr, q_strides[1], TILE)  # [heads, D]
     reach = position - SINKS - cores * group_size
     bounds = (begin, tl.minimum(begin + size, entries))
     place = (position, slot, reach, ring_size)
@@ -122,7 +123,7 @@ def _store_raw(tokens, raw, position, room, TILE: tl.constexpr):
     Args:
         tokens: Pointers to the new key and value.
         raw: Pointers to the row's raw keys and values.
-        room: Positions that there are.
+        room: Positions that there is room for.
     """
     dims = tl.arange(0, TILE.block_d)
     mask = dims < TILE.dim

@@ -1,7 +1,9 @@
 """Attend to the entries of a compact cache in a decoding step, as one part of a softmax.
 
-A part is its normalised output [HEADS, D] in float32 and its log-sum-exp [HEADS] in units of log 2:
--inf and no output where it sees no entry.
+A part is the softmax over some entries for all query heads of a KV head: its normalised output
+[heads, D] in float32 and its log-sum-exp [heads] in units of log 2: -inf and no output where it
+sees no entry. Tiles of queries have TILE.block_m rows, of which TILE.heads are heads. A row's
+entries are ring_size slots of the ring, first tokens (SINKS), then core tokens.
 """
 
 import triton
@@ -20,12 +22,12 @@ from corecontext.ops.triton.primitives import (
 
 @triton.jit
 def row_of(length, seen, kv_heads, ON_DEVICE: tl.constexpr):
-    """Return the program's row of the batch times KV heads, its batch and KV head in int64, and the
-    position of its new token.
+    """Return the program's sequence n of B Hkv, its row of the batch and its KV head, all in int64,
+    and the position of its new token in int32, below 0 in padding.
 
     Args:
-        length: Pointers to the length on the device and to the padding of each row.
-        seen: The length, where it is not ON_DEVICE.
+        length: Pointers to the length on the device and to the padding of each row of the batch.
+        seen: The length, padding included, where it is not ON_DEVICE.
     """
     row = tl.program_id(0)
     # mutant offsets: 32 bits in a decoding step
@@ -40,7 +42,7 @@ def row_of(length, seen, kv_heads, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def load_queries(q_ptr, stride, TILE: tl.constexpr):
-    """Load the queries of all heads, [M, D], 0 outside."""
+    """Load the queries of all heads of a KV head, [heads, D], 0 outside; `stride` is a head's."""
     heads = tl.arange(0, TILE.block_m)
     dims = tl.arange(0, TILE.block_d)
     mask = tile_mask(heads, TILE.heads, dims, TILE.dim)
@@ -49,7 +51,8 @@ def load_queries(q_ptr, stride, TILE: tl.constexpr):
 
 @triton.jit
 def num_entries(place, SINKS: tl.constexpr):
-    """Return the entries that a step reads, visible or not, and the groups visible as core tokens.
+    """Return how many entries a step goes through, visible or not, and how many core tokens its
+    query sees.
 
     Args:
         place: Position of the new token, capacity, ring_size, group_size and window_size.
@@ -66,16 +69,17 @@ def num_entries(place, SINKS: tl.constexpr):
 
 @triton.jit
 def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: tl.constexpr):
-    """Attend to buffer entries by an online softmax: ring slots whose token is at most `reach`
-    positions old, first tokens before the new one, then core tokens. Unseen entries are not read,
-    so their contents have no effect.
+    """Attend to entries begin .. end-1 by an online softmax: ring slots whose token is at most
+    `reach` positions older than the new one, first tokens before it, and all core tokens. Unseen
+    entries are not read, so their contents have no effect.
 
     Args:
-        q: [M, D].
-        cache: Pointers to the row's keys, values, their scales and masses.
-        bounds: The first entry, and one past the last.
-        place: Position and slot of the new token, reach and ring_size.
+        q: [heads, D].
+        cache: Pointers to the row's keys, values, scales of keys and of values, and masses.
+        bounds: begin and end.
+        place: Position and ring slot of the new token, reach and ring_size.
         factors: scale and softcap of scores.
+        CACHE, TILE: `plan.CacheForm` and `plan.Tile`.
 
     Returns:
         Weighted values, sum of the weights and maximum, for `store_part`.
@@ -98,8 +102,8 @@ def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: 
     k_tile = keys_ptr + tile
     v_tile = values_ptr + tile
     for start in tl.range(begin, end, BLOCK_N, num_stages=TILE.stages):
-        # Which entries are seen: by age in the ring (0 is the new token, counted apart), by
-        # position among the first tokens, all core tokens before `end`.
+        # Which entries are seen: in the ring by age (0 is the new token, which is a part of its
+        # own), of the first tokens by position, all core tokens before `end`.
         entries = start + offs
         is_core = entries >= ring_size + SINKS
         age = slot - entries
@@ -107,16 +111,16 @@ def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: 
         seen = (age > 0) & (age <= reach)
         if SINKS > 0:
             seen = tl.where(entries < ring_size, seen, entries - ring_size < position)
-        seen = (entries < end) & (is_core | seen)  # [N]
+        seen = (entries < end) & (is_core | seen)  # [entries]
         mask = seen[:, None] & (dims < TILE.dim)[None, :]
 
-        k = tl.load(k_tile, mask=mask, other=0.0)  # [N, D]
+        k = tl.load(k_tile, mask=mask, other=0.0)  # [entries, D]
         v = tl.load(v_tile, mask=mask, other=0.0)
-        if KIND != "auto":
+        if KIND != "auto":  # codes in 8 bits: scales of keys are multiplied with the products
             k = dequantize(k, KIND).to(q.dtype)
             scales = load_scales(vs_ptr, entries, seen, KIND)[:, None]
             v = (dequantize(v, KIND).to(tl.float32) * scales).to(q.dtype)
-        products = tile_products(q, k, TILE.vector)  # [M, N]
+        products = tile_products(q, k, TILE.vector)  # [heads, entries]
         if KIND != "auto":
             products = products * load_scales(ks_ptr, entries, seen, KIND)[None, :]
         shift = 0.0
@@ -129,7 +133,7 @@ def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: 
         weights, fade, running_max, running_sum = softmax_step(
             scores, running_max, running_sum, True
         )
-        acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)  # [M, D]
+        acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)  # [heads, D]
         k_tile += BLOCK_N * TILE.dim
         v_tile += BLOCK_N * TILE.dim
     return acc, running_sum, running_max

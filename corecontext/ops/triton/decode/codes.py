@@ -1,7 +1,8 @@
 """Round vectors to codes in 8 bits in a decoding step, and dequantize them (cache/eight_bit.py).
 
-The bits of fp8 (e4m3), moved to where float16 has them, are its numbers over 256, on chips without
-fp8 too.
+A vector has codes and one scale. KIND is a name of `config.CACHE_DTYPES`: "auto" has no codes. The
+bits of fp8 (e4m3), moved to the places of float16's bits, are a float16 that is 256 times smaller:
+so chips without fp8 can read it.
 """
 
 import triton
@@ -29,7 +30,7 @@ def load_scales(scale_ptr, entries, mask, KIND: tl.constexpr):
 
 @triton.jit
 def scale_of(highest, KIND: tl.constexpr):
-    """Return the scale of vectors by their largest magnitudes."""
+    """Return the scale of vectors by their largest magnitudes, which become the largest codes."""
     if KIND == "fp8":
         scale = tl.div_rn(highest, 448.0)
     else:
@@ -40,7 +41,10 @@ def scale_of(highest, KIND: tl.constexpr):
 @triton.jit
 def round_to_codes(x, scale, KIND: tl.constexpr):
     """Divide numbers in float32 by their scale and round to those that have codes, ties to even.
-    Adding and subtracting a large number rounds to its spacing."""
+
+    Adding and subtracting a large number rounds to its spacing: 1 at 1.5 x 2^23, 2^-9 at 1.5 x
+    2^14. fp8 has that spacing below 2^-6; above it has 3 of float32's 23 bits of mantissa.
+    """
     x = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale))
     if KIND == "fp8":
         x = tl.minimum(tl.maximum(x, -448.0), 448.0)
@@ -55,7 +59,7 @@ def round_to_codes(x, scale, KIND: tl.constexpr):
 
 @triton.jit
 def codes_of(x, KIND: tl.constexpr):
-    """Return the codes of numbers from `round_to_codes`."""
+    """Return the codes, as int8, of numbers from `round_to_codes`."""
     if KIND == "fp8":
         bits = (x * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
         x = ((bits & -32768) >> 8) | ((bits >> 7) & 127)
@@ -64,13 +68,14 @@ def codes_of(x, KIND: tl.constexpr):
 
 @triton.jit
 def store_core(buffers, entry, core, pairs, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Store a core token's key or value in float32, in 8 bits with its scale.
+    """Store a core token's key or value, computed in float32, in the dtype of the buffer, or in 8
+    bits with its scale.
 
     Args:
         buffers: Pointers to the row's entries and to their scales.
-        entry: Where it is stored, [1].
-        core: Both columns of each pair, [1, pairs], 0 where there is none.
-        pairs: The numbers of these columns.
+        entry: Number of the entry, [1].
+        core: First and second columns of all pairs, [1, pairs] each, 0 where there is none.
+        pairs: The numbers of these columns, [pairs] each.
     """
     buffer_ptr, scales_ptr = buffers
     scale = 0.0

@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 MOST_SLOTS = 2048
-"""Slots of a KV head that one program orders by age."""
-NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+"""Most slots of a KV head, which one program orders by age."""
+NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # the age of a slot that must not be given away
 
 
 @triton.jit
 def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
-    """Return the step that last read each slot, NEVER where this step reads it."""
+    """Return the number of the step that last read each slot, NEVER where this step reads it."""
     exists = slots < num_slots
     owner = tl.load(owner_ptr + slots, mask=exists, other=-1)
     is_read = tl.load(marks_ptr + tl.maximum(owner, 0), mask=exists & (owner >= 0), other=0) > 0
@@ -29,18 +29,19 @@ def give_slots(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the slot of each group that a row has chosen: -1 for none, -2 - slot where the group is
-    still to be loaded. These get the slots that were not read for longest, of equal ones the lower,
-    as in `SlotStore._find_slots`.
+    """Write the slot of each group that a row has chosen: -1 for no group, -2 - slot where the
+    group is not in its slot yet and must be loaded. A missing group gets the slot that was not read
+    for longest, of equal ones the lower, as in `SlotStore._find_slots`.
 
     Args:
         n: The row, of B Hkv.
-        choice: Pointers to the groups chosen [B Hkv, num_chosen], and to marks [B Hkv, WIDTH], 1
-            for these.
-        slots: Pointers to `FetchSlots.table`, `owner`, `last_used` and `counts`.
-        results: Pointers to what is written, and to slots in the order in which they are given
-            away, [B Hkv, num_chosen] each.
-        sizes: num_chosen, WIDTH, groups of the table and slots.
+        choice: Pointers to the groups chosen [B Hkv, num_chosen], rising, then -1, and to marks [B
+            Hkv, width], 1 for these groups.
+        slots: Pointers to `FetchSlots.table` (slot of each group), `owner` (group of each slot),
+            `last_used` and `counts` (steps, groups found in a slot, groups looked up).
+        results: Pointers to the slots written, and to scratch for the slots that are given away,
+            oldest first, [B Hkv, num_chosen] each.
+        sizes: num_chosen, width, entries of the table, slots.
     """
     num_chosen, width, table_size, num_slots = sizes
     table_ptr, owner_ptr, last_used_ptr, counts_ptr = slots
@@ -52,6 +53,7 @@ def give_slots(
     last_used_ptr += n * num_slots
     order_ptr += n * num_chosen
 
+    # Look up the slots of the chosen groups, [BLOCK_K]; number those that are missing.
     choices = tl.arange(0, BLOCK_K)
     inside = choices < num_chosen
     group = tl.load(chosen_ptr + choices, mask=inside, other=-1)
@@ -61,7 +63,8 @@ def give_slots(
     rank = tl.cumsum(is_missing.to(tl.int32), 0) - 1
     num_missing = tl.sum(is_missing.to(tl.int32), 0)
 
-    # The oldest slots, one by one: few groups are missing.
+    # Find the oldest slots, one by one: few groups are missing. The slot's number is the lower
+    # digit of its age, so that no two are equal.
     order = tl.arange(0, BLOCK_N)
     ages = _ages(last_used_ptr, owner_ptr, marks_ptr, order, num_slots)
     ages = tl.where(ages < NEVER, ages * BLOCK_N + order, NEVER)
@@ -72,14 +75,14 @@ def give_slots(
     # All threads have read the ages and written the order.
     tl.debug_barrier()
     slot = tl.where(is_missing, tl.load(order_ptr + rank, mask=is_missing, other=0), slot)
-    before = tl.load(owner_ptr + slot, mask=is_missing, other=-1)
+    evicted = tl.load(owner_ptr + slot, mask=is_missing, other=-1)
     clock = tl.load(counts_ptr + 3 * n) + 1
     hits = tl.load(counts_ptr + 3 * n + 1)
     lookups = tl.load(counts_ptr + 3 * n + 2)
-    tl.debug_barrier()  # the owners of before are read
+    tl.debug_barrier()  # all threads have read the owners before one is overwritten
 
     # mutant fetch: an evicted group keeps its slot, in a step
-    tl.store(table_ptr + before, before * 0 - 1, mask=before >= 0)
+    tl.store(table_ptr + evicted, evicted * 0 - 1, mask=evicted >= 0)
     tl.store(table_ptr + group, slot, mask=is_missing)
     tl.store(owner_ptr + slot, group, mask=is_missing)
     tl.store(last_used_ptr + slot, (group * 0).to(tl.int64) + clock, mask=is_group)

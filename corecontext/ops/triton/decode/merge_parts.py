@@ -7,8 +7,9 @@ from torch import Tensor
 from corecontext.ops.triton.launch import ints, launch, power_of_2
 from corecontext.ops.triton.primitives import integers
 
-_SLICES = 4  # of a head's columns, where a part is taken out
-_WARPS = 4  # that merge a slice
+# Where a part is taken out: pieces of a head's columns, and the warps that merge a piece.
+_SLICES = 4
+_WARPS = 4
 
 
 @triton.jit
@@ -27,39 +28,43 @@ def merge_kernel(
     """Merge the parts of each query head into one softmax (docs/math.md, eq. 8), with sums in
     float32.
 
+    With REMOVES, parts are in this order: some that stay, the part `removed`, the core tokens of
+    chosen groups, then parts that count these core tokens too: `removed` is subtracted from them.
+
     Grid: (B H, blocks of COLUMNS). A program reads some columns of all parts of its head and writes
-    those of its output. The first one also counts the new token: no program of this launch reads
-    the length.
+    those of its output. The first program also adds the new token to the length: no program of this
+    launch reads the length.
 
     Args:
         partial: Pointers to the parts' outputs [B Hkv, num_parts, HEADS, HEAD_DIM] in float32 and
-            log-sum-exp [B Hkv, num_parts, HEADS].
+            log-sum-exp [B Hkv, num_parts, HEADS], in units of log 2.
         out_ptr: [B H, HEAD_DIM].
         seen_ptr: The length, where it is ON_DEVICE.
-        removed: With REMOVES, the part to be taken out of those behind it, which count it.
+        numbers: num_parts, and the number of the part `removed`.
     """
     num_parts, removed = integers(numbers)
     head = tl.program_id(0).to(tl.int64)
+    # Parts of one KV head have HEADS rows each: this is the head's row in part 0.
     first = head // HEADS * num_parts * HEADS + head % HEADS
     acc_ptr = partial[0] + first * HEAD_DIM
     lse_ptr = partial[1] + first
     dims = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     number = tl.arange(0, BLOCK_P)
-    lse = tl.load(lse_ptr + number * HEADS, mask=number < num_parts, other=-float("inf"))  # [P]
+    lse = tl.load(lse_ptr + number * HEADS, mask=number < num_parts, other=-float("inf"))  # [parts]
     weights = tl.exp2(lse - tl.max(lse, 0))  # the new token's part is never empty
     if REMOVES:
         counted = tl.sum(tl.where(number > removed, weights, 0.0), 0)
         # mutant fetch: chosen groups keep their core tokens in a step's sums
         weights = tl.where(number == removed, -weights, weights)
         rest = tl.sum(tl.where(number >= removed, weights, 0.0), 0)
-        # A rest that rounding alone may have left is dropped.
+        # Where they hold little else, the rest may be rounding alone: it is dropped.
         kept = tl.where(rest > counted * 1e-6, weights, 0.0)
         weights = tl.where(number < removed, weights, kept)
     acc = tl.load(
         acc_ptr + number[:, None] * (HEADS * HEAD_DIM) + dims[None, :],
         mask=(lse != -float("inf"))[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
-    )  # [P, columns]
+    )  # [parts, columns]
     out = tl.sum(weights[:, None] * acc, 0) / tl.sum(weights, 0)
     at = out_ptr + head * HEAD_DIM + dims
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -78,9 +83,9 @@ def merge(
 
     Args:
         partial: Outputs [B Hkv, parts, heads, D] and log-sum-exp [B Hkv, parts, heads].
-        seen: A length that counts the new token.
-        removed: The part to be taken out of those behind it. Such a step has more parts, whose
-            columns are shared among programs.
+        seen: The length on the device, to which the new token is added.
+        removed: The part to be subtracted from those behind it. Such a step has more parts, so
+            programs divide the columns among them.
     """
     rows, num_parts, heads, dim = partial[0].shape
     block_p = power_of_2(num_parts)

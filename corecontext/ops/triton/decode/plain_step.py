@@ -1,10 +1,10 @@
 """One decoding step of the compact cache in two Triton launches: store, pool and attend in parts;
 merge the parts.
 
-A step is bound by reading the cache once, so the entries of each KV head are shared out evenly
-among several programs (its parts), by the length that is read on the device: the launch does not
-depend on it and can be captured in a graph. Storing and pooling need no launch of their own,
-because no other program of the step reads what they write (`append_token`).
+A step is bound by reading the cache once, so several programs read an even piece of a KV head's
+entries each, and write a *part*, the softmax over it. They read the length on the device: the
+launch does not depend on it and can be captured in a graph. Storing and pooling need no launch of
+their own, because no other program of the step reads what they write (`append_token`).
 """
 
 from typing import Any, Optional
@@ -51,18 +51,19 @@ def step_kernel(
 ):
     """Append the new tokens and attend in parts.
 
-    Grid: (B Hkv, 1 + shares). The first program of a KV head stores its new token and pools the
-    group that it closes; each other one reads an even share of the visible entries once, at least a
-    tile, for all heads. All write a part of the softmax.
+    Grid: (B Hkv, parts). The first program of a KV head stores its new token and pools the group
+    that it closes; each other one reads an even piece of the visible entries once, at least a tile,
+    for all heads. Each writes a part.
 
     Args:
         tokens: Pointers to q [B, H, 1, D], k and v [B, Hkv, 1, D].
         cache: Pointers to keys and values [B Hkv, capacity, D], their scales, not read unless in 8
             bits, and masses [B Hkv, capacity], not read unless there are any.
-        tables: Pointers to cosines and sines.
+        tables: Pointers to cosines and sines, as of `Slots.rotation`.
         length: Pointers to the length on the device, and to each row's padding.
-        partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
+        partial: Pointers to outputs [B Hkv, parts, heads, D] and log-sum-exp [B Hkv, parts, heads]
             in float32.
+        CACHE, POOLING, TILE: `plan.CacheForm`, `plan.Pooling` and `plan.Tile`.
     """
     seen, kv_heads, capacity, ring_size, group_size, window_size = integers(numbers)
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
@@ -87,13 +88,13 @@ def step_kernel(
         place = (position, slot, capacity, ring_size, group_size)
         append_token(new, cache_of_row, tables, part, place, factors, CACHE, POOLING, TILE)
     else:
-        q = load_queries(q_ptr, q_strides[1], TILE)  # [M, D]
+        q = load_queries(q_ptr, q_strides[1], TILE)  # [heads, D]
         sizes = (position, capacity, ring_size, group_size, window_size)
-        length_of_row, cores = num_entries(sizes, CACHE.sinks)
-        shares = programs - 1
-        size = tl.maximum((length_of_row + shares - 1) // shares, TILE.block_n)
+        entries, cores = num_entries(sizes, CACHE.sinks)
+        pieces = programs - 1
+        size = tl.maximum((entries + pieces - 1) // pieces, TILE.block_n)
         begin = (program - 1) * size
-        bounds = (begin, tl.minimum(begin + size, length_of_row))
+        bounds = (begin, tl.minimum(begin + size, entries))
         reach = position - CACHE.sinks - cores * group_size
         around = (position, slot, reach, ring_size)
         sums = attend_entries(q, cache_of_row, bounds, around, factors, CACHE, TILE)
@@ -112,7 +113,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Tensor
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((rows, plan.num_parts, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, plan.num_parts, heads), dtype=torch.float32, device=q.device)
-    # Kernels do not touch the tensors that stand in for missing ones.
+    # A launch needs pointers: other tensors stand in for those that are missing and not read.
     on_device = isinstance(slots.seen, Tensor)
     length = slots.seen if on_device else slots.pad
     key_scales = keys if slots.key_scales is None else slots.key_scales
@@ -151,7 +152,7 @@ def slots_of(
     factors: list[float],
     cache_dtype: str,
 ) -> tuple[Slots, Spec]:
-    """Return the slots and the settings of what `arguments_of` returned."""
+    """Return the slots and the settings that `arguments_of` took apart."""
     keys, values, *scales = buffers
     masses = scales.pop() if len(scales) % 2 else None
     group_size, window_size, sink_size, ring_size, interleaved, length = sizes
@@ -168,7 +169,8 @@ def slots_of(
 
 
 def arguments_of(slots: Slots, spec: Spec) -> list[Any]:
-    """Return the arguments of a step as an operator of a graph takes them, as `_decode_op`."""
+    """Return all but the tokens as an operator of a graph takes them: the arguments of
+    `_decode_op`."""
     optional = (slots.key_scales, slots.value_scales, slots.masses)
     on_device = isinstance(slots.seen, Tensor)
     sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
@@ -199,9 +201,12 @@ def _decode_op(
     """Run `_decode` as one operator of a graph.
 
     Args:
+        tokens: q, k and v.
         buffers: Keys, values, in 8 bits the scales of both, and masses where there are any.
-        seen: `Slots.seen` where it is counted on the device, else the last of `sizes`.
+        seen: `Slots.seen` where it is on the device; else None, and it is the last of `sizes`.
         tables: `Slots.rotation`, or empty.
+        sizes: group_size, window_size, sink_size, ring_size, whether pairs are interleaved, seen.
+        factors: scale, and softcap or 0.
     """
     return _decode(*tokens, *slots_of(buffers, seen, pad, tables, sizes, factors, cache_dtype))
 

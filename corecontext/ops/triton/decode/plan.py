@@ -1,7 +1,8 @@
 """Plan the launches of a decoding step: constants of the kernels and programs, by shapes only, so
 that a captured step keeps them.
 
-Kernels take the tuples here as constants, by the names CACHE, POOLING, TILE, INDEX and SCORING.
+Kernels take the tuples here as constants, by the names CACHE (`CacheForm`), POOLING, TILE, INDEX
+(`IndexForm`) and SCORING. Sizes named block_* are those of tiles in registers, powers of 2.
 """
 
 import functools
@@ -14,17 +15,18 @@ from corecontext.ops.spec import Slots, Spec
 from corecontext.ops.triton.launch import ceil_div, power_of_2
 from corecontext.ops.triton.tiles import Chip, decode_splits, decode_tiles
 
-# Warps of a program of each launch.
+# Warps of a program.
 ROTATE_WARPS = 8
 SCORE_WARPS = 2
-_SELECT_WARPS = 16
-_ATTEND_REGISTERS = 168  # of a thread of four warps, so that three programs run at once
-# Programs on a multiprocessor that score beside those that attend, and that fetch.
+_SELECT_WARPS = 16  # at most
+_ATTEND_REGISTERS = 168  # of a thread: with four warps a program, three programs run at once
+# Programs that run on a multiprocessor: those that score run beside those that attend to entries.
 _SCORING = 6
 _ATTENDING = 1
-_LEAST_ATTENDING = 2  # programs that attend from a KV head
 _FETCHING = 4
-_LEAST_FETCHING = 2  # programs that fetch for a KV head
+# At least so many programs for a KV head.
+_LEAST_ATTENDING = 2
+_LEAST_FETCHING = 2
 
 
 class CacheForm(NamedTuple):
@@ -33,7 +35,7 @@ class CacheForm(NamedTuple):
     kind: str
     """One of `config.CACHE_DTYPES`."""
     sinks: int
-    """First tokens behind the ring."""
+    """First tokens, which lie behind the ring."""
     has_mass: bool
     """Whether core tokens have masses."""
     has_softcap: bool
@@ -45,17 +47,17 @@ class Tile(NamedTuple):
     heads: int
     """Query heads that share a KV head."""
     dim: int
-    """Elements of a head."""
+    """Columns of a head (D)."""
     block_m: int
-    """Rows of queries."""
+    """Rows of queries, at least heads."""
     block_n: int
     """Entries."""
     block_d: int
-    """Columns."""
+    """Columns, at least dim."""
     vector: bool
-    """Whether products are sums of vectors."""
+    """Whether products are sums over vectors, without matrix instructions."""
     stages: int
-    """Tiles on the way at once."""
+    """Tiles that are loaded ahead."""
 
 
 class Pooling(NamedTuple):
@@ -64,7 +66,7 @@ class Pooling(NamedTuple):
     pools: bool
     """Whether there is room for core tokens."""
     half: int
-    """Pairs of columns that are rotated."""
+    """Pairs of columns that rotate, from the first on."""
     interleaved: bool
     """Whether the columns of a pair are neighbours."""
     block_r: int
@@ -77,35 +79,36 @@ class IndexForm(NamedTuple):
     """Describe an index in low bits."""
 
     bits: int
+    """Bits of a code."""
     keys: int
-    """Keys of a group."""
+    """Keys of a group (P)."""
     scales: int
     """Scales of a group: one, or one for each key."""
     levels: tuple[float, ...]
-    """Those above 0."""
+    """Numbers that codes stand for: those above 0, as of `low_bits.LEVELS`."""
     block_c: int
-    """Bytes of a key in a tile."""
+    """Bytes of a key."""
     block_p: int
-    """Keys of a group in a tile that is written."""
+    """Keys of a group, where an index is written."""
 
 
 class Scoring(NamedTuple):
     """Describe a tile of the index whose groups are scored."""
 
     whole: bool
-    """Whether codes are multiplied as whole numbers."""
+    """Whether codes are multiplied as whole numbers (`score_index`)."""
     asm: bool
-    """Whether by instructions of NVIDIA's."""
+    """Whether NVIDIA's instructions make them from codes."""
     width: int
-    """Scores of a query head that there is room for."""
+    """Scores of a query head that there is room for, a power of 2."""
     block_m: int
-    """Rows of queries."""
+    """Rows of queries, at least the heads."""
     block_n: int
     """Groups."""
     block_p: int
     """Keys of a group."""
     stages: int
-    """Tiles on the way at once."""
+    """Tiles that are loaded ahead."""
 
 
 class Plan(NamedTuple):
@@ -126,8 +129,8 @@ def step_plan(
     head_dim: int,
     capacity: int,
 ) -> Plan:
-    """Return the plan of a shape, looked up at every step; rows is B Hkv, heads those that share
-    one."""
+    """Return the plan of a step without fetch; `rows` is B Hkv, `heads` the query heads of a KV
+    head. Results are kept, as each step asks."""
     tiles = decode_tiles(chip, dtype, heads, head_dim)
     tile = Tile(
         heads=heads,
@@ -191,12 +194,12 @@ class FetchPlan(NamedTuple):
     num_attending: int
     """Programs that attend to compact entries from a KV head."""
     num_fetching: int
-    """Programs that attend to fetched tokens from a KV head, one of them to core tokens."""
+    """Programs that attend to the groups chosen from a KV head, the last one to core tokens."""
     groups_each: int
     """Chosen groups that such a program attends to."""
     select_warps: int
     attend_options: dict[str, int]
-    """How Triton compiles attention."""
+    """Warps and registers of the launches that attend, for Triton."""
     tile: Tile
     index: IndexForm
     scoring: Scoring
@@ -235,7 +238,7 @@ def fetch_plan(chip: Chip, sizes: StepSizes, spec: Spec) -> FetchPlan:
 
 
 def _select_warps(num_groups: int) -> int:
-    """Return the warps that choose among so many groups."""
+    """Return the warps of the program that chooses among so many groups."""
     # mutant fetch: as many warps as there are runs of groups
     return power_of_2(max(4, min(_SELECT_WARPS, num_groups // 512)))
 
@@ -256,13 +259,13 @@ def index_form(spec: Spec, dim: int) -> IndexForm:
 
 
 def scoring_of(chip: Chip, sizes: StepSizes, index: IndexForm) -> Scoring:
-    """Return the tile of scoring by two warps; without tensor cores, sums of vectors.
+    """Return the tile of scoring, by SCORE_WARPS warps.
 
-    Two warps hold the keys of a tile as the smaller operand of a matrix product needs them, so that
+    Two warps hold the keys of a tile as the left operand of a matrix product needs them, so that
     bytes become levels in registers.
     """
     vector = sizes.dtype == torch.float32
-    keys = 32
+    keys = 32  # of a tile, of all its groups
     if chip.shared_memory and not vector:
         keys = 256 * 128 // max(128, sizes.dim)
     block_p = power_of_2(index.keys)

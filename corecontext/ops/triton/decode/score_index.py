@@ -3,11 +3,14 @@
 
 A byte holds EACH = 8 / BITS codes of neighbouring columns. The i-th codes of all bytes, of columns
 i, i + EACH and so on, make one matrix product with the same columns of the rotated query, so that
-no element moves between threads.
+no element moves between threads. A code stands for a *level*, its number before the key's scale.
 
-Codes of two bits are multiplied as whole numbers, which takes half the instructions: levels as
-numbers of 8 bits in their ratio, to 0.1 %, and each query as two such numbers, 15 bits in all, so
-that their products are exact. These queries are rotated by a launch of their own.
+Codes of two bits are multiplied as whole numbers (SCORING.whole), which takes half the
+instructions: the four levels as numbers of 8 bits in their ratio, to 0.1 %, and each number of a
+query as a *unit* of its row times 128 a + b, with a and b of 8 bits, so that the products are
+exact. These queries are rotated by a launch of their own.
+
+Letters of tiles, as of `plan.Scoring`: M query heads, N groups, P keys of a group.
 """
 
 import triton
@@ -25,7 +28,8 @@ from corecontext.ops.triton.primitives import (
     weighted_sum,
 )
 
-# Bytes -123, -37, 37 and 123 from the lowest on, and the size of 1 among the levels.
+# The levels as bytes, -123, -37, 37 and 123 from the lowest on, and the size of 1 in them: 37 _UNIT
+# is the level 0.453.
 _TABLE = tl.constexpr(0x7B25DB85)
 _UNIT = tl.constexpr(0.0122566)
 # One register of four bytes becomes 16 levels, in four: each nibble of s selects a byte of the
@@ -64,9 +68,11 @@ def rotate_kernel(
 
     Args:
         q_ptr: [B, H, 1, D].
-        rotation_ptr: The index's rotation, its columns by `low_bits.columns_of_codes`.
-        rotated: Pointers to the numbers [B Hkv, EACH, rows, 2, bytes] in int8, 128 a + b for a and
-            b, and to the unit of each row, [B Hkv, rows] in float32.
+        rotation_ptr: The index's rotation, its columns by `low_bits.columns_of_codes`: [EACH, D,
+            bytes].
+        rotated: Pointers to the numbers [B Hkv, EACH, rows, 2, BLOCK_C] in int8, a and b of 128 a +
+            b, and to the unit of each row, [B Hkv, rows] in float32. A row is a query head.
+        SCORING, INDEX, TILE: `plan.Scoring`, `plan.IndexForm` and `plan.Tile`.
     """
     BLOCK_C: tl.constexpr = INDEX.block_c
     ROWS: tl.constexpr = SCORING.block_m
@@ -93,7 +99,7 @@ def rotate_kernel(
         mask = (dims < TILE.dim)[:, None] & (byte < BYTES)[None, :]
         rotation = tl.load(rotation_ptr + at, mask=mask, other=0.0)  # [D, columns]
         x += weighted_sum(q, rotation, TILE.vector)  # [M, columns]
-    unit = tl.maximum(tl.max(tl.abs(x), 1), TINY) / 16256  # [M]
+    unit = tl.maximum(tl.max(tl.abs(x), 1), TINY) / 16256  # [M]; 16256 is 127 x 128
     at = heads[:, None] * (2 * BLOCK_C) + (code * (2 * ROWS * BLOCK_C) + byte)[None, :]
     number = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
     upper = (number + 64) >> 7
@@ -123,15 +129,15 @@ def score_kernel(
     SCORING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the index scores of all visible groups, [B H, WIDTH] in float32: the largest of a
-    group's keys, without the product with their centre, which is the same for all groups.
+    """Write the index scores of all visible groups, [B H, SCORING.width] in float32: the largest
+    product with a key of the group, without that with the centre, which is the same for all groups.
 
-    Grid: (B Hkv, programs). A program reads an even share of the index of its KV head.
+    Grid: (B Hkv, programs). A program reads an even piece of the index of its KV head.
 
     Args:
         q_ptr, rotation_ptr, rotated: As of `rotate_kernel`, which has written what is read in place
             of queries where SCORING.whole.
-        index: Pointers to codes [B Hkv, M, keys, bytes] and scales [B Hkv, M, INDEX.scales]; where
+        index: Pointers to codes [B Hkv, groups, P, bytes] and scales [B Hkv, groups, 1 or P]; where
             PAGED to those of `paged.pages.IndexPages`.
         pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
         length: Pointers to the length on the device, and to each row's padding.
@@ -199,7 +205,7 @@ def score_kernel(
         else:
             products = _byte_products(queries, q.dtype, packed, INDEX, TILE.vector)
 
-        # The largest of the keys.
+        # Times the scales, of the group or of each key; then the largest of a group's keys.
         groups = start + tl.arange(0, BLOCK_N)
         factor = scale
         if INDEX.scales > 1:
@@ -208,7 +214,7 @@ def score_kernel(
         else:
             # mutant fetch: a step's index scores without their scales
             factor = (scales.to(tl.float32) * scale)[:, None]
-            # Those of the next tile are on the way while this one is used.
+            # Load the next tile's scales while this tile is used.
             is_next = groups < end - BLOCK_N
             next_at = _places(groups + BLOCK_N, is_next, place, page_strides, 1, 1, PAGED)
             scales = tl.load(scales_ptr + next_at, mask=is_next, other=0.0)
@@ -231,12 +237,13 @@ def _places(
     size: tl.constexpr,
     PAGED: tl.constexpr,
 ):
-    """Return where the codes (0) or the scales (1) of groups begin, in int64.
+    """Return where the codes (`which` 0) or the scales (1) of groups begin, in int64.
 
     Args:
         pages: Where PAGED, a pointer to the sequence's table, the page entry of the first group and
             entries of a page.
-        size: Elements of a group, which otherwise follow one another.
+        page_strides: As of `score_kernel`.
+        size: Elements of a group; without pages groups follow one another.
     """
     if PAGED:
         table_ptr, first, page_size = pages
@@ -252,7 +259,8 @@ def _byte_products(queries, kind: tl.constexpr, packed, INDEX: tl.constexpr, VEC
     """Return the products of keys with rotated queries, [keys, rows], from bytes [keys, bytes].
 
     Args:
-        queries: For each i, the columns i, i + EACH, ... of the queries.
+        queries: For each i, the columns i, i + EACH, ... of the queries, [rows, bytes].
+        kind: The dtype of the products' operands.
     """
     BITS: tl.constexpr = INDEX.bits
     EACH: tl.constexpr = 8 // BITS
@@ -268,7 +276,8 @@ def _byte_products(queries, kind: tl.constexpr, packed, INDEX: tl.constexpr, VEC
 
 @triton.jit
 def _read_queries(scratch_ptr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, ASM: tl.constexpr):
-    """Return the numbers of `rotate_kernel` for `_whole_products`, [columns, 2 rows]."""
+    """Read the numbers of `rotate_kernel` for `_whole_products`: four tiles [bytes, 2 rows], a and
+    b of a row side by side."""
     tiles = ()
     for i in tl.static_range(4):
         tiles = tiles + (_query_tile(scratch_ptr, i, ROWS, BLOCK_C, ASM),)
@@ -277,8 +286,8 @@ def _read_queries(scratch_ptr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, ASM: t
 
 @triton.jit
 def _query_tile(scratch_ptr, i, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, ASM: tl.constexpr):
-    """Return the i-th tile of queries [columns, 2 rows]: of the i-th code of each byte, or with ASM
-    in the order of `_LEVELS_ASM`."""
+    """Return the i-th tile of queries [bytes, 2 rows]: of the i-th code of each byte, or with ASM
+    of the codes that the i-th register of `_LEVELS_ASM` holds."""
     place = tl.arange(0, BLOCK_C)
     wide = tl.arange(0, 2 * ROWS)
     code = i
@@ -292,7 +301,8 @@ def _query_tile(scratch_ptr, i, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, ASM: 
 
 @triton.jit
 def _whole_products(queries, unit, packed, ASM: tl.constexpr):
-    """Return `_byte_products` of codes of two bits with the queries of `_read_queries`."""
+    """Return the products of keys with queries as `_byte_products` does, from codes of two bits,
+    the queries of `_read_queries` and their units [rows]."""
     if ASM:
         levels = tl.inline_asm_elementwise(
             _LEVELS_ASM,
@@ -321,7 +331,7 @@ def _whole_products(queries, unit, packed, ASM: tl.constexpr):
 
 @triton.jit
 def _rotated_columns(x, rotation_ptr, first, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Return the columns first, first + EACH, ... of x [rows, D] after the rotation, in float32."""
+    """Return columns first, first + EACH, ... of x [rows, D] after the rotation, in float32."""
     EACH: tl.constexpr = 8 // INDEX.bits
     BYTES: tl.constexpr = (TILE.dim + EACH - 1) // EACH
     dims = tl.arange(0, TILE.block_d)
@@ -333,7 +343,7 @@ def _rotated_columns(x, rotation_ptr, first, INDEX: tl.constexpr, TILE: tl.const
 
 @triton.jit
 def _rotated_all(q, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Return `_rotated_columns` of each first column."""
+    """Return `_rotated_columns` for first = 0, 1, ..., EACH - 1."""
     rotated = ()
     for first in tl.static_range(8 // INDEX.bits):
         rotated = rotated + (_rotated_columns(q, rotation_ptr, first, INDEX, TILE),)

@@ -33,22 +33,25 @@ def select_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Write the numbers of the k groups with the largest score of any query head
-    (`ops.fetch.choice.choose`), rising, then -1, and a mark for each visible group.
-
-    Of groups with the score of the last one chosen the first ones are chosen.
+    (`ops.fetch.choice.choose`), rising, then -1; and for each group whether it is chosen. Of groups
+    that tie for the last place the lower numbers are chosen.
 
     Grid: (B Hkv,). A program holds the scores of all groups of its KV head.
 
     Args:
         q_ptr: [B, H, 1, D].
-        centre_ptr: The mean key that centres the index, [B, Hkv, D]; where PAGED, that of
-            `paged.pages.IndexPages`.
-        pages: As of `score_kernel`.
-        scores_ptr: [B H, BLOCK] in float32, without the centre, as `score_kernel` writes them.
+        centre_ptr: The mean key, which was subtracted from the keys of the index, [B, Hkv, D];
+            where PAGED, that of `paged.pages.IndexPages`.
+        pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
+        scores_ptr: [B H, BLOCK] in float32, without the query's product with the centre, as
+            `score_kernel` writes them.
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
-        slots, places: With BLOCK_N, slots as of `give_slots`, and its results.
+        slots, places: Where BLOCK_N is not 0, `slots` and `results` of `give_slots`.
+        numbers: Length (unless ON_DEVICE), KV heads, groups that there is room for, group_size,
+            window_size; with slots, entries of their table and slots.
         page_strides: Where PAGED, strides of centres and that of the table's rows.
+        BLOCK, BLOCK_K, BLOCK_N: Powers of 2, at least the groups, the groups chosen and the slots.
     """
     values = integers(numbers)
     seen, kv_heads, num_groups, group_size, window_size = values[:5]
@@ -63,25 +66,28 @@ def select_kernel(
     inside = groups < count
     dims = tl.arange(0, TILE.block_d)
     centre_ptr += n * TILE.dim
-    if PAGED:
+    if PAGED:  # the centre is in the sequence's first page
         sequence = tl.load(pages[1] + batch).to(tl.int64)
         page = tl.load(pages[0] + sequence * page_strides[2]).to(tl.int64)
         centre_ptr += page * page_strides[0] + head * page_strides[1] - n * TILE.dim
     centre = tl.load(centre_ptr + dims, mask=dims < TILE.dim, other=0.0)
+    # Up to num_chosen groups are all chosen.
     is_chosen = inside
     place = groups
     if count > num_chosen:
-        largest = tl.full([BLOCK], -float("inf"), tl.float32)  # [M]
+        largest = tl.full([BLOCK], -float("inf"), tl.float32)  # [groups]
         for h in tl.static_range(HEADS):
             q = tl.load(q_ptr + h * q_strides[1] + dims, mask=dims < TILE.dim, other=0.0)
             # mutant fetch: a step compares heads without their products with the centre
             offset = tl.sum(q.to(tl.float32) * centre, 0) * scale
-            # Groups that are not seen have no scores; without a mask four are loaded at once.
+            # Scores of groups that are not seen are undefined, and `order_of` drops them; without
+            # a mask four are loaded at once.
             largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups) + offset)
         scores = order_of(largest, inside)
+        # At least num_chosen scores are >= low, fewer are >= high.
         low, high, at_low, at_high = bisect(scores, num_chosen)
         is_chosen = inside & (scores >= low)
-        if at_low > num_chosen:
+        if at_low > num_chosen:  # some groups tie for the last place
             is_last = inside & (scores == low)
             before = _running_count(is_last, BLOCK)
             # mutant fetch: of equal scores a step chooses the last groups
@@ -101,7 +107,8 @@ def select_kernel(
 
 @triton.jit
 def _running_count(flags, BLOCK: tl.constexpr):
-    """Return how many of the flags [BLOCK] are set up to each: in rows, whose counts are summed."""
+    """Return how many of the flags [BLOCK] are set up to each, itself included; many flags are
+    counted in rows, then the rows before each are added."""
     ROW: tl.constexpr = 32 if BLOCK >= 1024 else 1
     if ROW == 1:
         count = tl.cumsum(flags.to(tl.int32), 0)

@@ -2,27 +2,26 @@
 
 rotate          the queries, where the index has two bits (`score_index`)
 score           the visible groups (`score_index`)
-select          the groups with the largest shares (`select_groups`), and slots for them, where
+select          the groups with the largest scores (`select_groups`), and slots for them, where
                 there are any (`find_slots`)
 attend_chosen   to their raw tokens, which it loads into slots where they are missing, and to their
-                core tokens in a part apart (`attend_chosen`)
+                core tokens, as a part of the softmax of its own (`attend_chosen`)
 attend_compact  to compact entries, the core tokens of all groups among them; it also appends the
                 new token, pools the group that it closes and writes an index (`attend_compact`)
-merge           the parts, and take the core tokens of the groups chosen out again (`merge_parts`)
+merge           the parts, and subtract that of the chosen groups' core tokens (`merge_parts`)
 
 In a captured step `attend_compact` is a branch beside the others, whose programs come first. It
 begins beside scoring, which leaves memory idle; where groups are loaded from host memory, which
 leaves it idle for longer, it begins after scoring and goes on while they are.
 
-Bytes that a step reads for each KV head, M groups seen: the index, M (P D B / 8 + 2) of them, which
-is 2 D + 2 a group for pairs in 2 bits; M core tokens and at most s + g - 1 raw ones; and k g raw
-tokens of groups chosen. 4 r M bytes of scores are written and read once, from the chip's own cache.
-At 131,072 tokens, g = 16, s = 1,024, k = 64, D = 128 and 8 KV heads in 16 bits that is 17 + 38 + 4
-MB, where CCA reads 38. Decoding the index takes 0.6 operations a code. The choice is one program
-for each KV head, which reads 4 r M bytes.
+Bytes that a step reads for each KV head, M groups seen: the index of P keys in b bits, M (P D b / 8
++ 2), which is 2 D + 2 a group of 16 for pairs in 2 bits; M core tokens and at most s + g - 1 raw
+ones; and k g raw tokens of groups chosen. 4 r M bytes of scores are written and read once, from the
+chip's own cache. At 131,072 tokens, g = 16, s = 1,024, k = 64, D = 128 and 8 KV heads in 16 bits
+that is 17 + 38 + 4 MB, where CCA reads 38.
 
-All programs are split by shapes and share the entries seen by the length, which is read on the
-device, so a captured step replays at any length.
+The number of programs depends on shapes only; each finds its piece of the entries by the length,
+which is read on the device. So a captured step replays at any length.
 """
 
 import functools
@@ -54,14 +53,11 @@ from corecontext.ops.triton.decode.select_groups import select_kernel
 from corecontext.ops.triton.launch import contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.tiles import chip_of
 
-_MOST_GROUPS = 32768  # whose scores one program holds
+_MOST_GROUPS = 32768  # of which one program holds the scores
 
 
 def fetch_step_unsupported_reason(spec: Spec, raw: RawSlots) -> str | None:
-    """Return why `fetch_step` cannot take a cache, or None.
-
-    The cache stores keys and values as they are; `spec` has its group size.
-    """
+    """Return why `fetch_step` cannot take a cache, which is not in 8 bits, or None."""
     g = spec.group_size
     index = spec.index
     if not isinstance(index, LowBits) or g % index.num_keys(g):
@@ -85,12 +81,13 @@ class _Work(NamedTuple):
     scores: Tensor
     """As `score_kernel` writes them."""
     choice: tuple[Tensor, Tensor]
-    """Groups [B Hkv, k] in int32 and marks [B Hkv, WIDTH] in int8."""
+    """Groups chosen [B Hkv, k] in int32, and 1 for each of these in marks [B Hkv, `Scoring.width`]
+    in int8."""
     places: tuple[Tensor, Tensor]
     """As `give_slots` writes them, [B Hkv, k] in int32 each; without slots the groups."""
     partial: tuple[Tensor, Tensor]
     """Parts of the softmax: outputs [B Hkv, parts, r, D] and log-sum-exp [B Hkv, parts, r] in
-    float32, that of the new token first, then those of `attend_chosen`."""
+    float32: that of the new token, those of `attend_chosen`, those of `attend_compact`."""
     out: Tensor
     """[B, H, 1, D]."""
 
@@ -194,8 +191,8 @@ def _launches(step: _Step) -> list[Callable[[_Step], None]]:
 
 
 def _capture(step: _Step) -> None:
-    """Capture the launches of a step: attention to compact entries beside those that follow it, but
-    the merge."""
+    """Capture the launches of a step: attention to compact entries on the main stream, those that
+    may run beside it on another."""
     main = torch.cuda.current_stream()
     side = _side_stream(step.work.out.device)
     side.wait_stream(main)
@@ -209,7 +206,7 @@ def _capture(step: _Step) -> None:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream whose programs start before those of attention, which waits for nothing."""
+    """Return a stream whose programs start before those of the main stream that wait with them."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -362,7 +359,7 @@ def _attend_compact(step: _Step) -> None:
 
 
 def _merge(step: _Step) -> None:
-    """Merge the parts; the last one of those that fetch is taken out."""
+    """Merge the parts; subtract part num_fetching, the last one of `attend_chosen`."""
     seen = step.length[0] if step.on_device else None
     merge(step.work.partial, step.work.out, seen, removed=step.plan.num_fetching)
 
@@ -378,7 +375,7 @@ def _fetch_op(
     factors: list[float],
     index: str,
 ) -> Tensor:
-    """Run `_decode` as one operator of a graph, as `decode._decode_op`.
+    """Run `_decode` as one operator of a graph, as `plain_step._decode_op`.
 
     Args:
         tokens: q, k, v and `Slots.pad`.
@@ -411,7 +408,7 @@ def fetch_step(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Ten
     Args:
         q: [B, H, 1, D], rotary applied.
         k, v: [B, Hkv, 1, D].
-        slots: Written in place, as in `decode.decode_step`, its raw tokens and index too.
+        slots: Written in place, as in `plain_step.decode_step`, its raw tokens and index too.
 
     Returns:
         [B, H, 1, D] in the dtype of q, the same from run to run.

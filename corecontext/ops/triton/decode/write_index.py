@@ -1,4 +1,10 @@
-"""Write an index in low bits in a decoding step: that of a group (`ops/fetch/low_bits.py`)."""
+"""Write an index in low bits in a decoding step: that of a group (`ops/fetch/low_bits.py`).
+
+All keys of an index are taken less the *centre*, the mean of the first num_centred keys, which is
+known only once these tokens are there. The step that completes them writes the centre and the index
+of group 0, and each later step that completes a group that of the next one. So the index of a group
+comes num_centred - g tokens late; no query sees the group yet, as num_centred is at most s.
+"""
 
 import triton
 import triton.language as tl
@@ -8,12 +14,12 @@ from corecontext.ops.triton.primitives import TINY, dot, level_of, tile_mask
 
 @triton.jit
 def close_group(keys, index, sizes, SINKS: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Write the index of an earlier group, which no query sees yet, where the new token closes one.
+    """Write the index of an earlier group, if the new token completes a group.
 
     Args:
         keys, index: As of `_write_index`.
-        sizes: Position of the new token after the first ones, group_size, tokens that the centre
-            counts, groups that there is room for.
+        sizes: Position of the new token, counted from the one after the first tokens; group_size,
+            num_centred, and groups that there is room for.
     """
     later, group_size, num_centred, num_groups = sizes
     group = tl.maximum(later + 1 - num_centred, 0) // group_size
@@ -24,15 +30,16 @@ def close_group(keys, index, sizes, SINKS: tl.constexpr, INDEX: tl.constexpr, TI
 
 @triton.jit
 def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Write the centre of a row's index with the last token that it counts, and the index of a
-    group (`RawStore.put_step`, `low_bits.encode`), at a step that closes a group.
+    """Write the index of a group (`RawStore.put_step`, `low_bits.encode`), and before it the row's
+    centre, if the new token is the last that the centre counts.
 
     Args:
-        keys: Pointers to the row's raw keys from the token after the first ones on, the new one not
-            read, and to the new key.
-        index: Pointers to codes, scales, centre and the rotation in float32.
-        place: Position of the new token after the first ones, the group, group_size, and tokens
-            that the centre counts, at least two groups.
+        keys: Pointers to the row's raw keys, from the one after the first tokens on (the new
+            token's place in them is not read), and to the new key.
+        index: Pointers to the row's codes [M, P, bytes], scales [M, 1 or P] and centre [D], and to
+            the rotation in float32, its columns by `low_bits.columns_of_codes`.
+        place: Position of the new token, counted as the raw keys, the group, group_size, and
+            num_centred, at least two groups.
     """
     raw_ptr, new_ptr = keys
     codes_ptr, scales_ptr, centre_ptr, rotation_ptr = index
@@ -63,7 +70,7 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     else:
         centre = tl.load(centre_ptr + dims, mask=in_dims, other=0.0)
 
-    # The means of its parts, one for each key, without the centre.
+    # The means of the group's parts of consecutive tokens, one for each key, less the centre.
     first = group.to(tl.int64) * group_size
     size = group_size // KEYS
     means = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)  # [P, D]
@@ -87,15 +94,20 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Return the codes [P, bytes] in int32 and the scales [P] in float32 of a group's keys [P, D],
-    which are without their centre and 0 outside (`low_bits.encode`)."""
+    """Return the codes [P, bytes], in int32, and the scales [P] in float32 of a group's keys [P,
+    D], from which the centre is subtracted and which are 0 outside (`low_bits.encode`).
+
+    A byte holds EACH codes of neighbouring columns, the first in its lowest bits. So columns i, i +
+    EACH, ... are made together, one for each byte, and shifted to their place.
+    """
     BITS: tl.constexpr = INDEX.bits
     LEVELS: tl.constexpr = INDEX.levels
     BLOCK_C: tl.constexpr = INDEX.block_c
     BLOCK_P: tl.constexpr = INDEX.block_p
     EACH: tl.constexpr = 8 // BITS
 
-    # Codes of the rotated means over their size, and the scale that makes products exact.
+    # Divide the means by their root mean square, of each key or of the group, and split them into
+    # three bfloat16 numbers, whose sum is the mean in float32.
     squares = tl.sum(means * means, 1)
     if INDEX.scales == 1:
         squares = tl.zeros([BLOCK_P], tl.float32) + tl.sum(squares, 0) / INDEX.keys
@@ -104,6 +116,8 @@ def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
     rest = means - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     parts_of_means = (high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+    # Rotate and round. The scale makes the product of a rotated mean with its rounded form that
+    # with itself: the quotient of these two sums.
     packed = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
     of_rotated = tl.zeros([BLOCK_P], tl.float32)
     with_stored = tl.zeros([BLOCK_P], tl.float32)
@@ -112,7 +126,7 @@ def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
     for i in tl.static_range(EACH):
         x = _rotated(parts_of_means, rotation_ptr, i, INDEX, TILE)  # [P, bytes]
         x = x / rms[:, None]
-        # The level nearest to a magnitude, of equal distances the lower number.
+        # A code is the number of edges, halfway between neighbouring levels, that x is above.
         upper = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
         lower = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
         for j in tl.static_range(1, UPPER):
@@ -129,13 +143,14 @@ def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
         of_rotated = tl.zeros([BLOCK_P], tl.float32) + tl.sum(of_rotated, 0)
         with_stored = tl.zeros([BLOCK_P], tl.float32) + tl.sum(with_stored, 0)
     scales = rms * (of_rotated / tl.maximum(with_stored, TINY))
-    return packed, tl.minimum(scales, 65504.0)
+    return packed, tl.minimum(scales, 65504.0)  # the largest float16
 
 
 @triton.jit
 def _rotated(parts, rotation_ptr, first, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Return the columns first, first + EACH, ... after the rotation, in float32, of the sum of
-    three parts in bfloat16, which also holds the rotation's signs: its elements have one size."""
+    """Rotate the sum of three bfloat16 parts [P, D]; return columns first, first + EACH, ..., [P,
+    bytes] in float32. All elements of the rotation have one magnitude, so products are with their
+    signs, which bfloat16 holds exactly."""
     EACH: tl.constexpr = 8 // INDEX.bits
     BYTES: tl.constexpr = (TILE.dim + EACH - 1) // EACH
     dims = tl.arange(0, TILE.block_d)
