@@ -1,11 +1,13 @@
 """Attention over [core tokens; local tokens] in Triton: one online softmax forward, three kernels
 backward.
 
-Both kinds of keys obey one rule: the query at t sees keys with low(t) <= index < high(t). Raw
-tokens have low j(t) g and high t + 1; the entries of the far past, which are core tokens behind
-first tokens kept raw, have low 0 and as high the number of entries in j(t) groups (docs/math.md,
-eq. 4 and 13). So one inner loop serves both. Tiles that every row sees are not masked, tiles that
-no row sees are not visited. The file is long because forward and backward share it.
+Both kinds of keys obey one rule: the query at t sees keys with low(t) <= index < high(t). With j(t)
+groups in its far past, raw tokens have low j(t) g and high t + 1; the entries of the far past,
+which are first tokens kept raw, then core tokens, have low 0 and as high the number of entries in
+j(t) groups (docs/math.md, eq. 4 and 13). So one inner loop serves both. Tiles of keys that every
+query of a program sees are not masked, tiles that none sees are not visited.
+
+Tiles of queries are [rows, D]. The file is long because forward and backward share it.
 """
 
 from typing import NamedTuple
@@ -53,18 +55,19 @@ class Form(NamedTuple):
     dim: int
     block_d: int
     block_m: int
-    """Queries, or in the gradient of keys the keys, that a program owns."""
+    """Queries that a program owns; in the gradient of keys and values keys."""
     block_n: int
-    """Keys, or there queries, of a tile that it walks through."""
+    """Keys of a tile that it walks through; in that gradient queries."""
 
 
 @triton.jit
 def _owned_rows(heads, FORM: tl.constexpr):
-    """Return the query head of this program among all, its KV head and its number there, in int64,
-    and its first query. Heads that share keys run side by side, and tiles that see most run first.
+    """Return the query head of this program among all N r, its sequence n and its number r there,
+    in int64, and its first query. Heads that share keys run side by side, and tiles that see most
+    run first.
 
     Args:
-        heads: As of `_attend_fwd_kernel`.
+        heads: N r and r.
     """
     pid = tl.program_id(0)
     tile = tl.num_programs(0) // heads[0] - 1 - pid // heads[0]
@@ -75,13 +78,15 @@ def _owned_rows(heads, FORM: tl.constexpr):
 
 @triton.jit
 def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.constexpr):
-    """Return the keys of five walks from the queries that a program owns, for `_attend_keys`, and
-    where each begins and ends: entries that all of them see, and that some do; raw tokens that some
-    see, that all see, and the causal end.
+    """Return the keys of five walks, of `_attend_keys`, and where each begins and ends.
+
+    Walks are over 0: entries that all queries of a program see; 1: entries that some see; 2: raw
+    tokens that some see, as others have them in their far past; 3: raw tokens that all see; 4: raw
+    tokens that some see, as they are later than others. So 0 and 1 are FAR, 1, 2 and 4 are MASKED.
 
     Args:
         tokens, far, strides, heads, rule: As of `_attend_fwd_kernel`.
-        head: From `_owned_rows`.
+        head: Of all N r.
         place: Number of queries, first query, position of query 0, first raw token, number of raw
             tokens and of entries.
         marking: Queries of a share, number of shares, words of each.
@@ -94,7 +99,7 @@ def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.con
     n = head // heads[1]
     position = q_start + first + tl.arange(0, FORM.block_m)
     groups = visible_cores(position, group_size, window_size)
-    high = visible_entries(groups, group_size, sink_groups)
+    high = visible_entries(groups, group_size, sink_groups)  # [rows]
     masses = mass_ptr + n * num_entries
     marks = marks_ptr
     if FORM.has_marks:
@@ -102,14 +107,14 @@ def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.con
     far_k = far_k_ptr + n * far_k_strides[0]
     far_v = far_v_ptr + n * far_v_strides[0]
     entries = (far_k, far_v, far_k_strides[1], far_v_strides[1], num_entries)
-    entries = entries + (high * 0, high, masses, marks)
+    entries = entries + (high * 0, high, masses, marks)  # low is 0
     k = k_ptr + n * k_strides[0] - tl.cast(k_start, tl.int64) * k_strides[1]
     v = v_ptr + n * v_strides[0] - tl.cast(k_start, tl.int64) * v_strides[1]
     raw = (k, v, k_strides[1], v_strides[1], k_start + num_keys)
     raw = raw + (groups * group_size, position + 1, masses, marks)
 
-    # Some rows see the entries whole .. far_end-1 and the raw tokens local .. middle-1 and causal
-    # .. end-1, all rows those between.
+    # The walks' bounds are 0, whole, far_end; local, middle, causal, end. Those inside are moved to
+    # whole tiles.
     last = tl.minimum(first + FORM.block_m, num_queries) - 1
     groups_first = visible_cores(q_start + first, group_size, window_size)
     groups_last = visible_cores(q_start + last, group_size, window_size)
@@ -145,9 +150,12 @@ def _attend_keys(
 
     Args:
         state: Output so far, running sum and running maximum of each row.
-        keys: Pointers and strides of k and v, their number, the rows' bounds low and high, used
-            where MASKED, and where FAR a pointer to the keys' masses and one to each row's marks.
+        keys: Pointers to k and v, their strides, one past the last key, the rows' bounds low and
+            high, used where MASKED, and, used where FAR, pointers to the keys' masses and to each
+            row's marks.
         factors: scale and softcap.
+        FAR: Whether keys are entries of the far past, else raw tokens.
+        MASKED: Whether some row may not see some key.
     """
     acc, running_sum, running_max = state
     stride_k, stride_v, num_keys, low, high, mass_ptr, marks = keys[2:]
@@ -161,7 +169,7 @@ def _attend_keys(
         mass = 0.0
         if FAR and FORM.has_mass:
             mass = tl.load(mass_ptr + index, mask=index < num_keys, other=0.0)[None, :]
-        products = dot(q, tl.trans(k))
+        products = dot(q, tl.trans(k))  # [rows, keys]
         scores, _ = log2_scores(products, factors[0], mass, factors[1], FORM.has_softcap)
         if MASKED:
             seen = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
@@ -181,16 +189,7 @@ def _attend_keys(
 
 @triton.jit
 def _attend_fwd_kernel(
-    tokens,
-    far,
-    results,
-    numbers,
-    factors,
-    strides,
-    heads,
-    rule,
-    share,
-    FORM: tl.constexpr,
+    tokens, far, results, numbers, factors, strides, heads, rule, share, FORM: tl.constexpr
 ):
     """Attend.
 
@@ -205,8 +204,9 @@ def _attend_fwd_kernel(
         results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T] in float32.
         factors: Scale and softcap.
         strides: Of q, k and v, and of keys and values of the far past.
-        heads: Query heads in all, and of each KV head.
+        heads: Query heads in all (N r), and of each KV head (r).
         rule: group_size, window_size and sink_groups.
+        share: Queries with the same marks.
         FORM: `Form`.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
@@ -221,7 +221,7 @@ def _attend_fwd_kernel(
     mask = tile_mask(rows, num_queries, dims, FORM.dim)
     q_tile = q_ptr + n * q_strides[0] + r * q_strides[1]
     q_tile += rows.to(tl.int64)[:, None] * q_strides[2] + dims[None, :]
-    q = tl.load(q_tile, mask=mask, other=0.0)
+    q = tl.load(q_tile, mask=mask, other=0.0)  # [rows, D]
 
     state = (
         tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
@@ -231,7 +231,7 @@ def _attend_fwd_kernel(
     place = (num_queries, first, q_start, k_start, num_keys, num_entries)
     marking = (share, num_shares, num_words)
     keys, begins, ends = _walks(tokens, far, strides, head, heads, place, rule, marking, FORM)
-    for i in tl.static_range(5):
+    for i in tl.static_range(5):  # the walks: FAR, then MASKED
         state = _attend_keys(
             state, q, keys[i], begins[i], ends[i], factors, i < 2, i != 0 and i != 3, FORM
         )
@@ -275,7 +275,7 @@ def _query_gradients(
         mass = 0.0
         if FAR and FORM.has_mass:
             mass = tl.load(mass_ptr + index, mask=index < num_keys, other=0.0)[None, :]
-        products = dot(q, tl.trans(k))
+        products = dot(q, tl.trans(k))  # [rows, keys]
         scores, slope = log2_scores(products, factors[0], mass, factors[1], FORM.has_softcap)
         weights = tl.exp2(scores - lse[:, None])
         if MASKED:
@@ -309,12 +309,12 @@ def _attend_dq_kernel(
 ):
     """Compute the gradient of the queries.
 
-    Grid: (query tiles x N r,). A program owns block_m queries of one head and walks the keys as
-    the forward does, with sums in float32; it writes their gradient, and delta =
-    sum(out * grad out) - grad lse for the other kernels.
+    Grid: (query tiles x N r,). A program owns block_m queries of one head and walks the keys as the
+    forward does, with sums in float32; it writes their gradient, and delta = sum(out * grad out) -
+    grad lse for the other kernels.
 
     Args:
-        tokens, far, factors, heads, rule, FORM: As of the forward.
+        tokens, far, factors, heads, rule, share, FORM: As of the forward.
         upstream: Pointers to out, log-sum-exp and the gradients of both.
         results: Pointers to the gradient of q [N, r, T, D] and delta [N, r, T] in float32.
         strides: As of the forward, then those of the gradient of out.
@@ -372,16 +372,16 @@ def _key_gradients(
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Continue the gradients of one key tile from the queries of some bounds; scores are held
+    """Continue the gradients of one key tile from queries begin .. end-1; scores are held
     transposed, [keys, queries].
 
     Args:
         state: The gradients of k, v and the keys' masses so far.
-        keys: k, v, the keys' indices and their masses, [keys, 1] or 0.
+        keys: k and v [keys, D], the keys' numbers, and their masses, [keys, 1] or 0.
         queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, their
             number, and the marks: a pointer to those of the first query, and share, num_shares and
             num_words.
-        bounds: The first query, and one past the last.
+        bounds: begin and end.
         factors: scale and softcap.
         rule: group_size, window_size and sink_groups.
     """
@@ -403,7 +403,7 @@ def _key_gradients(
         else:
             lse = tl.load(lse_ptr + rows) * LOG2E
             delta = tl.load(delta_ptr + rows)
-        products = dot(k, tl.trans(q))
+        products = dot(k, tl.trans(q))  # [keys, queries]
         scores, slope = log2_scores(products, factors[0], mass, factors[1], FORM.has_softcap)
         weights = tl.exp2(scores - lse[None, :])
         if MASKED:
@@ -457,9 +457,8 @@ def _attend_dkv_kernel(
         upstream: Pointers to log-sum-exp, the gradient of out, and delta.
         results: Pointers to the gradients of keys, values and masses in float32.
         strides: Of q, keys, values and the gradient of out.
-        heads: Number of KV heads, and query heads of each.
-        rule: group_size, window_size and sink_groups.
-        FORM: `Form`.
+        heads: N, and query heads of each KV head (r).
+        rule, share, FORM: As of the forward.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_D: tl.constexpr = FORM.block_d
@@ -482,8 +481,8 @@ def _attend_dkv_kernel(
     v_base = v_ptr + n * v_strides[0]
     v = tl.load(v_base + wide * v_strides[1] + dims[None, :], mask=mask, other=0.0)
 
-    # Queries begin .. end-1 see some of these keys, low .. high-1 all of them; low and high are
-    # moved inwards to whole tiles.
+    # Queries begin .. end-1 see some of these keys, low .. high-1 all of them, where low and high
+    # are moved inwards to whole tiles. So the middle one of the three bounds needs no mask.
     last = tl.minimum(first + FORM.block_m, num_keys) - 1
     if FAR:
         begin = first_query_of_entry(first, group_size, window_size, sink_groups)
@@ -535,7 +534,7 @@ def _attend_dkv_kernel(
 
 
 def form_of(tiles: Tiles, dim: int, spec: Spec, has_mass: bool, has_marks: bool) -> Form:
-    """Return what a kernel is compiled for."""
+    """Return the constants of a kernel."""
     block_d = max(16, power_of_2(dim))
     blocks = (block_d, tiles.block_m, tiles.block_n)
     return Form(has_mass, has_marks, spec.softcap is not None, dim, *blocks)
@@ -547,11 +546,7 @@ def rule_of(spec: Spec) -> tuple[int, int, int]:
 
 
 def attend(
-    tokens: Tokens,
-    cores: Cores,
-    spec: Spec,
-    mass: Tensor | None = None,
-    marks: Marks | None = None,
+    tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None = None, marks: Marks | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
     float32; to no core token that is marked for the query's share."""
@@ -565,7 +560,7 @@ def attend_list(
     """Attend as `attend` does, to a far past that is listed already.
 
     Args:
-        tokens: Raw tokens from the first one on that a query sees behind its far past.
+        tokens: Queries, and the raw tokens of their near past.
     """
     q, k, v, far_k, far_v = map(contiguous_rows, (*tokens[:3], far.k, far.v))
     n, r, num_queries, dim = q.shape
@@ -577,25 +572,18 @@ def attend_list(
     mass = lse if far.mass is None else far.mass
     words = lse if marks is None else marks.words
     tiles = forward_tiles(chip_of(q.device), q.dtype, dim)
+    sizes = (num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start)
+    factors = (float(spec.scale), float(spec.softcap or 1.0))
+    strides = tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v))
+    share = 1 if marks is None else marks.share
     launch(
         _attend_fwd_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
             *((q, k, v), (far_k, far_v, mass, words), (out, lse)),
-            ints(
-                *(num_queries, k.shape[1], far_k.shape[1], tokens.q_start, tokens.k_start),
-                *shape_of(marks),
-            ),
-            (float(spec.scale), float(spec.softcap or 1.0)),
+            *(ints(*sizes, *shape_of(marks)), factors),
         ),
-        (
-            tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v)),
-            *(
-                (n * r, r),
-                rule_of(spec),
-                1 if marks is None else marks.share,
-            ),
-        ),
+        (strides, (n * r, r), rule_of(spec), share),
         FORM=form_of(tiles, dim, spec, far.mass is not None, marks is not None),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -616,8 +604,9 @@ def attend_backward(
     mass: Tensor | None = None,
     marks: Marks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gradients as `packed.attend_backward` does, in float32, the same from run to run; of
-    the attention to core tokens that are not marked."""
+    """Return the gradients of q, k, v, the core tokens' keys and values and their masses (None
+    without), as `packed.attend_backward` does, in float32, the same from run to run; through core
+    tokens that are not marked."""
     tokens.check_whole()
     # Queries: each program walks the keys that its tile sees, and writes delta for the keys.
     far = far_past(tokens, cores, spec, mass)
@@ -634,21 +623,19 @@ def attend_backward(
     dscores = torch.empty((n, r, far_k.shape[1]), dtype=torch.float32, device=q.device)
     words = lse if marks is None else marks.words
     grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
-    results = (upstream.out.contiguous(), lse, grad_out, grad_lse)
+    given = (upstream.out.contiguous(), lse, grad_out, grad_lse)
     factors = (float(spec.scale), float(spec.softcap or 1.0))
     rule = (rule_of(spec), 1 if marks is None else marks.share)
+    strides = tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out))
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
     launch(
         _attend_dq_kernel,
         (ceil_div(num_queries, tiles.block_m) * n * r,),
         (
-            *((q, k, v), (far_k, far_v, masses, words), results, (dq, delta)),
+            *((q, k, v), (far_k, far_v, masses, words), given, (dq, delta)),
             *(ints(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), factors),
         ),
-        (
-            tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out)),
-            *((n * r, r), *rule),
-        ),
+        (strides, (n * r, r), *rule),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
         FORM=form_of(tiles, dim, spec, far.mass is not None, marks is not None),
         num_warps=tiles.num_warps,
@@ -664,22 +651,14 @@ def attend_backward(
         if not count:
             continue
         has_mass = is_far and far.mass is not None
+        given = ((q, key, value), (masses, words), (lse, grad_out, delta))
+        numbers = ints(num_queries, count, *shape_of(marks))
+        strides = tuple(x.stride()[:-1] for x in (q, key, value, grad_out))
         launch(
             _attend_dkv_kernel,
             (ceil_div(count, tiles.block_m) * n,),
-            (
-                *(
-                    (q, key, value),
-                    (masses, words),
-                    (lse, grad_out, delta),
-                    (dkey, dvalue, dscores),
-                ),
-                *(ints(num_queries, count, *shape_of(marks)), factors),
-            ),
-            (
-                tuple(x.stride()[:-1] for x in (q, key, value, grad_out)),
-                *((n, r), *rule),
-            ),
+            (*given, (dkey, dvalue, dscores), numbers, factors),
+            (strides, (n, r), *rule),
             FAR=is_far,
             FORM=form_of(tiles, dim, spec, has_mass, is_far and marks is not None),
             num_warps=tiles.num_warps,

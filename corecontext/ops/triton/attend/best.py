@@ -14,11 +14,7 @@ from corecontext.ops.triton.attend.far_past import FarPast, far_past, near_past
 from corecontext.ops.triton.attend.marks import Marks
 
 try:  # Gluon is young: a Triton without it, or with another, has the other kernels
-    from corecontext.ops.triton.attend import (
-        hopper_backward,
-        hopper_forward,
-        hopper_union,
-    )
+    from corecontext.ops.triton.attend import hopper_backward, hopper_forward, hopper_union
 except (ImportError, AttributeError):
     hopper_forward = hopper_backward = None
 
@@ -35,24 +31,19 @@ def attend(
     come back (marks.py).
 
     Args:
-        out: As of `attend_list`.
+        out: [N, r, T, D] of any strides, written in place; None makes one.
     """
     far = far_past(tokens, cores, spec, mass)
     return attend_list(near_past(tokens, spec), far, spec, marks, out)
 
 
 def attend_list(
-    tokens: Tokens,
-    far: FarPast,
-    spec: Spec,
-    marks: Marks | None = None,
-    out: Tensor | None = None,
+    tokens: Tokens, far: FarPast, spec: Spec, marks: Marks | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `attend` does, to a far past whose entries are in a list (far_past.py).
 
     Args:
-        tokens: Queries, and the raw tokens that come behind the list.
-        out: [N, r, T, D] of any strides, written in place; None makes one.
+        tokens: Queries, and the raw tokens of their near past.
     """
     if tokens.q.numel() and takes_hopper(tokens.q, spec):
         try:
@@ -68,7 +59,7 @@ def attend_raw(call: Call, marks: Marks, out: Tensor, lse: Tensor) -> None:
     in place.
 
     Args:
-        marks: Those of the call.
+        marks: `call.marks()`.
     """
     if takes_hopper(call.tokens.q, call.spec) and hopper_union.takes(call):
         try:
@@ -88,8 +79,8 @@ def gradients(
     mass: Tensor | None = None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the gradients of q, k and v all at once, those through pooling too; None where each
-    part has to make its own."""
+    """Return the gradients of q, k and v, those through pooling included; None where the caller has
+    to compute them part by part."""
     if hopper_backward is None or hopper_backward.unsupported_reason(tokens.q, spec) is not None:
         return None
     try:

@@ -1,10 +1,10 @@
 """Attend to the raw tokens of chosen groups on any GPU, in one softmax with all else that a query
-sees: results and gradients of that part are taken in here.
+sees: results and gradients of all else come in, and those of raw tokens are added in place.
 
 Neighbouring queries with one choice of k groups are a share, of which there are C; `choice.groups`
 is [N, C, k], of N batch rows x KV heads. A tile's rows are the queries of one share with all r
-query heads. `delta` of a query is the number that the backward of its softmax subtracts from each
-gradient of a weight, the same in all parts.
+query heads. `delta` of a query is the number that the backward of its softmax subtracts from the
+gradient of each weight.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ from corecontext.ops.triton.tiles import (
     fetch_tiles,
 )
 
-_MARK_BYTES = 256 << 20  # marks in memory at a time, of some KV heads
+_MARK_BYTES = 256 << 20  # most bytes of marks at a time
 
 
 class Call(NamedTuple):
-    """Hold a call to the kernels of chosen groups for some sequences of KV heads."""
+    """Hold a call to the kernels of chosen groups, for all sequences or some of them."""
 
     tokens: Tokens
     cores: Cores
@@ -47,8 +47,8 @@ class Call(NamedTuple):
     choice: Choice
 
     def specialized(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return the last arguments of every kernel: `sizes`, which are k, the queries of a share,
-        and that number rounded up to a power of 2, and `rule`, which entries a position sees."""
+        """Return the last arguments of every kernel: `sizes`, which are k, the queries of a share
+        and that number rounded up to a power of 2, and `rule`: g, s and n / g."""
         share = self.choice.share
         sizes = (self.choice.groups.shape[2], share, power_of_2(share))
         return sizes, rule_of(self.spec)
@@ -63,7 +63,7 @@ class Call(NamedTuple):
         return self.tokens.q.shape[1] * power_of_2(self.choice.share)
 
     def constants(self, tiles: Tiles, rows: int) -> dict[str, Any]:
-        """Return what a kernel is compiled for whose tiles have at most `rows` rows."""
+        """Return the constants of a kernel whose programs own at most `rows` rows."""
         r, _, dim = self.tokens.q.shape[1:]
         blocks = (max(16, power_of_2(dim)), max(16, min(tiles.block_m, power_of_2(rows))))
         form = RawForm(r, self.spec.softcap is not None, dim, *blocks, tiles.block_n)
@@ -75,27 +75,20 @@ class Call(NamedTuple):
         return chip_of(q.device), q.dtype, q.shape[3]
 
     def marks(self) -> Marks:
-        """Mark the core tokens that no query of a share sees."""
-        tokens = self.tokens
-        cores = self.cores
-        spec = self.spec
-        first = min(spec.sinks, tokens.k.shape[1])
-        entries = first + cores.k.shape[2]
+        """Mark the core tokens of chosen groups, which no query of the share sees."""
+        first = min(self.spec.sinks, self.tokens.k.shape[1])
+        entries = first + self.cores.k.shape[2]
         return mark(self.choice.groups, self.choice.share, entries, first)
 
     def unions(self, marks: Marks) -> Unions:
-        """Return the unions of neighbouring queries' groups.
-
-        Args:
-            marks: Those of the call.
-        """
+        """Return the unions of neighbouring queries' groups, from the call's marks."""
         first = min(self.spec.sinks, self.tokens.k.shape[1])
         places = (self.tokens.q_start, self.tokens.q.shape[2], self.cores.k.shape[2])
         return unite(marks, first, places, self.choice.groups.shape[2], rule_of(self.spec))
 
 
 def split(call: Call) -> list[tuple[slice, Call]]:
-    """Return the call for some sequences at a time, whose marks fit into their memory."""
+    """Split a call into slices of the sequences, whose marks fit into _MARK_BYTES."""
     tokens, cores, spec, mass, choice = call
     n, count = choice.groups.shape[:2]
     size = max(1, _MARK_BYTES // max(1, count * (spec.sinks + cores.k.shape[2]) // 8))
@@ -116,7 +109,7 @@ def split(call: Call) -> list[tuple[slice, Call]]:
 
 
 def together(results: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Concatenate the results of parts."""
+    """Concatenate the results of the calls of `split`; a result that is None stays None."""
     if len(results) == 1:
         return results[0]
     return tuple(None if x[0] is None else torch.cat(x) for x in zip(*results))
@@ -129,15 +122,13 @@ def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
     q, k, v = map(contiguous_rows, tokens[:3])
     n, count, _ = choice.groups.shape
     constants = call.constants(fetch_tiles(*call.chip(), call.rows), call.rows)
+    first_share = tokens.q_start // choice.share
     launch(
         fetch_fwd_kernel,
         (n * count * ceil_div(call.rows, constants["FORM"].block_m),),
         (
             *((q, k, v), choice.groups.contiguous(), (out, lse)),
-            ints(
-                *(q.shape[2], cores.k.shape[2], count),
-                *(tokens.q_start // choice.share, tokens.q_start),
-            ),
+            ints(q.shape[2], cores.k.shape[2], count, first_share, tokens.q_start),
             call.factors(),
         ),
         (tuple(x.stride()[:-1] for x in (q, k, v, out)), *call.specialized()),

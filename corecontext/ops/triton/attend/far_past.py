@@ -1,8 +1,8 @@
 """List the far past as the kernels read it: the first tokens that stay raw, then the core tokens.
 
-A query that has j(t) groups in its far past sees the first entries of this list, as many as
-`visibility.num_far_entries` counts (docs/math.md, eq. 13), so that a kernel needs no second part of
-the softmax for first tokens.
+The query at t, which has j(t) groups in its far past, sees the first entries of this list, as many
+as `visibility.num_far_entries` counts (docs/math.md, eq. 13), so that a kernel needs no second part
+of the softmax for first tokens.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,8 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> F
 
 
 def near_past(tokens: Tokens, spec: Spec) -> Tokens:
-    """Return the queries with raw tokens that reach from the first one that a query sees."""
+    """Return the queries with the raw tokens of their near past: with sinks before them, where some
+    query still sees these as raw neighbours."""
     if tokens.sink_k is None:
         return tokens
     if local_start(tokens.q_start, spec.group_size, spec.window_size) >= tokens.k_start:
@@ -70,7 +71,7 @@ def mass_gradient(far_gradient: Tensor, n: int) -> Tensor:
 
 
 def _sinks(tokens: Tokens, n: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the first n tokens, of those so far."""
+    """Return keys and values of the first n tokens, or of as many as there are."""
     if tokens.sink_k is None:
         return tokens.k[:, :n], tokens.v[:, :n]
     return tokens.sink_k, tokens.sink_v

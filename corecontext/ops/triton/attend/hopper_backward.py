@@ -1,14 +1,16 @@
 """The backward of `hopper_forward.py`: one pass over the key tiles, which adds up the queries'
 gradients in global memory.
 
-A program owns 128 keys, entries of the far past or raw tokens. Two consumers own 64 of them each
-and keep their gradients in registers while the copying warp brings the queries that see them; the
-queries' gradients are added by the tensor memory accelerator, in any order of programs, so the last
-bits differ from run to run. Where torch is asked for deterministic algorithms,
-`anywhere.attend_backward` runs instead. The file is long because the groups of warps are one
-algorithm.
+A program owns 128 keys, entries of the far past or raw tokens. Two groups of warps, the consumers,
+own 64 of them each and keep their gradients in registers, while another warp, the producer, copies
+the queries that see them into shared memory. The queries' gradients are added to memory by the
+tensor memory accelerator, in any order of programs, so the last bits differ from run to run. Where
+torch is asked for deterministic algorithms, `anywhere.attend_backward` runs instead.
 
-N counts the KV heads of all rows (`num_n` in kernels), r the query heads of each (`heads_per_n`).
+Barriers are explained in `hopper_forward.py`: readers of a place in a ring wait for `ready`,
+writers for `free`. N counts the KV heads of all rows (`num_n` in kernels), r the query heads of
+each (`heads_per_n`). `s` are scores, `p` weights, `dp` and `ds` their gradients. The file is long
+because the groups of warps are one algorithm.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ HALF_N = gl.constexpr(64)  # keys of a consumer
 BLOCK_N = gl.constexpr(128)  # keys of a program
 STAGES = gl.constexpr(2)  # query tiles in shared memory
 HEADS_PER_TURN = 4  # query heads whose far tiles run together: their sums fit the L2 cache
-SUM_SHARE = 26  # sums take a 26th of q, k, v, the output and their gradients: 4 % more memory
+# Sums, the queries' gradients in float32, may take 1 / SUM_SHARE of the bytes of q, k, v, the
+# output and their gradients: 4 % more memory.
+SUM_SHARE = 26
 # At least so many bytes of sums: a launch takes as long as its first far tile, which all queries
 # see, so a launch needs enough heads to fill the device meanwhile (docs/tuning-notes.md).
 MIN_BYTES = 288 << 20
@@ -77,15 +81,16 @@ def _prepare_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Prepare the main kernel.
+    """Write numbers of the queries, *stats*, which `_attend_bwd_hopper` reads, and zeros where it
+    adds up the queries' gradients.
 
-    Grid: (query tiles, N r). A program reads a tile's output and gradient and writes its -lse in
-    units of log 2 and grad lse - sum(out grad), 2 x BLOCK float32 side by side, -infinity and 0
-    where no query is; and zeros where its queries' gradients will be added up.
+    Grid: (query tiles, N r). A program reads a tile's output and its gradient. The tile's stats are
+    -lse in units of log 2 and -delta = grad lse - sum(out grad out), BLOCK float32 each, -infinity
+    and 0 where no query is.
 
     Args:
         upstream: Pointers to out, log-sum-exp and the gradients of both.
-        results: Pointers to these numbers and to the sums.
+        results: Pointers to stats [N, r, tiles, 2 BLOCK] and to the sums [N, r, T, D] in float32.
         strides: Of out and of its gradient.
     """
     out_ptr, lse_ptr, grad_ptr, grad_lse_ptr = upstream
@@ -135,7 +140,8 @@ def _finish_kernel(
     each group, adds the gradient from its pooling.
 
     Args:
-        gradients: Pointers to the sums, to those from pooling, and to the result.
+        gradients: Pointers to the sums; with HAS_LAST, to gradients from pooling of each group's
+            last query, [N, r, M, D]; and to the result.
     """
     sum_ptr, last_ptr, grad_ptr = gradients
     num_queries, num_groups = integers(numbers)
@@ -154,9 +160,9 @@ def _finish_kernel(
     tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-# One array of shared memory holds all tiles of 64 rows: queries and gradients in rings of STAGES,
-# then the program's keys and values. Arguments of a group of warps occupy registers for its
-# lifetime.
+# One array of shared memory holds all tiles of 64 rows, as arguments of a group of warps occupy
+# registers for its lifetime: STAGES tiles of queries, STAGES of the output's gradients, then two of
+# the program's keys and two of its values.
 
 
 @gluon.jit
@@ -167,9 +173,10 @@ def _copy_queries(source, memory, tile):
     Args:
         source: Descriptors of q, its output's gradient, stats, k, v, and of keys and values of the
             far past.
-        memory: Shared memory of tiles and of stats, and their barriers `ready` and `free`.
+        memory: Shared memory of tiles and of stats, and barriers `ready` and `free` of the stages;
+            the last `ready` is that of keys and values.
         tile: Sequence, first query head and number of heads, first key, whether keys are entries of
-            the far past, last row of queries, and number of their tiles.
+            the far past, first row of the last tile of queries, and number of these tiles.
     """
     q_desc, grad_desc, stats_desc, k_desc, v_desc, far_k_desc, far_v_desc = source
     tiles_smem, stats_smem, ready, free = memory
@@ -203,14 +210,15 @@ def _copy_queries(source, memory, tile):
 
 @gluon.jit
 def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
-    """Add half the columns of one query tile's gradient from the program's keys to the sum in
-    global memory.
+    """Add half the columns of one query tile's gradient, which comes from all keys of the program,
+    to the sum in global memory.
 
     Args:
-        memory: Tiles of keys, of the scores' gradients and of the sum, and the barriers of the
-            scores' gradients.
+        memory: Tiles of keys, of the scores' gradients and of the sum, and the barriers `ready` and
+            `free` of the scores' gradients.
         place: Sequence, query head and first row of the tile.
-        sizes: HALF, BLOCK_D.
+        step: Number of the query tile in the program.
+        sizes: HALF (which columns), BLOCK_D.
     """
     HALF: gl.constexpr = sizes[0]
     BLOCK_D: gl.constexpr = sizes[1]
@@ -233,7 +241,7 @@ def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
     dq = warpgroup_mma(dscores_smem.index(2 * ring + 1).permute([1, 0]), keys, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
     mbarrier.arrive(dscores_free.index(ring))
-    wait_out(0)  # the sum before has been read
+    wait_out(0)  # until the sum of the tile before has been read
     sum_smem.reshape([BLOCK_M, COLUMNS]).store(dq)
     fence_async_shared()
     add_out(sum_desc, [n, head, row, HALF * COLUMNS], sum_smem)
@@ -241,8 +249,8 @@ def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
 
 @gluon.jit
 def _query_marks(marks, row, exists, SHARE: gl.constexpr):
-    """Load the words of marks of queries row .. row + BLOCK_M - 1, a tuple of one for every 32
-    shares, each of all keys; the first bit is that of the first query."""
+    """Load the marks of queries row .. row + BLOCK_M - 1: a tuple of words [keys], one for every 32
+    shares; the first bit is that of the first query's share."""
     first = row // SHARE
     words = ()
     for j in gl.static_range((BLOCK_M // SHARE + 31) // 32):
@@ -272,15 +280,17 @@ def _key_gradients(
     transposed, [keys, queries]: a consumer.
 
     The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is
-    made from them one step later, so that neither consumer waits for the other.
+    made from them one step later, half of its columns by each consumer, so that neither waits for
+    the other.
 
     Args:
+        sum_smem: Shared memory of half the columns of a query tile's gradient.
         dscores: Shared memory of the scores' gradients, and its barriers `ready` and `free`.
         results: Descriptor of the queries' sums, pointers to gradients of the far past, of keys, of
             values and of masses.
         inputs: Pointers to masses and to marks, and words of marks of an entry.
-        keys_of: Keys before those of this sequence, and from keys to values, in gradients; number
-            of keys.
+        keys_of: Where the sequence's keys begin in the gradients, in keys; from gradients of keys
+            to those of values in the far past, in elements; number of keys.
         places: num_queries, group_size, window_size, sink_groups.
         memory, tile: As of `_copy_queries`.
     """
@@ -304,8 +314,7 @@ def _key_gradients(
     dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
     dv = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
     dmass = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
-    # The queries that see a key: low <= t < high; those that see all of the keys: whole_low <= t <
-    # whole_high.
+    # Queries low <= t < high see a key; whole_low <= t < whole_high see all keys of the consumer.
     keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, s_layout))
     if is_far:
         low = first_query_of_entry(keys, group_size, window_size, sink_groups)
@@ -327,7 +336,7 @@ def _key_gradients(
     mbarrier.wait(ready.index(STAGES), 0)
     row = last_row
     head = first_head
-    # Not `row`: Triton 3.6 takes two names of one value for one loop variable.
+    # Not the values of row and head: Triton 3.6 takes two names of one value for one loop variable.
     row_before = last_row + BLOCK_M
     head_before = first_head - 1
     for step in range(num_heads * tiles):
@@ -436,12 +445,14 @@ def _attend_bwd_hopper(
     that their sums stay in the L2 cache.
 
     Args:
-        inputs: Pointers to masses, and to marks of entries by SHARE queries, a power of 2 up to
-            BLOCK_M; 0 for none.
-        results: Pointers to gradients of the far past, of keys, of values and of masses.
+        stats_desc, sum_desc: Descriptors of the results of `_prepare_kernel`.
+        inputs: Pointers to masses, and to words of `EntryMarks`.
+        results: Pointers to gradients of the far past, of keys, of values and of masses, as of
+            `_attend_backward`.
         numbers: Entries, programs of the far past, words of marks of an entry, and heads_per_turn;
             of `launch.ints`, as `rule`.
         rule: group_size, window_size and sink_groups.
+        SHARE: Queries with the same marks, a power of 2 up to BLOCK_M; 0 without marks.
     """
     mass_ptr, marks_ptr = inputs
     far_grad_ptr, grad_k_ptr, grad_v_ptr, dmass_ptr = results
@@ -512,8 +523,8 @@ def _attend_bwd_hopper(
             (_key_gradients, (1, HAS_MASS, SHARE, HEAD_DIM, BLOCK_D, second) + consumers),
             (_copy_queries, (source, memory, tile)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of their threads
     )
 
 
@@ -552,7 +563,7 @@ class _Chunk(NamedTuple):
 
 
 def _take_rows(x: Tensor | tuple | None, rows: slice) -> Tensor | tuple | None:
-    """Take rows of a tensor, or of each tensor of a named tuple."""
+    """Take rows of a tensor, or of each tensor of a named tuple; None stays None."""
     if x is None:
         return None
     if isinstance(x, Tensor):
@@ -604,26 +615,25 @@ def gradients(
 
 
 def _sequences_at_once(q: Tensor, k: Tensor) -> int:
-    """Return how many sequences' float32 sums fit the limit: 1 / SUM_SHARE of q, k, v, the output
-    and their gradients, and at least MIN_BYTES."""
+    """Return for how many sequences the queries' sums in float32 fit the limit: 1 / SUM_SHARE of q,
+    k, v, the output and their gradients, and at least MIN_BYTES."""
     head_bytes = q.shape[2] * q.shape[3] * q.element_size()
     limit = 4 * (q.shape[0] * q.shape[1] + k.shape[0]) * head_bytes // SUM_SHARE
     return max(1, min(q.shape[0], max(limit, MIN_BYTES) // (2 * q.shape[1] * head_bytes)))
 
 
 def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None:
-    """Fill the gradients of a chunk; sums is memory for those of its queries in float32; `share`
-    queries have chosen together."""
-    # Two numbers of each query for the main kernel, and zeros where its gradient adds up.
+    """Fill the gradients of a chunk. `sums` is memory for those of its queries in float32, [N, r,
+    T, D]; `share` queries have chosen together."""
+    # Stats of the queries, and zeros in sums.
     n, r, num_queries, dim = chunk.q.shape
     grad_out, grad_lse, out, lse = chunk.upstream
     num_groups = chunk.groups.k.shape[1]
     tiles = ceil_div(num_queries, BLOCK_M.value)
     block_d = power_of_2(dim)
     stats = torch.empty(n, r, tiles, 2 * BLOCK_M.value, dtype=torch.float32, device=out.device)
-    lse_gradient = lse  # not read: a launch needs a pointer
-    if grad_lse is not None:
-        lse_gradient = grad_lse.contiguous()
+    # A launch needs pointers, also to what is not read: another tensor stands in.
+    lse_gradient = lse if grad_lse is None else grad_lse.contiguous()
     launch(
         _prepare_kernel,
         (tiles, n * r),
@@ -654,9 +664,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
     )
     grad_last = _add_pooling(grad_cores, chunk, spec) if num_groups else None
     # The gradient of queries, rounded once: from attention and, of each group's last, from pooling.
-    last_gradient = sums  # not read: a launch needs a pointer
-    if grad_last is not None:
-        last_gradient = grad_last
+    last_gradient = sums if grad_last is None else grad_last
     launch(
         _finish_kernel,
         (tiles, n * r),
@@ -673,8 +681,8 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
 def _attend_backward(
     chunk: _Chunk, spec: Spec, stats: Tensor, sums: Tensor, marks: EntryMarks | None
 ) -> Tensor:
-    """Add up the queries' gradients, still to be scaled, in sums; fill those of k, v and
-    scores; through no entry that is marked.
+    """Add the queries' gradients, still to be scaled, to sums; fill those of k, v and scores.
+    Marked entries have no part in them.
 
     Returns:
         Gradients of keys and values of the far past by query head, [2, N, r, E, D] in float32.
@@ -685,11 +693,9 @@ def _attend_backward(
     far_gradients = torch.empty(2, n, r, num_entries, dim, dtype=torch.float32, device=q.device)
     # A descriptor needs memory even where there is no entry to read.
     far_k, far_v = (aligned(x[:, None]) for x in chunk.far[:2]) if num_entries else (k, v)
-    mass = chunk.upstream.lse  # not read: a launch needs a pointer
-    dscores = stats  # not written
-    if chunk.far.mass is not None:
-        mass = chunk.far.mass
-        dscores = chunk.dscores
+    # Without masses other tensors stand in, which are neither read nor written.
+    mass = chunk.upstream.lse if chunk.far.mass is None else chunk.far.mass
+    dscores = stats if chunk.far.mass is None else chunk.dscores
     far_programs = ceil_div(num_entries, BLOCK_N.value) * n * r
     rows = BLOCK_M.value
     descriptors = (
@@ -717,14 +723,13 @@ def _attend_backward(
 
 
 def _add_pooling(grad_cores: Cores, chunk: _Chunk, spec: Spec) -> Tensor:
-    """Add the gradients through pooling to those of k and v; return those of the group-end
-    queries."""
+    """Add the gradients through pooling to those of k and v; return those of each group's last
+    query, [N, r, M, D]."""
     if chunk.q.shape[1] > 1:
         grad_cores = Cores(*(x.sum(1, keepdim=True) for x in grad_cores))
     shape = chunk.groups.k.shape[1:3]
     pooled = slice(spec.sinks, spec.sinks + shape[0] * shape[1])
     into = tuple(x[:, pooled].unflatten(1, shape) for x in (chunk.dk, chunk.dv))
-    grad_mass = None
-    if chunk.dscores is not None:
-        grad_mass = mass_gradient(chunk.dscores, spec.sinks)
+    dscores = chunk.dscores
+    grad_mass = None if dscores is None else mass_gradient(dscores, spec.sinks)
     return pool_backward(grad_cores, chunk.groups, spec, grad_mass, into)[0]

@@ -2,11 +2,21 @@
 Triton's Gluon.
 
 The same mathematics as `anywhere.py`, whose kernels run everywhere. Here a program is three groups
-of warps: one copies keys and values into shared memory by the tensor memory accelerator, two own 64
-queries each, multiply with asynchronous warpgroup instructions and take turns, so that the softmax
-of one runs under the products of the other. Tiles of the far past and local tiles form one sequence
-of key tiles; only tiles that some row sees in part are masked. The file is long because the three
-groups of warps are one algorithm.
+of warps. The *producer* copies keys and values into shared memory by the tensor memory accelerator.
+Two *consumers* own 64 queries each, multiply with asynchronous warpgroup instructions and take
+turns, so that the softmax of one runs under the products of the other. Tiles of the far past and
+tiles of raw tokens form one sequence of key tiles; only tiles that some row sees in part are
+masked.
+
+Groups of warps wait for each other at *barriers* in shared memory. A barrier counts phases 0, 1, 2
+and so on. A phase ends when as many arrivals have come as `barriers` was given, and all bytes that
+`mbarrier.expect`, itself an arrival, has announced. `mbarrier.wait(barrier, p)` waits until a phase
+of parity p has ended; before phase 0 one of parity 1 has. Each place of a ring of STAGES has two
+barriers: readers wait for `ready`, the writer for `free`. Step i is use i // STAGES of its place,
+so readers wait with the parity of that number, the writer with the other: it need not wait at
+first.
+
+The file is long because the three groups of warps are one algorithm.
 """
 
 import functools
@@ -44,22 +54,21 @@ from corecontext.ops.triton.tensor_memory import (
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 ITEM_ROWS = gl.constexpr(128)  # queries of both consumers
 MASS_COLUMNS = gl.constexpr(MASS_PARTS)  # the least inner size of a product
-STAGES = gl.constexpr(2)  # key tiles in shared memory
-# Of entries of the far past in use at a time, which then stay in the L2 cache.
-CACHE_BYTES = 16 << 20
+STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
+CACHE_BYTES = 16 << 20  # of the far past in use at a time, so that it stays in the L2 cache
 
 
 @gluon.jit
 def _work_item(index, work, places, BLOCK_N: gl.constexpr):
-    """Return of work item `index` its head and first row, and of its ITEM_ROWS queries the number
-    of far tiles and of all tiles and the first raw token.
+    """Return of work item `index`, ITEM_ROWS queries of a head, the head, the first row, the number
+    of key tiles of the far past and of all key tiles, and the first raw token.
 
     Heads come in turns, few enough at a time that their far past stays in the L2 cache; of those,
     the tiles that see most come first. Every second round of programs runs backwards, so that all
     programs get equal work.
 
     Args:
-        work: num_items, num_tiles, num_heads, heads_per_turn, heads_per_n.
+        work: num_items, num_tiles (items of a head), num_heads, heads_per_turn, heads_per_n (r).
         places: q_start, num_queries, group_size, window_size, sink_groups.
     """
     num_items, num_tiles, num_heads, heads_per_turn, _ = work
@@ -91,8 +100,8 @@ def _copy_tiles(
         source: Descriptors of q, k, v and of keys, values and masses of the far past.
         queries: Shared memory of both consumers' queries, and its barriers `ready` and `free`.
         sizes: Position of the first raw token, and number of entries.
-        ring: Shared memory of keys, of values and of the keys' masses, which share the keys'
-            barriers; barriers `ready` and `free` of keys and of values.
+        ring: Shared memory of keys, of values and of the keys' masses, which use the keys'
+            barriers; barriers `ready` and `free` of keys, then of values.
         work, places: As of `_work_item`.
     """
     q_desc, k_desc, v_desc, far_k_desc, far_v_desc, mass_desc = source
@@ -121,7 +130,7 @@ def _copy_tiles(
             if HAS_MASSES:
                 num_bytes: gl.constexpr = k_desc.block_type.nbytes + mass_desc.block_type.nbytes
                 mbarrier.expect(k_ready.index(stage), num_bytes)
-                # Behind the last entry, masses read as zeros: those of raw tokens.
+                # Raw tokens have mass 0, which is read behind the last entry.
                 at = [n, 0, gl.where(is_far, i * BLOCK_N, num_entries), 0]
                 copy_in(mass_desc, at, k_ready.index(stage), mass_smem.index(stage))
             else:
@@ -144,16 +153,18 @@ def _copy_tiles(
 
 @gluon.jit
 def _softmax(s, sums, tile, rows, scale, words, kind: gl.constexpr):
-    """Take a key tile into the online softmax: weights, the factor of earlier sums, the new maximum
-    and sum.
+    """Take a key tile into the online softmax; return weights, the factor of earlier sums, the new
+    maximum and sum.
 
     Args:
+        s: Products of queries and keys [rows, keys], masses added; `scale` makes them scores in
+            units of log 2.
         sums: Maximum and sum so far.
         tile: Number of the key tile, number of far tiles and first raw token.
-        rows: Entries and raw tokens that all rows see (up to `whole`, from `seen_by_all` to
-            `first`), groups and entries of each row's far past, the rows' positions and group_size.
+        rows: All rows see the entries before `whole` and the raw tokens seen_by_all .. first; then
+            groups and entries of each row's far past, the rows' positions, and group_size.
         words: From `_tile_marks`, used where HAS_MARKS.
-        kind: As of `_scores`.
+        kind: HAS_MASSES, HAS_MARKS, BLOCK_N and the layout of scores.
     """
     HAS_MARKS: gl.constexpr = kind[1]
     BLOCK_N: gl.constexpr = kind[2]
@@ -184,7 +195,7 @@ def _softmax(s, sums, tile, rows, scale, words, kind: gl.constexpr):
 
 @gluon.jit
 def _tile_marks(marks, i, far_tiles, HAS_MARKS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Load the words of marks of key tile i, a tuple of one for every 32 keys, each of all rows."""
+    """Load the marks of key tile i: a tuple of words [rows], one for every 32 keys."""
     words = ()
     if HAS_MARKS:
         for j in gl.static_range(BLOCK_N // 32):
@@ -204,8 +215,9 @@ def fill_marked(x, words, fill, SHARE: gl.constexpr, COLUMNS: gl.constexpr, layo
     word = words[0][:, None]
     for j in gl.static_range(1, COLUMNS // (32 * SHARE)):
         word = gl.where(bit < 32 * j, word, words[j][:, None])
-    # Bits 1 and 2 of a column number its thread, which so shifts each word only once. Plain code
-    # becomes a vector of the bits of all columns, which takes three times as long.
+    # In this layout bits 1 and 2 of a column's number tell which thread holds it. So a thread
+    # shifts a word only once, by these, and tests bits that the compiler knows. Plain code becomes
+    # a vector of the bits of all columns, which takes three times as long.
     THREAD: gl.constexpr = 6 // SHARE
     return gl.inline_asm_elementwise(
         """{
@@ -225,12 +237,12 @@ def fill_marked(x, words, fill, SHARE: gl.constexpr, COLUMNS: gl.constexpr, layo
 
 @gluon.jit
 def _scores(q, mine, ring, stage, zero, kind: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Begin the products of queries with a key tile, and add their masses by one more product: of
-    ones with the masses over the scale, so that the softmax has no number to add.
+    """Begin the products of queries with a key tile, and add their masses by one more product, of
+    ones with `mass_parts`, so that the softmax has no number to add.
 
     Args:
         mine, ring: As of `_attend_rows`.
-        kind: HAS_MASSES, HAS_MARKS, BLOCK_N and the layout of scores.
+        kind: As of `_softmax`.
     """
     HAS_MASSES: gl.constexpr = kind[0]
     BLOCK_N: gl.constexpr = kind[2]
@@ -262,14 +274,16 @@ def _attend_rows(
 ):
     """Attend from one half of each item, BLOCK_M queries, to all its key tiles: a consumer.
 
-    Scores of tile i and the output of tile i - 1 are asked for together, then the other consumer
-    gets the tensor cores; so the softmax of one consumer always runs under products of the other.
+    Scores of tile i and the output of tile i - 1 are begun together, then the other consumer gets
+    the tensor cores; so the softmax of one consumer always runs under products of the other. The
+    barrier of a turn is arrived at by the other consumer; that of HALF 0 is the first.
 
     Args:
+        OWN_OUT: Whether the output has shared memory of its own, else that of the queries.
         mine: Shared memory of queries and output, barriers of the queries, `ready` and `free`, and
             of the turns, this consumer's and the other's; shared memory of ones for masses.
         target: Descriptor of the output, and a pointer to log-sum-exp.
-        marking: Pointer to marks, queries that share them, how many do, and words of each.
+        marking: Pointer to marks, queries of a share, number of shares, and words of each share.
         ring, work, places: As of `_copy_tiles`.
     """
     q_smem, out_smem, q_ready, q_free, my_turn, other_turn, _ = mine
@@ -279,6 +293,8 @@ def _attend_rows(
     num_items = work[0]
     heads_per_n = work[4]
     q_start, num_queries, group_size, window_size, sink_groups = places
+    # Results of products: 16 rows with all columns in each of four warps. `p` is the left operand
+    # of the next product, in registers.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -424,8 +440,9 @@ def _attend_fwd_hopper(
 
     Args:
         pointers: To log-sum-exp and marks.
-        q_start, k_start: Positions of the first query and of the first raw token. Integers are no
-            tuples here: a kernel reads its parameters anew, for which it has no registers.
+        q_start, k_start: Positions of the first query and of the first raw token. Integers come one
+            by one: no register need hold them, as it must hold a number from `launch.ints`.
+            num_items, ..., num_words: As of `_work_item` and `_attend_rows`.
     """
     lse_ptr, marks_ptr = pointers
     # Shared memory: queries, their output, rings of keys and values.
@@ -445,7 +462,7 @@ def _attend_fwd_hopper(
         ones = gl.allocate_shared_memory(dtype, [BLOCK_M, MASS_COLUMNS], layout)
         threads: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         ones.store(gl.full([BLOCK_M, MASS_COLUMNS], 1.0, dtype, threads))
-    # Barriers: one producer arrives at `ready`, both consumers at `free` of keys and values.
+    # The producer arrives at `ready`; at `free` both consumers, of queries the one that has them.
     k_ready = barriers(STAGES, 1)
     k_free = barriers(STAGES, 2)
     v_ready = barriers(STAGES, 1)
@@ -475,8 +492,8 @@ def _attend_fwd_hopper(
             (_attend_rows, (1, HAS_MASSES, HAS_MARKS, OWN_OUT, BLOCK_D, BLOCK_N, second) + shared),
             (_copy_tiles, (HAS_MASSES, BLOCK_N, source, queries, sizes, ring, work, places)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of their threads
     )
 
 
@@ -500,13 +517,9 @@ def num_programs(device: torch.device) -> int:
 
 
 def attend_list(
-    tokens: Tokens,
-    far: FarPast,
-    spec: Spec,
-    marks: Marks | None = None,
-    out: Tensor | None = None,
+    tokens: Tokens, far: FarPast, spec: Spec, marks: Marks | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `best.attend_list` does; an output that is given is written in place."""
+    """Attend as `best.attend_list` does."""
     if out is not None and aligned(out) is not out:
         results, lse = attend_list(tokens, far, spec, marks)
         return out.copy_(results), lse
@@ -532,10 +545,8 @@ def attend_list(
         (min(num_programs(q.device), num_tiles * n * r),),
         (
             descriptor(q, BLOCK_M.value),
-            *(
-                descriptor(x, block_n)
-                for x in (k, v, far_k, far_v, k if masses is None else masses)
-            ),
+            *(descriptor(x, block_n) for x in (k, v, far_k, far_v)),
+            descriptor(k if masses is None else masses, block_n),
             descriptor(out, BLOCK_M.value),
             (lse, lse if marks is None else marks.words),  # a launch needs pointers
             *(num_tiles * n * r, num_tiles, n * r, min(heads_per_turn, n * r)),

@@ -10,10 +10,10 @@ memory by the tensor memory accelerator; two consumers own 64 rows each, the que
 multiply with asynchronous warpgroup instructions and take turns. A row takes part only in groups
 that its query chose.
 
-Tiles in shared memory have 64 of the head's D dimensions, so a head takes DIM_TILES of them, 1 or
-2; `low` and `high` are a result's dimensions 0 to 63 and 64 to 127. Groups of 8 tokens or more lie
-there one after the other as one tile would. Barriers `ready` say that a copy has arrived, `free`
-that its place may be written again.
+Tiles in shared memory have 64 of the head's D columns, so a head takes DIM_TILES of them, 1 or 2;
+`low` and `high` are a result's columns 0 to 63 and 64 to 127. Groups of 8 tokens or more lie there
+one after the other as one tile would. Barriers `ready` say that a copy has arrived, `free` that its
+place may be written again; their phases are explained in `hopper_forward.py`.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ QUERIES = gl.constexpr(UNION_QUERIES)
 ROWS = gl.constexpr(64)  # of a consumer: QUERIES queries of two heads
 HEADS = gl.constexpr(4)  # query heads of an item
 TOKENS = gl.constexpr(128)  # of a tile of keys or values: 128 / g groups
-COLUMNS = gl.constexpr(64)  # dimensions of a tile in shared memory
+COLUMNS = gl.constexpr(64)  # of a head, in a tile in shared memory
 STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory at a time
 
 
@@ -61,12 +61,12 @@ def num_items_of(shape):
 
 @gluon.jit
 def union_of_item(item, shape, unions):
-    """Return of an item the batch row and KV head n, its first query head, which union of n it
-    attends to, where the groups of that union begin, and how many they are.
+    """Return of an item its sequence n, its first query head, the number of its union in n, where
+    the groups of that union begin in memory, and how many they are.
 
     Args:
         shape: Of the queries, [N, r, T, D].
-        unions: As of `union_fwd_hopper`.
+        unions: Pointers to the tensors of `Unions`, and the groups there is room for in each, U.
     """
     num_unions = (shape[2] + QUERIES - 1) // QUERIES
     row_blocks = (shape[1] + HEADS - 1) // HEADS
@@ -78,7 +78,8 @@ def union_of_item(item, shape, unions):
 
 @gluon.jit
 def _copy_groups(desc, smem, slot, ready, tokens, n, DIM_TILES: gl.constexpr, GROUPS: gl.constexpr):
-    """Copy one tile of keys or values: the groups that begin at `tokens`."""
+    """Copy one tile of keys or values of sequence n, GROUPS groups that begin at `tokens`, into a
+    slot, a place of the ring."""
     mbarrier.expect(ready.index(slot), DIM_TILES * GROUPS * desc.block_type.nbytes)
     for j in gl.static_range(DIM_TILES * GROUPS):
         at = [n, 0, tokens[j % GROUPS], j // GROUPS * COLUMNS]
@@ -101,10 +102,10 @@ def copy_unions(
 
     Args:
         descs: Descriptors of keys and values.
-        queries: A tuple of descriptors and their shared memory, then barriers `ready` and `free` of
-            both consumers.
-        memory: Shared memory of keys and of values; barriers `ready` and `free` of each.
-        unions: As of `union_fwd_hopper`.
+        queries: Descriptors of queries, and of other tensors that have their shape, and the shared
+            memory of each; then barriers `ready` and `free` of both consumers.
+        memory: Of `tile_memory`.
+        unions: As of `union_of_item`.
     """
     k_desc, v_desc = descs
     q_descs, places, q_ready, q_free = queries
@@ -145,8 +146,12 @@ def copy_unions(
 
 @gluon.jit
 def chosen_by(bits, query, GROUPS: gl.constexpr, layout: gl.constexpr):
-    """Return which groups of a tile each row's query chose, [rows, groups], from the queries that
-    chose each group: GROUPS numbers, bits of queries."""
+    """Return which groups of a tile each row's query chose, [rows, groups].
+
+    Args:
+        bits: For each group the queries that chose it, as bits: a tuple of GROUPS numbers.
+        query: Number of each row's query in its union.
+    """
     lanes = gl.arange(0, GROUPS, gl.SliceLayout(0, layout))
     words = gl.zeros([GROUPS], gl.int32, gl.SliceLayout(0, layout))
     for j in gl.static_range(GROUPS):
@@ -157,7 +162,7 @@ def chosen_by(bits, query, GROUPS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_bits(queries_ptr, i, count, GROUPS: gl.constexpr):
-    """Load the queries that chose each group of tile i: a tuple of GROUPS numbers."""
+    """Load `bits` of `chosen_by` for the groups of tile i."""
     bits = ()
     for j in gl.static_range(GROUPS):
         at = i * GROUPS + j
@@ -167,8 +172,8 @@ def load_bits(queries_ptr, i, count, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, sums, bits, query, scale, GROUP_SIZE: gl.constexpr, layout: gl.constexpr):
-    """Take a tile into the online softmax: weights, the factor of earlier sums, the new maximum and
-    sum."""
+    """Take scores s of a tile into the online softmax; return weights, the factor of earlier sums,
+    and the new maximum and sum."""
     running_max, running_sum = sums
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     grouped = s.reshape([ROWS, GROUPS, GROUP_SIZE])
@@ -190,7 +195,8 @@ def _softmax(s, sums, bits, query, scale, GROUP_SIZE: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def products(rows, tokens, consumer: gl.constexpr, slot, zero, DIM_TILES: gl.constexpr):
-    """Start the products of a consumer's rows with the tokens of a slot; wait before use."""
+    """Start the products of a consumer's rows with the tokens of a slot. Wait for the result before
+    use (`warpgroup_mma_wait`); so with `add_values`."""
     low = tokens.index(DIM_TILES * slot).permute([1, 0])
     s = warpgroup_mma(rows.index(DIM_TILES * consumer), low, zero, use_acc=False, is_async=True)
     if DIM_TILES == 2:
@@ -201,7 +207,7 @@ def products(rows, tokens, consumer: gl.constexpr, slot, zero, DIM_TILES: gl.con
 
 @gluon.jit
 def add_values(weights, tokens, slot, low, high, DIM_TILES: gl.constexpr):
-    """Start adding the weighted tokens of a slot to both parts of a result."""
+    """Start adding the weighted tokens of a slot to `low` and `high` of a result."""
     low = warpgroup_mma(weights, tokens.index(DIM_TILES * slot), low, is_async=True)
     if DIM_TILES == 2:
         high = warpgroup_mma(weights, tokens.index(DIM_TILES * slot + 1), high, is_async=True)
@@ -210,7 +216,7 @@ def add_values(weights, tokens, slot, low, high, DIM_TILES: gl.constexpr):
 
 @gluon.jit
 def wait_values(low, high, DIM_TILES: gl.constexpr):
-    """Wait until both parts of a result are there."""
+    """Wait until `low` and `high` of a result are computed."""
     if DIM_TILES == 2:
         low, high = warpgroup_mma_wait(0, [low, high])
     else:
@@ -235,10 +241,10 @@ def _attend_unions(
     and lse, in place: a consumer.
 
     Args:
-        target: Pointers to out and log-sum-exp, scale, and strides of out.
+        target: Pointers to out and log-sum-exp, scale in units of log 2, and strides of out.
         q_memory: Shared memory of queries; barriers `ready` and `free` of both consumers.
-        turns: Barriers of the consumers' turns.
-        memory: As of `copy_unions`.
+        turns: Barriers of the consumers' turns, each arrived at by the other consumer.
+        memory: Of `tile_memory`.
         shape, unions: As of `union_of_item`.
     """
     out_ptr, lse_ptr, scale, out_strides = target
@@ -330,7 +336,7 @@ def _attend_unions(
             step += 1
             count += 1
 
-            # Two parts of one softmax (docs/math.md, eq. 8); the one before always has a key.
+            # Two parts of one softmax (docs/math.md, eq. 8); the one in out always has a key.
             running_max, running_sum = sums
             top = gl.maximum(lse, running_max)
             fade = gl.exp2(running_max - top)
@@ -350,8 +356,9 @@ def _attend_unions(
 
 @gluon.jit
 def tile_memory(k_desc, v_desc, STAGES: gl.constexpr, TILES: gl.constexpr):
-    """Return shared memory of STAGES tiles of keys and of values, each of TILES copies, and their
-    barriers: the producer arrives at `ready`, both consumers at `free`."""
+    """Return shared memory of STAGES tiles of keys and of values, each of TILES copies, and
+    barriers `ready` and `free` of both: the producer arrives at `ready`, both consumers at
+    `free`."""
     k_smem = tiles(k_desc, STAGES * TILES)
     v_smem = tiles(v_desc, STAGES * TILES)
     k_ready = barriers(STAGES, 1)
@@ -375,15 +382,15 @@ def union_fwd_hopper(
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Attend to the raw tokens of chosen groups and merge with out and lse, in place.
+    """Attend to the raw tokens of chosen groups and merge with out and lse, which hold attention to
+    all else that the queries see, in place.
 
-    Grid: as many programs as the chip has multiprocessors; items of four heads of a union's queries
-    are dealt out to them. KV heads come one after the other, so that the keys and values in use are
-    few.
+    Grid: as many programs as the chip has multiprocessors, which take items in turn. KV heads come
+    one after the other, so that the keys and values in use are few.
 
     Args:
-        results: Pointers to out and log-sum-exp.
-        unions: Pointers to groups, queries and counts; `most` groups are in a row.
+        results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T].
+        unions: Pointers to the tensors of `Unions`, which have room for `most` groups each.
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     DIM_TILES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
@@ -406,13 +413,13 @@ def union_fwd_hopper(
             (_attend_unions, (1, DIM_TILES, GROUP_SIZE, HEAD_DIM) + consumers),
             (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES) + producer),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of their threads
     )
 
 
 def takes(call: Call) -> bool:
-    """Whether this kernel can take a call that `hopper_forward` takes."""
+    """Whether this kernel can take a call whose queries `hopper_forward` can take."""
     return call.tokens.q.shape[3] <= 128 and call.spec.group_size in (8, 16, 32, 64)
 
 
@@ -430,8 +437,8 @@ def launch_items(
 
     Args:
         queries: Tensors [N, r, T, D], aligned, of which a program copies an item's rows.
-        pointers: Arguments before the unions.
-        factors: Arguments behind `sink_groups`.
+        pointers: The kernel's arguments before `unions`.
+        factors: Its arguments behind `sink_groups`.
         specialized: Those behind them, as of `launch`.
     """
     k, v = (aligned(x[:, None]) for x in call.tokens[1:3])

@@ -1,9 +1,9 @@
 """The gradient of queries through the raw tokens of the union of neighbouring queries' choices, for
 Hopper, written in Triton's Gluon.
 
-Unions, items, the producer, consumers, DIM_TILES, `low` and `high` are those of `hopper_union.py`.
-`delta` of a row is the sum of its output times the output's gradient, `ds` the gradient of scores,
-`dp` that of weights.
+Unions, items, the producer, consumers, DIM_TILES, `low`, `high` and barriers are as explained in
+`hopper_union.py`. `delta` of a row is the sum of its output times the output's gradient, less the
+gradient of log-sum-exp; `dp` is the gradient of weights, `ds` that of scores.
 """
 
 from torch import Tensor
@@ -34,13 +34,14 @@ from corecontext.ops.triton.attend.hopper_union import (
 from corecontext.ops.triton.primitives import LOG2E
 from corecontext.ops.triton.tensor_memory import aligned, barriers, reinterpreted, tiles
 
-TOKENS = gl.constexpr(64)  # of a tile
-STAGES = gl.constexpr(3)  # tiles in shared memory
+TOKENS = gl.constexpr(64)  # of a tile of keys or values
+STAGES = gl.constexpr(3)  # tiles of keys, and of values, in shared memory
 
 
 @gluon.jit
 def _row_delta(inputs, place, is_row, dims, DIM_TILES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Return the sum of each row of out times its gradient."""
+    """Return the sum of out times its gradient of each row; `place` is the row's number in
+    memory."""
     out_ptr, grad_ptr = inputs
     layout: gl.constexpr = place.type.layout
     delta = gl.zeros([ROWS], gl.float32, layout)
@@ -54,10 +55,11 @@ def _row_delta(inputs, place, is_row, dims, DIM_TILES: gl.constexpr, HEAD_DIM: g
 
 @gluon.jit
 def _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE: gl.constexpr):
-    """Return the gradients of a tile's scores.
+    """Return the gradients of a tile's scores s.
 
     Args:
         stats: Log-sum-exp of each row in units of log 2, and delta.
+        bits, query: As of `chosen_by`.
     """
     lse, delta = stats
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
@@ -90,11 +92,11 @@ def _gradients_of_unions(
 
     Args:
         inputs: Pointers to out, its gradient, log-sum-exp and its gradient.
-        results: Pointers to the gradient of queries and delta.
-        factors: Scales of scores and of the gradient.
+        results: Pointers to the gradient of queries, in float32, and delta.
+        factors: Scale of scores, in units of log 2, and factor of the gradient.
         q_memory: Shared memory of queries and of the output's gradient; barriers `ready` and `free`
             of both consumers.
-        memory: As of `copy_unions`.
+        memory: Of `tile_memory`.
         shape, unions: As of `union_of_item`.
     """
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr = inputs
@@ -151,7 +153,7 @@ def _gradients_of_unions(
             ds = _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE)
             rounded_ds = gl.convert_layout(ds.to(dtype), p_layout)
 
-            # Those of a tile, and the gradients of queries of the one before.
+            # Gradients of scores of a tile, and of queries by the tile before.
             for i in range(1, (num_groups + GROUPS - 1) // GROUPS):
                 before = slot
                 step += 1
@@ -231,8 +233,8 @@ def union_dq_hopper(
             (_gradients_of_unions, (1, DIM_TILES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
             (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES) + producer),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of their threads
     )
 
 

@@ -20,29 +20,29 @@ class Marks(NamedTuple):
     """Hold the marks of N sequences."""
 
     words: Tensor
-    """[N, C, W] in int32; bit e % 32 of word e // 32 is that of entry e. Whole tiles of 128
-    entries, so that a kernel reads the words of a tile without a mask."""
+    """[N, C, W] in int32; bit e % 32 of word e // 32 is that of entry e. W has room for whole tiles
+    of 128 entries, so that a kernel reads the words of a tile without a mask."""
     share: int
     """Neighbouring queries with the same marks."""
 
 
 class EntryMarks(NamedTuple):
-    """Hold the same marks by entry."""
+    """Hold the same marks by entry, for a backward whose programs own keys."""
 
     words: Tensor
-    """[N, E, W] in int32; bit c % 32 of word c // 32 is that of share c. Whole tiles of 64
-    shares."""
+    """[N, E, W] in int32; bit c % 32 of word c // 32 is that of share c. W has room for whole tiles
+    of 64 shares."""
     share: int
 
 
 @triton.jit
 def marks_of_rows(marks_ptr, n, position, q_start, shares):
-    """Return a pointer to the words of each row.
+    """Return a pointer to the words of each row of a tile of queries.
 
     Args:
         position: Of each row's query. Rows behind the last query may have any later position: they
             get the words of the last share.
-        shares: Queries of a share, number of shares, words of each.
+        shares: Queries of a share, number of shares, words of each share.
     """
     share, num_shares, num_words = shares
     number = tl.minimum(position // share - q_start // share, num_shares - 1)
@@ -51,8 +51,8 @@ def marks_of_rows(marks_ptr, n, position, q_start, shares):
 
 @triton.jit
 def marked_entries(marks, start, BLOCK: tl.constexpr):
-    """Return which of BLOCK entries from start on are marked, [rows, entries]; start is a multiple
-    of BLOCK, which is at most 64."""
+    """Return which of BLOCK entries from start on are marked, [rows, entries]; `marks` are pointers
+    of `marks_of_rows`, start is a multiple of BLOCK, which is at most 64."""
     offs = tl.arange(0, BLOCK)
     words = tl.load(marks + start // 32)[:, None]
     if BLOCK > 32:
@@ -62,8 +62,8 @@ def marked_entries(marks, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def marked_keys(marks, entries):
-    """Return which of the entries, at most 64 from a multiple of their number on, are marked,
-    [entries, rows]."""
+    """Return which entries are marked, [entries, rows], as `marked_entries` does for a tensor of
+    entries, at most 64 from a multiple of their count on."""
     word = tl.min(entries, 0) // 32
     words = tl.load(marks + word)[None, :]
     if entries.shape[0] > 32:
@@ -75,14 +75,12 @@ def marked_keys(marks, entries):
 
 @triton.jit
 def _mark_kernel(
-    chosen_ptr,
-    words_ptr,
-    numbers,
-    num_chosen,
-    BY_ENTRY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    chosen_ptr, words_ptr, numbers, num_chosen, BY_ENTRY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Set the bits of one share's groups; grid: (N C,)."""
+    """Set the bits of one share's groups.
+
+    Grid: (N C,). With BY_ENTRY words are those of `EntryMarks`, else of `Marks`.
+    """
     num_words, first_entry, num_entries, num_shares = integers(numbers)
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, BLOCK)  # among the k groups of the share

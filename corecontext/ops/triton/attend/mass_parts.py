@@ -8,8 +8,8 @@ from torch import Tensor
 from corecontext.ops.triton.launch import ceil_div, launch
 
 MASS_PARTS = 16
-"""Numbers whose sum is a mass: three that are not 0, for the precision of float32, of as many as a
-matrix product takes at least."""
+"""Numbers whose sum is a mass: three for the precision of float32, then zeros, since a matrix
+product takes at least 16."""
 _ROWS = 128
 
 
@@ -17,16 +17,17 @@ _ROWS = 128
 def mass_parts_kernel(
     mass_ptr, parts_ptr, num_entries, scale, mass_stride, PARTS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write each mass over the scale of scores as a sum of numbers in half precision.
+    """Write each mass divided by the scale of scores, which the sum is multiplied with later, as
+    numbers in half precision.
 
     Grid: (tiles of ROWS entries, N).
     """
     n = tl.program_id(1).to(tl.int64)
-    entries = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [E]
+    entries = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = entries < num_entries
     rest = tl.load(mass_ptr + n * mass_stride + entries, mask=exists, other=0.0) / scale
     column = tl.arange(0, PARTS)[None, :]
-    terms = tl.zeros([ROWS, PARTS], parts_ptr.dtype.element_ty)  # [E, P]
+    terms = tl.zeros([ROWS, PARTS], parts_ptr.dtype.element_ty)  # [ROWS, PARTS]
     for i in tl.static_range(3):
         rounded = rest.to(parts_ptr.dtype.element_ty)
         terms = tl.where(column == i, rounded[:, None], terms)

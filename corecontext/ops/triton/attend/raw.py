@@ -2,9 +2,9 @@
 backward.
 
 The queries of a share and of all heads of a KV head see the same tokens: they are the rows of a
-tile, whose tokens are gathered group by group. The rows of a share are numbered head by head, those
-of a head query by query: its lanes, as many for each head as the queries of a share, rounded up to
-a power of 2.
+tile, whose tokens are gathered group by group. Rows are numbered by *lanes*: lane i of a share is
+query i % padded of head i // padded, where `padded` is the number of its queries rounded up to a
+power of 2; some lanes have no query.
 
 The backward of keys and values inverts the choice: for each group the shares that chose it, sorted,
 so that one program sums each gradient and results do not change from run to run.
@@ -28,19 +28,19 @@ class RawForm(NamedTuple):
     dim: int
     block_d: int
     block_m: int
-    """Rows, or in the gradient of tokens the tokens, that a program owns."""
+    """Rows that a program owns; in the gradient of keys and values tokens."""
     block_n: int
-    """Tokens, or there rows, of a tile that it walks through."""
+    """Tokens of a tile that it walks through; in that gradient rows."""
 
 
 @triton.jit
 def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
-    """Return head and query of the lanes of a share, and which of them exist; any shape.
+    """Return head and query (row of q) of the lanes of a share, and which of them exist; any shape.
 
     Args:
-        number: Of the share, from the first share of the call.
-        shares: Number of that first share, queries of a share, that number rounded up to a power of
-            2, position of the first query.
+        number: Of the share, counted from the first share of the call.
+        shares: Number of that first share, counted from position 0, queries of a share, `padded`,
+            and position of the first query.
     """
     first_share, share, padded, q_start = shares
     head = lanes // padded
@@ -52,7 +52,7 @@ def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
 
 @triton.jit
 def _owned_lanes(num_shares, padded_share, FORM: tl.constexpr):
-    """Return the KV head of this program, in int64, its share, and the lanes that it owns."""
+    """Return the sequence n of this program, in int64, its share, and the lanes that it owns."""
     blocks = (FORM.heads * padded_share + FORM.block_m - 1) // FORM.block_m
     n = tl.program_id(0) // (blocks * num_shares)
     lanes = tl.program_id(0) % blocks * FORM.block_m + tl.arange(0, FORM.block_m)
@@ -61,8 +61,8 @@ def _owned_lanes(num_shares, padded_share, FORM: tl.constexpr):
 
 @triton.jit
 def _raw_tokens(chosen_ptr, index, end, rule):
-    """Return the group, -1 for none, and the position of tokens `index` of a share's chosen
-    groups."""
+    """Return the group, -1 for none, and the position of tokens `index` of all tokens of a share's
+    chosen groups, of which there are `end`."""
     group_size, _, sink_groups = rule
     group = tl.load(chosen_ptr + index // group_size, mask=index < end, other=-1)
     token = (sink_groups + tl.maximum(group, 0)) * group_size + index % group_size
@@ -71,29 +71,21 @@ def _raw_tokens(chosen_ptr, index, end, rule):
 
 @triton.jit
 def fetch_fwd_kernel(
-    tokens,
-    chosen_ptr,
-    results,
-    numbers,
-    factors,
-    strides,
-    sizes,
-    rule,
-    FORM: tl.constexpr,
+    tokens, chosen_ptr, results, numbers, factors, strides, sizes, rule, FORM: tl.constexpr
 ):
-    """Attend to the raw tokens of chosen groups and merge with out and lse, in place.
+    """Attend to the raw tokens of chosen groups and merge with out and lse, which hold attention to
+    all else that the queries see, in place.
 
-    Grid: (row blocks x C x N,). The queries of a share and of all heads of a KV head are rows that
-    see the same tokens; a program owns block_m of them. KV heads come one after the other, so that
-    the keys and values in use are few.
+    Grid: (row blocks x C x N,). A program owns block_m lanes of a share. KV heads come one after
+    the other, so that the keys and values in use are few.
 
     Args:
         tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
-        chosen_ptr: The groups chosen, [N, C, k].
+        chosen_ptr: The groups chosen, [N, C, k], rising, then -1.
         results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T].
         factors: Scale and softcap.
-        strides: Of q, k, v and out.
-        sizes: k, queries of a share, and that number rounded up to a power of 2.
+        strides: Of q, k, v and out, without the last, which is 1.
+        sizes: k, queries of a share, and `padded`.
         rule: group_size, window_size and sink_groups.
         FORM: `RawForm`.
     """
@@ -110,15 +102,15 @@ def fetch_fwd_kernel(
     shares = (first_share, share, padded_share, q_start)
     head, row, exists = _share_rows(lanes, number, shares, num_queries, FORM.heads)
     dims = tl.arange(0, FORM.block_d)
-    visible = groups_seen(tl.maximum(q_start + row, 0), rule, num_groups)
+    visible = groups_seen(tl.maximum(q_start + row, 0), rule, num_groups)  # [lanes]
     visible = tl.where(exists, visible, 0)
-    # Without a group in the far past the first part is the whole.
+    # As groups rise, only the first `count` can be seen. Without any, out and lse stay.
     count = tl.minimum(tl.max(visible, 0), num_chosen)
     if count > 0:
         mask = exists[:, None] & (dims < FORM.dim)[None, :]
         wide = row.to(tl.int64)[:, None]
         q_tile = q_ptr + n * q_strides[0] + head[:, None] * q_strides[1] + wide * q_strides[2]
-        q = tl.load(q_tile + dims[None, :], mask=mask, other=0.0)
+        q = tl.load(q_tile + dims[None, :], mask=mask, other=0.0)  # [lanes, D]
         chosen = chosen_ptr + (n * num_shares + number) * num_chosen
         k_base = k_ptr + n * k_strides[0] + dims[:, None]
         v_base = v_ptr + n * v_strides[0] + dims[None, :]
@@ -142,7 +134,7 @@ def fetch_fwd_kernel(
             v = tl.load(v_base + token[:, None] * v_strides[1], mask=v_mask, other=0.0)
             acc = acc * fade[:, None] + dot(weights.to(v.dtype), v)
 
-        # Two parts of one softmax (docs/math.md, eq. 8); the first always has a key.
+        # Two parts of one softmax (docs/math.md, eq. 8); the one in out and lse always has a key.
         lse_place = lse_ptr + (n * FORM.heads + head) * num_queries + row
         first_lse = tl.load(lse_place, mask=exists, other=0.0) * LOG2E
         top = tl.maximum(first_lse, running_max)
@@ -175,13 +167,13 @@ def fetch_dq_kernel(
     """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
     dq, in place; write delta = sum(out * grad out) - grad lse.
 
-    Grid: as that of the forward, which begins at position 0.
+    Grid: as that of the forward. Queries begin at position 0.
 
     Args:
         tokens, chosen_ptr, sizes, rule: As of the forward.
-        upstream: Pointers to out, log-sum-exp and the gradients of both.
+        upstream: Pointers to out and log-sum-exp of the whole softmax, and the gradients of both.
         results: Pointers to dq [N, r, T, D] and delta [N, r, T] in float32.
-        factors: Scale, softcap and query_scale.
+        factors: Scale, softcap and query_scale: scale, or 1 where dq is scaled later.
         strides: Of q, k, v and the gradient of out.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
@@ -203,7 +195,7 @@ def fetch_dq_kernel(
     wide = row.to(tl.int64)[:, None]
     grad_tile = grad_ptr + n * grad_strides[0] + head[:, None] * grad_strides[1]
     grad = tl.load(grad_tile + wide * grad_strides[2] + dims[None, :], mask=mask, other=0.0)
-    # Delta, which the kernel of the tokens reads, too.
+    # Delta, which the kernel of keys and values reads, too.
     out = tl.load(out_ptr + flat[:, None] * FORM.dim + dims[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_GRAD_LSE:
@@ -242,28 +234,20 @@ def fetch_dq_kernel(
 
 @triton.jit
 def fetch_dkv_kernel(
-    tokens,
-    upstream,
-    choices,
-    results,
-    numbers,
-    factors,
-    strides,
-    sizes,
-    rule,
-    FORM: tl.constexpr,
+    tokens, upstream, choices, results, numbers, factors, strides, sizes, rule, FORM: tl.constexpr
 ):
     """Add the gradients of raw tokens from the queries that chose their group to dk and dv, in
     place.
 
     Grid: (token blocks of a group x M x N,). A program owns block_m tokens of one group and walks
-    the queries of all shares that chose it, block_n rows at a time; scores are held transposed.
+    the queries of all shares that chose it, block_n lanes at a time; scores are held transposed,
+    [tokens, lanes].
 
     Args:
         tokens, strides, sizes, rule: As of `fetch_dq_kernel`; `factors` as of the forward.
         upstream: Pointers to log-sum-exp, the gradient of out, and delta.
-        choices: Pointers to the places of the choice [C k] of each sequence, sorted by group, and
-            to where each group's places begin, [N, M + 1].
+        choices: Pointers to the places [N, C k] of choices, c k + i for choice i of share c, sorted
+            by the group chosen, and to where each group's places begin, [N, M + 1].
         results: Pointers to dk and dv [N, S, D].
     """
     BLOCK_M: tl.constexpr = FORM.block_m
@@ -299,15 +283,15 @@ def fetch_dkv_kernel(
         order = order_ptr + n * num_choices + begin
         dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        rows_of_share = FORM.heads * padded_share
-        total = (end - begin) * rows_of_share
+        lanes_of_share = FORM.heads * padded_share
+        total = (end - begin) * lanes_of_share
         # Every query of a share that chose the group, if it sees the group.
         for start in tl.range(0, total, FORM.block_n):
             lanes = start + tl.arange(0, FORM.block_n)
             inside = lanes < total
-            number = tl.load(order + lanes // rows_of_share, mask=inside, other=0) // num_chosen
+            number = tl.load(order + lanes // lanes_of_share, mask=inside, other=0) // num_chosen
             head, row, exists = _share_rows(
-                lanes % rows_of_share, number, shares, num_queries, FORM.heads
+                lanes % lanes_of_share, number, shares, num_queries, FORM.heads
             )
             exists = exists & inside
             seen = exists & (groups_seen(tl.maximum(row, 0), rule, num_groups) > group)

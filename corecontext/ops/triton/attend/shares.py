@@ -1,7 +1,8 @@
 """Say which groups a share of queries may choose.
 
-A share is n neighbouring queries of a KV head, at positions a n .. a n + n - 1, which choose
-together; the group numbers count from the first group behind the tokens that stay raw.
+A share is n neighbouring queries of a KV head, at positions a n to a n + n - 1, which choose
+together. Groups that may be chosen are numbered from the first one behind the first tokens that
+stay raw.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,7 @@ class Choosing(NamedTuple):
     rule: tuple[int, int, int]
     """Group size, window size, and the number of groups that stay raw."""
     scale: float
+    """Factor of index scores."""
     num_chosen: int
     """Groups that a share chooses (k)."""
     share: int
@@ -40,7 +42,7 @@ class Choosing(NamedTuple):
         return ceil_div(self.q_end, self.share) - self.first_share
 
     def visible_groups(self, share: int, num_groups: int) -> int:
-        """Return how many of num_groups groups the share-th of these shares sees."""
+        """Return how many of num_groups groups share number `share` of the call sees."""
         group_size, window_size, sink_groups = self.rule
         last = min((self.first_share + share + 1) * self.share, self.q_end) - 1
         groups = num_visible_cores(last, group_size, window_size) - sink_groups

@@ -1,8 +1,8 @@
 """List the groups that neighbouring queries choose together: the union of their choices, with the
 queries that chose each.
 
-Neighbours choose alike, so a tile of QUERIES queries that reads a union, each row masked to its
-own groups, moves a few times the tokens of one choice.
+Neighbours choose alike. So a union of the choices of QUERIES queries has only a few times the
+groups of one choice: a kernel reads it once for all of them, and masks each row to its own groups.
 """
 
 from typing import NamedTuple
@@ -17,39 +17,34 @@ from corecontext.ops.triton.launch import ceil_div, ints, launch
 from corecontext.ops.triton.primitives import integers
 
 QUERIES = 32  # queries of a union, a bit each
-_WORDS = 4  # of marks that a program looks at together, of 32 entries of the far past each
+_WORDS = 4  # of marks, for 32 entries of the far past each, that a program reads at a time
 
 
 class Unions(NamedTuple):
-    """Hold the unions of N sequences, of QUERIES queries each."""
+    """Hold the unions of N sequences: I of each, one for every QUERIES queries, of at most U groups
+    each."""
 
     groups: Tensor
-    """Groups that some query chose and sees, rising, [N, I, U] in int32; behind their number
-    anything."""
+    """Groups that some query chose and sees, rising, [N, I, U] in int32; undefined behind their
+    count."""
     queries: Tensor
-    """Bit i of each: whether query i chose and sees it, [N, I, U] in int32."""
+    """Bit i for each group: whether query i chose and sees it, [N, I, U] in int32."""
     counts: Tensor
-    """Their numbers, [N, I] in int32."""
+    """Groups of each union, [N, I] in int32."""
 
 
 @triton.jit
 def union_kernel(
-    words_ptr,
-    unions,
-    numbers,
-    share,
-    rule,
-    QUERIES: tl.constexpr,
-    WORDS: tl.constexpr,
+    words_ptr, unions, numbers, share, rule, QUERIES: tl.constexpr, WORDS: tl.constexpr
 ):
     """Write the union of QUERIES neighbouring queries.
 
-    Grid: (I, N). A program walks the marks of its queries, WORDS words at a time.
+    Grid: (I, N). A program reads the marks of its queries, WORDS words at a time.
 
     Args:
         words_ptr: Marks of shares, [N, C, W].
-        unions: Pointers to groups, queries and counts; `most` groups are in a row.
-        first_entry: Entry of the first group.
+        unions: Pointers to the tensors of `Unions`.
+        numbers: As unpacked: C is num_shares, W num_words, U `most`; group 0 is entry first_entry.
         share: Queries of a share.
         rule: group_size, window_size and sink_groups.
     """
@@ -70,12 +65,13 @@ def union_kernel(
     within = tl.arange(0, WORDS)[:, None] * 32 + bit[None, :]
     shift = tl.arange(0, QUERIES)[:, None, None]
     for start in tl.range(0, end, 32 * WORDS):
-        # Rows have whole tiles of 128 entries.
+        # [QUERIES, WORDS]; rows of marks have whole tiles of 128 entries, so no word is outside.
         words = tl.load(words_ptr + start // 32, mask=exists, other=0)
         group = start + within - first_entry
         # mutant fetch: a union shows groups before they are far past
         is_seen = group[None, :, :] < seen
         bits = tl.where(is_seen, (words[:, :, None] >> bit[None, None, :]) & 1, 0)
+        # For each group the queries that chose it, as bits.
         chosen = tl.reshape(tl.sum(bits << shift, 0), [32 * WORDS])
         group = tl.reshape(group, [32 * WORDS])
         is_chosen = chosen != 0
@@ -96,7 +92,7 @@ def unite(
     """Unite the choices of neighbouring queries.
 
     Args:
-        marks: Of the choice, with the first group at entry first_entry.
+        marks: Of the choice, where group 0 is entry first_entry.
         places: Position of the first query, number of queries, and of groups.
         num_chosen: Groups that a share chooses at most.
         rule: Group size, window size, and the number of groups that stay raw.

@@ -20,15 +20,7 @@ def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
 
 
 @triton.jit
-def give_slots(
-    n,
-    choice,
-    slots,
-    results,
-    sizes,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def give_slots(n, choice, slots, results, sizes, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Write the slot of each group that a row has chosen: -1 for no group, -2 - slot where the
     group is not in its slot yet and must be loaded. A missing group gets the slot that was not read
     for longest, of equal ones the lower, as in `SlotStore._find_slots`.

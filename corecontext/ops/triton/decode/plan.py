@@ -122,12 +122,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def step_plan(
-    chip: Chip,
-    dtype: torch.dtype,
-    rows: int,
-    heads: int,
-    head_dim: int,
-    capacity: int,
+    chip: Chip, dtype: torch.dtype, rows: int, heads: int, head_dim: int, capacity: int
 ) -> Plan:
     """Return the plan of a step without fetch; `rows` is B Hkv, `heads` the query heads of a KV
     head. Results are kept, as each step asks."""

@@ -305,12 +305,7 @@ def _whole_products(queries, unit, packed, ASM: tl.constexpr):
     the queries of `_read_queries` and their units [rows]."""
     if ASM:
         levels = tl.inline_asm_elementwise(
-            _LEVELS_ASM,
-            "=r,=r,=r,=r,r",
-            [packed],
-            (tl.int8, tl.int8, tl.int8, tl.int8),
-            True,
-            4,
+            _LEVELS_ASM, "=r,=r,=r,=r,r", [packed], (tl.int8, tl.int8, tl.int8, tl.int8), True, 4
         )
     else:
         shift = packed.to(tl.int32) * 8
