@@ -1,5 +1,5 @@
-"""Attend to the raw tokens of chosen groups on any GPU, in one softmax with all else that a query
-sees: results and gradients of all else come in, and those of raw tokens are added in place.
+"""Attend to the raw tokens of chosen groups on any GPU, and merge with attention to all else that a
+query sees, whose results and gradients come in and are completed in place.
 
 Neighbouring queries with one choice of k groups are a share, of which there are C; `choice.groups`
 is [N, C, k], of N batch rows x KV heads. A tile's rows are the queries of one share with all r
