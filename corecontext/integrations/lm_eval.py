@@ -3,8 +3,8 @@
     python -m corecontext.integrations.lm_eval run --model corecontext --tasks mmlu
         --model_args pretrained=DIR,fetch_groups=128
 
-The plain `lm_eval` command does not have the model, since the harness finds models by import alone.
-Full attention is the harness's `--model hf`. Needs the extra 'lm-eval'.
+The plain `lm_eval` command does not have the model, since the harness knows only models that were
+imported. For full attention use the harness's `--model hf`. Needs the extra 'lm-eval'.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from corecontext.integrations.hf.enabling import enable
 
 MODEL = "corecontext"
 SETTINGS = tuple(field.name for field in dataclasses.fields(CCAConfig) if field.name != "backend")
-"""Model arguments that are CCA's; the harness's own `backend` is something else."""
+"""Model arguments that are CCA's settings; `backend` is an argument of the harness's own."""
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def register() -> type:
                     pretrained, *args, attn_implementation=full_attention(self._config), **kwargs
                 )
                 enable(self._model, CCAConfig.saved_in(self._model.config).replace(**given))
-                # Tasks score texts, which are no prompts; generation asks for a cache by itself.
+                # Tasks score texts, which are no prompts: no cache. Generation asks for its own.
                 self._model.config.use_cache = False
             except (ValueError, TypeError, NotImplementedError, OSError) as error:
                 raise UserError(f"model '{pretrained}' cannot be used: {error}") from error

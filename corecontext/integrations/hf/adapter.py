@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from corecontext.files import UserError, one_line
 
 BUNDLED = {"smollm2": "smollm2_fetch"}
-"""Adapters in the package, below corecontext/assets/, by their models' names in commands."""
+"""Folders of adapters below corecontext/assets/, by their models' names in commands."""
 FOLDERS = {"smollm2-135m-instruct": "smollm2"}
-"""Names in commands, by how the name of the model's folder, or its name on the hub, begins, in
-lower case."""
+"""Names in commands, by the beginning of a model's folder name or name on the hub, in lower
+case."""
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 OTHER_FORMULAS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
-"""Settings of PEFT under which a layer's change is not (lora_alpha / r) B A."""
+"""Settings of PEFT under which a layer's change is another than (lora_alpha / r) B A."""
 
 
 def add_adapter(model: nn.Module, folder: str | Path) -> None:

@@ -1,9 +1,9 @@
 """Replace the attention of a Hugging Face model through transformers' own interface, and undo it.
 
-transformers calls the attention function registered under `config._attn_implementation`, but gives
-it neither the cache nor the layer's settings. A forward pre-hook on each attention module adds one
-keyword argument: a callable that has both and computes the attention. No class is patched
-(docs/design.md says why each piece is needed).
+transformers calls the function that is registered under the name `config._attn_implementation`, but
+passes it neither the cache nor the layer's settings. So a forward pre-hook on each attention module
+adds a keyword argument CALL, a callable that has both and computes the attention; the registered
+function only calls it. No class is patched (docs/design.md has the reasons).
 """
 
 from __future__ import annotations
@@ -30,32 +30,11 @@ from corecontext.model_sizes import ModelSizes
 from corecontext.ops.rotary import Rotary
 
 CALL = "corecontext_call"
-"""The keyword argument that carries the callable."""
+"""Name of that keyword argument."""
 TESTED = (
-    "arcee",
-    "ernie4_5",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "granite",
-    "granitemoe",
-    "helium",
-    "llama",
-    "mistral",
-    "mixtral",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
+    *("arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
+    *("granite", "granitemoe", "helium", "llama", "mistral", "mixtral", "nemotron", "olmo"),
+    *("olmo2", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
     "starcoder2",
 )
 """Architectures by `model_type`; tests/families.py has a small model of each."""
@@ -101,11 +80,9 @@ def check_tested(hf_config: Any, untested: bool = False) -> None:
 
 
 def full_attention(hf_config: Any) -> str:
-    """Return the attention implementation to load a model with: "sdpa" where it is right.
-
-    Architectures that do not support SDPA get "eager", and so do models with a softcap (Gemma 2),
-    which SDPA silently ignores in some releases of transformers.
-    """
+    """Return the attention implementation to load a model with: "sdpa", or "eager" for
+    architectures without SDPA and models with a softcap (Gemma 2), which SDPA silently ignores in
+    some releases of transformers."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     has_softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
     if has_softcap or not getattr(model_class, "_supports_sdpa", True):
@@ -167,7 +144,7 @@ class AttentionHandle:
     """A change of one model's attention, and the way to undo it."""
 
     KIND: ClassVar[str]
-    """Beginning of the names under which the attention is registered."""
+    """Beginning of the names under which the attention is registered, such as "cca"."""
     ATTRIBUTE: ClassVar[str]
     """Attribute of the model that holds the handle."""
     INCOMPLETE: ClassVar[str]
@@ -182,7 +159,9 @@ class AttentionHandle:
         self.full, self.sliding = attention_modules(model)
         """The attention modules that are replaced, in order, and those that are not."""
         self.name = ""
+        """The name under which the attention is registered."""
         self._removable: list[Any] = []
+        """Handles of the hooks."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the attention again: a pickled model may be loaded in another process."""
@@ -242,10 +221,8 @@ class AttentionHandle:
 
 
 class LayerHook:
-    """Forward pre-hook of one attention module: adds the callable that computes its attention.
-
-    This class keeps the attention that the model had; subclasses override `call`.
-    """
+    """Forward pre-hook of one attention module: adds the callable that computes its attention, here
+    the attention that the model had; subclasses override `call`."""
 
     def __init__(self, handle: AttentionHandle, rotary: Rotary | None = None) -> None:
         self.handle = handle
@@ -261,13 +238,13 @@ class LayerHook:
     def call(
         self, module: nn.Module, device: torch.device, cache: Cache | None
     ) -> Callable[..., tuple[Tensor, Any]]:
-        """Return the attention function of this call: arguments and results as transformers'."""
-        # "eager" is each family's own.
+        """Return the attention function of this call, with transformers' arguments and results."""
+        # Each family has an "eager" function of its own.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward")
         return AttentionInterface().get_interface(self.handle.previous, eager)
 
     def rotary_on(self, device: torch.device) -> Rotary | None:
-        """Return the rotation on this device, moved once: a captured step cannot copy it."""
+        """Return the rotation on this device. It is moved once: a captured step cannot copy it."""
         if self.rotary is not None and self.rotary.inv_freq.device != device:
             self.rotary = Rotary(self.rotary.inv_freq.to(device), self.rotary.interleaved)
         return self.rotary
@@ -289,8 +266,7 @@ def register(kind: str, incomplete: str, previous: str) -> str:
     """Register attention and mask functions with transformers; return their name.
 
     Args:
-        kind: Beginning of the name.
-        incomplete: Error of a model without hooks.
+        kind, incomplete: KIND and INCOMPLETE of `AttentionHandle`.
         previous: The attention implementation that sliding-window layers keep.
     """
     name = kind if previous == "sdpa" else f"{kind}_{previous}"
@@ -310,16 +286,14 @@ def _attention(incomplete: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]
 def padding_mask(
     previous: str, batch_size: int, q_length: int, kv_length: int, **kwargs: Any
 ) -> Tensor | None:
-    """Return the padding mask [B, L] as it is, None where all are tokens, never L x L.
-
-    Masks of sliding-window layers are those of the attention implementation that the model had.
-    """
+    """Return the padding mask [B, L] as it was given, or None where there is no padding; for
+    sliding-window layers the L x L mask of the attention that the model had."""
     if "local_size" in kwargs:  # a sliding-window layer
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs
         )
     attention_mask = kwargs.get("attention_mask")
-    if attention_mask is None or kv_length == 0:  # 0: CCALayer.get_mask_sizes
+    if attention_mask is None or kv_length == 0:  # 0 says none is needed: CCALayer.get_mask_sizes
         return None
     if attention_mask.shape[0] != batch_size or attention_mask.shape[-1] < q_length:
         raise ValueError(

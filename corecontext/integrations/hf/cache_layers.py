@@ -4,13 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from corecontext.cache import new_layer
 from corecontext.config import CCAConfig
@@ -23,10 +17,10 @@ OFFLOADED = (
 
 
 class CCALayer(CacheLayerMixin):
-    """One layer's `CompactLayer` (or `HeadsLayer`) behind transformers' interface.
+    """One layer's compact cache, `compact`, behind transformers' interface.
 
-    `update` stores no tokens: the attention function, which also has the queries, appends them.
-    Lengths include padding, as `generate` counts them.
+    transformers calls `update` to store new keys and values. Here it stores nothing: the attention
+    function, which also has the queries, appends them. Lengths include padding, as in `generate`.
     """
 
     is_croppable = True
@@ -35,7 +29,8 @@ class CCALayer(CacheLayerMixin):
     is_attended = False
     """Whether the call in progress has CCA's attention, which appends the tokens."""
     is_alone = True
-    """Whether no layer with an attention of its own takes the size of its mask from this one."""
+    """Whether all layers have CCA's attention; sliding-window layers would take the size of their
+    mask from this one."""
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None, **options: Any) -> None:
         super().__init__()
@@ -44,13 +39,13 @@ class CCALayer(CacheLayerMixin):
         self.is_compileable = is_fixed and not config.fetches_by_slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first append makes the buffers; they depend on its padding and length."""
+        """Do nothing: the first append makes the buffers, whose size depends on its length."""
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Return the new tokens, for the attention function to append.
+        """Return the new tokens as they are: the attention function appends them.
 
         Raises:
             ValueError: the attention is not CCA's, as after `handle.disable()`.
@@ -65,13 +60,13 @@ class CCALayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int | Tensor:
-        """Return the tokens appended so far; a tensor for a cache of fixed length, so that compiled
-        code does not depend on it."""
+        """Return how many tokens were appended so far; a tensor for a fixed cache, so that compiled
+        code does not depend on the number."""
         return self.compact.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of this layer's mask; length 0 for a token that needs no mask,
-        because the padding is known: a mask that grows with every step would be compiled anew."""
+        """Return length and offset of this layer's mask. Length 0 asks for none: for a single token
+        the padding is known, and a mask that grows with every step would be compiled anew."""
         # mutant plug-in: padding read one token at a time
         if query_length == 1 and self.is_alone and self._needs_no_mask:
             return 0, 0
@@ -84,17 +79,17 @@ class CCALayer(CacheLayerMixin):
         return not self.compact.is_empty and self.compact.padding_known
 
     def get_max_length(self) -> int:
-        """Return the longest sequence, or -1."""
+        """Return the most tokens of a row, or -1 for a growing cache."""
         return -1 if self.compact.max_length is None else self.compact.max_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back -tokens_to_remove tokens; a positive number is the length to keep."""
+        """Take back -tokens_to_remove tokens; a positive number is instead the length to keep."""
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - self.compact.seq_len)
         self.compact.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the rows of the beams that go on."""
+        """Replace each row by that of a beam, by index."""
         self.compact.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -112,12 +107,12 @@ class CCALayer(CacheLayerMixin):
         self.compact.reset()
 
     def offload(self) -> None:
-        """Refuse: transformers offloads before the attention, which still needs the cache."""
+        """Refuse: transformers offloads after `update`, before the attention reads the cache."""
         raise NotImplementedError(OFFLOADED)
 
     @property
     def batch_size(self) -> int:
-        """Return the number of rows, or -1 before the first append."""
+        """Return the rows, or -1 before the first append."""
         return len(self.compact.pads) or -1
 
     @property
@@ -132,7 +127,8 @@ class CCALayer(CacheLayerMixin):
 
 
 class GivenLayer(CCALayer):
-    """A layer of any object with `attend`, such as the rows of a pool, one token each."""
+    """A layer over an object that has `attend`, such as the server's rows of all requests; it keeps
+    count of lengths itself."""
 
     def __init__(self, attention) -> None:
         CacheLayerMixin.__init__(self)
@@ -140,11 +136,11 @@ class GivenLayer(CCALayer):
         self.is_compileable = False
 
     def get_seq_length(self) -> int:
-        """Return 0: each row has its own length, and its positions come with the call."""
+        """Return 0: rows differ in length, so the caller passes their positions."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length 0: no mask is needed."""
+        """Return length 0, which asks for no mask."""
         return 0, 0
 
     def get_max_length(self) -> int:
@@ -157,7 +153,7 @@ class GrowingCache(DynamicCache):
 
     Args:
         config: The model's config.
-        planned_length: Tokens a row, padding included.
+        planned_length: Tokens of a row that will come, padding included.
     """
 
     def __init__(self, config: Any, planned_length: int) -> None:
@@ -168,8 +164,11 @@ class GrowingCache(DynamicCache):
 def compact_layer(
     cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, **options: Any
 ) -> CCALayer:
-    """Return a layer's compact cache in `cache`; it replaces transformers' own layer while that is
-    empty. The option is `rollback` of `CompactLayer`.
+    """Return the compact cache of layer `layer_idx` in `cache`. The first call puts it there, in
+    place of transformers' own empty layer.
+
+    Args:
+        options: `rollback` of `CompactLayer`.
 
     Raises:
         ValueError: the cache already holds tokens of another attention, or was filled with another
@@ -212,7 +211,7 @@ def compact_layer(
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return the bytes in use on the device by a cache of transformers, compact or not."""
+    """Return the device's bytes in use by a cache of transformers, compact or not."""
     return sum(map(layer_bytes, cache.layers))
 
 

@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard
 
 NAME = "cca"
-"""Of the attention in transformers, and of the settings in a model's config."""
+"""Name of the attention in transformers, and of the settings in a model's config."""
 NOT_ADAPTED = (
     "this model was not trained with CCA: it understands far text worse until it is adapted by "
     "`corecontext train`.{} In Python warn=False silences this."
 )
-"""SmolLM2-135M, g = 16, s = 512, far perplexity: 7.2 under full attention, 18.0 without sinks, 10.1
-with 16 (docs/real-model.md)."""
+"""Perplexity of far text, SmolLM2-135M, g = 16, s = 512: 7.2 under full attention, 18.0 without
+sinks, 10.1 with 16 (docs/real-model.md)."""
 NO_SINKS = " Keep its first tokens, sink_size=16 (--sinks 16): without them it loses most."
 
 
@@ -77,14 +77,14 @@ class Handle(AttentionHandle):
         self.hybrid = bool(self.sliding)
         """Whether some layers (sliding window) keep their own attention and cache."""
         self.observer: Callable[..., Any] | None = None
-        """Called with the index among `full`, q, k, v, scale, softcap and rotary of each uncached
-        call."""
+        """Called at each uncached call with the layer's index in `full`, q, k, v, scale, softcap
+        and rotary."""
         self._shard: Shard | None = None
         self._saved_settings = getattr(model.config, NAME, None)
 
         # All that may raise comes before the model changes.
         self.layers = self._layer_configs(config)
-        """The settings of each module in `full`, for the heads of this process."""
+        """The settings of each module in `full`, for this process's heads (tensor parallelism)."""
         self._rotary = None
         if config.core_position == "middle":
             self._rotary = find_rotary(model, self.full[0], self.full[0].layer_idx)
@@ -94,7 +94,7 @@ class Handle(AttentionHandle):
         self.add_hook(model, note_draft)  # tells layers which tokens are not a prompt's
 
     def _layer_configs(self, config: CCAConfig) -> list[CCAConfig]:
-        """Return the settings of each full-attention layer for the heads of this process."""
+        """Return the settings of each module in `full`, as `layers` has them."""
         layers = layer_configs(config, self.model.config, len(self.full))
         for index, module in enumerate(self.full):
             # mutant plug-in: a layer that rotates no keys has its core keys rotated
@@ -110,11 +110,10 @@ class Handle(AttentionHandle):
 
     @property
     def shard(self) -> Shard | None:
-        """This process's share of a sequence in context parallelism; None runs whole sequences.
+        """This process's tokens of a sequence in context parallelism; None runs whole sequences.
 
-        While it is set, pass the model `shard.layout.take` of the whole sequence's input_ids and
-        position_ids. It stays set through the backward pass, because checkpointing runs the layers
-        again.
+        While it is set, pass the model `shard.layout.take(x)` of the whole sequence's input_ids and
+        position_ids. Keep it set through the backward pass: checkpointing runs the layers again.
         """
         return self._shard
 
@@ -134,7 +133,7 @@ class Handle(AttentionHandle):
 
     def configure(self, **changes: Any) -> None:
         """Change settings, such as group_size and window_size, for caches that start from now on
-        (paper 4.3)."""
+        (section 4.3 of the paper)."""
         config = self.config.replace(**changes)
         if config.core_position == "middle" and self._rotary is None:
             raise ValueError(
@@ -144,7 +143,7 @@ class Handle(AttentionHandle):
         self._set(config)
 
     def check_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse what CCA cannot return, and parts of a sequence without positions."""
+        """Refuse what CCA cannot return, and a shard's tokens without their positions."""
         super().check_forward(module, args, kwargs)
         if self.shard is not None and kwargs.get("position_ids") is None:
             raise ValueError(
@@ -162,14 +161,14 @@ class Handle(AttentionHandle):
 
 
 class CCAHook(LayerHook):
-    """Forward pre-hook of one full-attention layer."""
+    """Forward pre-hook of one full-attention layer: adds its `CCACall`."""
 
     handle: Handle
 
     def __init__(self, handle: Handle, rotary: Rotary | None, index: int) -> None:
         super().__init__(handle, rotary)
         self.index = index
-        """Of the layer among those with full attention."""
+        """Of the layer in `handle.full`."""
 
     def call(self, module: nn.Module, device: torch.device, cache: Cache | None) -> CCACall:
         """Collect the layer's settings, rotation and cache."""
@@ -210,9 +209,10 @@ def enable(
         rollback: Tokens that a cache can always take back. Needed only when this model is the
             assistant in assisted decoding; the model that verifies drafts needs none.
         untested: Accept other architectures after a self-check on the model itself: groups of one
-            token equal full attention, the cache one pass, and keys rotate as the model says.
-        warn: Warn where the model's config says nothing of CCA, so that it was not trained with it,
-            and no raw tokens are fetched.
+            token must equal full attention, a cache must equal one pass without it, and keys must
+            rotate as expected.
+        warn: Warn if core tokens are used without fetch and the model's config has no CCA settings,
+            so that it was not trained with them.
 
     Returns:
         A handle with `disable()` and `configure()`.
@@ -246,8 +246,8 @@ def enable(
 
 
 def admit(model: PreTrainedModel, untested: bool, *, needs_rotary: bool) -> None:
-    """Raise unless a model's architecture is tested, or accepted and the model passes the
-    self-check, with `needs_rotary` that of its rotation too."""
+    """Raise unless a model's architecture is tested, or `untested` is true and the model passes the
+    self-check; with `needs_rotary` its rotation is checked, too."""
     check_tested(model.config, untested)
     if model.config.model_type not in TESTED:
         config = CCAConfig.paper(core_position="middle" if needs_rotary else "token")
@@ -295,8 +295,8 @@ def handle_of(model: nn.Module) -> Handle | None:
 
 
 def scored(model: Any) -> dict[str, Any]:
-    """Return keyword arguments of a call whose tokens are scored: each sees the past by its own
-    choice, not as `CCAConfig.prefill` reads prompts, as if all of them were a draft."""
+    """Return keyword arguments of a call whose tokens are scored. All of them count as a draft:
+    each sees the past by its own choice, not as `CCAConfig.prefill` reads prompts."""
     is_enabled = isinstance(model, nn.Module) and handle_of(model) is not None
     # mutant prefill: the perplexity of full attention
     return {DRAFT: ALL} if is_enabled else {}

@@ -1,4 +1,4 @@
-"""Compare a model and its tokenizer with the GGUF file of which transformers has made them."""
+"""Compare a model and its tokenizer with the GGUF file that transformers has read them from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Fields of a file, without its architecture, and those of a Hugging Face config."""
+"""Fields of a file, less their prefix, the architecture, and those of a Hugging Face config."""
 NORMS = {
     "output_norm": "norm",
     "blk.0.attn_norm": "layers.0.input_layernorm",
@@ -36,11 +36,9 @@ NORMS = {
 WORDS = "the and of a to in that it is was for on with as his he be at by had not are but from"
 """Words that every tokenizer splits by its own merges."""
 SAMPLE = 300
-"""Words of the vocabulary that are split, at most."""
-
-
+"""Most words of the vocabulary that are split."""
 NORMAL = 1
-"""A token of text, by `tokenizer.ggml.token_type`."""
+"""The `tokenizer.ggml.token_type` of a token of text."""
 UPDATE = "Install a newer transformers: pip install -U transformers"
 
 
@@ -49,9 +47,9 @@ def check_model(file: GGUF, model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     for name, attribute in SIZES.items():
         value = file.own(name)
-        taken = getattr(config, attribute, None)
-        if isinstance(value, (int, float)) and taken is not None:
-            _check_equal(name, value, taken)
+        read = getattr(config, attribute, None)
+        if isinstance(value, (int, float)) and read is not None:
+            _check_equal(name, value, read)
     for kind, name in (
         ("full_attention", "rope.freq_base"),
         ("sliding_attention", "rope.freq_base_swa"),
@@ -63,13 +61,13 @@ def check_model(file: GGUF, model: Any) -> None:
     _check_norms(file, model)
 
 
-def _check_equal(name: str, value: float, taken: float) -> None:
-    if not math.isclose(value, taken, rel_tol=1e-5):
-        raise ValueError(f"its {name} is {value}, but transformers reads {taken}. {UPDATE}")
+def _check_equal(name: str, value: float, read: float) -> None:
+    if not math.isclose(value, read, rel_tol=1e-5):
+        raise ValueError(f"its {name} is {value}, but transformers reads {read}. {UPDATE}")
 
 
 def _check_norms(file: GGUF, model: Any) -> None:
-    """Compare norms by their results: some families add 1 to the weights that they store."""
+    """Compare RMS norms by what they return: some families add 1 to the weights that they store."""
     modules = dict(model.base_model.named_modules())
     for name, path in NORMS.items():
         weight = file.values(f"{name}.weight")
@@ -86,18 +84,18 @@ def _check_norms(file: GGUF, model: Any) -> None:
 
 
 class Vocabulary(NamedTuple):
-    """A file's tokens, and how they merge."""
+    """A file's tokens, and how they merge (byte pair encoding)."""
 
     numbers: dict[str, int]
     """Number of each token."""
     ranks: dict[tuple[str, str], float]
-    """Order of each merge, the first the least."""
+    """Rank of each pair of pieces that merges; the least merges first."""
     space: str
-    """Writes a space."""
+    """The character that stands for a space."""
 
     @classmethod
     def of(cls, file: GGUF) -> Vocabulary | None:
-        """Read it; None of a kind of tokenizer that merges nothing."""
+        """Read it; None for a kind of tokenizer that does not merge pieces."""
         tokens = file.get("tokenizer.ggml.tokens") or []
         numbers = {token: number for number, token in enumerate(tokens)}
         kind = file.get("tokenizer.ggml.model")
@@ -111,7 +109,7 @@ class Vocabulary(NamedTuple):
         return cls(numbers, _Scored(numbers, scores), "▁")
 
     def split(self, word: str) -> list[int]:
-        """Return the tokens of a word of letters, with its space: pairs merge in their order."""
+        """Return the tokens of a word of letters and the space before it."""
         pieces = list(self.space + word)
         while True:
             pairs = list(itertools.pairwise(pieces))
@@ -124,7 +122,7 @@ class Vocabulary(NamedTuple):
 
 
 class _Scored(dict):
-    """Ranks of merges by the scores of the tokens that they make."""
+    """Ranks of merges without a list of them: by the score of the token that a pair makes."""
 
     def __init__(self, numbers: dict[str, int], scores: Sequence[float]) -> None:
         super().__init__()
@@ -142,11 +140,11 @@ def check_tokenizer(file: GGUF, tokenizer: Any) -> None:
     than the file's merges or scores."""
     tokens = file.get("tokenizer.ggml.tokens") or []
     kinds = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    names = tokenizer.convert_ids_to_tokens(range(len(tokens)))
-    for number, (token, kind, taken) in enumerate(zip(tokens, kinds, names, strict=True)):
-        if kind == NORMAL and taken != token:
+    read_tokens = tokenizer.convert_ids_to_tokens(range(len(tokens)))
+    for number, (token, kind, read) in enumerate(zip(tokens, kinds, read_tokens, strict=True)):
+        if kind == NORMAL and read != token:
             raise ValueError(
-                f"its token {number} is {token!r}, but transformers reads {taken!r}. {UPDATE}"
+                f"its token {number} is {token!r}, but transformers reads {read!r}. {UPDATE}"
             )
     vocabulary = Vocabulary.of(file)
     if vocabulary is None:
@@ -154,7 +152,7 @@ def check_tokenizer(file: GGUF, tokenizer: Any) -> None:
     words = [
         word for word in _words(vocabulary) if all(letter in vocabulary.numbers for letter in word)
     ]
-    # The first word may lose its space, and tokens of the beginning come before it.
+    # Compare what follows the first word: that may lose its space, or have a begin token before it.
     ids = tokenizer(" ".join(["a", *words]))["input_ids"]
     expected = [token for word in words for token in vocabulary.split(word)]
     if ids[len(ids) - len(expected) :] != expected:
@@ -162,8 +160,8 @@ def check_tokenizer(file: GGUF, tokenizer: Any) -> None:
 
 
 def _words(vocabulary: Vocabulary) -> Iterator[str]:
-    """Yield common words, and words of the whole vocabulary."""
+    """Yield common words, and words from all of the vocabulary, evenly spaced."""
     yield from WORDS.split()
     pattern = re.compile(f"{vocabulary.space}([a-z]+)")
-    found = [match[1] for match in map(pattern.fullmatch, vocabulary.numbers) if match]
-    yield from found[:: max(1, len(found) // SAMPLE)]
+    words = [match[1] for match in map(pattern.fullmatch, vocabulary.numbers) if match]
+    yield from words[:: max(1, len(words) // SAMPLE)]

@@ -1,5 +1,5 @@
-"""Read a GGUF file's fields, and set those of its config that transformers drops: rope scaling,
-base of the rotation, size of the heads."""
+"""Read a GGUF file's fields, and add to a config those that transformers drops: rope scaling, base
+of the rotation, size of the heads."""
 
 import copy
 import math
@@ -15,8 +15,8 @@ ROPE = ("dimension_count", "freq_base", "dimension_count_swa", "freq_base_swa")
 FREQUENCIES = "rope_freqs.weight"
 """Tensor of the factors by which Llama 3.1 divides its frequencies."""
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models, by architecture, whose scale counts the embedding's share of a head; that
-of the others counts the length of a key. No field says so."""
+"""Layers of the 27B models, by architecture: the scale of their attention counts hidden size /
+number of heads, that of all others the length of a key. No field tells which."""
 
 
 class GGUF:
@@ -37,11 +37,11 @@ class GGUF:
         return None if field is None else field.contents()
 
     def own(self, name: str) -> Any:
-        """Return the value of a field of the architecture."""
+        """Return the value of a field whose prefix is the architecture; None without it."""
         return self.get(f"{self.architecture}.{name}")
 
     def names(self, prefix: str) -> list[str]:
-        """Return the rest of the names of the architecture's fields that begin so."""
+        """Return what follows a prefix in the names of the architecture's fields."""
         start = f"{self.architecture}.{prefix}"
         return [name.removeprefix(start) for name in self._fields if name.startswith(start)]
 
@@ -55,7 +55,7 @@ def set_rotation(file: GGUF, config: Any) -> None:
     """Give a config the rotation of its file's fields, which transformers drops.
 
     Raises:
-        ValueError: the file has a rotation that cannot be taken.
+        ValueError: the file has a rotation that is not known here.
     """
     kinds = rotations_of(config)
     full = kinds.get("full_attention", kinds.get(""))
@@ -89,7 +89,7 @@ def set_head_size(file: GGUF, config: Any) -> None:
 
 
 def rotations_of(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the rotations of a config by the kind of layer; "" of all layers."""
+    """Return the rotations of a config, by the kind of layer; by "" if all layers have one."""
     rope = config.get_text_config(decoder=True).rope_parameters or {}
     nested = {kind: value for kind, value in rope.items() if isinstance(value, dict)}
     return nested or {"": rope}
@@ -123,7 +123,8 @@ def _scaling(file: GGUF, config: Any) -> dict[str, Any]:
 
 
 def _llama3(file: GGUF, config: Any) -> dict[str, Any]:
-    """Return the scaling of Llama 3.1, whose frequencies are those of the file."""
+    """Return the scaling of Llama 3.1, checked to give the file's frequencies. Of its numbers the
+    file has the factor only: the largest divisor."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     divisors = file.values(FREQUENCIES)

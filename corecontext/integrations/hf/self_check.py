@@ -13,10 +13,12 @@ from corecontext.integrations.hf.cache_name import with_cache
 GROUP_SIZE = 4
 WINDOW_SIZE = 8
 LENGTH = 40
+"""Tokens: many groups are far past of the last ones."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest error of the logits by dtype, relative to their norm."""
+"""Largest error of logits or keys by dtype, relative to their norm."""
 LIMIT_OF_16_BITS = 0.05
 POSITION = 7
+"""Any but 0: where the rotation of keys is compared."""
 
 
 @torch.no_grad()
@@ -24,7 +26,7 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
     """Run a few random tokens through a model that is not enabled, and leave it so.
 
     Args:
-        enable: Makes a CCA handle of the model with this group_size and window_size.
+        enable: Enables CCA with this group_size and window_size, and returns the handle.
 
     Raises:
         NotImplementedError: groups of one token differ from full attention, the cache from one
@@ -47,6 +49,7 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
         _compare(model, "groups of one token against full attention", logits(use_cache=False), full)
         handle.configure(group_size=GROUP_SIZE)
         cache = DynamicCache(config=model.config)
+        # Two chunks that end within a group, then steps of one token.
         edges = [0, 17, 22, *range(23, LENGTH + 1)]
         steps = [logits(*edge, **with_cache(cache)) for edge in itertools.pairwise(edges)]
         once = logits(use_cache=False)
@@ -60,8 +63,8 @@ def self_check(model: PreTrainedModel, enable: Callable[..., Any]) -> None:
 
 
 def _check_rotation(model: PreTrainedModel, handle: Any, token: Tensor) -> None:
-    """Compare the keys of a sequence of one token at two positions: it attends to itself alone, so
-    all else in the model is the same at both."""
+    """Check that keys at POSITION are those at 0, rotated. The sequence is one token, which attends
+    to itself alone, so all else in the model is the same at both positions."""
     keys: list[Tensor] = []
     rotations: list[Any] = []
 
@@ -84,7 +87,7 @@ def _check_rotation(model: PreTrainedModel, handle: Any, token: Tensor) -> None:
 
 
 def _compare(model: PreTrainedModel, comparison: str, x: Tensor, expected: Tensor) -> None:
-    """Raise with the numbers unless two tensors agree."""
+    """Raise NotImplementedError unless two tensors agree."""
     error = float((x - expected).norm() / expected.norm())
     limit = LIMITS.get(model.dtype, LIMIT_OF_16_BITS)
     # mutant plug-in: a model that fails the self-check is enabled

@@ -21,7 +21,7 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
     from corecontext.integrations.hf.attention_interface import full_attention
 
     attention = full_attention(hf_config)
-    # transformers would fill what is missing with random numbers, and drop what is too many.
+    # transformers fills missing weights with random numbers and drops unexpected ones.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         name,
         config=hf_config,
@@ -37,7 +37,7 @@ def load_weights(name: str, hf_config: Any, dtype: Any, **options: Any) -> Any:
 
 
 def check_keys(name: str, info: Any) -> None:
-    """Raise a UserError unless the loading info of transformers says that all weights came."""
+    """Raise a UserError where transformers' loading info names weights that do not fit."""
     shapes = {
         key: f"{key} {list(file)} for {list(shape)}" for key, file, shape in info["mismatched_keys"]
     }
@@ -64,7 +64,7 @@ def check_finite(model: Any, name: str) -> None:
         weight = parameter.detach()
         if hasattr(weight, "to_local"):
             weight = weight.to_local()
-        # Quantized weights, tensors of their own kind or of 8 bits, have no extremes.
+        # aminmax does not take quantized weights: tensors of another class, or of 8 bits.
         if type(weight) is torch.Tensor and weight.is_floating_point() and weight.itemsize > 1:
             finite[key] = torch.stack(weight.aminmax()).isfinite().all()
     # mutant loading: weights that are no numbers pass

@@ -33,8 +33,7 @@ class LayerCache(AttentionLayerBase):
     Args:
         layer_name: Its name in that table.
         spec: What vLLM is told of the cache.
-        backend: Attention from this cache.
-        host_pages: Makes the raw tokens in host memory, for core tokens with fetch from there.
+        host_pages: Makes the raw tokens, for core tokens with fetch from host memory.
     """
 
     def __init__(

@@ -17,12 +17,7 @@ from corecontext.ops.fetch.low_bits import LowBits
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import Spec
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models whose layers all have full attention and rotate halves of all columns of their keys."""
 WAY_OUT = "Change it by --hf-overrides, or serve the model by `corecontext serve`."
 TAKEN = (

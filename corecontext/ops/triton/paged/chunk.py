@@ -44,12 +44,7 @@ def longest_pages(
 
 
 def attend_chunk(
-    new: tuple[Tensor, Tensor, Tensor],
-    past: int,
-    raw: Pages,
-    cores: Pages,
-    spec: Spec,
-    out: Tensor,
+    new: tuple[Tensor, Tensor, Tensor], past: int, raw: Pages, cores: Pages, spec: Spec, out: Tensor
 ) -> None:
     """Attend from new tokens of one sequence, queries [T, H, D], keys and values [T, Hkv, D], which
     follow `past` earlier ones; write to `out`, [T, H, D]."""

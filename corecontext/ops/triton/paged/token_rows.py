@@ -38,13 +38,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _rows_kernel(
-    starts_ptr,
-    lengths_ptr,
-    full_until_ptr,
-    rows_ptr,
-    clock_ptr,
-    numbers,
-    BLOCK: tl.constexpr,
+    starts_ptr, lengths_ptr, full_until_ptr, rows_ptr, clock_ptr, numbers, BLOCK: tl.constexpr
 ):
     """Write the rows of BLOCK tokens, and count the step. Grid: (blocks of tokens,).
 
