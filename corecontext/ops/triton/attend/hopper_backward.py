@@ -192,7 +192,7 @@ def _copy_queries(source, memory, tile):
         else:
             copy_in(k_desc, [n, 0, key + HALF_N * half, 0], keys_ready, k_tile)
             copy_in(v_desc, [n, 0, key + HALF_N * half, 0], keys_ready, v_tile)
-    step = 0
+    step = 0  # query tiles so far, of all heads
     for head in range(first_head, first_head + num_heads):
         for i in range(tiles):
             row = last_row - BLOCK_M * i

@@ -110,8 +110,8 @@ def _copy_tiles(
     k_smem, v_smem, mass_smem, k_ready, k_free, v_ready, v_free = ring
     num_items = work[0]
     heads_per_n = work[4]
-    step = 0
-    count = 0
+    step = 0  # key tiles so far, of all items
+    count = 0  # items so far
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
         n = head // heads_per_n
@@ -123,7 +123,7 @@ def _copy_tiles(
             copy_in(q_desc, at, q_ready.index(half), q_smem.index(half))
         for i in range(tiles):
             stage = step % STAGES
-            phase = (step // STAGES & 1) ^ 1
+            phase = (step // STAGES & 1) ^ 1  # parity
             is_far = i < far_tiles
             token = local - k_start + (i - far_tiles) * BLOCK_N
             mbarrier.wait(k_free.index(stage), phase)
@@ -304,8 +304,8 @@ def _attend_rows(
     q = q_smem.reshape([BLOCK_M, BLOCK_D])
     kind: gl.constexpr = (HAS_MASSES, HAS_MARKS, BLOCK_N, s_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
-    step = 0
-    count = 0
+    step = 0  # key tiles so far, of all items
+    count = 0  # items so far
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, row, far_tiles, tiles, local = _work_item(index, work, places, BLOCK_N)
         row += BLOCK_M * HALF

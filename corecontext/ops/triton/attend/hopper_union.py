@@ -112,8 +112,8 @@ def copy_unions(
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
     shape = q_descs[0].shape
     num_bytes: gl.constexpr = len(q_descs) * 2 * DIM_TILES * q_descs[0].block_type.nbytes
-    step = 0
-    count = 0
+    step = 0  # key tiles so far, of all items
+    count = 0  # items so far
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
         n, head, union, first, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:
@@ -136,7 +136,7 @@ def copy_unions(
                     token = gl.where(inside, (sink_groups + group) * GROUP_SIZE, k_desc.shape[2])
                     tokens = tokens + (token,)
                 slot = step % STAGES
-                phase = (step // STAGES & 1) ^ 1
+                phase = (step // STAGES & 1) ^ 1  # parity
                 mbarrier.wait(k_free.index(slot), phase)
                 _copy_groups(k_desc, k_smem, slot, k_ready, tokens, n, DIM_TILES, GROUPS)
                 mbarrier.wait(v_free.index(slot), phase)
@@ -268,8 +268,8 @@ def _attend_unions(
     query = lanes % (ROWS // 2)
     dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
     heads, num_queries = shape[1], shape[2]
-    step = 0
-    count = 0
+    step = 0  # key tiles so far, of all items
+    count = 0  # items so far
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
         n, first_head, union, first_group, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:

@@ -120,8 +120,8 @@ def _gradients_of_unions(
     query = lanes % (ROWS // 2)
     dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
     heads, num_queries = shape[1], shape[2]
-    step = 0
-    count = 0
+    step = 0  # key tiles so far, of all items
+    count = 0  # items so far
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
         n, first_head, union, first_group, num_groups = union_of_item(item, shape, unions)
         if num_groups > 0:

@@ -58,11 +58,11 @@ def union_kernel(
     count = 0
     rows = first_row + tl.arange(0, QUERIES)
     exists = (rows < num_queries)[:, None]
-    number = (q_start + tl.minimum(rows, num_queries - 1)) // share - q_start // share
+    number = (q_start + tl.minimum(rows, num_queries - 1)) // share - q_start // share  # share
     words_ptr += number.to(tl.int64)[:, None] * num_words + tl.arange(0, WORDS)[None, :]
     seen = groups_seen(q_start + rows, rule, num_groups)[:, None, None]
-    bit = tl.arange(0, 32)
-    within = tl.arange(0, WORDS)[:, None] * 32 + bit[None, :]
+    bit = tl.arange(0, 32)  # of a word
+    within = tl.arange(0, WORDS)[:, None] * 32 + bit[None, :]  # entry among those of WORDS words
     shift = tl.arange(0, QUERIES)[:, None, None]
     for start in tl.range(0, end, 32 * WORDS):
         # [QUERIES, WORDS]; rows of marks have whole tiles of 128 entries, so no word is outside.

@@ -82,7 +82,7 @@ def attend_chosen_kernel(
     each = groups_each * group_size
     end = tl.minimum(program * each + each, num_chosen * group_size)
     bounds = (tl.where(is_core, 0, program * each), tl.where(is_core, num_chosen, end))
-    sizes = (
+    sizes = (  # of `_fetched_sums`
         tl.where(is_core, 1, group_size),
         tl.where(is_core, ring_size + SINKS, FETCHED_SINKS),
         tl.where(is_core, entries, fetched_room),

@@ -6,8 +6,8 @@ i, i + EACH and so on, make one matrix product with the same columns of the rota
 no element moves between threads. A code stands for a *level*, its number before the key's scale.
 
 Codes of two bits are multiplied as whole numbers (SCORING.whole), which takes half the
-instructions: the four levels as numbers of 8 bits in their ratio, to 0.1 %, and each number of a
-query as a *unit* of its row times 128 a + b, with a and b of 8 bits, so that the products are
+instructions: the four levels as numbers of 8 bits in their ratio, to 0.1 %, and each element of a
+query as 128 a + b times a *unit* of its row, with a and b of 8 bits, so that the products are
 exact. These queries are rotated by a launch of their own.
 
 Letters of tiles, as of `plan.Scoring`: M query heads, N groups, P keys of a group.
@@ -61,8 +61,8 @@ def rotate_kernel(
     SCORING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the rotated queries of each KV head as whole numbers of 15 bits, all columns by one
-    product, whose loads wait together.
+    """Write the rotated queries of each KV head as whole numbers of 15 bits. All columns come from
+    one product, so that its loads are on the way together.
 
     Grid: (B Hkv,). A program reads the queries of its heads and the rotation.
 
