@@ -46,6 +46,11 @@ class _Triangle(NamedTuple):
     is_backwards: bool
     """Whether the last token of a chunk is read first."""
 
+    @property
+    def slices(self) -> tuple[tuple[slice, ...], ...]:
+        """Those of queries, keys and values."""
+        return self.queries, self.keys, self.keys
+
     def read(self, x: Tensor, at: tuple[slice, ...]) -> Tensor:
         """Return the triangle's queries or keys, [N x chunks, heads, s or s - 1, ...]."""
         x = x[at]
@@ -70,7 +75,7 @@ _OWN = _Triangle((_ALL,), (_ALL,), is_backwards=False)
 _BEFORE = _Triangle(
     (_ALL, _NOT_FIRST, _ALL, _NOT_LAST), (_ALL, _NOT_LAST, _ALL, _NOT_FIRST), is_backwards=True
 )
-"""Each chunk with the one before."""
+"""Each chunk with the one before: query i and keys i + 1 to s - 1."""
 
 
 class _Attend(torch.autograd.Function):
@@ -115,9 +120,7 @@ class _Attend(torch.autograd.Function):
             )
             scoring = partial.Scoring(ctx.scale, is_causal=True)
             results = partial.backward(triangle_upstream, *_read(triangle, tokens), scoring)
-            for grad, at, result in zip(
-                grads, (triangle.queries, triangle.keys, triangle.keys), results
-            ):
+            for grad, at, result in zip(grads, triangle.slices, results):
                 view = grad[at]
                 view += triangle.unread(result, view)
         length = out.shape[2]
@@ -132,14 +135,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _triangles(window_size: int) -> tuple[_Triangle, ...]:
-    """Return the triangles of a window; one token's ends at its query."""
+    """Return the triangles of a window; that of one token is in its query's chunk."""
     return (_OWN, _BEFORE) if window_size > 1 else (_OWN,)
 
 
 def _read(triangle: _Triangle, tokens: list[Tensor]) -> list[Tensor]:
     """Return the queries, keys and values of a triangle."""
-    slices = (triangle.queries, triangle.keys, triangle.keys)
-    return [triangle.read(x, at) for x, at in zip(tokens, slices)]
+    return [triangle.read(x, at) for x, at in zip(tokens, triangle.slices)]
 
 
 def _write(views: list[Tensor], results: Any, is_first: bool) -> None:
@@ -151,7 +153,8 @@ def _write(views: list[Tensor], results: Any, is_first: bool) -> None:
 
 
 def _chunks(x: Tensor, window_size: int) -> Tensor:
-    """Cut x [N, heads, L, ...] into [N, chunks, heads, s, ...]; zeros fill the last one."""
+    """Cut x [N, heads, L, ...] into [N, chunks, heads, s, ...]. Zeros at the end fill the last
+    chunk: no query of the prompt sees them."""
     missing = -x.shape[2] % window_size
     padding = (0, 0) * (x.dim() - 3) + (0, missing)
     return F.pad(x, padding).unflatten(2, (-1, window_size)).transpose(1, 2).contiguous()

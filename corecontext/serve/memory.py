@@ -47,10 +47,10 @@ class CacheMemory:
             used_rows = len(pool.slots) + 2 * pool.promised
             allocated_rows = pool.rows + pool.promised
             # Where full attention reads a prompt, its raw tokens are on the device, too.
-            raw = pool.promised * (pool.reading_bytes - pool.row_bytes)
-            used_device += used_rows * row.device + raw
+            raw_bytes = pool.promised * (pool.reading_bytes - pool.row_bytes)
+            used_device += used_rows * row.device + raw_bytes
             used_host += used_rows * row.host
-            allocated_device += allocated_rows * row.device + raw
+            allocated_device += allocated_rows * row.device + raw_bytes
             allocated_host += allocated_rows * row.host
         used = CacheBytes(used_device, used_host)
         return used, CacheBytes(allocated_device, allocated_host)

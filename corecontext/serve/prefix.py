@@ -82,8 +82,8 @@ class PrefixStore:
 
     def __post_init__(self) -> None:
         self.nbytes = 0
-        self._nodes: dict[tuple, Node] = {}
-        self._clock = itertools.count()
+        self._nodes: dict[tuple, Node] = {}  # by `Node.key`
+        self._clock = itertools.count()  # numbers the uses of nodes
 
     def counted(self) -> CacheBytes:
         """Count the bytes of all beginnings on the device and in host memory."""
@@ -125,7 +125,7 @@ class PrefixStore:
         if (parent is None) != (layers[0].seq_len == self.chunk_size) or limit <= 0:
             return None
         if parent is not None and self._nodes.get(parent.key) is not parent:
-            return None
+            return None  # it has been dropped since
         key = _key(config, parent, tokens)
         node = self._nodes.get(key)
         if node is None:

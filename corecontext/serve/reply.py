@@ -158,14 +158,15 @@ class Reply:
         return choice.body(finish_reason=reason, logprobs=logprobs, **content)
 
     async def events(self, include_usage: bool) -> AsyncIterator[str]:
-        """Yield the answers as server-sent events, as their pieces come; an error is the last."""
+        """Yield the pieces of all answers as server-sent events, as they come; an error is last."""
         head = dict(self.head)
         if self.chat:
             head["object"] = "chat.completion.chunk"
-        usage = {"usage": None} if include_usage else {}
+        usage = {"usage": None} if include_usage else {}  # null in all events but the last
         queue: asyncio.Queue[dict[str, Any] | RequestError | None] = asyncio.Queue()
 
         async def read(choice: Choice) -> None:
+            """Put the choice's pieces into the queue, then None or its error."""
             try:
                 async for body in self._deltas(choice):
                     queue.put_nowait(body)

@@ -80,15 +80,15 @@ class RowShape:
             layer = config.of_layer(index)
             group_sizes = layer.head_group_sizes or (layer.group_size,) * self.sizes.kv_heads
             for g, heads in Counter(group_sizes).items():
-                setting = layer.replace(head_group_sizes=None, group_size=g)
-                entries = self.entries(setting, max_length)
-                store = store_bytes(setting, max_length, dim, self.itemsize)
+                # Bytes of one KV head with this g, of which the layer has `heads`.
+                head = layer.replace(head_group_sizes=None, group_size=g)
+                entries = self.entries(head, max_length)
+                store = store_bytes(head, max_length, dim, self.itemsize)
                 if before:
-                    sinks = num_sinks(setting.sink_size, g)
-                    entries -= num_complete_groups(before - sinks, g)
-                    earlier = store_bytes(setting, before, dim, self.itemsize)
+                    entries -= num_complete_groups(before - num_sinks(head.sink_size, g), g)
+                    earlier = store_bytes(head, before, dim, self.itemsize)
                     store = CacheBytes(*(x - y for x, y in zip(store, earlier)))
-                compact = entries * entry_bytes(setting, dim, self.itemsize)
+                compact = entries * entry_bytes(head, dim, self.itemsize)
                 # mutant serve: raw tokens on the device are not counted
                 device += heads * (compact + store.device)
                 host += heads * store.host
