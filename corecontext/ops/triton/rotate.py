@@ -28,7 +28,7 @@ def rotate_heads_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rotate ROWS tokens of a head.
+    """Rotate ROWS tokens of a head, of D = 2 HALF elements each.
 
     Grid: (blocks of ROWS tokens, B (H + Hkv)).
 

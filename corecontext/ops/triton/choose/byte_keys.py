@@ -102,6 +102,7 @@ def keys_kernel(
     Grid: (M', N). Groups from M on are zeros.
 
     Args:
+        keys_ptr, num_groups: Pointer to the keys, and M.
         results: Pointers to keys and group_units of `Bytes`.
     """
     group = tl.program_id(0)

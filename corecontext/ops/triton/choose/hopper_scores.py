@@ -73,6 +73,7 @@ def _copy_keys(HEADS: gl.constexpr, PARTS: gl.constexpr, descs, first_head, memo
     barrier, 0 or 1, changes with each use: `count` numbers those of queries, `step` of keys.
 
     Args:
+        descs: Descriptors of queries and of keys.
         memory: Tiles of queries and of keys; then barriers: queries ready, free, keys ready, free.
         work, places: As of `_blocks_of_item`.
     """

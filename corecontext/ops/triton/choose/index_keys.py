@@ -36,8 +36,8 @@ def _rotate(x, rotation_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _nearest_codes(x, BITS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the code of the level nearest to each element, of two at the same distance the lower
-    one."""
+    """Return the code of the level nearest to each element of x, of two at the same distance the
+    lower one. LEVELS are those above 0, as of `level_of`."""
     codes = (x > 0.0).to(tl.int32) + (2 ** (BITS - 1) - 1)
     for i in tl.static_range(1, 2 ** (BITS - 1)):
         edge = (LEVELS[i - 1] + LEVELS[i]) / 2
@@ -72,7 +72,7 @@ def index_keys_kernel(
             of the rotation, 1, -1 and 0.
         results: Pointers to keys, or to codes and to scales [N, M, P], [N, M] where SHARED.
         unit: Signs times it are the rotation.
-        PARTS: Keys of a group, P: means of parts of GROUP_SIZE / PARTS tokens.
+        PARTS, BLOCK_P: Keys of a group, P, each the mean of GROUP_SIZE / PARTS tokens; P padded.
         SHARED: One scale for the P keys of a group, else one for each.
     """
     k_ptr, centre_ptr, rotation_ptr = inputs

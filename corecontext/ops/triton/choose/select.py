@@ -48,7 +48,7 @@ def _select_kernel(
         numbers: M, first share and end of the queries as of `groups_of_share`; first_row and
             num_rows, the shares that have scores; stride_row and stride_n, elements between the
             scores of two shares, and between the choices of two sequences.
-        num_chosen: k.
+        num_chosen, rule: k; group_size, window_size and sink_groups.
     """
     scores_ptr, runs_ptr, chosen_ptr = pointers
     num_groups, first_share, q_end, first_row, num_rows, stride_row, stride_n = integers(numbers)
