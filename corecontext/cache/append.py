@@ -24,13 +24,13 @@ class NewTokens(NamedTuple):
     q: Tensor
     """[B, H, T, D]."""
     k: Tensor
-    """[B, Hkv, T, D], rounded if the cache is in 8 bits; v likewise."""
+    """[B, Hkv, T, D], rounded to 8 bits and back if the cache is in 8 bits; v likewise."""
     v: Tensor
     stored: list[Tensor]
-    """Keys and values as the buffers hold them."""
+    """Keys and values as the buffers hold them (`Entries.encode`)."""
     raw: list[Tensor]
-    """Keys and values for the store of raw tokens: encoded as in the buffers for fetch, not rounded
-    for a prompt that full attention reads."""
+    """Keys and values as the store of raw tokens holds them: for fetch as the buffers do, for a
+    prompt that full attention reads not rounded."""
 
     def of(self, rows: slice, first: int, last: int) -> NewTokens:
         """Return the tokens first .. last - 1 of these rows."""
@@ -48,7 +48,8 @@ def new_tokens(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> NewTokens:
 
 
 def reading_by(entries: Entries, device: str, is_prompt: bool) -> Reading:
-    """Return how an append is read; all of the past is seen only while its raw tokens are kept."""
+    """Return how the tokens of an append see the past: by core tokens alone without a store of
+    raw tokens."""
     # mutant prefill: a prompt is read by CCA
     if entries.store is None:
         return EACH_BY_ITSELF
@@ -58,13 +59,13 @@ def reading_by(entries: Entries, device: str, is_prompt: bool) -> Reading:
 def append_rows(
     entries: Entries, new: NewTokens, rows: slice, position: int, reading: Reading | None
 ) -> Tensor | None:
-    """Store the tokens of rows that share their padding but for the ring, pool the groups that they
-    close, and attend from them.
+    """Store the tokens of rows that share their padding, but not in the ring yet (`put_newest`),
+    pool the groups that they complete, and attend from them.
 
     Args:
         new: The tokens of these rows.
-        position: Of the first of them in its sequence.
-        reading: How they see the past; None only stores.
+        position: Of the first of them, counted without padding.
+        reading: How they see the past; None only stores them.
 
     Returns:
         [rows, H, T, D], or None where they are only stored.
@@ -79,13 +80,13 @@ def append_rows(
         # mutant fetch: a chunk's raw tokens are not stored
         entries.store.put(rows, position, new.raw)
 
-    # The first tokens have slots of their own and never enter the ring.
+    # Sinks have slots of their own.
     new_sinks = max(0, min(n - position, count))
     if new_sinks:
         stored = [x[:, :, :new_sinks] for x in new.stored]
         entries.put(rows, entries.ring_size + position, stored)
 
-    # Those after them are a sequence of their own, in which start .. end - 1 are new and raw
+    # Those behind the sinks are a sequence of their own, in which start .. end - 1 are new and raw
     # tokens from `low` on are seen or pooled. The ring is read before new ones take their slots.
     start = max(0, position - n)
     end = max(0, position + count - n)
@@ -98,10 +99,11 @@ def append_rows(
         v = torch.cat([*old_v, v], 2)
     k, v = (x.flatten(0, 1) for x in (k, v))
 
+    # Groups that are complete before, and with the new tokens.
     old = num_complete_groups(start, g)
     total = num_complete_groups(end, g)
     if total > old:
-        # The query of the first new group's last token, counted among the new queries.
+        # The last token of the first new group, counted among the new tokens.
         first_group_end = new_sinks + old * g + g - 1 - start
         q_last = q[:, :, first_group_end : new_sinks + total * g - start : g]
         groups = [x[:, old * g - low : total * g - low].unflatten(1, (-1, g)) for x in (k, v)]
@@ -109,7 +111,7 @@ def append_rows(
 
     if reading is None:
         return None
-    # Nothing is compressed yet: PyTorch's own attention is the fastest.
+    # While no query sees a core token, PyTorch's own attention is the fastest.
     spec = entries.spec
     # mutant 4: plain attention for a prompt one token too long
     is_plain = position == 0 and num_visible_cores(end - 1, g, spec.window_size) == 0
@@ -117,11 +119,11 @@ def append_rows(
         return attend_causally(*new[:3], spec.scale)
     tokens = Tokens(q, k, v, position, n + low)
     if entries.store is None:
-        tokens = _with_first_tokens(entries, tokens, rows)
+        tokens = _with_sinks(entries, tokens, rows)
     else:
         keys, values = entries.store.tokens(rows, position + count, Newest(position, new.raw))
         tokens = Tokens(q, keys, values, position)
-    # The beginning of a prompt sees all of the past.
+    # Queries at the beginning of a prompt may see all raw tokens; the rest see core tokens.
     num_full = max(0, min(reading.full_until - position, count))
     if num_full == count:
         out = _attend_fully(entries, tokens, rows)
@@ -139,7 +141,7 @@ def append_rows(
 
 
 def put_newest(entries: Entries, new: NewTokens, rows: slice, position: int) -> None:
-    """Let the newest tokens take their slots in the ring, after all that may fail; arguments as of
+    """Store the newest tokens in the ring, after all that may fail; arguments as of
     `append_rows`."""
     count = new.q.shape[2]
     end = max(0, position + count)
@@ -148,15 +150,15 @@ def put_newest(entries: Entries, new: NewTokens, rows: slice, position: int) -> 
 
 
 def append_late(entries: Entries, new: NewTokens, position: int, late: Late) -> tuple[Tensor, Late]:
-    """Store tokens of rows that share their padding, and attend from them to all raw tokens; ring
-    and core tokens follow when somebody reads them.
+    """Store tokens of rows of one length as raw tokens only, and attend from them to all raw
+    tokens; ring, core tokens and index come late (late.py).
 
     Args:
-        position: Of the first of them in its sequence.
-        late: What core tokens of earlier tokens are made of.
+        position: Of the first of them, counted without padding.
+        late: Holds the groups that are not pooled yet.
 
     Returns:
-        [B, H, T, D], and what core tokens are made of now.
+        [B, H, T, D], and `late` with the groups that the new tokens complete.
     """
     count = new.q.shape[2]
     entries.store.put_raw(ALL, position, new.raw)
@@ -165,17 +167,17 @@ def append_late(entries: Entries, new: NewTokens, position: int, late: Late) -> 
     keys, values = entries.store.tokens(ALL, position + count, newest)
     q = new.q.unflatten(1, (heads, -1)).flatten(0, 1)
     out = _attend_fully(entries, Tokens(q, keys, values, position), ALL)
-    # The first token after the first n ones that is the last of its group.
-    behind = max(0, entries.num_sinks - position)
+    # Pooling needs the queries of groups' last tokens: the first behind the sinks, then every g-th.
+    new_sinks = max(0, entries.num_sinks - position)
     g = entries.group_size
-    last = behind + (entries.num_sinks - 1 - position - behind) % g
+    last = new_sinks + (entries.num_sinks - 1 - position - new_sinks) % g
     queries = [*late.queries, *([new.q[:, :, last::g].clone()] if last < count else [])]
     kept = None if entries.store.is_near else newest
     return out.unflatten(0, (-1, heads)).flatten(1, 2), Late(queries, position + count, kept)
 
 
 def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:
-    """Attend from queries [N, r, T, D] to all raw tokens up to their own."""
+    """Attend from queries [N, r, T, D] to all raw tokens up to their own; N = rows x Hkv."""
     spec = entries.spec
     if spec.softcap is None:
         batch = len(tokens.q) // entries._buffers[0].shape[1]
@@ -187,13 +189,13 @@ def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:
     return backend.attend(tokens, cores, spec.of_full(tokens.k.shape[1]))[0]
 
 
-def _with_first_tokens(entries: Entries, tokens: Tokens, rows: slice) -> Tokens:
-    """Return the tokens of an append with the first tokens beside those of the ring."""
+def _with_sinks(entries: Entries, tokens: Tokens, rows: slice) -> Tokens:
+    """Return the tokens of an append, raw ones from the ring on, with the sinks beside them."""
     end = tokens.q_start + tokens.q.shape[2]
     n = entries.num_sinks
     if not n:
         return tokens
     ring = entries.ring_size
-    first_tokens = entries.get(rows, ring, ring + min(n, end), tokens.k.dtype)
-    sink_k, sink_v = (x.flatten(0, 1) for x in first_tokens)
+    sinks = entries.get(rows, ring, ring + min(n, end), tokens.k.dtype)
+    sink_k, sink_v = (x.flatten(0, 1) for x in sinks)
     return tokens._replace(sink_k=sink_k, sink_v=sink_v)

@@ -1,7 +1,7 @@
 """Take tokens back from one layer's compact cache: drafts that were refused, a shorter prompt.
 
-A shorter sequence needs tokens that have left the ring, so the cache keeps those that the last
-append pushed out of it.
+The next query of a shorter sequence may see tokens that have left the ring, so a growing cache
+keeps those that the last short append has overwritten there (`Undo`).
 """
 
 import functools
@@ -26,8 +26,9 @@ class CroppedState(LayerState):
         """Take back the last `num_tokens` tokens, exactly.
 
         Possible while the ring still has, or can get back, all raw tokens that the next query sees:
-        always within the last append to a filled cache, if that had at most UNDO_LIMIT tokens, and
-        `rollback` tokens beyond, counted from the longest the sequence ever was.
+        always `rollback` tokens, counted from the longest that the sequence ever was; in a growing
+        cache also all of the last append, if that had at most UNDO_LIMIT tokens and was no step,
+        and `rollback` tokens before it.
 
         Raises:
             ValueError: fewer tokens are cached, or a token that the next query needs has left the
@@ -49,8 +50,8 @@ class CroppedState(LayerState):
         """Raise where `crop` would raise, changing nothing.
 
         Returns:
-            The length down to which `crop` undoes the last append, which puts back the tokens that
-            it pushed out of the ring; and the oldest token that the ring holds then.
+            The length, padding included, down to which `crop` undoes the last append by putting
+            back the tokens that it overwrote in the ring; and the oldest token in the ring then.
         """
         end = self.seq_len
         if not 0 <= num_tokens <= end:
@@ -67,7 +68,7 @@ class CroppedState(LayerState):
         # length, which the host does not count, leave `_oldest_in_ring` as it is.
         oldest_in_ring = max(oldest_in_ring, in_ring_until - self.ring_size)
 
-        # The oldest token that a row's next query sees; rows of first tokens need none of the ring.
+        # The oldest token of the ring that each row's next query sees; a row of sinks sees none.
         n = self.num_sinks
         g = self.group_size
         s = self.spec.window_size
@@ -85,11 +86,12 @@ class CroppedState(LayerState):
         return undone_to, oldest_in_ring
 
     def _note_lost(self, start: int, stored: list[Tensor]) -> None:
-        """Copy the entries that an append will push out of the ring, for `crop`.
+        """Copy the entries that an append will overwrite in the ring, for `crop`.
 
         Args:
             start: Tokens a row before the append, padding included.
-            stored: The encoded tokens, [B, Hkv, n, D] each; more than UNDO_LIMIT copy nothing.
+            stored: Its encoded tokens, [B, Hkv, n, D] each; of more than UNDO_LIMIT nothing is
+                copied.
         """
         self._undo = None
         ring = self.ring_size
@@ -97,7 +99,7 @@ class CroppedState(LayerState):
         if self.max_length is not None or not start or start + new <= ring or new > UNDO_LIMIT:
             return
         slots = self._ring_slots(start, min(new, ring))
-        # Of more tokens than the ring has slots, the last push out the first.
+        # Of more tokens than the ring has slots, the last overwrite the first.
         lost = [
             torch.cat((read(buffer, slots), x[:, :, : max(0, new - ring)]), 2)
             for buffer, x in zip(self.buffers, stored)
@@ -105,7 +107,7 @@ class CroppedState(LayerState):
         self._undo = Undo(start, lost, self._oldest_in_ring)
 
     def _restore_lost(self, undone_to: int, end: int) -> None:
-        """Put back the entries lost to the tokens undone_to .. end - 1."""
+        """Put back the entries that the tokens undone_to .. end - 1 have overwritten."""
         if self._undo is None:
             return
         kept = undone_to - self._undo.seen_before
@@ -119,5 +121,5 @@ class CroppedState(LayerState):
 
     def _ring_slots(self, start: int, count: int) -> Tensor:
         """Return the ring slots [B, count] of `count` tokens from `start` on, padding included."""
-        tokens = start - self.pad[:, None] + torch.arange(count, device=self.pad.device)
-        return tokens % self.ring_size
+        positions = start - self.pad[:, None] + torch.arange(count, device=self.pad.device)
+        return positions % self.ring_size

@@ -1,6 +1,7 @@
 """Append one token per row and attend from it, in tensor arithmetic only.
 
-No step depends on a value on the device, so that it can be compiled, or captured in a CUDA graph.
+Nothing that the host does depends on a number on the device, so that a step can be compiled, or
+captured in a CUDA graph.
 """
 
 import torch
@@ -22,12 +23,13 @@ def decode_step(
     num_cores: int,
     closes: bool,
 ) -> Tensor:
-    """Return the attention [B, H, 1, D] of the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D].
+    """Store the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D], close groups that they complete, and
+    return their attention [B, H, 1, D].
 
     Args:
-        position: [B], of each row's token.
-        num_cores: Groups to look at, at least those that any row sees.
-        closes: Whether any row may close a group.
+        position: [B], of each row's token, below 0 in padding.
+        num_cores: Core tokens to look at, at least as many as any row sees.
+        closes: Whether the token of any row may be the last of its group.
     """
     q, k, v = tokens
     stored = entries.encode(k, v)
@@ -54,7 +56,7 @@ def decode_step(
 
 
 def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> None:
-    """Store each row's token at its position."""
+    """Store each row's token, encoded, in the slot of its position."""
     ring = entries.ring_size
     n = entries.num_sinks
     slot = position % ring
@@ -86,13 +88,13 @@ def close_groups(entries: Entries, q: Tensor, position: Tensor, stored: list[Ten
 
 
 def _visible(entries: Entries, position: Tensor, num_cores: int) -> Tensor:
-    """Return which entries each row's query sees, [B, 1, C + n + M]."""
+    """Return which entries each row's query sees, [B, 1, slots], True where it does."""
     sizes = (entries.group_size, entries.spec.window_size)
     n = entries.num_sinks
     ring = entries.ring_size
     device = position.device
     position = position[:, None]
-    # The tokens after the first n are a sequence of their own.
+    # The tokens behind the n sinks are a sequence of their own.
     later = position - n if n else position
 
     # mutant 4: decoding sees one core token too few

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""The largest code: of 8-bit integers, and of floats with 4 bits of exponent and 3 of fraction."""
+"""The largest code that is used, by kind: of 8-bit integers, and of floats with 4 bits of exponent
+and 3 of fraction."""
 
 
 def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -15,8 +16,8 @@ def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         kind: "int8", or "fp8" (e4m3).
 
     Returns:
-        Codes [..., D] in int8 (for "fp8" their bits), and scales [..., 1] in float32; x is about
-        code times scale.
+        Codes [..., D] in int8, of "fp8" the bits of the floats; and scales [..., 1] in float32.
+        Code times scale is about x.
     """
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True) / LARGEST[kind]
@@ -34,8 +35,8 @@ def decode(codes: Tensor, scale: Tensor, kind: str, dtype: torch.dtype) -> Tenso
 
 
 def encode_pair(k: Tensor, v: Tensor, kind: str) -> list[Tensor]:
-    """Return keys and values as a cache of a `config.CACHE_DTYPES` stores them: as they are, or
-    codes and then scales."""
+    """Return keys and values [..., D] as a cache stores them: as they are for kind "auto", else
+    codes of keys, codes of values, scales of keys, scales of values."""
     if kind == "auto":
         return [k, v]
     k_codes, k_scale = encode(k, kind)
@@ -44,7 +45,8 @@ def encode_pair(k: Tensor, v: Tensor, kind: str) -> list[Tensor]:
 
 
 def decode_all(stored: list[Tensor], kind: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return vectors from their stored form: themselves, or all codes and then as many scales."""
+    """Return vectors from their stored form: themselves for kind "auto", else all codes, then as
+    many scales."""
     if kind == "auto":
         return stored
     half = len(stored) // 2

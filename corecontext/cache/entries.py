@@ -1,23 +1,23 @@
 """Hold the entries of one layer's compact cache: which slot holds which token, in which dtype.
 
-Keys and values are buffers [B, Hkv, C + n + M, D]. Every entry is found by its position p in its
-row's sequence, which is never stored. Along the slots lie
+Keys and values are buffers [B, Hkv, slots, D]. The slot of an entry follows from its position p in
+its row's sequence, padding left out, so that no position is stored. With a ring of C slots, n sinks
+and M core tokens the C + n + M slots are
 
     0 .. C - 1              the ring: the token at position p >= n in slot p mod C;
-    C .. C + n - 1          the first n tokens (`sink_size`), position p < n in slot C + p;
-    C + n + c               the core token of group c, counted behind the first n tokens.
+    C .. C + n - 1          the sinks: the token at position p < n in slot C + p;
+    C + n + c               the core token of group c, counted behind the sinks.
 
-C = s + g - 1 + rollback raw tokens are all that a later query can see uncompressed. The ring and
-the first tokens have no more slots than tokens may come: those of a fixed cache, or so far. The
-order does not matter to softmax, and rotary is already applied to the keys, so a decoding step
-attends to one contiguous slice. Rows with left padding, cropping and fixed shapes follow from the
-positions alone.
+C = s + g - 1 + rollback: a query sees the raw tokens of its window, and before it up to g - 1 of a
+group that has not left the window as a whole. Ring and sinks have no more slots than tokens may
+come: those of a fixed cache, or so far. Softmax does not depend on the order of entries, and rotary
+is already applied to the keys, so a decoding step attends to one contiguous slice.
 
-In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, C + n + M, 1] follow keys and
-values. A token is rounded when it comes, and attended to and pooled as rounded, so that all ways of
-appending agree. With `CCAConfig.core_mass` a buffer [B, Hkv, C + n + M, 1] of the core tokens'
-masses, in float32 or wider, comes last; its raw slots stay 0. With fetch a `RawStore` holds all raw
-tokens beside them.
+In 8 bits (`CCAConfig.cache_dtype`) buffers of scales [B, Hkv, slots, 1] follow keys and values. A
+token is rounded when it comes, and attended to and pooled as rounded, so that all ways of appending
+agree. With `CCAConfig.core_mass` a buffer [B, Hkv, slots, 1] of the core tokens' masses, in float32
+or wider, comes last; it is 0 in the slots of raw tokens. With fetch a `RawStore` holds all raw
+tokens beside these buffers.
 """
 
 import torch
@@ -33,13 +33,14 @@ from corecontext.ops.spec import Cores, Groups, Spec
 from corecontext.visibility import num_complete_groups, window_capacity
 
 ALL = slice(None)
+"""All rows of a batch."""
 
 
 def check_fetch(config: CCAConfig) -> None:
     """Raise unless a cache can hold the raw tokens that fetch reads, where it is on.
 
     Raises:
-        NotImplementedError: they are stored nowhere.
+        NotImplementedError: the settings store them nowhere.
     """
     if config.fetch_groups and config.store == "none":
         raise NotImplementedError(
@@ -49,19 +50,20 @@ def check_fetch(config: CCAConfig) -> None:
 
 
 class Entries:
-    """The buffers of one layer, empty at first, and the layer's settings."""
+    """The buffers of one layer, empty at first, and the layer's settings; `rows` in arguments are
+    rows of the batch."""
 
     def __init__(self, config: CCAConfig, rotary: Rotary | None, rollback: int) -> None:
         check_fetch(config)
         self.config = config
         self.rollback = rollback
-        """Extra tokens in the ring."""
+        """Slots of the ring beyond s + g - 1, for `crop`."""
         self.spec = Spec.of(config, rotary, scale=1.0).replace(num_groups=None)
-        """The same settings for kernels, with the g, scale and softcap of the last append: g is
-        known by then, so there is no constant number of groups."""
+        """The same settings for kernels, with the g, scale and softcap of the last append. It has
+        no `num_groups`: the first append replaces that by the g that it means."""
         self.ring_room: int | None = None
-        """Most slots of the ring, and so most tokens that there is room for, at least as many as
-        came; None gives it all."""
+        """Most slots of the ring, at least as many as tokens came: a short text needs no whole
+        ring. None gives it all C slots."""
         self._buffers: list[Tensor] = []
         self.lags = False
         """Whether the last tokens are in the store of raw tokens only (exact_step.py)."""
@@ -87,24 +89,24 @@ class Entries:
 
     @property
     def keys(self) -> Tensor:
-        """[B, Hkv, C + n + M, D]."""
+        """[B, Hkv, slots, D]."""
         return self.buffers[0]
 
     @property
     def values(self) -> Tensor:
-        """[B, Hkv, C + n + M, D]."""
+        """[B, Hkv, slots, D]."""
         return self.buffers[1]
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and of values, [B, Hkv, C + n + M, 1] in 8 bits, else None."""
+        """Of keys and of values, [B, Hkv, slots, 1] in 8 bits, else None."""
         if self.config.cache_dtype == "auto":
             return None, None
         return self.buffers[2], self.buffers[3]
 
     @property
     def mass_buffer(self) -> Tensor | None:
-        """[B, Hkv, C + n + M, 1], None without masses."""
+        """[B, Hkv, slots, 1], None without masses."""
         return self.buffers[-1] if self.has_mass else None
 
     # Sizes
@@ -121,18 +123,18 @@ class Entries:
 
     @property
     def whole_ring(self) -> int:
-        """Slots that the ring has at most."""
+        """Slots of the ring without a limit: s + g - 1 + rollback."""
         # mutant 4: the ring is one token too short
         return window_capacity(self.group_size, self.spec.window_size) + self.rollback
 
     @property
     def num_sinks(self) -> int:
-        """First tokens that stay raw: n."""
+        """First tokens that stay raw, whole groups of them: n."""
         return self.spec.sinks
 
     @property
     def raw_size(self) -> int:
-        """Slots before the core tokens: C + n, or fewer while fewer than n tokens came."""
+        """Slots before the core tokens: C + n, or fewer while there is no room for n sinks."""
         size = self.ring_size + self.num_sinks
         return min(size, self._buffers[0].shape[2]) if self._buffers else size
 
@@ -159,7 +161,7 @@ class Entries:
     # Storing and loading
 
     def encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return keys and values as the buffers store them."""
+        """Return keys and values as the buffers store them: as they are, or codes and scales."""
         return encode_pair(k, v, self.config.cache_dtype)
 
     def decode(self, stored: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -177,7 +179,7 @@ class Entries:
         return self.decode([x[rows, :, start:stop] for x in self.buffers], dtype)
 
     def put_ring(self, rows: slice, start: int, stored: list[Tensor]) -> None:
-        """Store at most C encoded tokens in the ring, the first of them at position `start`."""
+        """Store at most C encoded tokens [B, Hkv, n, D] of positions `start` on in the ring."""
         stop = start + stored[0].shape[2]
         for buffer, x in zip(self.buffers, stored):
             for view in ring_views(buffer, rows, start, stop, self.ring_size):
@@ -194,20 +196,20 @@ class Entries:
         return [k for k, _ in pieces], [v for _, v in pieces]
 
     def put_cores(self, rows: slice, first: int, stored: list[Tensor]) -> None:
-        """Store what `pool` returned, [N, 1, M, D], of the groups from `first` on."""
+        """Store core tokens that `pool` returned, [N, 1, M, D], of the groups from `first` on."""
         heads = self.keys.shape[1]
         self.put(rows, self.raw_size + first, [x[:, 0].unflatten(0, (-1, heads)) for x in stored])
 
     def put_closed(self, position: Tensor, cores: list[Tensor]) -> None:
-        """Store what `pool` returned of every row's newest group, [N, 1, 1, D], where the row's
-        token at `position` [B] is the last of it; other rows keep theirs."""
+        """Store the core token that `pool` returned of each row's newest group, [N, 1, 1, D], in
+        rows whose token at `position` [B] is the last of its group; other rows keep theirs."""
         if self.capacity < 1:
             return
         g = self.group_size
         n = self.num_sinks
         # mutant 4: every row closes its group with the first row
         is_last = ((position + 1) % g == 0)[:, None, None, None]
-        # Groups of first tokens write to core slot 0, which is written again before it is seen.
+        # Groups of sinks write to core slot 0, which is written again before it is seen.
         # mutant sinks: a core token in another's slot
         group = (position - n if n else position) // g
         group = group.clamp(0, self.capacity - 1)
@@ -250,8 +252,8 @@ class Entries:
         return self.masses(rows, count).flatten(0, 1)[:, None]
 
     def reserve(self, length: int) -> int:
-        """Make room for a row of `length` tokens, and a quarter more than now at least; return the
-        tokens that there is room for."""
+        """Make room for rows of `length` tokens; what grows, grows by a quarter at least. Return
+        the tokens that there is room for."""
         if self.store is not None:
             self.store.reserve(length)
         if self.ring_room is not None and length > self.ring_room:
@@ -262,9 +264,8 @@ class Entries:
             if behind_ring := before - self.ring_size:
                 needed = max(needed, before + max(16, behind_ring // 4))
             self._buffers = [grown(x, needed) for x in self._buffers]
-        tokens = (
-            self._buffers[0].shape[2] - self.ring_size
-        )  # behind the ring first tokens come first
+        # Behind the ring there are slots of sinks, then of groups: one more group may be begun.
+        tokens = self._buffers[0].shape[2] - self.ring_size
         if tokens >= self.num_sinks:
             tokens = self.num_sinks + (self.capacity + 1) * self.group_size - 1
         if self.ring_room is not None:
@@ -272,7 +273,8 @@ class Entries:
         return tokens if self.store is None else min(tokens, self.store.length)
 
     def grow_ring(self, room: int | None) -> None:
-        """Give the ring its slots up to `room`, None all; tokens stay in theirs."""
+        """Set `ring_room`, None for no limit, and add the slots that the ring gets by it behind
+        its tokens: fewer came than it has slots, so that they stay in theirs."""
         ring = self.ring_size
         before = self.ring_room
         self.ring_room = room
@@ -285,6 +287,6 @@ class Entries:
 
 
 def _with_gap(buffer: Tensor, slot: int, size: int) -> Tensor:
-    """Return a buffer with `size` empty slots before a slot."""
+    """Return a copy of a buffer with `size` empty slots inserted before a slot."""
     empty = buffer.new_zeros(*buffer.shape[:2], size, buffer.shape[3])
     return torch.cat((buffer[:, :, :slot], empty, buffer[:, :, slot:]), 2)

@@ -1,7 +1,7 @@
 """Append one token per row and attend from it to all raw tokens, where that takes less time than
 choosing among them (ops/fetch/prompt_rule.py).
 
-The token goes to the store of raw tokens only: the ring gets it when somebody reads the ring.
+The token goes to the store of raw tokens only: the ring gets it before its next reading (late.py).
 """
 
 from torch import Tensor
@@ -18,16 +18,16 @@ def exact_step(
     tokens: tuple[Tensor, Tensor, Tensor],
     lengths: tuple[int | Tensor, Tensor, list[int]],
 ) -> Tensor:
-    """Return the attention [B, H, 1, D] of the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D] to all
-    raw tokens; `lengths` as of `step_on_all`."""
+    """Store the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D], and return their attention [B, H, 1, D]
+    to all raw tokens; `lengths` as of `step_on_all`."""
     spec = entries.spec
     backend = choose_backend(entries.config.backend, tokens[0])
     return step_on_all(entries.store.raw, tokens, lengths, (spec.scale, spec.softcap), backend)
 
 
 def close_in_store(entries: Entries, q: Tensor, position: Tensor) -> None:
-    """Pool and index the group of every row whose token at `position` [B], of query q
-    [B, H, 1, D], is a group's last."""
+    """Pool and index the group of every row whose token at `position` [B], with the query q
+    [B, H, 1, D], is the last of its group; its tokens are read from the store."""
     store = entries.store
     slots = group_of(position, entries.group_size).clamp(0, store.length - 1)
     close_groups(entries, q, position, [read(x, slots) for x in store.raw])

@@ -19,11 +19,12 @@ def attend_fetched(
     """Return the attention [B, H, 1, D] of queries q [B, H, 1, D] at their rows' positions [B].
 
     Args:
-        see: Entries that each row sees without fetch, [B, 1, C + n + M].
+        see: [B, 1, slots], True for the compact entries that each row sees without fetch: ring and
+            sinks, then core tokens.
     """
     spec = entries.spec
     num_raw = entries.raw_size
-    count = see.shape[2] - num_raw
+    count = see.shape[2] - num_raw  # groups
     heads = entries.keys.shape[1]
     repeats = q.shape[1] // heads
     queries = q.reshape(-1, repeats, 1, q.shape[3])  # [N, r, 1, D], N = B x Hkv
@@ -31,15 +32,15 @@ def attend_fetched(
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     mass = entries.mass_of_cores(ALL, count)
 
-    # Scores of the compact entries, [N, r, 1, C + n + M].
+    # Scores of the compact entries, [N, r, 1, slots].
     compact = cap(products(queries, keys) * spec.scale, spec)
     if mass is not None:
         compact = compact + F.pad(mass.to(compact.dtype), (num_raw, 0))[:, :, None]
-    see = see[:, None].expand(-1, heads, -1, -1).flatten(0, 1)[:, :, None]  # [N, 1, 1, S]
+    see = see[:, None].expand(-1, heads, -1, -1).flatten(0, 1)[:, :, None]  # [N, 1, 1, slots]
     compact = compact.masked_fill(~see, -torch.inf)
 
-    # The choice, and the compact entries without it.
-    later = (position - entries.num_sinks).repeat_interleave(heads)[:, None]
+    # The choice [N, k], -1 for no group, and the compact entries without its core tokens.
+    later = (position - entries.num_sinks).repeat_interleave(heads)[:, None]  # [N, 1]
     groups = torch.arange(count, device=q.device)
     visible = sees_core(groups, later, spec.group_size, spec.window_size)[:, None, None]
     estimates = scores(store.index(count), store.queries(queries), spec)

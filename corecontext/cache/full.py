@@ -19,19 +19,19 @@ class FullLayer:
     """Every key and value of one layer, the token at position p in slot p; rows may have different
     lengths.
 
-    Prompts are read by PyTorch's attention, all rows together. Decoding steps use the kernel that
-    also decodes from the compact cache, where there is one.
+    Prompts are read by PyTorch's attention. Decoding steps use the kernel that also decodes from
+    the compact cache, where there is one.
 
     Args:
         max_length: Slots of a row, tokens.
-        pad: Left padding of each row, [B], which layers of one device share; the first append makes
-            one of zeros where it is None.
+        pad: Left padding of each row, [B], one tensor for all layers; None lets the first append
+            make one of zeros.
         fixed: Keep the length in a tensor, so that a decoding step can be captured.
-        seen: A tensor of the length that the caller sets, after a prompt and before the next one:
-            so he sets those of all layers in one launch. None where the layer counts itself.
+        seen: A 0-dim tensor for the length, padding included. Steps count it up; the caller sets it
+            behind a prompt, those of all layers in one launch. None: the layer makes and sets it.
     """
 
-    # What callers ask of a `CompactLayer`, in whose place this layer can be:
+    # Attributes of a `CompactLayer`, in whose place this layer can be:
     config = None
     is_empty = False  # the first append is like later ones
     padding_known = True  # no mask is ever needed
@@ -52,7 +52,7 @@ class FullLayer:
         self.buffers: list[Tensor] = []
         """Keys and values, [B, Hkv, max_length, D]."""
         self.pad = pad
-        """[B]; a row's length is seen - pad."""
+        """[B]; tokens of a row are seen - pad."""
         self.pads = [] if pad is None else [0] * len(pad)
         """The same on the host."""
         self.seen: int | Tensor = 0 if seen is None else seen
@@ -62,12 +62,12 @@ class FullLayer:
         """Tokens of a row, padding included, that the host has counted: all of a prompt's."""
 
     def begin(self, pads: Sequence[int]) -> None:
-        """Take prompts of this padding, whose tensor holds the same, up to `end_prompt`."""
+        """Take chunks of prompts up to `end_prompt`; `pads` are the numbers of `pad`."""
         self.pads = list(pads)
         self._reads_prompt = True
 
     def end_prompt(self) -> None:
-        """Take steps from now on; a tensor of the length holds it."""
+        """Take single tokens as steps from now on; `seen` holds the prompt's length by then."""
         self._reads_prompt = False
 
     def reset(self) -> None:
@@ -97,14 +97,15 @@ class FullLayer:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Append n new tokens of each row and attend from them to all of the row so far, causally.
+        """Append n new tokens to each row, and attend from each to all tokens of its row up to
+        itself.
 
         Args:
             q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
 
         Raises:
             ValueError: the buffer is full.
-            NotImplementedError: a mask is given, or `softcap` with a prompt.
+            NotImplementedError: a mask is given, or `softcap` with more than one token.
         """
         count = q.shape[2]
         if attention_mask is not None or (softcap is not None and count > 1):
@@ -135,7 +136,7 @@ class FullLayer:
             self.seen = torch.zeros((), dtype=torch.long, device=like.device)
 
     def _append(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Append a chunk of all prompts."""
+        """Append a chunk of the prompts, with padding at its beginning in shorter rows."""
         # mutant inference: a short request goes on beyond its room
         self._check_room(self.length + q.shape[2])
         if not any(self.pads):
@@ -155,7 +156,7 @@ class FullLayer:
     def _append_rows(
         self, rows: slice, position: int, tokens: tuple[Tensor, ...], scale: float
     ) -> Tensor:
-        """Append tokens of rows that have the same length."""
+        """Append tokens q, k, v from `position` on to rows that have as many tokens each."""
         q, k, v = tokens
         end = position + q.shape[2]
         for buffer, x in zip(self.buffers, (k, v)):
@@ -167,10 +168,10 @@ class FullLayer:
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
-        """Append one token per row, in tensor arithmetic only."""
+        """Append one token per row and attend from it, in tensor arithmetic only."""
         # A length on a GPU is not read back; a step that is compiled now runs later.
-        is_counted = isinstance(self.seen, int) or not self.seen.is_cuda
-        if is_counted and not torch.compiler.is_compiling():
+        is_on_host = isinstance(self.seen, int) or not self.seen.is_cuda
+        if is_on_host and not torch.compiler.is_compiling():
             # mutant 4: a full cache of full attention goes on
             self._check_room(int(self.seen) + 1 - min(self.pads))
         lengths = (self.seen, self.pad, self.pads)
@@ -201,9 +202,10 @@ def step_on_all(
     Args:
         buffers: Keys and values [B, Hkv, S, D], the token at position p in slot p.
         tokens: q [B, H, 1, D], k and v [B, Hkv, 1, D].
-        lengths: Tokens so far, padding included; each row's padding [B], and the same on the host.
-            A tensor of tokens counts one more where backend "triton" takes the step.
+        lengths: `seen`, tokens so far, padding included; `pad`, each row's padding [B]; and `pads`,
+            the same on the host. The kernel of backend "triton" adds 1 to `seen`, if a tensor.
         scaling: Scale and softcap.
+        backend: "triton" takes the kernel, any other name plain PyTorch.
 
     Returns:
         [B, H, 1, D].
@@ -213,13 +215,14 @@ def step_on_all(
     room = buffers[0].shape[2]
     scale, softcap = scaling
     if backend == "triton":
-        # A window that no token leaves: no group is ever pooled.
+        # For the kernel a compact cache whose window no token leaves: no group is ever pooled.
         module = backend_module("triton", q)
         spec = Spec(1, room, scale, softcap=softcap)
         return module.decode_step(q, k, v, Slots(*buffers, seen, pad, room), spec)
     end = room
     if isinstance(seen, int):
-        end = max(1, seen + 1 - min(pads))  # rows whose padding is still read see a slot, too
+        end = max(1, seen + 1 - min(pads))  # rows that are padding so far see one slot, too
+        # Rows of one length need no mask.
         if softcap is None and seen + 1 - max(pads) == end:
             for buffer, x in zip(buffers, (k, v)):
                 buffer.narrow(2, end - 1, 1).copy_(x)
@@ -230,13 +233,14 @@ def step_on_all(
     slot = (seen - pad).clamp(0, room - 1)[:, None]  # [B, 1]
     for buffer, x in zip(buffers, (k, v)):
         write(buffer, slot, x)
-    see = torch.arange(end, device=q.device) <= slot
+    see = torch.arange(end, device=q.device) <= slot  # [B, end]
     keys, values = (x[:, :, :end] for x in buffers)
     return attend_buffer(q, keys, values, see[:, None], end, scale=scale, softcap=softcap)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend from [B, H, T, D], the last T tokens, to keys and values [B, Hkv, S, D]."""
+    """Attend from queries [B, H, T, D] of the last T tokens to keys and values [B, Hkv, S, D] up to
+    their own."""
     options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)

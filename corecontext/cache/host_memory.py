@@ -37,6 +37,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def _does_not_fit(size: int, reason: str) -> str:
+    """Return the message for raw tokens of this size in bytes that find no host memory."""
     return (
         f"raw tokens must fit in host memory, got {size} bytes more: {reason}. Use fewer rows, a "
         "shorter maximum length or cache_dtype='int8'."
@@ -44,8 +45,8 @@ def _does_not_fit(size: int, reason: str) -> str:
 
 
 class _Pinned:
-    """Page-locked memory of this size, described as `torch.as_tensor` reads it; freed with the last
-    tensor on it."""
+    """Page-locked memory of this size in bytes, in the form that `torch.as_tensor` reads; it is
+    unpinned with the last tensor on it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pages = _pages(size)
@@ -53,6 +54,7 @@ class _Pinned:
         self.address = pages.data_ptr()
         with torch.cuda.device(device):
             torch.cuda.check_error(cuda.cudaHostRegister(self.address, size, 0))
+        # At the exit of the process the system releases the memory.
         weakref.finalize(self, _unpin, pages, device).atexit = False
         self.__cuda_array_interface__ = {
             "shape": (size,),
@@ -63,16 +65,17 @@ class _Pinned:
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
+"""The stream of each device for copies to host memory."""
 
 
 def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
-    """Copy [B, Hkv, n, D] of a device to tensors in host memory, by the device's copy engine and
-    beside all that follows on the current stream; return the event that ends it."""
+    """Copy tensors [B, Hkv, n, D] of a device to tensors in host memory, by the device's copy
+    engine, while the current stream goes on; return the event at the copies' end."""
     device = sources[0].device
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     stream = _streams[device]
-    # The copy engine takes one piece without gaps at a time: the tokens of a head.
+    # The copy engine takes one contiguous piece at a time: the tokens of a head.
     sources = [x.to(target.dtype).contiguous() for target, x in zip(targets, sources)]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -84,17 +87,17 @@ def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.c
 
 
 _TOUCHED = 64 * 2**20
-"""Bytes from which threads bring pages in faster than pinning does; waking them takes 8 ms on a
-machine of 32 cores."""
+"""Bytes from which threads bring pages into memory faster than pinning does: for fewer, it takes
+longer to wake the threads."""
 
 
 def _pages(size: int) -> Tensor:
     """Return memory of exactly this size, where PyTorch's pinned memory has powers of two.
 
-    The pages are large where the system has large pages, and zero when they are first touched.
-    Those of much memory are touched here, by all threads, because pinning would bring them in one
-    by one. A forked process does not inherit them: a write to a page that two processes share would
-    move it away from the device.
+    The system makes its pages, large ones where it has them, of zeros when they are first touched.
+    Many pages are touched here, by all threads, because pinning would touch them one by one. A
+    forked process does not inherit them: a write to a page that two processes share would move it
+    away from the device.
     """
     if not hasattr(mmap, "MADV_DONTFORK"):  # Windows
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).zero_()
@@ -114,7 +117,7 @@ def _unpin(pages: Tensor, device: torch.device) -> None:
     """Unpin and release memory, after the kernels that use it.
 
     Garbage may be collected while a graph is captured. Waiting for the device would break the
-    capture, so the memory is left to the next call then.
+    capture, so memory is then left to the next call of this function.
     """
     _unused.append((pages, device))
     while _unused and not torch.cuda.is_current_stream_capturing():

@@ -1,9 +1,9 @@
 """Assign slots: places on the device for recently fetched groups, whose raw tokens are in host
 memory.
 
-The device holds n slots of a group for each row and KV head. A table says which slot has a group; a
-step reads the groups that it has chosen from their slots, after those that are missing have
-replaced the groups that were not read for longest.
+For each row and KV head the device holds slots of one group each, and a table that tells the slot
+of each group. A step reads the groups that it has chosen from their slots. Before, those without a
+slot are loaded: they replace the groups that were not read for longest.
 """
 
 import functools
@@ -18,7 +18,7 @@ from corecontext.cache.unchanged import unchanged_by_errors, write_last
 from corecontext.ops.spec import FetchSlots, RawSlots, Spec
 
 FREE = -1
-"""The group of a slot without one, and the slot of a group without one."""
+"""In place of a number: the group of an empty slot, and the slot of a group that has none."""
 
 
 class SlotStore(HostStore):
@@ -48,15 +48,15 @@ class SlotStore(HostStore):
         shape = self.raw[0].shape[:2]
         size = self.spec.group_size
         self.slots = [x.new_zeros(*shape, count, size, x.shape[3]) for x in self.raw]
-        """Keys and values of groups, [B, Hkv, n, g, D], in 8 bits with scales."""
+        """Keys and values of groups, [B, Hkv, slots, g, D]; in 8 bits scales of both follow."""
         options = {"device": self.raw[0].device}
         # The last column takes what is written for no group.
         self.table = torch.full((*shape, groups + 1), FREE, dtype=torch.int32, **options)
         """The slot of each group, [B, Hkv, M + 1]."""
         self.owner = torch.full((*shape, count), FREE, dtype=torch.int32, **options)
-        """The group of each slot, [B, Hkv, n]."""
+        """The group of each slot, [B, Hkv, slots]."""
         self.last_used = torch.zeros((*shape, count), dtype=torch.long, **options)
-        """The step that last read each slot, [B, Hkv, n]."""
+        """The step that last read each slot, [B, Hkv, slots]."""
 
     def as_slots(self) -> RawSlots | None:
         """Return the buffers as a step in Triton takes them, or None, as `RawStore.as_slots`."""
@@ -69,8 +69,8 @@ class SlotStore(HostStore):
     # Sizes
 
     def device_bytes(self, length: int) -> int:
-        """Bytes in use on the device: of the index, and of slots and table for the groups of rows
-        of `length` tokens."""
+        """Bytes in use on the device, by rows of `length` tokens: of the index, and of slots and
+        table for their groups."""
         groups = self.num_groups(length)
         each = (*self.slots, self.owner, self.last_used)
         slots = [x[:, :, : min(groups, self.num_slots)] for x in each]
@@ -82,24 +82,24 @@ class SlotStore(HostStore):
 
     @property
     def hits(self) -> Tensor:
-        """Groups that steps found in a slot, summed over KV heads."""
+        """Groups that steps found in a slot, summed over rows and KV heads."""
         return self.counts[..., 1].sum()
 
     @property
     def lookups(self) -> Tensor:
-        """Groups that steps read, summed over KV heads."""
+        """Groups that steps read, summed over rows and KV heads."""
         return self.counts[..., 2].sum()
 
     @property
     def extras(self) -> list[Tensor]:
-        """The tensors that are small beside the raw tokens."""
+        """The tensors beside the raw tokens, which are always on the device."""
         return [*super().extras, *self._slot_tensors]
 
     # Rows and length
 
     @unchanged_by_errors
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens; empties the slots where that takes larger buffers."""
+        """Make room for `length` tokens; a store that grows empties its slots."""
         before = self.length
         super().reserve(length)
         if self.length > before:
@@ -114,10 +114,10 @@ class SlotStore(HostStore):
         self.last_used = self.last_used.index_select(0, rows)
         self.slots = [x.index_select(0, rows) for x in self.slots]
         self.counts = self.counts.index_select(0, rows)
-        super().select(rows)  # last: it moves rows of host memory in place
+        super().select(rows)  # last: host memory is changed in place
 
     def forget(self, lengths: Tensor) -> None:
-        """Empty the slots of groups that rows of so many tokens, [B], do not have."""
+        """Empty the slots of groups that rows of `lengths` [B] tokens have no more."""
         counts = ((lengths - self.spec.sinks) // self.spec.group_size).clamp(min=0)
         groups = torch.arange(self.table.shape[2], device=self.table.device)
         is_cropped = (groups >= counts[:, None])[:, None]
@@ -155,14 +155,15 @@ class SlotStore(HostStore):
     def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [N, k g, D] of groups [N, k], any tokens for -1.
 
-        Asks the device which groups are missing: cannot be captured. A step in Triton does not.
+        Asks the device which groups have no slot, so that it cannot be captured; the step in Triton
+        does not ask.
         """
         try:
             slot = self._load_missing(numbers)
         except BaseException:
-            self._empty_slots()  # a slot may have a group's number, and not yet its tokens
+            self._empty_slots()  # a slot may have a group's number without its tokens
             raise
-        sequence = torch.arange(len(slot), device=slot.device)[:, None]
+        sequence = torch.arange(len(slot), device=slot.device)[:, None]  # [N, 1]
         stored = [x.flatten(0, 1)[sequence, slot].flatten(1, 2) for x in self.slots]
         keys, values = self._decoded(stored)
         return keys, values
@@ -170,21 +171,21 @@ class SlotStore(HostStore):
     def _load_missing(self, numbers: Tensor) -> Tensor:
         """Load the groups [N, k] that have no slot; return the slots of all, [N, k]."""
         slot, is_missing = self._find_slots(numbers.long())
-        row, place = is_missing.nonzero(as_tuple=True)
+        sequence, place = is_missing.nonzero(as_tuple=True)
         size = self.spec.group_size
-        first = self.spec.sinks + numbers[row, place].long() * size
+        first = self.spec.sinks + numbers[sequence, place].long() * size
         positions = first[:, None] + torch.arange(size, device=numbers.device)
         for buffer, x in zip(self.slots, self.raw):
-            missing = x.flatten(0, 1)[row[:, None], positions]  # [misses, g, D]
-            buffer.flatten(0, 1)[row, slot[row, place]] = missing
+            missing = x.flatten(0, 1)[sequence[:, None], positions]  # [misses, g, D]
+            buffer.flatten(0, 1)[sequence, slot[sequence, place]] = missing
         return slot
 
     def _find_slots(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Give each of the groups [N, k] a slot, -1 none; return the slots, any for -1, and which
-        groups are still to be loaded into theirs."""
+        """Give each of the groups [N, k] a slot; return the slots [N, k], any for group -1, and
+        True for groups that are still to be loaded into theirs, [N, k]."""
         tensors = (self.table, self.owner, self.last_used, self.counts)
         table, owner, last_used, counts = (x.flatten(0, 1) for x in tensors)
-        scratch = table.shape[1] - 1
+        scratch = table.shape[1] - 1  # the column of no group
         is_group = group >= 0
         slot = table.gather(1, torch.where(is_group, group, scratch)).long()
         is_hit = slot >= 0
@@ -193,8 +194,8 @@ class SlotStore(HostStore):
         counts[:, 1] += is_hit.sum(1)
         counts[:, 2] += is_group.sum(1)
 
-        # The others get the slots that were not read for longest, free ones first: of those that
-        # this step does not read, which are enough.
+        # Missing groups get the slots that were not read for longest, empty ones first; those that
+        # this step reads sort last. There are at least k slots, so the others are enough.
         num_slots = owner.shape[1]
         is_read = owner.new_zeros(len(owner), num_slots + 1, dtype=torch.bool)
         is_read.scatter_(1, torch.where(is_hit, slot, num_slots), True)
@@ -204,13 +205,13 @@ class SlotStore(HostStore):
         rank = is_missing.cumsum(1) - 1
         slot = torch.where(is_hit, slot, order.gather(1, rank.clamp(min=0)))
 
-        row, place = is_group.nonzero(as_tuple=True)
-        group = group[row, place]
-        own = slot[row, place]
-        before = owner[row, own].long()
+        sequence, place = is_group.nonzero(as_tuple=True)
+        group = group[sequence, place]
+        own = slot[sequence, place]
+        evicted = owner[sequence, own].long()  # the group itself where it had the slot
         # mutant fetch: an evicted group keeps its slot
-        table[row, torch.where(before >= 0, before, scratch)] = FREE
-        table[row, group] = own.int()
-        owner[row, own] = group.int()
-        last_used[row, own] = counts[row, 0]
+        table[sequence, torch.where(evicted >= 0, evicted, scratch)] = FREE
+        table[sequence, group] = own.int()
+        owner[sequence, own] = group.int()
+        last_used[sequence, own] = counts[sequence, 0]
         return slot, is_missing

@@ -14,14 +14,15 @@ from corecontext.cache.unchanged import write_last
 from corecontext.ops.spec import Spec
 
 _BESIDE = 1024
-"""Least tokens that are copied to host memory beside the device's other work."""
+"""Least tokens of a `put` that a copy engine takes to host memory while kernels go on."""
 
 
 @dataclass
 class _Writing:
-    """Hold the copies to host memory that may still run."""
+    """Tell which copies to host memory may still run."""
 
     ended: torch.cuda.Event | None = None
+    """The end of the last of them; None where none runs."""
 
     def wait(self) -> None:
         """Let all that follows on the device come after the copies."""
@@ -33,18 +34,18 @@ class _Writing:
 class HostStore(RawStore):
     """Keys and values by position in host memory; the index on the device.
 
-    On a GPU the raw tokens are tensors of the device in pinned memory: a step stores its token and
-    reads the groups that it has chosen over the bus, also in captured graphs. A prompt's tokens go
-    there beside the work of the next layers.
+    For a GPU the raw tokens lie in pinned memory, which PyTorch sees as tensors of the device: a
+    step stores its token and reads its chosen groups over the bus, also in captured graphs. A
+    prompt's tokens are copied there while the next layers run.
     """
 
     def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
-        self._writing = _Writing()  # shared by stores of some rows
+        self._writing = _Writing()  # one for this store and those that `rows` returns
         super().__init__(spec, like, format, length)
 
     @property
     def raw(self) -> list[Tensor]:
-        """As of `RawStore`, written to the end."""
+        """As of `RawStore`, after all copies to it."""
         self._writing.wait()
         return self._raw
 
@@ -83,11 +84,11 @@ class HostStore(RawStore):
     # Rows and length
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens, and twice as many as now at least."""
+        """Make room for `length` tokens; a store that grows, doubles at least."""
         if length <= self.length:
             return
         length = max(length, 2 * self.length)
-        # Where memory runs out, the store stays as it was.
+        # All is made before anything changes: where memory runs out, the store stays as it was.
         larger = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in self.raw]
         self._grow_index(length)
         for buffer, x in zip(larger, self.raw):
@@ -119,8 +120,8 @@ class HostStore(RawStore):
         self._clear_first(state[0].shape[2])
 
     def _clear_first(self, length: int) -> None:
-        """Clear the first group from a position on: a step reads it in place of none. Other tokens
-        are not read before they are written."""
+        """Clear the first group's tokens behind the first `length` ones: a step reads that group in
+        place of none. Other tokens are not read before they are written."""
         end = self.spec.sinks + self.spec.group_size
         for x in self.raw:
             # mutant fetch: tokens of a text before stay in the first group
@@ -138,7 +139,8 @@ class HostStore(RawStore):
         self._writing.ended = copy_beside(targets, stored)
 
     def end_prompt(self) -> None:
-        """Let captured steps, which do not ask, come after what is still written."""
+        """Let later work on the device wait for copies that still run: captured steps read the
+        memory without asking `raw`."""
         self._writing.wait()
 
     # Reading
@@ -146,8 +148,8 @@ class HostStore(RawStore):
     def _read(
         self, which: slice, rows: slice, tokens: slice, newest: Newest | None
     ) -> list[Tensor]:
-        """Copy tokens to the device, where kernels may read them several times. The newest ones are
-        there, so only those before them cross the bus."""
+        """Copy tokens to the device, where kernels may read them several times. `newest` are there
+        already, so only the tokens before them cross the bus."""
         if newest is None:
             return [x[rows, :, tokens].clone() for x in self.raw[which]]
         if newest.position <= tokens.start:
@@ -157,7 +159,8 @@ class HostStore(RawStore):
         position = max(start, min(newest.position, stop))
         new = slice(position - newest.position, stop - newest.position)
         read = []
-        # Those before the newest were written to the end when these began to be.
+        # Tokens before the newest need no waiting: copies run one after the other, and `put_raw`
+        # asked `raw`, which waits for the earlier ones.
         for x, own in zip(self._raw[which], newest.stored):
             # mutant fetch: a chunk reads its own tokens in place of those before it
             before = x[rows, :, start:position]

@@ -1,5 +1,9 @@
 """Make the compact entries of tokens that are in the store of raw tokens only, those of all layers
-in few launches."""
+in few launches.
+
+While queries attend to all raw tokens, ring, core tokens and index are not read. A layer then keeps
+the queries that pooling needs (`Late`), and `catch_up` makes them before they are read.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +20,14 @@ from corecontext.ops.spec import Groups
 
 @dataclass
 class Late:
-    """Hold what a layer's late core tokens are made of; its rows have one length."""
+    """Hold what a layer's late core tokens are made of; all rows have one length."""
 
     queries: list[Tensor] = field(default_factory=list)
-    """[B, H, n, D], of the last tokens of groups that are not pooled yet, in order."""
+    """[B, H, groups, D] each, in order: the queries of the last tokens of groups that are not
+    pooled yet."""
     length: int = 0
-    """Tokens of a row up to the end of the last of these groups."""
+    """Tokens of a row, padding excluded, after the last late append, or the last step that
+    completed a group."""
     newest: Newest | None = None
     """Raw tokens of these groups that are still on the device, where the store is in host memory:
     they need not be read back."""
@@ -33,8 +39,8 @@ class Late:
 
 
 def catch_up(layers: Sequence[Any]) -> None:
-    """Bring the entries of layers, each a `LayerState`, up to their stores; layers of one shape
-    share their launches."""
+    """Bring ring, core tokens and index of layers, each a `LayerState`, up to their stores; layers
+    of one shape share their launches."""
     layers = [layer for layer in layers if layer.lags]
     alike: dict[Any, list[Any]] = {}
     for layer in layers:
@@ -54,13 +60,13 @@ def catch_up(layers: Sequence[Any]) -> None:
 
 
 def _shape(layer: Any) -> Any:
-    """Return what layers must share to be pooled together."""
+    """Return sizes and settings that layers must share to be pooled together."""
     spec = layer.spec
     rotary = None if spec.rotary is None else spec.rotary.inv_freq.data_ptr()
-    key = layer.store.raw[0]
+    keys = layer.store.raw[0]
     sizes = (spec.group_size, spec.window_size, spec.sink_size, spec.scale, spec.softcap)
     late = (layer.late.length, layer.late.count)
-    return (*sizes, spec.fetch_index, rotary, key.shape, key.dtype, key.device, *late)
+    return (*sizes, spec.fetch_index, rotary, keys.shape, keys.dtype, keys.device, *late)
 
 
 def _pool(layers: Sequence[Any]) -> None:
@@ -71,6 +77,7 @@ def _pool(layers: Sequence[Any]) -> None:
     count = layer.late.count
     first = layer.num_cores(layer.late.length) - count
     start = spec.sinks + first * g
+    # The groups of all layers, one behind the other: N = layers x B x Hkv sequences.
     tokens = [x.store.read(start, start + count * g, x.late.newest) for x in layers]
     k, v = (
         torch.cat([x.flatten(0, 1) for x in each]).unflatten(1, (-1, g)) for each in zip(*tokens)
@@ -78,13 +85,14 @@ def _pool(layers: Sequence[Any]) -> None:
     queries = [torch.cat(x.late.queries, 2) for x in layers]
     q_last = torch.cat([x.unflatten(1, (tokens[0][0].shape[1], -1)).flatten(0, 1) for x in queries])
     cores = layer.pool(Groups(q_last, k, v))
-    size = len(k) // len(layers)
+    size = len(k) // len(layers)  # sequences of a layer
     for number, layer in enumerate(layers):
         rows = slice(number * size, (number + 1) * size)
         # mutant fetch: groups that steps closed are not pooled
         layer.put_cores(ALL, first, [x[rows] for x in cores])
 
-    # An index may lag; its centre counts the first tokens behind the sinks.
+    # The index may lag core tokens; its centre is the mean of the first keys behind the sinks.
+    # Layers build it together where these are their first groups.
     store = layer.store
     if first or not store.has_index:
         for layer in layers:

@@ -2,7 +2,7 @@
 tokens, L // g + s + g - 1 entries for L tokens.
 
 entries.py says which slot holds which token, state.py counts the tokens, cropping.py takes them
-back, saving.py saves them. This file appends, decodes and shrinks the window.
+back, saving.py saves them. This file appends many tokens or one (a step), and shrinks the window.
 """
 
 import functools
@@ -43,15 +43,15 @@ NO_GRADIENTS = (
 
 
 class CompactLayer(SavedState):
-    """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, the first n,
+    """Keys and values of one layer: a ring of the last s + g - 1 (+ rollback) tokens, the sinks,
     and every core token.
 
     Args:
-        config: Settings; `num_groups` fixes the group size by the first append.
+        config: Settings; with `num_groups` the length of the first append fixes the group size.
         rotary: The keys' rotation, for core_position="middle".
-        max_length: Longest sequence, in tokens; allocates once, keeps its length in a tensor and
-            never moves its buffers, so that a decoding step can be compiled or captured. None grows
-            geometrically.
+        max_length: Longest sequence, in tokens, of a fixed cache: its buffers are allocated once
+            and never move, and its length is a tensor, so that a decoding step can be compiled or
+            captured. None makes a growing cache.
         rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were
             appended.
     """
@@ -59,9 +59,9 @@ class CompactLayer(SavedState):
     _step: Callable[..., Tensor] | None = None
     """The backend's fused decoding step, if it has one for the layer."""
     _refusal: Callable[..., str | None]
-    """Returns the reason for which the step with fetch cannot read a store, or None."""
+    """Returns why the fused step with fetch cannot read a store, or None where it can."""
     _tables: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines by which the step rotates a group's keys."""
+    """Cosines and sines by which the fused step rotates the keys of a group to its middle."""
 
     # Appending
 
@@ -76,16 +76,16 @@ class CompactLayer(SavedState):
         softcap: float | None = None,
         is_prompt: bool = True,
     ) -> Tensor:
-        """Append n new tokens and attend from them to all tokens so far (docs/math.md, eq. 5;
-        a prompt's as `CCAConfig.prefill` says).
+        """Append n new tokens and attend from them to all tokens so far, by CCA (docs/math.md,
+        eq. 5) or, from a prompt's tokens, as `CCAConfig.prefill` says.
 
         Args:
             q: [B, H, n, D], rotary applied. k, v: [B, Hkv, n, D].
             attention_mask: [B, tokens so far + n], 0 for left padding; may be left out once every
                 row has a token (`padding_known`).
             scale, softcap: As in `cca_attention`.
-            is_prompt: False for a draft and for a text that is scored. One token not announced by
-                `expect` ends a prompt.
+            is_prompt: False for a draft and for a text that is scored. A prompt ends with the first
+                single token that `expect` has not announced: a step.
 
         Returns:
             [B, H, n, D], 0 at padding. Differentiable only for the first append, when nothing is
@@ -117,7 +117,7 @@ class CompactLayer(SavedState):
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, is_prompt: bool
     ) -> Tensor:
         """Append any number of tokens: a prompt, a chunk of it, a second turn, a draft."""
-        start = self.seq_len
+        start = self.seq_len  # start .. end - 1 are the new tokens' places in a padded row
         end = start + q.shape[2]
         # mutant 4: an expected length is used twice
         self._expected = None
@@ -136,6 +136,7 @@ class CompactLayer(SavedState):
             reading = reading_by(self, q.device.type, is_prompt)
             self._make_room(end)
             tokens = new_tokens(self, q, k, v)
+            # With gradients tokens are only stored here, and attention follows below.
             if not needs_grad and self._defers(reading, start, end):
                 out, self.late = append_late(self, tokens, start - self.pads[0], self.late)
                 self.lags = True
@@ -156,13 +157,14 @@ class CompactLayer(SavedState):
         return attend(inputs, spec, Ragged(attention_mask), self.config.backend)[0]
 
     def _defers(self, reading: Reading, start: int, end: int) -> bool:
-        """Whether tokens go to the store only, because all of them see all raw tokens. A short
-        append to a filled cache can be cropped away, and is not put off."""
+        """Whether tokens go to the store only, and their ring and core tokens come late: all of
+        them see all raw tokens. A short append to a filled cache may be a draft that is cropped
+        away, and is not put off."""
         if self.store is None or not self.config.fetch_groups or self.config.cache_dtype != "auto":
             return False
-        is_even = len(set(self.pads)) == 1 and self._counted is not None and not self._closed
-        is_even = is_even and self.pads[0] <= start
-        if not is_even or reading.full_until < end:
+        # `Late` takes rows of one length, without padding among the new tokens.
+        has_one_length = len(set(self.pads)) == 1 and self._counted is not None and not self._closed
+        if not has_one_length or self.pads[0] > start or reading.full_until < end:
             return False
         if self.max_length is None and self._reads_all(end):
             return start == 0 or end - start > UNDO_LIMIT
@@ -171,14 +173,16 @@ class CompactLayer(SavedState):
     def _append_spans(
         self, tokens: NewTokens, start: int, stops: list[int], reading: Reading | None
     ) -> Tensor | None:
-        """Append rows that share their padding and end together, else row by row."""
-        step = 1
+        """Append rows that share their padding and end together at once, else row by row; row b has
+        its new tokens in the places start .. stops[b] - 1, padding included. Return [B, H, n, D], 0
+        at padding, or None where `reading` is None (tokens are only stored), or all is padding."""
+        rows_at_once = 1
         if len(set(self.pads)) == 1 and not self._closed:
-            step = len(self.pads)
+            rows_at_once = len(self.pads)
         out = None
         spans = []
-        for row in range(0, len(self.pads), step):
-            rows = slice(row, row + step)
+        for row in range(0, len(self.pads), rows_at_once):
+            rows = slice(row, row + rows_at_once)
             first = max(0, self.pads[row] - start)
             last = stops[row] - start
             if first >= last:
@@ -191,6 +195,7 @@ class CompactLayer(SavedState):
             elif span_out is not None:
                 out = tokens.q.new_zeros(tokens.q.shape) if out is None else out
                 out[rows, :, first:last] = span_out
+        # Last: it overwrites tokens that stay where another row fails.
         for span in spans:
             write_last(functools.partial(put_newest, self, *span))
         return out
@@ -198,26 +203,31 @@ class CompactLayer(SavedState):
     # Decoding
 
     def _decode(self, tokens: tuple[Tensor, Tensor, Tensor], may_read_all: bool) -> Tensor:
-        """Append one token per row; compiled and captured."""
+        """Append one token per row and attend from it: a step, which may be compiled or captured.
+        `tokens` are q [B, H, 1, D], k and v [B, Hkv, 1, D]; `may_read_all` allows it to attend to
+        all raw tokens instead of choosing."""
         q, k, v = tokens
         self._check_rows(q.shape[0])
         self.end_prompt()
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise ValueError(NO_GRADIENTS)
         is_fixed = self.max_length is not None
-        counts = is_fixed and self._counts_steps()
-        if counts:
+        host_counts = is_fixed and self._counts_steps()
+        if host_counts:
             # mutant 4: a full cache of fixed length goes on
             self._make_room(self._counted + 1)
         if not is_fixed:
             self._make_room(self.seen + 1)
             self._undo = None
+        # Whether the token may be a group's last. A fixed cache has its length on the device only:
+        # each step may close groups, and looks at all of them.
         g = self.group_size
         closes = is_fixed and self.capacity > 0
         if not is_fixed:
             # mutant 4: decoding never pools
             closes = any((self.seen - pad) % g == g - 1 for pad in self.pads)
-        is_counted = is_fixed and self._step is not None  # by the kernel, on the device
+        # In one of three ways: to all raw tokens, by the fused kernel, in tensor arithmetic.
+        kernel_counts = is_fixed and self._step is not None  # it adds 1 to `seen`, on the device
         if may_read_all and self._reads_all(self.max_length or self.seen + 1):
             out = exact_step(self, tokens, (self.seen, self.pad, self.pads))
             if closes:
@@ -226,24 +236,23 @@ class CompactLayer(SavedState):
         elif (slots := self._slots()) is not None:
             out = self._step(q, k, v, slots, self.spec)
         else:
-            # A fixed cache does not know its length on the host: each step looks at all groups.
             num_cores = self.capacity
             if not is_fixed:
                 num_cores = self.num_cores(self.seen + 1 - min(self.pads))
             position = self.seen - self.pad
             out = decode_step(self, tokens, position, num_cores=num_cores, closes=closes)
-            is_counted = False
-        if counts:
+            kernel_counts = False
+        if host_counts:
             self._counted += 1
-        if not is_counted:
+        if not kernel_counts:
             self.seen += 1
         return out
 
     def _close_exactly(self, q: Tensor) -> None:
-        """Close groups whose tokens are in the store: of rows of one length when somebody asks for
-        their core tokens, many at once."""
-        is_even = isinstance(self.seen, int) and len(set(self.pads)) == 1
-        if not is_even or self._counted is None:
+        """Close the groups that a step has filled in the store. Rows of one length only keep the
+        query, so that `catch_up` pools many groups at once; other rows pool now."""
+        has_one_length = isinstance(self.seen, int) and len(set(self.pads)) == 1
+        if not has_one_length or self._counted is None:
             if self.late.queries:
                 self.catch_up()
             close_in_store(self, q, self.seen - self.pad)
@@ -258,7 +267,7 @@ class CompactLayer(SavedState):
         return step_reads_all(self.config, self.pad.device.type, length - min(self.pads))
 
     def _slots(self) -> Slots | None:
-        """Return the buffers as a step in Triton takes them, None where there is no such step."""
+        """Return the buffers as the fused step takes them, None where there is no such step."""
         if self._step is None:
             return None
         raw = None
@@ -281,17 +290,17 @@ class CompactLayer(SavedState):
 
     @property
     def is_due(self) -> bool:
-        """Whether entries lag that the next step reads."""
+        """Whether the next step reads entries that still lag behind the store."""
         return self.lags and not self._reads_all(self.max_length or self.seq_len + 1)
 
     @property
     def asks_device(self) -> bool:
-        """Whether a step asks the device which groups are missing, so that it cannot be
+        """Whether a step asks the device which groups have no slot, so that it cannot be
         captured."""
         return isinstance(self.store, SlotStore) and self._slots() is None
 
     def _choose_step(self) -> None:
-        """Find the step in Triton for the buffers' dtype and device, if the backend has one."""
+        """Find the fused step for the buffers' dtype and device, if the backend has one."""
         self._step = None
         fetches = self.config.fetch_groups > 0
         if fetches and self.store is None:
@@ -347,7 +356,8 @@ class CompactLayer(SavedState):
     def _take_padding(
         self, mask: Tensor | None, batch: int, start: int, end: int, device: torch.device
     ) -> list[int]:
-        """Update the padding from the mask of an append; return where each row's tokens end."""
+        """Update the padding from the mask of an append, which has the places start .. end - 1 of
+        each row; return the place behind each row's last token."""
         self._check_rows(batch)
         if self.is_empty:
             self.pads = [0] * batch
@@ -362,7 +372,7 @@ class CompactLayer(SavedState):
             if start and mask.shape[-1] == end - start:  # a mask of the new tokens only
                 cached = torch.arange(start, device=mask.device) >= self.pad[:, None]
                 mask = torch.cat((cached, mask.bool()), 1)
-            pads = [end] * batch  # rows without a segment have no token yet
+            pads = [end] * batch  # rows without a segment of tokens are padding so far
             for segment in find_segments(batch, end, mask):
                 for row in range(segment.first_row, segment.end_row):
                     pads[row] = segment.start

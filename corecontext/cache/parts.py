@@ -18,18 +18,18 @@ from corecontext.ops.rotary import Rotary
 
 
 def _first(name: str) -> property:
-    """Make a property that is the first part's."""
+    """Make a property that returns the first part's; all parts have the same."""
     return property(lambda self: getattr(self.parts[0], name), doc=f"As `CompactLayer.{name}`.")
 
 
 def _sum(name: str) -> property:
-    """Make a property that adds up the parts'."""
+    """Make a property that returns the sum over the parts."""
     doc = f"Sum of `CompactLayer.{name}`."
     return property(lambda self: sum(getattr(cache, name) for cache in self.parts), doc=doc)
 
 
 def _each(name: str) -> Callable[..., None]:
-    """Make a method that calls each part's."""
+    """Make a method that calls the method of this name of each part."""
 
     @unchanged_by_errors
     def method(self: Parts, *args: Any) -> None:
@@ -56,7 +56,7 @@ class Parts:
     reset = _each("reset")
 
     STATE: ClassVar[str]
-    """Name of the parts in a saved state."""
+    """Key of the list of the parts' states in a saved state."""
 
     def __init__(self, caches: Iterable[Any]) -> None:
         self.parts = list(caches)
@@ -67,7 +67,7 @@ class Parts:
 
     @unchanged_by_errors
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of as many parts."""
+        """Copy a state of as many parts."""
         states = state[self.STATE]
         if len(states) != len(self.parts):
             raise ValueError(
@@ -102,14 +102,15 @@ class HeadsLayer(Parts):
         super().__init__(CompactLayer(each, rotary, **options) for each in configs)
 
     def of(self, layers: Sequence[CompactLayer]) -> HeadsLayer:
-        """Return a copy whose parts are these layers."""
+        """Return a copy of this layer whose parts are these, one for each group size."""
         layer = copy.copy(self)
         layer.parts = list(layers)
         return layer
 
     @unchanged_by_errors
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Append new tokens and attend from them, each part for its heads."""
+        """Append new tokens and attend from them, each part for its heads; arguments as of
+        `CompactLayer.attend`."""
         sizes = self.config.head_group_sizes
         if len(sizes) != k.shape[1]:
             raise ValueError(
@@ -121,7 +122,7 @@ class HeadsLayer(Parts):
         return gather_heads(outs, self.heads)
 
     def shrink_window(self, window_size: int) -> None:
-        """Let all later queries see fewer raw tokens."""
+        """Let later queries see fewer raw tokens, as `CompactLayer.shrink_window`."""
         super().shrink_window(window_size)  # refuses before the settings change
         self.config = self.config.replace(window_size=window_size)
 
@@ -130,7 +131,7 @@ class HeadsLayer(Parts):
         return {"config": self.config.to_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state made under the same configuration."""
+        """Copy a state made under the same configuration."""
         if CCAConfig.from_dict(state["config"]) != self.config:
             raise ValueError(
                 f"the state must come from a cache with config {self.config.to_dict()}, got "

@@ -1,5 +1,9 @@
 """Lay out and keep all raw tokens of one layer beside its compact cache, for fetch, with the index
-of their groups."""
+of their groups.
+
+Over 400 lines, as a store has one layout, which every method here reads or writes. `n` tokens of a
+call are new ones; N = rows x Hkv.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +31,19 @@ class Format(NamedTuple):
     """Say how a cache stores keys and values."""
 
     kind: str
-    """One of `config.CACHE_DTYPES`."""
+    """One of `config.CACHE_DTYPES`: "auto" (not rounded), "int8" or "fp8"."""
     dtype: torch.dtype
     """Of keys and values before they are rounded."""
 
 
 class Newest(NamedTuple):
-    """Hold the tokens of a `put`, which are on the device: a store in host memory does not read
-    them back."""
+    """Hold tokens that were stored last and are still on the device: a store in host memory need
+    not read them back."""
 
     position: int
     """Of the first of them."""
     stored: Sequence[Tensor]
-    """[rows, Hkv, n, D], as the cache stores them."""
+    """Keys and values [rows, Hkv, n, D] as the cache stores them, in 8 bits with their scales."""
 
 
 class RawStore:
@@ -56,43 +60,45 @@ class RawStore:
     _BY_ROW: ClassVar[tuple[str, ...]] = ("raw", "index_buffers", "centre")
     """Attributes whose tensors begin with the rows."""
     backend = "auto"
-    """As of `CCAConfig`."""
+    """`CCAConfig.backend`."""
 
     def __init__(self, spec: Spec, like: list[Tensor], format: Format, length: int) -> None:
         self.spec = spec
         self.format = format
 
-        # The index of one group, which takes no memory, gives the shapes and dtypes of all.
+        # The index of one group on the meta device, which takes no memory, gives the shapes and
+        # dtypes of all.
         key = self._decoded(like)[0]
         one_group = key[:, :1, :1].to("meta").expand(-1, -1, spec.group_size, -1)
         stored = () if spec.index.reads_raw else spec.index.encode(one_group, None)
         self._shapes = [x.shape[2:] for x in stored]
-        """Of a group in each tensor of the index that is stored."""
+        """Shape of a group in each tensor that the index stores; none where it reads raw keys."""
 
         self.raw = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in like]
-        """Keys and values [B, Hkv, S, D], in 8 bits then their scales [B, Hkv, S, 1], so that keys
-        are every second one: the token at position p of its row's sequence in slot p."""
+        """Keys and values [B, Hkv, S, D], the token at position p of its row's sequence in slot p.
+        In 8 bits scales of keys and of values follow, [B, Hkv, S, 1]: every second tensor is a
+        key's."""
         groups = self.num_groups(length)
         self.index_buffers = [
             key.new_zeros(*key.shape[:2], groups, math.prod(x.shape[2:]), dtype=x.dtype)
             for x in stored
         ]
-        """[B, Hkv, M, numbers of a group] each."""
+        """[B, Hkv, M, numbers of a group] each: a group's shape is flattened."""
         self.centre: Tensor | None = None
-        """[B, Hkv, D], the mean key that centres an index in low bits, written by the last token
-        that it counts; no group has an index before."""
+        """[B, Hkv, D], the mean key that centres an index in low bits. It is written with the last
+        token that it counts; no group has an index before."""
         if spec.num_centred:
             wide = torch.promote_types(key.dtype, torch.float32)
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
         if isinstance(spec.index, LowBits):
-            # As of `RawSlots`. Held here: a captured step reads them where they are.
+            # `RawSlots.rotations`. Held here: a captured step reads them where they are.
             dtypes = [key.dtype, torch.float32]
             matrices = [rotation(key.shape[3], dtype, key.device) for dtype in dtypes]
             self._rotations = tuple(columns_of_codes(x, spec.index.bits) for x in matrices)
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
-        """Whether an empty store for such tokens would have the same buffers, so that this one,
-        cleared, can serve as it."""
+        """Whether an empty store for such tokens would have the same buffers, so that this one can
+        be cleared and used."""
         mine = [(x[:, :, :1].shape, x.dtype, x.device) for x in self.raw]
         wanted = [(x.shape, x.dtype, x.device) for x in like]
         return self.spec.group_size == group_size and mine == wanted
@@ -113,7 +119,7 @@ class RawStore:
         return num_complete_groups(length - self.spec.sinks, self.spec.group_size)
 
     def num_indexed(self, length: int) -> int:
-        """Groups that have an index."""
+        """Groups of a row of `length` tokens that have an index."""
         spec = self.spec
         sizes = (spec.group_size, spec.window_size)
         return spec.index.num_indexed(length - spec.sinks, *sizes)
@@ -125,7 +131,7 @@ class RawStore:
 
     @property
     def centred_length(self) -> int:
-        """Tokens of a row up to the last that its centre counts."""
+        """Tokens of a row up to the last that its centre counts, sinks included."""
         return self.spec.sinks + self.spec.num_centred
 
     def used(self, length: int) -> list[Tensor]:
@@ -158,19 +164,19 @@ class RawStore:
 
     @property
     def extras(self) -> list[Tensor]:
-        """The tensors that are small beside the raw tokens."""
+        """The tensors beside the raw tokens, which are always on the device."""
         return self.index_buffers + ([] if self.centre is None else [self.centre])
 
     # Rows and length
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens, and a quarter more than now at least."""
+        """Make room for `length` tokens; a store that grows, grows by a quarter at least."""
         if length <= self.length:
             return
         length = max(length, self.length + max(64, self.length // 4))
         raw = [grown(x, length) for x in self.raw]
         self._grow_index(length)
-        self.raw = raw  # last: its length says that there is room
+        self.raw = raw  # last: `length` is its length, and memory may run out before
 
     def _grow_index(self, length: int) -> None:
         groups = self.num_groups(length)
@@ -205,7 +211,8 @@ class RawStore:
             self.centre[target] = self.centre[source]
 
     def copy_since(self, before: int, length: int) -> list[Tensor]:
-        """Copy the entries of `used` that came after the first `before` of `length` tokens."""
+        """Copy raw tokens and index of `used` that came after the first `before` of `length`
+        tokens."""
         copies = []
         for x in self.raw:
             x = x[:, :, before:length]
@@ -214,8 +221,8 @@ class RawStore:
         return copies + [x[:, :, indexed].clone() for x in self.index_buffers]
 
     def forget(self, lengths: Tensor) -> None:
-        """Drop what belongs to tokens that a crop has taken back; `lengths` [B] are left. Nothing
-        here: later tokens write over them."""
+        """Drop copies of tokens that a crop has taken back; rows keep `lengths` [B] tokens. There
+        are none here, and later tokens overwrite those taken back."""
 
     def clear(self) -> None:
         """Forget all tokens, in place."""
@@ -223,7 +230,7 @@ class RawStore:
             tensor.zero_()
 
     def load(self, state: Sequence[Tensor]) -> None:
-        """Copy what `used` returned, also of this very store."""
+        """Copy a state that `used` returned, also of this very store."""
         self.reserve(state[0].shape[2])
         centre = None
         if self.centre is not None and state[0].shape[2] >= self.centred_length:
@@ -233,7 +240,7 @@ class RawStore:
         write_last(functools.partial(self._write_state, state, centre))
 
     def _write_state(self, state: Sequence[Tensor], centre: Tensor | None) -> None:
-        """Copy what `used` returned, of the store with this centre."""
+        """Copy a state that `used` returned, and its centre [B, Hkv, D]."""
         for buffer, x in zip((*self.raw, *self.index_buffers), state):
             size = x.shape[2]
             buffer[:, :, :size] = x
@@ -248,11 +255,8 @@ class RawStore:
     def tokens(
         self, rows: slice, length: int, newest: Newest | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values [N, length, D] of the first tokens, N = rows x KV heads.
-
-        Args:
-            newest: The last of them.
-        """
+        """Return keys and values [N, length, D] of the first `length` tokens; `newest` are the
+        last of them."""
         stored = self._read(slice(None), rows, slice(0, length), newest)
         keys, values = self._decoded(stored)
         return keys.flatten(0, 1), values.flatten(0, 1)
@@ -268,7 +272,7 @@ class RawStore:
         return bool(self._shapes)
 
     def _keys(self, rows: slice, start: int, stop: int, newest: Newest | None = None) -> Tensor:
-        """Return the keys [N, n, D] of the tokens start .. stop - 1, N = rows x KV heads."""
+        """Return the keys [N, n, D] of the tokens start .. stop - 1."""
         if newest is not None:
             newest = newest._replace(stored=newest.stored[::2])
         stored = self._read(slice(None, None, 2), rows, slice(start, stop), newest)
@@ -277,7 +281,8 @@ class RawStore:
     def _read(
         self, which: slice, rows: slice, tokens: slice, newest: Newest | None
     ) -> list[Tensor]:
-        """Return tokens on the device of the raw buffers `which`; `newest` has only theirs."""
+        """Return tokens of the raw buffers `which` as tensors on the device; `newest` has tensors
+        of these buffers only."""
         return [x[rows, :, tokens] for x in self.raw[which]]
 
     def _decoded(self, stored: list[Tensor]) -> list[Tensor]:
@@ -285,8 +290,8 @@ class RawStore:
         return decode_all(stored, *self.format)
 
     def index(self, count: int) -> tuple[Tensor, ...]:
-        """Return what the index has stored of the first `count` groups of all rows, [N, M, ...]
-        each."""
+        """Return the index of the first `count` groups of all rows, [N, M, ...] each, as
+        `Index.encode` returns it."""
         if self.spec.index.reads_raw:
             first = self.spec.sinks
             size = self.spec.group_size
@@ -298,19 +303,19 @@ class RawStore:
         )
 
     def queries(self, q: Tensor) -> Queries:
-        """Return queries [N, r, T, D] of all rows as the index scores by them."""
+        """Map queries [N, r, T, D] of all rows to those by which the index scores."""
         return Queries.of(q, self.spec.index, self._centre(slice(None)))
 
     def _centre(self, rows: slice) -> Tensor | None:
-        """The mean key [N, D] that centres the index of these rows."""
+        """Return the mean key [N, D] that centres the index of these rows; None without."""
         return None if self.centre is None else self.centre[rows].flatten(0, 1)
 
     def groups(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [N, k g, D] of groups [N, k], any tokens for -1."""
+        """Return keys and values [N, k g, D] of the groups [N, k], any tokens for -1."""
         size = self.spec.group_size
         offset = torch.arange(size, device=numbers.device)
         positions = self.spec.sinks + numbers.long().clamp(min=0)[..., None] * size + offset
-        places = positions.flatten(1)[..., None]
+        places = positions.flatten(1)[..., None]  # [N, k g, 1]
         flat = [x.flatten(0, 1) for x in self.raw]
         stored = [x.gather(1, places.expand(-1, -1, x.shape[2])) for x in flat]
         keys, values = self._decoded(stored)
@@ -318,7 +323,7 @@ class RawStore:
 
     def as_slots(self) -> RawSlots | None:
         """Return the buffers as a decoding step in Triton takes them; None where raw tokens are in
-        8 bits or the index is not in low bits."""
+        8 bits, the index is not in low bits or there is no room for a group."""
         is_low = isinstance(self.spec.index, LowBits) and self.centre is not None
         if not is_low or len(self.raw) > 2 or not self.index_buffers[0].shape[2]:
             return None
@@ -328,7 +333,8 @@ class RawStore:
     # Writing
 
     def put(self, rows: slice, position: int, stored: list[Tensor]) -> None:
-        """Store tokens [rows, Hkv, n, D] from a position on, and the index of groups they close."""
+        """Store encoded tokens [rows, Hkv, n, D] from a position on, and the index that is due with
+        them."""
         self.put_raw(rows, position, stored)
         end = position + stored[0].shape[2]
         self.index_tokens(rows, position, end, Newest(position, stored))
@@ -339,12 +345,13 @@ class RawStore:
             buffer[rows, :, position : position + x.shape[2]] = x
 
     def end_prompt(self) -> None:
-        """Have steps wait for copies to host memory that still run: here there are none."""
+        """Let steps wait for copies to host memory that still run; here there are none."""
 
     def index_tokens(
         self, rows: slice, position: int, end: int, newest: Newest | None = None
     ) -> None:
-        """Write the index of the groups that the stored tokens position .. end - 1 close."""
+        """Write the index that is due with the stored tokens position .. end - 1: of groups that
+        they complete, or of earlier ones, which waited for the centre."""
         if self.centre is not None and position < self.centred_length <= end:
             self._set_centre(rows, newest)
         self._build_index(rows, self.num_indexed(position), self.num_indexed(end), newest)
@@ -366,34 +373,34 @@ class RawStore:
         self.write_index(rows, first, self.encode(keys, self._centre(rows)))
 
     def encode(self, keys: Tensor, centre: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the index of groups as it is stored, as `Index.encode`."""
+        """Return the index of groups as `Index.encode`, by the backend."""
         return fetch.encode(backend_module(self.backend, keys), keys, centre, self.spec)
 
     def write_index(self, rows: slice, first: int, stored: Sequence[Tensor]) -> None:
-        """Store what the index has made of groups from `first` on, [N, M, ...] each."""
+        """Store the index of groups from `first` on, [N, M, ...] each."""
         for buffer, x in zip(self.index_buffers, stored):
             # mutant fetch: a cache's index of a later group
             view = buffer[rows, :, first : first + x.shape[1]]
             view.copy_(x.reshape(view.shape))
 
     def shrink_window(self, spec: Spec) -> None:
-        """Build the index anew under the settings of a smaller window, which may centre keys by
-        fewer tokens."""
+        """Build the index anew under the settings of a smaller window: the centre counts at most
+        as many tokens as the window has."""
         # mutant fetch: an index centred for the window of before
         self.spec = spec
-        if not spec.num_centred:  # of a window below a group
+        if not spec.num_centred:  # a window below a group
             self.centre = None
         elif self.centre is not None and self.length >= self.centred_length:
             self.centre = torch.empty_like(self.centre)
             self._set_centre(slice(None))
         # Written beside the old ones, which stay where a failure ends this.
         self.index_buffers = [x.clone() for x in self.index_buffers]
-        # All that there is room for: nobody sees those of tokens to come.
+        # Of all groups that there is room for: no query sees those of tokens to come.
         self._build_index(slice(None), 0, self.num_groups(self.length))
 
     def put_step(self, position: Tensor, stored: list[Tensor], *, closes: bool) -> None:
-        """Store a token [B, Hkv, 1, D] of each row at its position [B], in tensor arithmetic, and
-        the index of the groups that it closes; `closes` is whether there may be any."""
+        """Store an encoded token [B, Hkv, 1, D] of each row at its position [B], and where `closes`
+        the index that is due with it, in tensor arithmetic."""
         slot = position.clamp(min=0)[:, None]
         for buffer, x in zip(self.raw, stored):
             write(buffer, slot, x)
@@ -401,13 +408,13 @@ class RawStore:
             self.index_step(position)
 
     def index_step(self, position: Tensor) -> None:
-        """Write the index that is due with the newest token of each row, stored already, at
-        `position` [B], in tensor arithmetic: rows whose token closes no group keep theirs."""
+        """Write the index that is due with the newest token of each row, stored already at
+        `position` [B], in tensor arithmetic. In other rows nothing is due: they keep theirs."""
         if not self._shapes or not self.index_buffers[0].shape[2]:
             return
         if self.centre is not None and self.length >= self.centred_length:
             self._centre_step(position)
-        # An index in low bits lags the newest token: it is due for an earlier group.
+        # An index in low bits lags the newest token: the group of an earlier `position` is due.
         size = self.spec.group_size
         position = position - self.spec.index.lag(size, self.spec.window_size)
         start = (position // size * size).clamp(min=0)
@@ -417,7 +424,7 @@ class RawStore:
         stored = self.spec.index.encode(keys.flatten(0, 1)[:, None], self._centre(slice(None)))
         closes = ((position + 1) % size == 0)[:, None, None, None]
         group = (position - self.spec.sinks) // size
-        # Groups of first tokens write to the first group, which is written again before it is seen.
+        # Groups of sinks write to the first group, which is written again before it is seen.
         target = group.clamp(0, self.index_buffers[0].shape[2] - 1)[:, None]
         for buffer, x in zip(self.index_buffers, stored):
             x = x.reshape(*buffer.shape[:2], 1, buffer.shape[3])
@@ -425,7 +432,7 @@ class RawStore:
             write(buffer, target, torch.where(closes, x, read(buffer, target)))
 
     def _centre_step(self, position: Tensor) -> None:
-        """Compute the centre of the rows whose newest token, at `position` [B], is the last that it
+        """Write the centre of the rows whose newest token, at `position` [B], is the last that it
         counts."""
         centre = centre_of(self._keys(slice(None), 0, self.centred_length), self.spec)
         is_last = (position + 1 == self.centred_length)[:, None, None]

@@ -15,10 +15,11 @@ from corecontext.config import CCAConfig
 
 
 class SavedState(CroppedState):
-    """The state of one layer, which can be saved and copied into another cache."""
+    """The state of one layer's cache, which can be saved, and copied into another cache."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to continue elsewhere; tensors are those in use, not copies."""
+        """Return all that another cache needs to continue; tensors are views of those in use, not
+        copies."""
         keys = values = None
         scales: list[Tensor] = []
         if self.buffers:
@@ -70,7 +71,8 @@ class SavedState(CroppedState):
         self._closed = state["ended"]
 
     def adopt(self, buffers: list[Tensor], like: SavedState) -> None:
-        """Decode into these buffers from now on, laid out as those of another layer (a pool's)."""
+        """Take these buffers, which a server fills, and let steps append to them: they are laid out
+        as those of `like`, a filled cache of the same settings."""
         self.buffers = buffers
         self._set_sizes(like.group_size, like.dtype)
         self._counted = None
@@ -78,11 +80,9 @@ class SavedState(CroppedState):
         self._choose_step()
 
     def copy_since(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy the raw entries, and the core tokens that came after the first `length` tokens.
-
-        Of one row without padding. `fill` takes the raw entries of the last copy, followed by the
-        core tokens of all copies.
-        """
+        """Copy ring and sinks, and the core tokens that came after the first `length` tokens, of
+        one row without padding: a tensor of each buffer. `fill` takes ring and sinks of the last
+        copy, followed by the core tokens of all copies."""
         # mutant sinks: a shared beginning without them
         raw = [x[:, :, : self.raw_size].clone() for x in self.buffers]
         before = self.raw_size + self.num_cores(length)
@@ -103,10 +103,11 @@ class SavedState(CroppedState):
         """Copy `length` tokens a row, padding included, from buffers laid out as this layer's.
 
         Args:
+            buffers: As `Entries.buffers`, up to the last core token; group_size is their g.
             dtype: Of keys and values before they were rounded; None is that of the buffers.
             pad: [B], left padding; None is one row without.
-            store: Entries of the store for fetch.
-            ring: Slots of the ring in the buffers; None is all.
+            store: Raw tokens and index, as `RawStore.used` returns them.
+            ring: Slots of the ring in `buffers`; None is `whole_ring`.
 
         Raises:
             NotImplementedError: the layer fetches, and has no store.
@@ -133,7 +134,7 @@ class SavedState(CroppedState):
         self.allocate((*buffers[0].shape[:2], slots), buffers)
         if store:
             num_raw = 2 if self.config.cache_dtype == "auto" else 4
-            # A saved cache may have no token left.
+            # Zeros, as a saved cache may have no token left.
             like = [x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in store[:num_raw]]
             self.begin_prompt(like[0])
             self.allocate_store(like)
@@ -148,13 +149,13 @@ class SavedState(CroppedState):
 
 
 def _fill_buffers(buffers: list[Tensor], state: list[Tensor], rings: tuple[int, int]) -> None:
-    """Copy a state into buffers, which it may be itself: those of a fixed cache stay where they
-    are. `rings` are the slots of the ring of each; all tokens are in the first ones of both."""
-    ring, given = rings
-    both = min(rings)
+    """Copy a state into buffers, which it may be itself. `rings` are the slots of the ring in
+    buffers and state; where they differ, its tokens are in the first ones of both."""
+    ring, state_ring = rings
+    common = min(rings)
     for buffer, x in zip(buffers, state):
-        end = ring + x.shape[2] - given
-        buffer[:, :, ring:end] = x[:, :, given:]
-        buffer[:, :, :both] = x[:, :, :both]
-        buffer[:, :, both:ring] = 0
+        end = ring + x.shape[2] - state_ring
+        buffer[:, :, ring:end] = x[:, :, state_ring:]
+        buffer[:, :, :common] = x[:, :, :common]
+        buffer[:, :, common:ring] = 0
         buffer[:, :, end:] = 0

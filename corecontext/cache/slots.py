@@ -1,4 +1,4 @@
-"""Read and write entries of a cache buffer [B, Hkv, S, D] by row and slot."""
+"""Read and write entries of a cache buffer [B, Hkv, slots, D] by row and slot."""
 
 from torch import Tensor
 
@@ -16,10 +16,10 @@ def write(buffer: Tensor, slots: Tensor, x: Tensor) -> None:
 
 
 def ring_views(buffer: Tensor, rows: slice, start: int, stop: int, ring: int) -> list[Tensor]:
-    """Return views of positions start .. stop - 1, at most `ring`, in slots 0 .. ring - 1.
+    """Return views of the entries of positions start .. stop - 1, at most `ring` of them, in a ring
+    of the slots 0 .. ring - 1: one view, or two where the positions wrap.
 
-    One view, or two where the ring wraps. Views, because indexing with a tensor would copy the
-    index to the device in every layer.
+    Views, because indexing by a tensor would copy the index to the device in every layer.
     """
     first = start % ring
     stop = first + stop - start
@@ -30,10 +30,8 @@ def ring_views(buffer: Tensor, rows: slice, start: int, stop: int, ring: int) ->
 
 
 def grown(buffer: Tensor, size: int) -> Tensor:
-    """Return a copy with `size` slots, zero behind those of the buffer.
-
-    Zero, because uninitialized memory may hold NaN, which a mask does not remove (0 x NaN).
-    """
+    """Return a copy with `size` slots, zero behind those of the buffer: uninitialized memory may
+    hold NaN, which a mask does not remove (0 x NaN is NaN)."""
     larger = buffer.new_zeros(*buffer.shape[:2], size, buffer.shape[3])
     larger[:, :, : buffer.shape[2]] = buffer
     return larger

@@ -1,9 +1,13 @@
 """Hold the state of one layer's compact cache: its entries, how many tokens came, and padding.
 
-Lengths of a row, in tokens, padding included: `seen` that came, on the device where steps are
-captured; `_counted` of these that the host knows of; `_expected`, which the next append has before
-it; `_planned`, which it makes room for; `max_length` of a fixed cache. `seq_len` is the length to
-ask for. `_room`, without padding, is what a growing cache has room for.
+Lengths of a row, in tokens, padding included but in `_room`; `seq_len` is the one to ask for:
+
+    seen          tokens that came; of a fixed cache a tensor, which captured steps count up
+    _counted      tokens of these that the host knows of
+    _expected     tokens before the next append, where the caller has told them
+    _planned      tokens that the next append makes room for
+    max_length    tokens that a fixed cache has room for; None of a growing one
+    _room         tokens that a growing cache has room for, padding excluded
 """
 
 from collections.abc import Callable
@@ -28,15 +32,15 @@ class Undo(NamedTuple):
     """The entries that the last append pushed out of the ring."""
 
     seen_before: int
-    """Slots appended before that append, padding included."""
+    """Tokens of a row before that append, padding included."""
     lost: list[Tensor]
-    """[B, Hkv, n, D] for each buffer: the entries whose slots it took, in its tokens' order."""
+    """[B, Hkv, n, D] for each buffer: the entries that its tokens overwrote, in their order."""
     oldest_in_ring: int
-    """Oldest token that was surely in the ring before it."""
+    """`_oldest_in_ring` before it."""
 
 
 class LayerState(Entries):
-    """Entries, length and padding of one layer, whose rows can be changed.
+    """Entries, length and padding of one layer, whose rows can be reordered and repeated.
 
     Arguments as of `CompactLayer`.
     """
@@ -58,7 +62,7 @@ class LayerState(Entries):
         super().__init__(config, rotary, rollback)
         self.max_length = max_length
         self.seen: int | Tensor = 0
-        """Tokens appended so far, padding included; a tensor with `max_length`."""
+        """Tokens appended so far, padding included; a tensor, 0-dim, with `max_length`."""
         self.is_empty = True
         self.pads: list[int] = []
         """Left padding of each row, tokens."""
@@ -68,14 +72,14 @@ class LayerState(Entries):
         """False while a row has only padding: more of it may follow."""
         self._counted: int | None = 0
         """Tokens that the host has counted, at most `seen`: replayed steps of a fixed cache count
-        on the device only. None in a pool, which limits its rows itself."""
+        on the device only. None on buffers of a server (`adopt`), which counts its rows itself."""
         self._expected: int | None = None
         self._planned = 0
         self.late = Late()
-        """Groups that steps have closed and that are not pooled yet (`catch_up` pools them)."""
-        self._room = 0  # tokens of a row that a growing cache has room for
+        """Groups that are complete and not pooled yet (`catch_up` pools them)."""
+        self._room = 0
         self._closed: str | None = None  # why nothing may be appended any more
-        self._oldest_in_ring = 0  # oldest token, padding included, that is surely still in the ring
+        self._oldest_in_ring = 0  # place, padding included, of the oldest token surely there
         self._undo: Undo | None = None
 
     # Sizes
@@ -111,7 +115,7 @@ class LayerState(Entries):
 
     @property
     def store_bytes(self) -> int:
-        """Bytes in use on the device for fetch: raw tokens, or slots of those in host memory, and
+        """Bytes in use on the device for fetch: raw tokens, or slots for those in host memory, and
         the index."""
         return self.store.device_bytes(self._longest) if self.store else 0
 
@@ -127,7 +131,7 @@ class LayerState(Entries):
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the ring and the first tokens, which do not grow."""
+        """Bytes of the ring and the sinks, which do not grow with the text."""
         return self.raw_size * self.entry_bytes
 
     @property
@@ -145,8 +149,8 @@ class LayerState(Entries):
     # Length and padding
 
     def allocate(self, shape: tuple[int, int, int], like: list[Tensor]) -> None:
-        """Make zero buffers [B, Hkv, S] for entries such as `like`, unless there are such; compiled
-        steps may rely on their addresses in a fixed cache."""
+        """Make buffers of zeros, [B, Hkv, slots] = `shape` and D, dtype and device as in `like`,
+        unless there are such already: compiled steps may rely on addresses in a fixed cache."""
         shapes = [(*shape, x.shape[3]) for x in like]
         wanted = [(size, x.dtype, x.device) for size, x in zip(shapes, like)]
         if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.buffers]:
@@ -158,8 +162,8 @@ class LayerState(Entries):
                 torch._dynamo.mark_static_address(tensor)
 
     def allocate_store(self, like: list[Tensor]) -> None:
-        """Make an empty store for fetch, for tokens such as `like`, encoded [B, Hkv, 1, D], unless
-        there is such."""
+        """Make an empty store for fetch, for encoded tokens such as `like`, [B, Hkv, 1, D] each,
+        unless there is such already."""
         if not self.config.fetch_groups:
             return
         # A fixed buffer that was reset stays where it is, for captured steps.
@@ -172,16 +176,16 @@ class LayerState(Entries):
 
     def begin_prompt(self, like: Tensor) -> None:
         """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where full
-        attention reads the prompt; fetch has one."""
+        attention reads the prompt without fetch, whose store lives longer."""
         if self.config.keeps_raw_while_reading:
             self._room = 0
-            spec = self.spec.replace(fetch_index="oracle")
+            spec = self.spec.replace(fetch_index="oracle")  # which stores no index
             like = like[:, :, :1]
             self.store = RawStore(spec, [like, like], Format("auto", like.dtype), 0)
 
     def end_prompt(self) -> None:
         """Drop raw tokens that are kept only while full attention reads a prompt
-        (`CCAConfig.prefill`); a later append is read by the settings."""
+        (`CCAConfig.prefill`); later tokens see core tokens."""
         if self.store is None:
             return
         self.store.end_prompt()
@@ -194,10 +198,10 @@ class LayerState(Entries):
         late.catch_up([self])
 
     def fill_ring(self) -> None:
-        """Copy the last and the first tokens of the store into their slots."""
+        """Copy the last tokens of the store into the ring, and the sinks into their slots."""
         ring = self.ring_size
         n = self.num_sinks
-        # The length of all rows, where the host knows that it is one.
+        # The common length of all rows, where the host knows it.
         length = None
         if self.late.newest is not None:
             length = self.late.length
@@ -220,12 +224,13 @@ class LayerState(Entries):
             buffer[:, :, ring : ring + n] = x[:, :, :n]
 
     def _set_sizes(self, group_size: int, dtype: torch.dtype) -> None:
-        """Fix the sizes that the first append fixes otherwise."""
+        """Fix g and the dtype of keys and values, which the first append or a state tells."""
         self.spec = self.spec.replace(group_size=group_size)
         self.dtype = dtype
 
     def _make_room(self, length: int) -> None:
-        """Make room for `length` tokens a row, padding included."""
+        """Make room for `length` tokens a row, padding included; raise where a fixed cache has
+        less."""
         if self.max_length is None:
             if length - min(self.pads) > self._room:
                 # mutant 4: each chunk of a prompt makes room for itself
@@ -239,7 +244,7 @@ class LayerState(Entries):
             self.store.reserve(length)
 
     def set_length(self, length: int) -> None:
-        """Set `seq_len`, in place where it is a tensor, whatever the buffers hold."""
+        """Set `seen`, in place where it is a tensor, and the counts of the host."""
         if isinstance(self.seen, Tensor):
             self.seen.fill_(length)
         else:
@@ -261,7 +266,7 @@ class LayerState(Entries):
         self._closed = reason
 
     def _store_pads(self, device: torch.device) -> None:
-        """Copy the padding of the rows to the device, in place while the batch is the same."""
+        """Copy `pads` to `pad`, in place while the batch is the same."""
         if self.pad is None or len(self.pad) != len(self.pads):
             self.pad = torch.zeros(len(self.pads), dtype=torch.long, device=device)
         self.pad.zero_()
@@ -269,7 +274,7 @@ class LayerState(Entries):
             self.pad.copy_(torch.tensor(self.pads, device=device))
 
     def _check_rows(self, batch: int) -> None:
-        """Raise unless this many rows can go on."""
+        """Raise unless a batch of this many rows can be appended."""
         if self._closed:
             raise ValueError(
                 f"a cache must not be continued after {self._closed}. Pad on the left, one "
@@ -279,8 +284,7 @@ class LayerState(Entries):
             raise ValueError(f"the batch must keep its {len(self.pads)} rows, got {batch}.")
 
     def _note_padding(self, length: int) -> None:
-        """Set `padding_known` for rows of `length` tokens, on the host: decoding steps then need no
-        device sync."""
+        """Set `padding_known` for rows of `length` tokens, padding included."""
         # mutant 4: a row of nothing but padding passes for known
         self.padding_known = all(pad < length for pad in self.pads if pad)
 
@@ -296,7 +300,7 @@ class LayerState(Entries):
 
     @unchanged_by_errors
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change of the batch dimension to all tensors."""
+        """Apply a change of the batch dimension, such as a choice of rows, to all tensors."""
         if not self.buffers:
             return
         rows = change(torch.arange(len(self.pads), device=self.keys.device))
@@ -312,7 +316,7 @@ class LayerState(Entries):
             self.store.select(rows)
 
     def reset(self) -> None:
-        """Forget all tokens; buffers of fixed size stay where they are."""
+        """Forget all tokens; buffers of a fixed cache stay where they are."""
         self.lags = False
         if self.max_length is None or not self.buffers:
             self.buffers = []

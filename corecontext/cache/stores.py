@@ -18,7 +18,7 @@ def new_store(
     Args:
         spec: The layer's settings, its group size fixed.
         like: A key and a value as the cache stores them, [B, Hkv, 1, D]; in 8 bits their scales
-            follow.
+            [B, Hkv, 1, 1] follow.
         dtype: Of keys and values before they are rounded.
         length: Tokens to make room for.
     """
@@ -30,9 +30,10 @@ def new_store(
 def _empty_store(
     config: CCAConfig, spec: Spec, like: list[Tensor], format: Format, length: int
 ) -> RawStore:
-    """Make a store where the settings keep raw tokens."""
+    """Make a store in the memory that the settings name; arguments as of `RawStore`."""
     if config.store == "device":
         return RawStore(spec, like, format, length)
+    # Where device and host have one memory, slots would be copies that save nothing.
     has_one_memory = config.fetch_slots is None and like[0].device.type == "cpu"
     num_slots = config.slots_for(length)
     if not num_slots or has_one_memory:

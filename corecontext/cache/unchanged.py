@@ -1,4 +1,8 @@
-"""Leave a layer's cache, or those of several layers, as it was where a change of it fails."""
+"""Leave a layer's cache, or those of several layers, as it was where a change of it fails.
+
+A change replaces tensors or writes to slots that are not in use, so that the old attributes still
+hold the old cache. Its few writes to slots in use are put off to its end (`write_last`).
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,15 +15,15 @@ from torch import Tensor
 from corecontext.ops.capability import is_captured
 
 _last_writes: ContextVar[list[Callable[[], None]] | None] = ContextVar("writes", default=None)
-"""Of the change in progress."""
+"""Writes that the change in progress has put off; None outside of a change."""
 
 
 def unchanged_by_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method that raises restore all attributes of a layer, of its parts and stores, or of a
-    store.
+    """Let a method that raises restore the attributes of its object, a layer, several layers or a
+    store, and of the layers and stores in it.
 
-    What the method writes into slots in use, it gives to `write_last`. A compiled or captured call
-    restores nothing.
+    The method gives its writes to slots in use to `write_last`. A compiled or captured call, or one
+    within another change, restores nothing by itself.
     """
 
     @functools.wraps(method)
@@ -30,6 +34,7 @@ def unchanged_by_errors(method: Callable[..., Any]) -> Callable[..., Any]:
         lengths = [x.seen for x in owners if isinstance(getattr(x, "seen", None), Tensor)]
         if any(is_captured(x.device) for x in lengths):
             return method(layer, *args, **kwargs)
+        # Lengths in tensors and padding change in place: they are written back.
         numbers = [x.clone() for x in lengths]
         before = [(x, vars(x).copy()) for x in owners]
         writes: list[Callable[[], None]] = []
@@ -66,7 +71,7 @@ def write_last(write: Callable[[], None]) -> None:
 
 
 def _owners(layer: Any) -> list[Any]:
-    """Return a layer, its store and its parts."""
+    """Return a layer, its store, and its parts with theirs."""
     owners = [layer]
     if getattr(layer, "store", None) is not None:
         owners.append(layer.store)

@@ -8,20 +8,21 @@ from corecontext.config import CCAConfig
 from corecontext.model_sizes import ModelSizes
 
 MAX_CHUNK = {"cuda": 16384, "cpu": 4096}
-"""Tokens (over all rows) beyond which a larger chunk only costs memory: matrix products are
-saturated long before."""
+"""Tokens of a chunk, over all rows, by kind of device. A larger chunk only costs memory: matrix
+products saturate the device long before."""
 HOST_CHUNK = 131072
 """The same on a GPU where a prompt fetches raw tokens from host memory: each chunk reads those of
 all chunks before over the bus."""
 SERVED_CHUNK = {"cuda": 2048, "cpu": 256}
 """Tokens of a prompt that a server reads between two steps of the requests that run: they wait
 meanwhile."""
-MEMORY_SHARE = 0.5  # of the free memory, for one chunk's activations; the rest is for the cache
+MEMORY_SHARE = 0.5
+"""Share of the free memory for the activations of one chunk; the rest is for the cache."""
 
 
 def choose_chunk_size(config: Any, dtype: torch.dtype, device: torch.device, batch: int) -> int:
-    """Choose the tokens a row in one chunk of a prefill, at least 1: as many as saturate the
-    device, or fewer where memory is short."""
+    """Choose the tokens a row in one chunk of a prefill, at least 1: the limits above, or fewer
+    where memory is short. `config` is a model's."""
     tokens = MAX_CHUNK["cuda" if device.type == "cuda" else "cpu"]
     cca = settings_of(config)
     if device.type == "cuda" and cca.fetches_from_host:
@@ -37,8 +38,9 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Estimate the bytes of activations that one token of a chunk needs at the fullest moment of a
     layer.
 
-    The larger of attention (queries, keys, values, output) and MLP (gate, up and their product)
-    next to the residual stream, its normalised copy and a norm's float32 copies.
+    That is the larger of attention (queries, keys, values, output) and MLP (gate, up and their
+    product), and beside it the residual stream, its normalised copy, the result that is added to
+    it, and two float32 copies of a norm.
     """
     text = config.get_text_config(decoder=True)
     hidden = text.hidden_size
@@ -60,14 +62,13 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free = torch.cuda.mem_get_info(device)[0]
-    # Asked at once: for one number PyTorch sorts all that it counts.
+    # Not `memory_allocated` and `memory_reserved`: for each number PyTorch sorts all its counts.
     counts = torch.cuda.memory_stats_as_nested_dict(device)
     used = counts["allocated_bytes"]["all"]["current"]
     return free + counts["reserved_bytes"]["all"]["current"] - used
 
 
 def settings_of(config: Any) -> CCAConfig:
-    """Return the settings of a model's attention: where it has none, those of full attention, with
-    g = 1."""
+    """Return CCA's settings in a model's config; without any, those of full attention: g = 1."""
     settings = getattr(config, "cca", None)
     return CCAConfig.from_dict(settings) if settings else CCAConfig.paper(1)

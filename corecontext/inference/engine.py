@@ -40,8 +40,8 @@ class Engine:
     """A Hugging Face causal language model, usually with CCA enabled."""
     _: KW_ONLY
     max_length: int | None = None
-    """Tokens a row, prompt and answer, that buffers are made for; None rounds each request's need
-    up, by an eighth at most, so that similar requests share buffers."""
+    """Tokens a row, prompt and answer, that buffers are made for; None rounds up each request's
+    need (`limits.rounded_up`), so that similar requests share buffers."""
     chunk_size: int | None = None
     """As for `prefill`."""
     static: bool | None = None
@@ -56,11 +56,11 @@ class Engine:
     whole step in decoding, where buffers are fixed. Compiling takes from seconds to minutes at the
     first request of each kind. None runs the model as it is."""
     policy: Policy | None = None
-    """Gives (group_size, window_size), or these and fetch_groups, of requests that choose none;
-    None leaves those of the model's handle. A model with a g for each layer or head keeps its own
-    g."""
+    """Gives (group_size, window_size), or these and fetch_groups, to requests that choose none by
+    themselves; None leaves those of the model's handle. A model with a g for each layer or head
+    keeps its g."""
     cache_bytes_budget: int | None = None
-    """Reported to the policy, bytes."""
+    """Bytes that caches may take on the device; only reported to the policy."""
     host_bytes_budget: int | None = None
     """Most bytes of raw tokens in host memory (`CCAConfig.store`); None is the memory available
     when a request comes."""
@@ -212,7 +212,7 @@ class Engine:
                     "a model without. Call corecontext.enable(model)."
                 )
             return None
-        # A constant number of groups needs one length.
+        # `num_groups` gives g by the length of the rows, which must be one.
         common_length = length - pads[0] if len(set(pads)) == 1 else None
         return settings_for(
             self.handle.config,
@@ -263,7 +263,7 @@ class Engine:
         self._idle.clear()
 
     def take(self, key: SessionKey) -> Session:
-        """Return an idle session of this key, or make one."""
+        """Return an idle session of this key, or make one; it counts as busy up to `give_back`."""
         self._check_host_memory(key)  # another request may have come since
         session = self._idle.pop(key, None)
         if session is None:
@@ -289,7 +289,7 @@ class Engine:
         return session
 
     def give_back(self, session: Session, reusable: bool) -> None:
-        """Keep a session for a later request of its key, in place of an older one."""
+        """Keep a session as idle for a later request of its key, if it can be used again."""
         self._busy.remove(session)
         if not reusable or not session.fixed:  # a cache that grew has no buffers to reuse
             return

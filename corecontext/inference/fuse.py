@@ -1,9 +1,9 @@
 """Run a model's norms, rotary and MLP activations in fewer kernels, without changing its code.
 
-`Fused` does so while its with block is open, in one of two ways. "kernels" runs each norm and each
-rotation by a kernel that exists: PyTorch's and ops/triton/rotate.py. "compile" lets torch.compile
-fuse norms, rotations, MLPs and, in a decoding step, all the rest into one graph, which a CUDA graph
-then captures. Either way norms and rotary make no intermediate tensors, which are several times the
+`Fused` does so while its with block is open, in one of two ways. "kernels" runs each norm by
+PyTorch's kernel and each rotation by ops/triton/rotate.py. "compile" lets torch.compile fuse each
+norm, rotation and MLP, and a whole decoding step into one graph, which a CUDA graph then captures.
+Either way norms and rotary make no intermediate tensors, which take several times the memory of the
 hidden state.
 """
 
@@ -24,29 +24,30 @@ from corecontext.ops.api import choose_backend
 from corecontext.ops.capability import is_captured
 
 FUSE = (None, "kernels", "compile")
+"""The ways, of which None changes nothing."""
 MOST_STEPS = 64
 """Most variants of the step (by batch, length, g, s) that stay compiled; later ones run
 uncompiled."""
 MOST_PARTS = 32
 """Most variants of an MLP, norm or rotation that stay compiled. torch counts all norms of a model
-(of layers, of heads, with and without gradients) as one function."""
+(of layers, of heads, with and without gradients) as variants of one function."""
 _REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
 _ROTATE = "apply_rotary_pos_emb"  # transformers' name of the rotation in each model's file
 
 
 @dataclass
 class _Rotation:
-    """The rotation of a model's file."""
+    """The rotation of the file that defines a model's class: its function, and the fused one."""
 
     fuse: str
     """As of `Fused`."""
     original: Callable[..., Any]
     fused: Callable[..., Any]
     users: int = 0
-    """Open with blocks whose models use the fused function."""
+    """Number of open with blocks whose models use the fused function."""
 
 
-_rotating: dict[ModuleType, _Rotation] = {}
+_rotating: dict[ModuleType, _Rotation] = {}  # by the file
 _limits: list[int] = []  # torch's recompile_limit before each open with block
 _lock = threading.Lock()
 
@@ -88,7 +89,7 @@ class Fused:
             # untouched.
             name = type(model).__name__
             self._step = compiled_or_plain(model, name, dynamic=False, fullgraph=True)
-        suits: dict[type, bool] = {}
+        suits: dict[type, bool] = {}  # whether PyTorch's norm gives the numbers of a class of norms
         for module in model.modules():
             name = type(module).__name__
             if module._compiled_call_impl is None and name.endswith(("MLP", "RMSNorm")):
@@ -109,8 +110,9 @@ class Fused:
             return
         self._replaced.append([])
         for module, fused in self._modules:
-            if module._compiled_call_impl is None:  # compiled since: it keeps its own
-                module.__dict__["_compiled_call_impl"] = fused  # nn.Module looks at each attribute
+            # nn.Module calls this attribute where it is set. A module compiled since keeps its own.
+            if module._compiled_call_impl is None:
+                module.__dict__["_compiled_call_impl"] = fused  # setattr of nn.Module takes longer
                 self._replaced[-1].append(module)
         with _lock:
             if self.fuse == "compile":
@@ -145,8 +147,8 @@ class Fused:
 
 
 def _rotation_of(file: ModuleType, fuse: str) -> _Rotation:
-    """Return the rotation of a model's file, fused once unless the file's has changed since; who
-    comes first says how."""
+    """Return the rotation of a model's file. It is fused once, and again where the file's function
+    or `fuse` has changed; while a with block uses it, that block's `fuse` holds."""
     rotation = _rotating.get(file)
     if rotation is not None and rotation.users:
         return rotation
@@ -159,7 +161,7 @@ def _rotation_of(file: ModuleType, fuse: str) -> _Rotation:
 
 
 def _has_kernels(model: nn.Module) -> bool:
-    """Whether a model is where kernels run."""
+    """Whether a model is on a device where the kernels run."""
     first = next(model.parameters(), None)
     if first is None or not first.is_cuda:
         return False
@@ -167,10 +169,10 @@ def _has_kernels(model: nn.Module) -> bool:
 
 
 def _by_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rotation by one kernel where it gives the numbers of the original."""
+    """Return a rotation by one kernel where that gives the numbers of the original."""
     from corecontext.ops.triton import rotate as kernel
 
-    suits: dict[Any, bool] = {}
+    suits: dict[Any, bool] = {}  # whether it does, by device and dtype
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or torch.is_grad_enabled():
@@ -188,7 +190,7 @@ def _by_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
 def _rotates_alike(
     rotate: Callable[..., Any], original: Callable[..., Any], key: tuple[torch.device, torch.dtype]
 ) -> bool:
-    """Whether two rotations give the same numbers, of random ones."""
+    """Whether two rotations give the same numbers on random tensors of `key`: device and dtype."""
     device, dtype = key
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device}
@@ -200,8 +202,8 @@ def _rotates_alike(
 
 
 def _has_own_norm(module: nn.Module) -> bool:
-    """Whether a module has a weight of its own in memory, an epsilon, and its class's forward:
-    weights that are offloaded come with another."""
+    """Whether a module has its weight in memory, an epsilon, and the forward of its class: where
+    weights are offloaded, another forward loads them."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
         return False
@@ -213,7 +215,8 @@ def _epsilon_of(module: nn.Module) -> float | None:
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a norm by PyTorch's kernel, which rounds once where transformers rounds twice."""
+    """Return a norm by PyTorch's kernel. In half precision that rounds once, transformers twice: to
+    the dtype, and after the product with the weight."""
     shape = module.weight.shape
     eps = _epsilon_of(module)
 
@@ -228,11 +231,11 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether a module is a root-mean-square norm times its weight."""
+    """Whether a module is a root-mean-square norm times its weight: some multiply by 1 + weight."""
     weight = module.weight
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(4, *weight.shape, generator=generator, device=weight.device).to(weight.dtype)
-    # Two roundings, and weights that are not all zero.
+    # As far as two roundings allow. Weights of zero would make all norms alike.
     close = 4 * torch.finfo(weight.dtype).eps
     # mutant inference: a norm of another kind is taken for a plain one
     return bool(weight.any()) and torch.allclose(module(x), _norm_of(module)(x), close, close)
@@ -243,8 +246,8 @@ def compiled_or_plain(
 ) -> Callable[..., Any]:
     """Return a function that runs compiled until the compiler fails, then uncompiled.
 
-    `function` must have no state, or be compiled as a full graph, so that running it again after a
-    failure is safe.
+    It then runs again from its beginning, so `function` must have no state, or be compiled as a
+    full graph, of which no part has run at a failure.
     """
     compiled: Callable[..., Any] | None = torch.compile(
         function, dynamic=dynamic, fullgraph=fullgraph

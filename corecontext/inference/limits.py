@@ -15,12 +15,10 @@ CACHE_SHARE = 0.8
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the most positions that a model was built for, tokens; None where its config does not
-    say.
+    """Return the most tokens that a model has positions for; None where its config does not say.
 
-    Some checkpoints state `max_position_embeddings` before their rotary scaling and some after it,
-    so the larger of the two readings counts: `factor` times the length it scales, or the plain
-    number.
+    `max_position_embeddings` is the length before rotary scaling in some checkpoints, after it in
+    others. So the larger reading counts: the number itself, or `factor` times the length before.
 
     Args:
         config: A Hugging Face config.
@@ -75,8 +73,8 @@ def host_bytes_of(config: Any, dtype: torch.dtype, cca: CCAConfig, length: int) 
 
 
 def rounded_up(length: int) -> int:
-    """Round a length up, by an eighth at most, to one of few lengths: a power of two or one of
-    seven steps to the next."""
+    """Round a length up to one of few: a power of two, or one of seven equal steps to the next.
+    That adds less than an eighth; below 512 tokens, where steps are 64, less than 64."""
     step = max(64, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step
 
@@ -89,6 +87,7 @@ def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) 
         free: Bytes that were free before.
     """
     token_bytes = bytes_per_token(config, dtype) + cache_bytes_per_token(config, dtype)
+    # Sizes are estimates: 0.8 leaves room, here and below.
     fits = min(int(free / token_bytes), int(0.8 * length))
     return (
         f"input_ids must fit the device's memory, got {length} tokens and ran out with "
@@ -100,14 +99,14 @@ def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) 
 def does_not_fit(
     batch: int, length: int, chunk: int, done: int, free: int, chunk_bytes: int, token_bytes: float
 ) -> str:
-    """Return the message for a prefill that ran out of memory: the sizes that would have fitted.
+    """Return the message for a prefill that ran out of memory: it names sizes that would fit.
 
     Args:
         batch, length: Rows of the prompt, and tokens a row.
         chunk, done: Tokens a row in one chunk, and tokens a row that had been read.
         free: Bytes that were free when the prefill began.
         chunk_bytes: Activations of one chunk of all rows, bytes.
-        token_bytes: Bytes that the cache takes per token a row (all rows together).
+        token_bytes: Bytes that one token more in each row adds to the cache, over all rows.
     """
     head = (
         f"input_ids must fit the device's memory, got {batch} x {length} tokens in chunks of "

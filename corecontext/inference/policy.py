@@ -11,7 +11,7 @@ from corecontext.visibility import group_size_for
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a server is when a request starts."""
+    """How busy a server, or an engine, is when a request starts."""
 
     queue_length: int = 0
     """Waiting requests."""
@@ -26,12 +26,12 @@ class Load:
     host_bytes_used: int = 0
     """Bytes of raw tokens in host memory of running requests."""
     host_bytes_budget: int | None = None
-    """Bytes that these may take; None is unlimited."""
+    """Bytes that raw tokens may take in host memory; None is unlimited."""
 
     @property
     def cache_share(self) -> float:
-        """Share of the budget in use, on the device or in host memory, the larger one; 0 without a
-        budget."""
+        """Share of a budget that is in use: the larger of that on the device and that in host
+        memory, 0 without a budget."""
         on_device = self.cache_bytes_used / (self.cache_bytes_budget or math.inf)
         return max(on_device, self.host_bytes_used / (self.host_bytes_budget or math.inf))
 
@@ -56,13 +56,13 @@ def settings_for(
     """Choose the settings of a request: its own sizes, else the policy's, else the model's.
 
     Args:
-        config: The model's settings. `num_groups` is replaced by the g that it means for this
-            prompt.
+        config: The model's settings. The result has, in place of `num_groups`, the g that it means
+            for this prompt.
         group_size, window_size: The request's own sizes; None leaves them to the policy.
         prompt_length: Tokens of each row; None where rows have different lengths.
-        policy: Asked for sizes that the request leaves open. Its g is ignored where the model has
-            a g for each layer or head; a larger k than the model's is the model's.
-        load: For the policy.
+        policy: Called for sizes that the request leaves open. Its g is ignored where the model has
+            a g for each layer or head; its k is at most the model's.
+        load: Argument of the policy.
         fetch_groups: The request's own k, at most the model's; None leaves it to the policy.
 
     Raises:
@@ -121,12 +121,13 @@ def cut_to(config: CCAConfig, length: int) -> CCAConfig:
 
 
 Row = tuple[float, int, int] | tuple[float, int, int, int]
-"""(pressure, group_size, window_size), or with fetch_groups."""
+"""(pressure, group_size, window_size), or with fetch_groups behind them: sizes up to this pressure,
+as `TablePolicy` computes it."""
 
 
 def table_rows(group_size: int, window_size: int, fetch_groups: int = 0) -> tuple[Row, ...]:
-    """Return the rows of a table: these sizes up to half of the load, then twice and four times
-    the g with half and a quarter of the s.
+    """Return the rows of a table: these sizes up to pressure 0.5, then twice and four times the g
+    with half and a quarter of the s.
 
     With fetch, k is lowered first, to a half and to a quarter. Where g then grows, k shrinks as
     much, so that each query sees as many raw tokens as with that quarter; it is at least 1.
@@ -154,14 +155,14 @@ class TablePolicy:
     """Compress more, in steps, the busier the server is.
 
     The pressure of a load is the largest of three shares: of the cache budget, of `queue_limit` and
-    of `first_token_limit`. The first row whose first entry is at least the pressure decides, else
-    the last row.
+    of `first_token_limit`. The sizes are those of the first row whose pressure is at least that of
+    the load, else of the last row.
     """
 
     rows: tuple[Row, ...] = table_rows(
         CCAConfig.group_size, CCAConfig.window_size, CCAConfig.fetch_groups
     )
-    """(pressure, group_size, window_size), or with fetch_groups, by rising pressure."""
+    """By rising pressure."""
     queue_limit: int = 32
     """Waiting requests that count as pressure 1."""
     first_token_limit: float = 30.0
@@ -183,7 +184,7 @@ class TablePolicy:
         return [row[1:] for row in self.rows]
 
     def pressure(self, load: Load) -> float:
-        """Return 0 for an idle server, 1 for a full one."""
+        """Return 0 for an idle server, 1 for a full one, more beyond a limit."""
         return max(
             load.cache_share,
             load.queue_length / self.queue_limit,

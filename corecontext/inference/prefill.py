@@ -18,11 +18,12 @@ from corecontext.integrations.hf.enabling import scored
 from corecontext.integrations.hf.rotation import rotated_length, rotation_of
 
 ANSWER_TOKENS = 256
-"""Tokens behind a prompt that a growing cache has room for at once."""
+"""Tokens behind a prompt that a growing cache makes room for together with the prompt's."""
 
 
 def new_cache(model: Any, max_length: int | None) -> Any:
-    """Make an empty cache: of fixed buffers for `max_length` tokens, or growing."""
+    """Make an empty cache of transformers, whose layers are compact where CCA is enabled: of fixed
+    buffers for `max_length` tokens, or growing."""
     if max_length is None:
         return DynamicCache(config=model.config)
     return StaticCache(model.config, max_cache_len=max_length)
@@ -32,11 +33,11 @@ class Prefilled(NamedTuple):
     """A prompt that has been read."""
 
     logits: Tensor
-    """[B, vocabulary], the model's dtype: of the token after each row."""
+    """[B, vocabulary], the model's dtype: of the token that follows each row."""
     cache: Any
     """The filled cache (transformers `Cache`)."""
     positions: Tensor
-    """[B], int64: the position of the next token of each row, its length without padding."""
+    """[B], int64: the position of the token that follows each row, its length without padding."""
 
 
 def read_left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
@@ -99,8 +100,8 @@ def prefill(
 ) -> Prefilled:
     """Read a prompt chunk by chunk; logits are made for the last token of each row only.
 
-    Chunks before the last run the model without its output head. Every token sees all tokens before
-    it, as in one pass.
+    Chunks before the last run the model without its output head. Every token sees what it would
+    see in one pass.
 
     Args:
         model: A Hugging Face causal language model, CCA enabled or not.
@@ -114,7 +115,7 @@ def prefill(
 
     Raises:
         ValueError: the prompt exceeds the model's positions, padding is not on the left, the cache
-            is not empty, chunk_size is less than 1, or rows have different rotations.
+            is not empty, chunk_size is less than 1, or rows would rotate by different frequencies.
         MemoryError: GPU memory ran out; says what length, batch or chunk would fit.
     """
     pads = read_left_padding(input_ids, attention_mask)
@@ -157,7 +158,7 @@ def prefill(
     if any(pads):
         positions = torch.tensor([length - pad for pad in pads], device=input_ids.device)
     else:
-        positions = torch.full((batch,), length, device=input_ids.device)  # waits for nothing
+        positions = torch.full((batch,), length, device=input_ids.device)  # no copy from the host
     return Prefilled(out.logits[:, -1], cache, positions)
 
 
@@ -199,7 +200,7 @@ def read_chunk(
     if any(pads):
         # mutant inference: positions count padding
         positions = (positions - torch.tensor(pads, device=input_ids.device)[:, None]).clamp(min=0)
-    # Saves a device sync in the append, and tells a last chunk of one token from a step.
+    # Saves the append a device sync, and tells it a last chunk of one token from a step.
     for layer in _compact_layers(cache):
         layer.expect(start)
     options: dict[str, Any] = {
@@ -216,8 +217,8 @@ def read_chunk(
 
 
 def end_prompt(cache: Any) -> None:
-    """Make entries that were put off, those of all layers together, and drop raw tokens that caches
-    keep only while full attention reads a prompt."""
+    """Make core tokens that come late, those of all layers together, and drop raw tokens that
+    caches keep only while full attention reads a prompt."""
     layers = list(_compact_layers(cache))
     catch_up([part for layer in layers for part in parts_of(layer) if part.is_due])
     for layer in layers:
@@ -225,7 +226,7 @@ def end_prompt(cache: Any) -> None:
 
 
 def _compact_layers(cache: Any) -> Iterator[CompactLayer | HeadsLayer]:
-    """Yield the compact layers of a cache of transformers."""
+    """Yield the compact layers in a cache of transformers."""
     for layer in getattr(cache, "layers", ()):
         compact = getattr(layer, "compact", None)
         if isinstance(compact, CompactLayer | HeadsLayer):
@@ -233,7 +234,7 @@ def _compact_layers(cache: Any) -> Iterator[CompactLayer | HeadsLayer]:
 
 
 class _Meter:
-    """Measure a prefill's memory on a GPU: activations of a chunk, and the cache of a token."""
+    """Measure the memory of a prefill on a GPU, for the message if it runs out."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -243,7 +244,8 @@ class _Meter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def chunk_done(self) -> None:
-        """Record how far the chunk's peak was above the memory still allocated."""
+        """Record the bytes of the chunk's activations: of its peak above the memory that it left
+        allocated."""
         if self.free is not None:
             counts = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
             self.chunk_bytes = max(self.chunk_bytes, counts["peak"] - counts["current"])
@@ -251,7 +253,7 @@ class _Meter:
     def explain(
         self, model: Any, batch: int, length: int, chunk: int, done: int, cache: Any
     ) -> str:
-        """Return the message after memory ran out; estimates stand in for what was not measured."""
+        """Return the message after memory ran out, with estimates before the first whole chunk."""
         sizes = (model.config, model.dtype)
         chunk_bytes = self.chunk_bytes or batch * min(chunk, length) * bytes_per_token(*sizes)
         token_bytes = _measured_cache_bytes_per_token(cache, done)
@@ -260,8 +262,8 @@ class _Meter:
 
 
 def _measured_cache_bytes_per_token(cache: Any, tokens: int) -> float:
-    """Measure the bytes that one more token a row adds to the cache, without the ring and the first
-    tokens, which do not grow; 0 before the first chunk."""
+    """Measure the bytes that one more token in each row adds to a cache of `tokens` a row, without
+    ring and sinks, which do not grow; 0 before the first chunk."""
     if cache is None or not tokens:
         return 0.0
     raw_bytes = sum(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 INVALID = -1
-"""Chosen in place of a token where a row's logits are no numbers."""
+"""Chosen in place of a token number where a row's largest logit is not finite."""
 COLDEST = 1e-5
 """Below this temperature the likeliest token is taken: dividing by less overflows float32."""
 HOTTEST = 1e30
@@ -19,7 +19,7 @@ HOTTEST = 1e30
 
 
 class InvalidLogits(ValueError):
-    """Logits of which no token can be chosen."""
+    """The error of logits from which no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,8 +62,8 @@ class Sampling:
 
     @property
     def kind(self) -> str:
-        """The computation, by which steps are captured: "greedy", "plain", or "filtered" (a sort
-        for top-k and top-p)."""
+        """The computation, for each of which a step is captured: "greedy", "plain", or "filtered"
+        (a sort for top-k and top-p)."""
         if self.temperature < COLDEST:
             return "greedy"
         if self.top_k is None and self.top_p == 1:
@@ -88,7 +88,8 @@ class Sampling:
             for value in (getattr(config, name), settings.get(name)):
                 if value is not None:
                     chosen[name] = value
-        return cls(chosen["temperature"], chosen["top_k"] or None, chosen["top_p"])  # 0: no limit
+        # Of `generate` a top_k of 0 is no limit.
+        return cls(chosen["temperature"], chosen["top_k"] or None, chosen["top_p"])
 
 
 class Sampler:
@@ -107,7 +108,7 @@ class Sampler:
         self.top_p = torch.ones((), device=device)
 
     def start(self, sampling: Sampling, seeds: Sequence[int], vocabulary: int) -> None:
-        """Set the settings and restart the random streams for a new request."""
+        """Set the settings, and restart the random streams by a seed each, for a new request."""
         if sampling.kind == "greedy":
             return  # nothing is drawn
         self.temperature.fill_(sampling.temperature)
@@ -117,8 +118,8 @@ class Sampler:
             generator.manual_seed(seed)
 
     def choose(self, logits: Tensor, kind: str) -> Tensor:
-        """Return token numbers [B, 1], int64, from logits [B, vocabulary]; `INVALID` for rows that
-        are no numbers."""
+        """Return token numbers [B, 1], int64, from logits [B, vocabulary]; `INVALID` for rows whose
+        largest is not finite. `kind` is `Sampling.kind`."""
         largest, tokens = logits.max(-1, keepdim=True)
         if kind != "greedy":
             limits = (self.top_k, self.top_p) if kind == "filtered" else None
@@ -128,7 +129,7 @@ class Sampler:
 
 def checked(tokens: Tensor, largest: Tensor) -> Tensor:
     """Return tokens [B, 1], `INVALID` where the largest of the row's logits [B, 1] is not finite:
-    the host sees it with the token, at no further wait for the device."""
+    the host reads that with the tokens, and need not wait for the device once more."""
     # mutant inference: a token is chosen from NaN
     return tokens.where(largest.isfinite(), INVALID)
 
@@ -140,7 +141,7 @@ def draw(
 
     Args:
         generators: One for all rows, or one for each.
-        limits: top_k and top_p, each for all rows or [B, 1]; None for neither.
+        limits: top_k and top_p, each a tensor with one number, or [B, 1]; None for neither.
     """
     if limits is not None:
         logits = logits.masked_fill(~_kept(logits, *limits), -torch.inf)
@@ -157,16 +158,16 @@ def draw(
 
 
 def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Mask [B, vocabulary] of the top k, and among them of the likeliest that reach top_p
-    together."""
+    """Return a mask [B, vocabulary] of the tokens to draw from: of the top k the fewest likeliest
+    that reach top_p together."""
     ordered, order = logits.sort(-1, descending=True)
     last = ordered.gather(-1, (top_k - 1).expand(len(logits), 1))
     ordered = ordered.masked_fill(ordered < last, -torch.inf)
     probabilities = ordered.softmax(-1)
-    # Of the likelier tokens: 0 for the first, which always stays.
+    # Sums over likelier tokens: 0 for the likeliest, which always stays.
     # mutant inference: top-p without the token that crosses it
     before = probabilities.cumsum(-1) - probabilities
-    # A smaller top_p may be 0 in float32.
+    # At least 1e-30, as a smaller top_p may be 0 in float32.
     # mutant inference: top-p keeps a token beyond an exactly reached bound
     kept = (before < top_p.clamp(min=1e-30)) & (ordered >= last)
     return torch.zeros_like(kept).scatter(-1, order, kept)
@@ -176,7 +177,7 @@ def choose_rows(
     logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
 ) -> Tensor:
     """Choose token numbers [B] from logits [B, vocabulary], each row by its own sampling and random
-    stream; `INVALID` for rows that are no numbers."""
+    stream; `INVALID` for rows whose largest logit is not finite."""
     logits = logits.float()
     largest, tokens = logits.max(-1, keepdim=True)
     rows = [row for row, sampling in enumerate(samplings) if sampling.kind != "greedy"]

@@ -45,8 +45,8 @@ class SessionKey(NamedTuple):
 
 
 def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
-    """Whether requests of a session run under full attention, which is the fastest for so few
-    tokens. On a CPU fixed buffers are for compiled steps, which take compact layers only."""
+    """Whether requests of a session run under full attention, because that is the fastest for so
+    few tokens (`keeps_whole`); `static` asks for fixed buffers."""
     if handle is None or handle.hybrid or key.config is None:
         return False
     # Layers of several devices share no padding, and PyTorch's attention has no softcap.
@@ -55,6 +55,7 @@ def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, stat
     if num_devices(model) > 1 or getattr(text, "attn_logit_softcapping", None) is not None:
         return False
     device = model.device.type
+    # Fixed buffers on a CPU are for compiled steps, which take compact layers only.
     if static and device == "cpu":
         return False
     return keeps_whole(key.config, device, key.batch * key.max_length)
@@ -74,8 +75,8 @@ def can_capture(model: Any) -> bool:
 
 @contextlib.contextmanager
 def configured(handle: Handle | None, config: CCAConfig | None) -> Iterator[None]:
-    """Set a model to a request's settings, and back: requests with other settings run in
-    between."""
+    """Set a model to a request's settings for the length of a with block: requests with other
+    settings take turns with it."""
     before = None if handle is None else handle.config
     if handle is None or config is None or before == config:
         yield
@@ -91,16 +92,16 @@ def configured(handle: Handle | None, config: CCAConfig | None) -> Iterator[None
 
 @dataclass(eq=False, repr=False)
 class Session:
-    """Cache and buffers for batches of one size, length, g and s; used for one request after
+    """Cache and buffers for batches of one size, length and settings; used for one request after
     another.
 
-    Where every layer is compact and `static` is set, the cache has fixed buffers and a step reads
-    and writes tensors that never move. Otherwise (sliding-window layers, no CCA, a CPU) the cache
-    grows and steps are not captured.
+    Where every layer is compact, and `static` is set or raw tokens are in a GPU's host memory, the
+    cache has fixed buffers: a step reads and writes tensors that never move. Otherwise
+    (sliding-window layers, no CCA, a CPU) the cache grows and steps are not captured.
     """
 
     model: Any
-    """Its forward makes the step."""
+    """Runs a step where buffers are not fixed."""
     handle: Handle | None
     """The model's CCA handle; None for full attention."""
     key: SessionKey
@@ -120,20 +121,23 @@ class Session:
         from_host = config is not None and config.fetches_from_host and on_gpu
         self.full_attention = runs_full_attention(self.model, self.handle, self.key, self.static)
         """Whether requests run under full attention: the cache has all tokens raw."""
-        # Pinned memory is allocated at once: a request that does not fit fails before its first
-        # token.
+        # Fixed also for raw tokens in host memory: that is then pinned at once, and a request that
+        # does not fit fails before its first token.
         self.fixed = (self.static or from_host) and self._all_compact
-        # A captured step would rotate as when it was captured.
+        # A captured step would rotate by the frequencies of the length when it was captured.
         is_fixed = self.fixed and self.key.rotated_length is None
         self.capture = self.capture and is_fixed and on_gpu and can_capture(self.model)
+        # Left padding of each row, for layers under full attention; then the same on the host.
         self.pad = torch.zeros(self.key.batch, dtype=torch.long, device=device)
-        self._pads = [0] * self.key.batch  # the same on the host
+        self._pads = [0] * self.key.batch
         self.seen: Tensor | None = None
-        """Tokens of a row in each layer, [layers], of a cache that has all tokens."""
+        """Tokens of a row, padding included, for each layer under full attention with fixed
+        buffers, [layers]."""
         self.cache = self._new_cache()
+        # What the next step feeds, [B, 1]: tokens, always of the vocabulary, and their positions.
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
-        # The tokens as they were chosen; those to feed are always in the vocabulary.
+        # The tokens as they were chosen, maybe `INVALID`, for the host.
         self.chosen = torch.zeros_like(self.tokens)
         # [B, max_length], for padded rows beside layers that are not compact.
         self.mask: Tensor | None = None
@@ -165,7 +169,7 @@ class Session:
 
     @property
     def _compact_layers(self) -> list[Any]:
-        """The compact caches of all layers that have one."""
+        """The compact caches of all layers that have one; a `FullLayer` stands in for one, too."""
         return [layer.compact for layer in self.cache.layers if isinstance(layer, CCALayer)]
 
     @property
@@ -184,7 +188,7 @@ class Session:
 
     @property
     def _asks_device(self) -> bool:
-        """Whether a step asks the device for numbers."""
+        """Whether a step asks the device for a number, so that it cannot be captured."""
         caches = (cache for layer in self._compact_layers for cache in parts_of(layer))
         return any(cache.asks_device for cache in caches)
 
@@ -200,7 +204,7 @@ class Session:
             self.seen.zero_()
 
     def begin_prompt(self, pads: list[int]) -> None:
-        """Take a prompt whose rows begin with so much padding."""
+        """Prepare layers under full attention for a prompt with this left padding of each row."""
         if not self.full_attention:
             return
         if pads != self._pads:
@@ -210,8 +214,8 @@ class Session:
             layer.begin(pads)
 
     def begin(self, positions: Tensor, pads: list[int], length: int) -> None:
-        """Take over a prefilled prompt of `length` slots; positions [B] are those of the next
-        tokens."""
+        """Prepare steps after a prefill of `length` tokens a row, padding included; positions [B]
+        are those of the next tokens."""
         self.positions.copy_(positions[:, None])
         self.length = length
         if self.full_attention:
@@ -239,7 +243,7 @@ class Session:
         self._captured.clear()
 
     def step(self, kind: str) -> None:
-        """Feed `tokens`, put the next tokens in their place; the host reads nothing.
+        """Feed `tokens` and put the next tokens in their place; the host reads no result.
 
         Args:
             kind: `Sampling.kind`.
@@ -273,6 +277,6 @@ class Session:
         self.positions.add_(1)
 
     def choose(self, logits: Tensor, kind: str) -> None:
-        """Choose the next tokens from logits [B, vocabulary], and put them where steps read."""
+        """Choose the next tokens from logits [B, vocabulary], and put them where a step reads."""
         self.chosen.copy_(self.sampler.choose(logits, kind))
         self.tokens.copy_(self.chosen.clamp(min=0))

@@ -35,7 +35,7 @@ class Generation:
     """Seed of the batch, or a seed for each row: then a row's tokens do not depend on its
     neighbours."""
     eos_token_id: int | Sequence[int] | None = None
-    """Tokens that end a row; None takes the model's generation config's, [] none."""
+    """Tokens that end a row; None takes those of the model's generation config, [] none."""
     stop_strings: str | Sequence[str] = ()
     """Texts that end a row with the token that completes them. Needs `tokenizer`."""
     tokenizer: Any = None
@@ -48,7 +48,7 @@ class Generation:
     """This request's k, at most the handle's; None takes the policy's, else the handle's. 0 fetches
     nothing."""
     queue_length: int = 0
-    """Waiting requests, for the policy."""
+    """Requests that wait meanwhile; the policy reads it."""
     on_chunk: Callable[[int], Any] = lambda tokens: None
     """Called after each chunk of the prompt with the tokens a row that have been read."""
 
@@ -103,7 +103,7 @@ class Generation:
 
 
 class Prompt(NamedTuple):
-    """The prompt of a batch."""
+    """The prompts of a batch."""
 
     input_ids: Tensor
     """[B, L], int64."""
@@ -119,18 +119,18 @@ class _ClosedWhileReading(Exception):
 
 @dataclass(eq=False, repr=False)
 class Stream(Iterator[list["int | None"]]):
-    """The tokens of a running request: each step gives a list with a token for each row, None for
-    rows that have ended.
+    """Iterate over the tokens of a request: each step gives a list with a token for each row, None
+    for rows that have ended.
 
-    On a GPU the next step is started before the tokens of the last are waited for, so the device
-    never waits for the host. Use it as a context manager, or read it to its end, or `close` it:
-    then its cache serves the next request.
+    On a GPU the next step starts before the tokens of the last are waited for, so the device never
+    waits for the host. Use it as a context manager, read it to its end, or `close` it: then its
+    cache serves the next request.
     """
 
     engine: Any
     key: SessionKey
     prompt: Prompt | None
-    """None once it has been read."""
+    """None once its reading has begun."""
     generation: Generation
 
     def __post_init__(self) -> None:
@@ -140,15 +140,15 @@ class Stream(Iterator[list["int | None"]]):
         self.running = [True] * self.key.batch
         self.made = 0
         """Tokens a row that were chosen, or are being chosen on the device."""
+        # Newest tokens of each row, enough to hold any stop string: every token but special ones
+        # decodes to at least a byte.
         self._tails: list[list[int]] = [[] for _ in self.running]
-        # Every token but special ones decodes to at least a byte, so this many of the newest
-        # tokens hold any stop string.
         longest = max((len(stop.encode()) for stop in self.generation.stop_strings), default=0)
         self._tail_length = longest + 8
         # Tokens on their way to the host, each with the event that ends the copy (GPU only).
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._closed = False
-        self._is_reading = False
+        self._is_reading = False  # the prompt, whose `on_chunk` may close the request
 
     @property
     def group_size(self) -> int | None:
@@ -157,7 +157,7 @@ class Stream(Iterator[list["int | None"]]):
 
     @property
     def window_size(self) -> int | None:
-        """Nearest tokens kept as they are, s, now; None without CCA."""
+        """Nearest tokens that stay raw, s, of this request now; None without CCA."""
         return None if self.key.config is None else self.key.config.window_size
 
     @property
@@ -166,7 +166,7 @@ class Stream(Iterator[list["int | None"]]):
         return None if self.key.config is None else self.key.config.fetch_groups
 
     def configure(self, *, group_size: int | None = None, window_size: int | None = None) -> None:
-        """Shrink s of a running request, which frees memory and speeds up every further step.
+        """Shrink s of a running request, which frees memory and makes later steps faster.
 
         Steps already started (one, on a GPU) still see the old window.
 
@@ -255,13 +255,13 @@ class Stream(Iterator[list["int | None"]]):
         return tokens
 
     def _chunk_read(self, tokens: int) -> None:
-        """Tell the caller, who may end the request."""
+        """Tell the caller that a chunk is read; he may close the request by that."""
         self.generation.on_chunk(tokens)
         if self._closed:
             raise _ClosedWhileReading
 
     def _start_copy(self, session: Session) -> None:
-        """Start copying the newest tokens to the host, before the next step overwrites them."""
+        """Start to copy the newest tokens to the host, before the next step overwrites them."""
         self.made += 1
         host = session.chosen[:, 0].to("cpu", non_blocking=True, copy=True)  # in pinned memory
         copied = None
@@ -271,7 +271,7 @@ class Stream(Iterator[list["int | None"]]):
         self._pending.append((host, copied))
 
     def _read(self) -> list[int | None]:
-        """Return the oldest pending tokens; rows that they end stop running."""
+        """Wait for the oldest pending tokens and return them; rows that they end stop running."""
         host, copied = self._pending.popleft()
         if copied is not None:
             copied.synchronize()
@@ -289,7 +289,7 @@ class Stream(Iterator[list["int | None"]]):
         return tokens
 
     def _stops(self, row: int, token: int) -> bool:
-        """Whether this token completes a stop string."""
+        """Append a token to a row's tail; return whether it completes a stop string."""
         if not self.generation.stop_strings:
             return False
         self._tails[row] = [*self._tails[row], token][-self._tail_length :]
@@ -299,11 +299,12 @@ class Stream(Iterator[list["int | None"]]):
         return any(stop in text for stop in self.generation.stop_strings)
 
     def close(self) -> None:
-        """End the request; its cache is free for the next."""
+        """End the request; the engine keeps its cache for a later one."""
         self._end(reusable=True)
 
     def _end(self, reusable: bool) -> None:
-        """End the request; while its prompt is read, the reader gives the session back."""
+        """End the request and give its session back; while the prompt is read, `__next__` does so
+        afterwards."""
         self._closed = True
         self._pending.clear()
         self.prompt = None
