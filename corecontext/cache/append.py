@@ -48,8 +48,8 @@ def new_tokens(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> NewTokens:
 
 
 def reading_by(entries: Entries, device: str, is_prompt: bool) -> Reading:
-    """Return how the tokens of an append see the past: by core tokens alone without a store of
-    raw tokens."""
+    """Return how the tokens of an append see the past; without a store of raw tokens by core tokens
+    alone."""
     # mutant prefill: a prompt is read by CCA
     if entries.store is None:
         return EACH_BY_ITSELF

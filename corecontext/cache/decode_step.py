@@ -1,7 +1,6 @@
 """Append one token per row and attend from it, in tensor arithmetic only.
 
-Nothing that the host does depends on a number on the device, so that a step can be compiled, or
-captured in a CUDA graph.
+The host asks the device for no number, so that a step can be compiled or captured.
 """
 
 import torch
@@ -35,7 +34,7 @@ def decode_step(
     stored = entries.encode(k, v)
     _put_tokens(entries, position, stored)
     if closes:
-        _close_groups(entries, q, position)
+        _close_in_ring(entries, q, position)
     see = _visible(entries, position, num_cores)
     if entries.store is not None:
         entries.store.put_step(position, stored, closes=closes)
@@ -67,7 +66,7 @@ def _put_tokens(entries: Entries, position: Tensor, stored: list[Tensor]) -> Non
         write(buffer, slot[:, None], x)
 
 
-def _close_groups(entries: Entries, q: Tensor, position: Tensor) -> None:
+def _close_in_ring(entries: Entries, q: Tensor, position: Tensor) -> None:
     """Pool the group of every row whose newest token is a group's last; other rows keep theirs."""
     # Pool the newest token's group in all rows: which of them closes is known to the device only.
     slots = group_of(position, entries.group_size) % entries.ring_size

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""The largest code that is used, by kind: of 8-bit integers, and of floats with 4 bits of exponent
-and 3 of fraction."""
+"""The largest code: of 8-bit integers, and of floats with 4 bits of exponent and 3 of fraction."""
 
 
 def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -16,8 +15,8 @@ def encode(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         kind: "int8", or "fp8" (e4m3).
 
     Returns:
-        Codes [..., D] in int8, of "fp8" the bits of the floats; and scales [..., 1] in float32.
-        Code times scale is about x.
+        Codes [..., D] in int8 (of "fp8" the bits), and scales [..., 1] in float32: x is about code
+        times scale.
     """
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True) / LARGEST[kind]
@@ -36,7 +35,7 @@ def decode(codes: Tensor, scale: Tensor, kind: str, dtype: torch.dtype) -> Tenso
 
 def encode_pair(k: Tensor, v: Tensor, kind: str) -> list[Tensor]:
     """Return keys and values [..., D] as a cache stores them: as they are for kind "auto", else
-    codes of keys, codes of values, scales of keys, scales of values."""
+    codes of both, then scales of both."""
     if kind == "auto":
         return [k, v]
     k_codes, k_scale = encode(k, kind)

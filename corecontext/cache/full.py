@@ -239,8 +239,7 @@ def step_on_all(
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend from queries [B, H, T, D] of the last T tokens to keys and values [B, Hkv, S, D] up to
-    their own."""
+    """Attend causally from [B, H, T, D], the last T tokens, to keys and values [B, Hkv, S, D]."""
     options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)

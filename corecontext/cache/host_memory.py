@@ -87,8 +87,7 @@ def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.c
 
 
 _TOUCHED = 64 * 2**20
-"""Bytes from which threads bring pages into memory faster than pinning does: for fewer, it takes
-longer to wake the threads."""
+"""Least bytes that threads bring into memory faster than pinning does; to wake them takes time."""
 
 
 def _pages(size: int) -> Tensor:

@@ -23,11 +23,9 @@ class Late:
     """Hold what a layer's late core tokens are made of; all rows have one length."""
 
     queries: list[Tensor] = field(default_factory=list)
-    """[B, H, groups, D] each, in order: the queries of the last tokens of groups that are not
-    pooled yet."""
+    """[B, H, groups, D] each, of the last tokens of groups that are not pooled yet, in order."""
     length: int = 0
-    """Tokens of a row, padding excluded, after the last late append, or the last step that
-    completed a group."""
+    """Tokens of a row, without padding, after the last late append or step that filled a group."""
     newest: Newest | None = None
     """Raw tokens of these groups that are still on the device, where the store is in host memory:
     they need not be read back."""
@@ -42,14 +40,14 @@ def catch_up(layers: Sequence[Any]) -> None:
     """Bring ring, core tokens and index of layers, each a `LayerState`, up to their stores; layers
     of one shape share their launches."""
     layers = [layer for layer in layers if layer.lags]
-    alike: dict[Any, list[Any]] = {}
+    by_shape: dict[Any, list[Any]] = {}
     for layer in layers:
         layer.lags = False
         if layer.late.queries:
-            alike.setdefault(_shape(layer), []).append(layer)
+            by_shape.setdefault(_shape(layer), []).append(layer)
     try:
-        for group in alike.values():
-            _pool(group)
+        for alike in by_shape.values():
+            _pool(alike)
         for layer in layers:
             layer.fill_ring()
             layer.late = Late()
@@ -77,7 +75,7 @@ def _pool(layers: Sequence[Any]) -> None:
     count = layer.late.count
     first = layer.num_cores(layer.late.length) - count
     start = spec.sinks + first * g
-    # The groups of all layers, one behind the other: N = layers x B x Hkv sequences.
+    # Groups of all layers, one layer behind the other: N = layers x B x Hkv sequences.
     tokens = [x.store.read(start, start + count * g, x.late.newest) for x in layers]
     k, v = (
         torch.cat([x.flatten(0, 1) for x in each]).unflatten(1, (-1, g)) for each in zip(*tokens)

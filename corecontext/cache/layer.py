@@ -126,6 +126,7 @@ class CompactLayer(SavedState):
             raise ValueError(NO_GRADIENTS)
 
         with torch.no_grad():
+            # Padding, room and, with the first tokens, sizes and buffers.
             stops = self._take_padding(attention_mask, q.shape[0], start, end, q.device)
             if self.is_empty:
                 self._start(q, k)
@@ -136,7 +137,7 @@ class CompactLayer(SavedState):
             reading = reading_by(self, q.device.type, is_prompt)
             self._make_room(end)
             tokens = new_tokens(self, q, k, v)
-            # With gradients tokens are only stored here, and attention follows below.
+            # Entries are made late or now. With gradients tokens are stored, and attended to below.
             if not needs_grad and self._defers(reading, start, end):
                 out, self.late = append_late(self, tokens, start - self.pads[0], self.late)
                 self.lags = True

@@ -37,8 +37,7 @@ class Format(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """Hold tokens that were stored last and are still on the device: a store in host memory need
-    not read them back."""
+    """Hold tokens just stored, on the device: a store in host memory need not read them back."""
 
     position: int
     """Of the first of them."""
@@ -66,8 +65,7 @@ class RawStore:
         self.spec = spec
         self.format = format
 
-        # The index of one group on the meta device, which takes no memory, gives the shapes and
-        # dtypes of all.
+        # The index of one group, which takes no memory, gives the shapes and dtypes of all.
         key = self._decoded(like)[0]
         one_group = key[:, :1, :1].to("meta").expand(-1, -1, spec.group_size, -1)
         stored = () if spec.index.reads_raw else spec.index.encode(one_group, None)
@@ -333,8 +331,7 @@ class RawStore:
     # Writing
 
     def put(self, rows: slice, position: int, stored: list[Tensor]) -> None:
-        """Store encoded tokens [rows, Hkv, n, D] from a position on, and the index that is due with
-        them."""
+        """Store encoded tokens [rows, Hkv, n, D] from a position on, and the index due by them."""
         self.put_raw(rows, position, stored)
         end = position + stored[0].shape[2]
         self.index_tokens(rows, position, end, Newest(position, stored))

@@ -40,10 +40,8 @@ class Undo(NamedTuple):
 
 
 class LayerState(Entries):
-    """Entries, length and padding of one layer, whose rows can be reordered and repeated.
-
-    Arguments as of `CompactLayer`.
-    """
+    """Entries, length and padding of one layer, whose rows can be reordered and repeated; arguments
+    as of `CompactLayer`."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ def unchanged_by_errors(method: Callable[..., Any]) -> Callable[..., Any]:
         lengths = [x.seen for x in owners if isinstance(getattr(x, "seen", None), Tensor)]
         if any(is_captured(x.device) for x in lengths):
             return method(layer, *args, **kwargs)
-        # Lengths in tensors and padding change in place: they are written back.
+        # Lengths in tensors change in place, as padding does: errors write them back.
         numbers = [x.clone() for x in lengths]
         before = [(x, vars(x).copy()) for x in owners]
         writes: list[Callable[[], None]] = []

@@ -31,7 +31,7 @@ uncompiled."""
 MOST_PARTS = 32
 """Most variants of an MLP, norm or rotation that stay compiled. torch counts all norms of a model
 (of layers, of heads, with and without gradients) as variants of one function."""
-_REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)
+_REFUSED = (TorchDynamoException, FailOnRecompileLimitHit)  # by the compiler
 _ROTATE = "apply_rotary_pos_emb"  # transformers' name of the rotation in each model's file
 
 
@@ -58,8 +58,8 @@ class Fused:
     MLP and norm modules work on each token by itself; they are recognized by their class's name, as
     transformers names them. Modules that are compiled already keep their own. The rotation is a
     function of a model's file, so other models of that architecture also rotate by the fused
-    function for the length of the with block. Where the compiler fails (none for this machine, a
-    model that it cannot trace), a warning is given and the model runs uncompiled.
+    function for the length of the with block. Where the compiler fails (this machine has none, or
+    it cannot trace the model), a warning is given and the model runs uncompiled.
 
     Args:
         model: Any module.

@@ -88,8 +88,7 @@ class Sampling:
             for value in (getattr(config, name), settings.get(name)):
                 if value is not None:
                     chosen[name] = value
-        # Of `generate` a top_k of 0 is no limit.
-        return cls(chosen["temperature"], chosen["top_k"] or None, chosen["top_p"])
+        return cls(chosen["temperature"], chosen["top_k"] or None, chosen["top_p"])  # 0: no limit
 
 
 class Sampler:

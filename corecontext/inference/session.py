@@ -95,13 +95,13 @@ class Session:
     """Cache and buffers for batches of one size, length and settings; used for one request after
     another.
 
-    Where every layer is compact, and `static` is set or raw tokens are in a GPU's host memory, the
+    Where every layer is compact, and `static` is set or a GPU's raw tokens are in host memory, the
     cache has fixed buffers: a step reads and writes tensors that never move. Otherwise
     (sliding-window layers, no CCA, a CPU) the cache grows and steps are not captured.
     """
 
     model: Any
-    """Runs a step where buffers are not fixed."""
+    """Runs the steps that `forward` does not."""
     handle: Handle | None
     """The model's CCA handle; None for full attention."""
     key: SessionKey
@@ -127,12 +127,11 @@ class Session:
         # A captured step would rotate by the frequencies of the length when it was captured.
         is_fixed = self.fixed and self.key.rotated_length is None
         self.capture = self.capture and is_fixed and on_gpu and can_capture(self.model)
-        # Left padding of each row, for layers under full attention; then the same on the host.
         self.pad = torch.zeros(self.key.batch, dtype=torch.long, device=device)
-        self._pads = [0] * self.key.batch
+        """Left padding of each row, for layers under full attention."""
+        self._pads = [0] * self.key.batch  # the same on the host
         self.seen: Tensor | None = None
-        """Tokens of a row, padding included, for each layer under full attention with fixed
-        buffers, [layers]."""
+        """Tokens of a row in each layer, [layers], under full attention with fixed buffers."""
         self.cache = self._new_cache()
         # What the next step feeds, [B, 1]: tokens, always of the vocabulary, and their positions.
         self.tokens = torch.zeros(self.key.batch, 1, dtype=torch.long, device=device)
@@ -141,7 +140,7 @@ class Session:
         self.chosen = torch.zeros_like(self.tokens)
         # [B, max_length], for padded rows beside layers that are not compact.
         self.mask: Tensor | None = None
-        self.length = 0
+        self.length = 0  # tokens of a row, padding included
         self.sampler = Sampler(device, self.key.streams)
         self._captured: dict[str, CapturedStep] = {}  # by kind of sampling
 

@@ -303,8 +303,7 @@ class Stream(Iterator[list["int | None"]]):
         self._end(reusable=True)
 
     def _end(self, reusable: bool) -> None:
-        """End the request and give its session back; while the prompt is read, `__next__` does so
-        afterwards."""
+        """End the request and give its session back; while it reads its prompt, `__next__` does."""
         self._closed = True
         self._pending.clear()
         self.prompt = None
