@@ -81,8 +81,8 @@ def context_parallel_attention(
             return _by_document(inputs, shard, spec, backend)
         sizes, heads = heads_of_each(spec.group_size)
         outs = [
-            _by_document(inputs_of_size, shard, spec.replace(group_size=g), backend)
-            for g, inputs_of_size in zip(sizes, split_inputs(inputs, heads))
+            _by_document(inputs_of_g, shard, spec.replace(group_size=g), backend)
+            for g, inputs_of_g in zip(sizes, split_inputs(inputs, heads))
         ]
         return gather_heads(outs, heads)
 
@@ -112,20 +112,21 @@ def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tens
     processes, those without a token of it included."""
     tokens = inputs[:3]
     run = functools.partial(_attend_document, inputs, shard, spec, backend)
-    if len(shard.documents) <= 2:
+    if len(shard.documents) <= 2:  # a single document
         return run(shard.layout, tokens)
     layout = shard.layout
+    # The place of each chunk among this process's tokens.
     chunks = layout.chunks()
     offsets = dict(zip(chunks, accumulate((layout.lengths[i] for i in chunks), initial=0)))
     # Results, each behind the place of its first token among this process's tokens.
     pieces: list[tuple[int, Tensor]] = []
     for start, end in pairwise(shard.documents):
         document = layout.clip(start, end)
-        here = document.chunks()
-        if not here and not document.is_shared:
+        touched = document.chunks()
+        if not touched and not document.is_shared:
             continue
-        places = [offsets[i] + max(0, start - layout.starts[i]) for i in here] or [0]
-        lengths = [document.lengths[i] for i in here] or [0]
+        places = [offsets[i] + max(0, start - layout.starts[i]) for i in touched] or [0]
+        lengths = [document.lengths[i] for i in touched] or [0]
         spans = [slice(place, place + length) for place, length in zip(places, lengths)]
         out = run(document, [torch.cat([x[:, :, span] for span in spans], 2) for x in tokens])
         pieces += zip(places, out.split(lengths, 2))
