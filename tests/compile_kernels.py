@@ -6,8 +6,10 @@ the chip has, and the bytes a thread spills where Triton's CUDA tools say so. Wi
 kernel in one form; with it all head sizes, dtypes and variants.
 """
 
+import functools
 import itertools
 import json
+import operator
 import os
 import re
 import subprocess
@@ -208,6 +210,10 @@ LOSS = (loss_kernel.loss_kernel,)
 HEADS = 4  # query heads that share a KV head
 
 
+INTEGERS = {"int": "i32", "1": "constexpr"}
+"""Of `Kernel.types`: a whole number, and one that is 1."""
+
+
 class Kernel(NamedTuple):
     """One kernel as a launch would have it compiled."""
 
@@ -397,7 +403,9 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
         yield Kernel(group_slots._slots_kernel, sizes, types)
     types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
     types |= {"new": ("", ""), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
-    types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, 3, 2), "page_sizes": 3}
+    # Triton makes a constant of a stride of 1, as scales of pairs have it.
+    scales = ("int", "int", "1")
+    types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, scales, 2), "page_sizes": 3}
     types["slots"] = ("", "i32", "i32", "i64", "i64", "i64")
     tiles = pool_tiles(16, dim)
     flags = dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS", "HAS_INDEX"), True)
@@ -573,7 +581,11 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: torch.dtype) -> Any:
             aligned[i,] = [["tt.divisibility", 16]]
         elif name.endswith("strides") or isinstance(kernel.types.get(name), tuple):
             for path in paths_of(signature[name]):
-                aligned[(i, *path)] = [["tt.divisibility", 16]]
+                kind = functools.reduce(operator.getitem, path, signature[name])
+                if kind == "constexpr":
+                    constants[(i, *path)] = 1
+                else:
+                    aligned[(i, *path)] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(kernel.function, signature, constants, aligned), target=target, options=options
     )
@@ -583,6 +595,8 @@ def types_of(kind: Any, dtype: torch.dtype) -> Any:
     """Triton's types of one of `Kernel.types`."""
     if isinstance(kind, int):
         return ("i32",) * kind
+    if kind in INTEGERS:
+        return INTEGERS[kind]
     if isinstance(kind, str):
         return f"*{kind or NAMES[dtype]}"
     return tuple(types_of(x, dtype) for x in kind)

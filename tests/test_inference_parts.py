@@ -27,6 +27,7 @@ from corecontext.inference.session import SessionKey, configured
 from corecontext.inference.stream import Generation
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import handle_of
+from corecontext.ops.fetch.prompt_rule import WHOLE_TOKENS
 
 # The package has the function by the module's name.
 prefilled = importlib.import_module("corecontext.inference.prefill")
@@ -499,7 +500,8 @@ def test_a_sampler_starts_anew_with_each_request():
 
 def test_of_the_whole_probability_the_top_k_stay():
     """The probabilities of likelier tokens may add up to less than 1 in float32."""
-    logits = torch.randn(500, 40, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(500, 40, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    logits = logits.to(torch.get_default_device())
     assert (_kept(logits, torch.tensor([[7]]), torch.tensor([[1.0]])).sum(-1) == 7).all()
 
 
@@ -588,6 +590,7 @@ def test_padding_takes_no_position(monkeypatch):
 
 
 def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
+    monkeypatch.setitem(WHOLE_TOKENS, "cuda", 0)
     model = tiny_model()
     with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
         engine = Engine(model, static=True)
@@ -678,6 +681,7 @@ def test_each_kind_of_sampling_has_its_captured_step(model, monkeypatch):
     plain = sessions.Session(model, None, key._replace(config=None), **options)
     assert not plain.fixed
     # Pinned memory is allocated at once; steps that ask the device are not captured.
+    monkeypatch.setitem(WHOLE_TOKENS, "cuda", 0)
     host = CONFIG.replace(fetch_groups=2, store="host", backend="packed")
     for static, num_slots in ((False, 0), (True, 0), (False, 2), (True, 2)):
         key = key._replace(config=host.replace(fetch_slots=num_slots))

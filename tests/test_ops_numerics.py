@@ -36,6 +36,34 @@ def rotary_for(head_dim: int, device: torch.device) -> Rotary:
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "packed"])
+@pytest.mark.parametrize("first, step", [(0, 1), (1, 1), (0, 2)])
+def test_rows_of_any_layout(device, dtype, backend, first, step, monkeypatch):
+    """Rows that begin at odd elements, and elements with gaps: PyTorch's attention gets none."""
+    x = make_inputs(40, dtype=dtype, device=device)
+    qkv = (x.q, x.k, x.v)
+    dim = x.q.shape[-1]
+    wide = [x.new_empty(*x.shape[:-1], 2 * dim + 1) for x in qkv]
+    views = [x[..., first : first + dim * step : step] for x in wide]
+    for view, x in zip(views, qkv):
+        view.copy_(x)
+    attention = F.scaled_dot_product_attention
+
+    def spied(*tensors, **options):
+        for x in tensors:
+            *steps, last = (n * x.element_size() for n in x.stride())
+            assert last == x.element_size() and all(n % 16 == 0 for n in steps)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
+    for window_size in (40, 9):  # full attention, and CCA
+        run = functools.partial(
+            cca_attention, group_size=4, window_size=window_size, core_position="token"
+        )
+        assert torch.allclose(run(*views, backend=backend), run(*qkv, backend=backend), atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
 @pytest.mark.parametrize("group_size, window_size", [(4, 9), (7, 3), (16, 33)])
 def test_awkward_lengths(device, dtype, group_size, window_size):
     g, s = group_size, window_size

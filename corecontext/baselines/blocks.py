@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from corecontext.baselines import chunks
 from corecontext.ops.rotary import Rotary
+from corecontext.ops.torch_attention import scaled_attention
 
 ROWS = 1024
 """Queries of one block."""
@@ -66,7 +67,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Sco
     else:
         mask = mask.repeat(1, 1, repeats, 1)
     q = q.unflatten(1, (-1, repeats)).flatten(2, 3)  # [B, Hkv, r T, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
+    out = scaled_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
     return out.unflatten(2, (repeats, -1)).flatten(1, 2)
 
 
@@ -108,7 +109,7 @@ def sink_attention(
         k = expand_heads(k, q.shape[1])
         v = expand_heads(v, q.shape[1])
         is_causal = num_queries > 1
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scoring.scale)
+        return scaled_attention(q, k, v, is_causal=is_causal, scale=scoring.scale)
     if pads is None and num_queries == num_keys == num_slots and not scoring.softcap:
         return _whole_prompt(q, k, v, sinks, window_size, scoring.scale)
     slots = torch.arange(first, num_slots, device=q.device)

@@ -5,7 +5,6 @@ the baseline of the compact cache."""
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.cache.raw_store import num_bytes
@@ -13,6 +12,7 @@ from corecontext.cache.slots import write
 from corecontext.ops.api import backend_module, choose_backend
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.spec import Slots, Spec
+from corecontext.ops.torch_attention import scaled_attention
 
 
 class FullLayer:
@@ -229,7 +229,7 @@ def step_on_all(
             keys, values = (x.narrow(2, 0, end) for x in buffers)
             # The r query heads of a KV head are rows of one product.
             grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
-            return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).view(q.shape)
+            return scaled_attention(grouped, keys, values, scale=scale).view(q.shape)
     slot = (seen - pad).clamp(0, room - 1)[:, None]  # [B, 1]
     for buffer, x in zip(buffers, (k, v)):
         write(buffer, slot, x)
@@ -242,9 +242,9 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend causally from [B, H, T, D], the last T tokens, to keys and values [B, Hkv, S, D]."""
     options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.shape[2] == k.shape[2]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+        return scaled_attention(q, k, v, is_causal=True, **options)
     # Imported here: it loads the compiler, which takes a second.
     from torch.nn.attention.bias import causal_lower_right
 
     mask = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    return scaled_attention(q, k, v, attn_mask=mask, **options)

@@ -15,6 +15,11 @@ INDICES = {
 """The class of each index of fetch, as "module:class", by the form of its name. P stands for a
 number of parts, at least 1, and B for bits, 1, 2 or 4: "parts:4:2" is a name."""
 _NUMBERS = {"P": "([1-9][0-9]{0,8})", "B": "([124])"}
+# Compiled here: torch.compile cannot trace that in all releases.
+_PATTERNS = tuple(
+    (re.compile(":".join(_NUMBERS.get(word, word) for word in form.split(":"))), where)
+    for form, where in INDICES.items()
+)
 
 
 class IndexName(NamedTuple):
@@ -32,9 +37,8 @@ def parse_index(name: str) -> IndexName:
     Raises:
         ValueError: no index has this name.
     """
-    for form, where in INDICES.items():
-        pattern = ":".join(_NUMBERS.get(word, word) for word in form.split(":"))
-        match = re.fullmatch(pattern, name) if isinstance(name, str) else None
+    for pattern, where in _PATTERNS:
+        match = pattern.fullmatch(name) if isinstance(name, str) else None
         if match:
             return IndexName(where, tuple(map(int, match.groups())))
     raise ValueError(

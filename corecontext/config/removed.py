@@ -87,6 +87,8 @@ REMOVED = (
     ),
 )
 """Removed settings: a saved config, a command or a keyword that has one is refused."""
+# Compiled here: torch.compile cannot trace that in all releases.
+_PATTERNS = tuple((row, re.compile(row.values)) for row in REMOVED)
 
 MOVED_OPTIONS = {
     "--patterns": "the patterns of MInference's heads",
@@ -97,8 +99,8 @@ MOVED_OPTIONS = {
 
 def check_not_removed(field: str, value: Any) -> None:
     """Raise ValueError where an earlier version had this value of a setting."""
-    for row in REMOVED:
-        if field == row.field and re.fullmatch(row.values, str(value)):
+    for row, values in _PATTERNS:
+        if field == row.field and values.fullmatch(str(value)):
             # mutant config: a removed setting is ignored
             raise ValueError(
                 f"{field} must not be {shown(value)}, {row.what}, removed in version {row.since}. "

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from corecontext.config import BACKENDS, PAPER_RULE, CCAConfig, check_choice, refuses_removed
@@ -20,6 +19,7 @@ from corecontext.ops.fetch.index import Index
 from corecontext.ops.head_split import check_sizes, gather_heads, heads_of_each, split_inputs
 from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
+from corecontext.ops.torch_attention import scaled_attention
 
 # Dtypes for which "auto" takes Triton; in float32 `packed` (cuBLAS) is faster.
 _AUTO_TRITON = (torch.bfloat16, torch.float16)
@@ -283,7 +283,7 @@ def _attend(
         # mutant 1: full attention for one token too many
         if sized.is_full(length):
             # mutant 1: short rows forget the scale
-            out = F.scaled_dot_product_attention(
+            out = scaled_attention(
                 q, k, v, is_causal=True, scale=spec.scale, enable_gqa=k.shape[1] != q.shape[1]
             )
             return out, None

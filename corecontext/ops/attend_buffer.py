@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from corecontext.ops.torch_attention import scaled_attention
+
 
 def attend_buffer(
     q: Tensor,
@@ -42,7 +44,7 @@ def attend_buffer(
         of_entries = F.pad(mass.to(wide), (num_raw, 0))[:, :, None]  # [B, Hkv, 1, S]
         mask = torch.where(mask, of_entries, -torch.inf)
     if softcap is None:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        out = scaled_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.to(q.dtype).reshape(q.shape)
     scores = softcap * torch.tanh((grouped @ keys.mT).to(wide) * scale / softcap)
     if mask.dtype == torch.bool:

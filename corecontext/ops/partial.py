@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Upstream
+from corecontext.ops.torch_attention import with_aligned_rows
 
 _aten = torch.ops.aten
 _CHUNK_SCORES = 1 << 24  # scores held at once by the plain path: 64 MiB in float32
@@ -43,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, 
     """
     scale, _, is_causal, mask, _ = scoring
     kernel = _kernel(q, k, scoring)
-    q, k, v = map(_last_contiguous, (q, k, v))
+    q, k, v = map(with_aligned_rows, (q, k, v))
     if kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, is_causal, False, scale=scale
@@ -75,9 +76,9 @@ def backward(
     kernel = _kernel(q, k, scoring) if upstream.grad_lse is None else "plain"
     kv_shape = k.shape
     upstream = upstream._replace(
-        grad_out=_last_contiguous(upstream.grad_out), out=_last_contiguous(upstream.out)
+        grad_out=with_aligned_rows(upstream.grad_out), out=with_aligned_rows(upstream.out)
     )
-    q, k, v = map(_last_contiguous, (q, k, v))
+    q, k, v = map(with_aligned_rows, (q, k, v))
     k, v = (_expand(x, q) for x in (k, v))
     if kernel == "cudnn":
         grads = _cudnn_backward(upstream, q, k, v, scale, is_causal)
@@ -159,12 +160,6 @@ def _cudnn_stats_dim() -> int:
     """Count the dimensions of cuDNN's log-sum-exp: some releases add a fourth, of size 1."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device="cuda")
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    """Return x, copied unless the elements of a row are adjacent: torch's kernels assume it, and
-    check it only on GPUs."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_mask(seen: Tensor, like: Tensor) -> Tensor:
