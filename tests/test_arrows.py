@@ -36,7 +36,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BACKENDS = {
     "reference": {"fetch"},
     "packed": {"compose", "partial", "pooling", "merge", "sinks"},
-    "partial": set(),
+    "partial": {"torch_attention"},
     "pooling": {"mass", "rotary"},
 }
 """Backend files, and the files of ops that each may import: none imports another backend."""

@@ -237,7 +237,8 @@ def test_the_table_of_removed_settings_knows_which_fields_are_left():
 
 
 def test_a_saved_field_that_is_gone_is_ignored_unless_its_value_is(monkeypatch):
-    row = Removed("lost", r"yes|\(.+\)", "a try", "Use 'group_size'.", is_field_gone=True)
+    values = re.compile(r"yes|\(.+\)")
+    row = Removed("lost", values, "a try", "Use 'group_size'.", is_field_gone=True)
     monkeypatch.setattr("corecontext.config.removed.REMOVED", (row,))
     for value in ("no", ()):
         assert CCAConfig.from_dict({"lost": value}) == CCAConfig.from_dict({})

@@ -16,8 +16,9 @@ class Removed(NamedTuple):
     field: str
     """The setting: a field of `CCAConfig` or `TrainConfig` in that version, or "recipe", the
     argument of `corecontext train`."""
-    values: str
-    """A regular expression that matches the removed values as text."""
+    values: re.Pattern[str]
+    """A regular expression that matches the removed values as text. It is compiled, which not every
+    release of torch.compile can trace."""
     what: str
     """Their meaning, for the error."""
     instead: str
@@ -34,61 +35,77 @@ _SEARCH = (
     "finds them: train from NEW."
 )
 REMOVED = (
-    Removed("fetch_index", "core", "the index of core tokens", "Use 'mean' or 'pairs:2'."),
-    Removed("fetch_index", "bounds", "the index of least and largest values", "Use 'pairs:2'."),
     Removed(
-        "fetch_index", r"segments:\d+:\d+", "an index of segments of a group", "Use 'pairs:2'."
+        "fetch_index", re.compile("core"), "the index of core tokens", "Use 'mean' or 'pairs:2'."
     ),
-    Removed("fetch_index", r"parts:\d+", "an index of means as they are", "Use 'parts:P:B'."),
-    Removed("prefill", "cca", "a prompt read without fetch", "Use 'auto'."),
+    Removed(
+        "fetch_index",
+        re.compile("bounds"),
+        "the index of least and largest values",
+        "Use 'pairs:2'.",
+    ),
+    Removed(
+        "fetch_index",
+        re.compile(r"segments:\d+:\d+"),
+        "an index of segments of a group",
+        "Use 'pairs:2'.",
+    ),
+    Removed(
+        "fetch_index", re.compile(r"parts:\d+"), "an index of means as they are", "Use 'parts:P:B'."
+    ),
+    Removed("prefill", re.compile("cca"), "a prompt read without fetch", "Use 'auto'."),
     Removed(
         "pooling",
-        "(?!cca$).*",
+        re.compile("(?!cca$).*"),
         "another rule for core tokens than the paper's",
         "Leave it out; in a clone, `python -m reproduction` has mean and max pooling.",
         is_field_gone=True,
     ),
     Removed(
         "core_heads",
-        "(?!kv$).*",
+        re.compile("(?!kv$).*"),
         "a core token for each query head",
         "Leave it out.",
         is_field_gone=True,
     ),
     Removed(
         "core_bias",
-        r"(?!-?0(\.0)?$).*",
+        re.compile(r"(?!-?0(\.0)?$).*"),
         "a number added to core tokens' scores",
         "Leave it out, or use core_mass.",
         is_field_gone=True,
     ),
     Removed(
         "learned",
-        r"(?!\(\)$|\[\]$).*",
+        re.compile(r"(?!\(\)$|\[\]$).*"),
         "learned parameters of core tokens",
         "Leave it out, and train the model's own weights.",
         is_field_gone=True,
     ),
     Removed(
         "raw_heads",
-        "(?!0$).*",
+        re.compile("(?!0$).*"),
         "a search before training for KV heads that keep every token",
         _SEARCH,
         is_field_gone=True,
     ),
-    Removed("recipe", "raw", "the recipe of KV heads that keep every token", _SEARCH),
-    Removed("deepspeed", "(?!None$).+", "DeepSpeed's settings", "Use --fsdp.", is_field_gone=True),
+    Removed("recipe", re.compile("raw"), "the recipe of KV heads that keep every token", _SEARCH),
+    Removed(
+        "deepspeed",
+        re.compile("(?!None$).+"),
+        "DeepSpeed's settings",
+        "Use --fsdp.",
+        is_field_gone=True,
+    ),
     Removed(
         "push_to",
-        "(?!None$).+",
+        re.compile("(?!None$).+"),
         "a push to the hub after training",
         "Use `hf upload NAME OUTPUT/model`.",
         is_field_gone=True,
     ),
 )
 """Removed settings: a saved config, a command or a keyword that has one is refused."""
-# Compiled here: torch.compile cannot trace that in all releases.
-_PATTERNS = tuple((row, re.compile(row.values)) for row in REMOVED)
 
 MOVED_OPTIONS = {
     "--patterns": "the patterns of MInference's heads",
@@ -99,8 +116,8 @@ MOVED_OPTIONS = {
 
 def check_not_removed(field: str, value: Any) -> None:
     """Raise ValueError where an earlier version had this value of a setting."""
-    for row, values in _PATTERNS:
-        if field == row.field and values.fullmatch(str(value)):
+    for row in REMOVED:
+        if field == row.field and row.values.fullmatch(str(value)):
             # mutant config: a removed setting is ignored
             raise ValueError(
                 f"{field} must not be {shown(value)}, {row.what}, removed in version {row.since}. "

@@ -40,7 +40,8 @@ def write_group_index(
         place: The KV head; the number of the group that new tokens complete, if they do; tokens of
             the sequence; its tokens before the new ones.
         num_centred: Tokens behind the sinks that the centre counts, whole groups.
-        strides: Of pages of raw tokens, of codes, of scales and of centres.
+        strides: Of pages of raw tokens, of codes, of scales and of centres, named one by one:
+            Triton 3.6 cannot pass on a slice of strides where one is 1.
         page_sizes: Entries of a page of raw tokens and of core tokens.
     """
     codes_ptr, scales_ptr, centre_ptr, rotation_ptr = index

@@ -295,7 +295,6 @@ def _pool_pages_kernel(
             (table_ptr, core_table_ptr),
             (head, group, length, past),
             num_centred,
-            # One by one: Triton 3.6 cannot pass on a slice where a stride is 1.
             (page_strides, strides[8], strides[9], strides[10]),
             page_sizes,
             SINKS,
