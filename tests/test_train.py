@@ -22,6 +22,7 @@ from tiny_model import save_tiny_model
 from train_runs import ROOT, STEPS, assert_equal, stop_at, weights
 
 import corecontext
+from corecontext import terminal
 from corecontext.cli import main
 from corecontext.data import corpus
 from corecontext.files import UserError
@@ -39,14 +40,17 @@ def whole(setting) -> dict[str, torch.Tensor]:
     return weights(setting)
 
 
-def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys):
-    config = load_recipe(str(ROOT / "recipes/tiny_cpu.py"))
+def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0)
+    recipe = str(ROOT / "recipes/tiny_cpu.py")
     out, cache = str(tmp_path / "run"), str(tmp_path / "cache")
-    assert (
-        main(["train", str(ROOT / "recipes/tiny_cpu.py"), "--output", out, "--cache-dir", cache])
-        == 0
-    )
-    last = capsys.readouterr().out.splitlines()[-1]
+    config = load_recipe(recipe)
+    assert main(["train", recipe, "--output", out, "--cache-dir", cache]) == 0
+    shown = capsys.readouterr()
+    rows = config.rows_per_step(1)
+    title = f"training, 24 steps, each of {rows} x {config.context_length} tokens"
+    assert f"{title}\n" in shown.err and f"{title}: 100 %" in shown.err
+    last = shown.out.splitlines()[-1]
     assert "24 steps, loss" in last and "eval loss" in last and "epoch" not in last
     state = transformers.TrainerState.load_from_json(f"{out}/checkpoint-24/trainer_state.json")
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
