@@ -291,17 +291,18 @@ def test_chunks_decoding_tokens_and_shared_beginnings(make_layers, monkeypatch, 
     run_requests(Runner(config, 40), settings, 12)  # a core page is 12 tokens
 
 
-@pytest.mark.parametrize("full_until, store", [(99, "device"), (13, "device"), (13, "host")])
+@pytest.mark.parametrize("full_until, slots", [(99, None), (13, None), (13, 0), (13, 1)])
 def test_prompts_are_read_by_their_rule_and_answers_choose(
-    make_layers, monkeypatch, full_until, store
+    make_layers, monkeypatch, full_until, slots
 ):
     """Chunks, a prompt's last token by itself, decoding tokens beside a chunk, drafts, and a
     beginning that is shared in multiples of a core page of two groups. Chunks begin at shares, and
     are longer than drafts where they share a choice."""
     device = torch.get_default_device().type
     monkeypatch.setitem(prompt_rule.PROMPT_LENGTHS, device, full_until)
-    fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": store, "core_mass": True}
-    fetch |= {"fetch_share": 6, "fetch_slots": 1}
+    fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "fetch_share": 6, "core_mass": True}
+    if slots is not None:
+        fetch |= {"store": "host", "fetch_slots": slots}
     config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
     config.speculative_config = SimpleNamespace(
         method="ngram",
