@@ -397,16 +397,16 @@ def test_a_line_has_its_content(error, line):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"layer_group_sizes": [4, 4, 8]}, "each of the 2 full-attention layers, got 3."),
+        ({"layer_group_sizes": [4, 8]}, "each of the 1 full-attention layers, got 2."),
         ({"head_group_sizes": [4, 4, 8]}, "each of the 2 KV heads, got (4, 4, 8)."),
-        ({"layer_group_sizes": [4, [4, 8, 4]]}, "each of the 2 KV heads, got (4, 8, 4)."),
+        ({"layer_group_sizes": [[4, 8, 4]]}, "each of the 2 KV heads, got (4, 8, 4)."),
     ],
     ids=["layers", "heads", "heads of a layer"],
 )
 def test_settings_that_do_not_fit_the_model_are_written_nowhere(
     variant, sizes, message, tmp_path, capsys
 ):
-    folder = variant(cca=sizes)
+    folder = variant(cca=sizes, layer_types=["full_attention", "sliding_attention"])
     new = tmp_path / "new"
     for arguments in (["convert", folder, str(new)], ["info", "--model", folder]):
         assert main(arguments) == 2
