@@ -101,7 +101,7 @@ def test_a_comparison_is_left_out_where_it_says_nothing(tmp_path):
     )
     Arguments.world_size = 2
     assert compare(config.replace(context_length=2048), tmp_path, None, None, Arguments) is None
-    assert "Before and after" not in card._compared(None)
+    assert "Before and after" not in card._comparison_table(None)
 
 
 def test_a_model_that_cannot_be_measured_leaves_the_comparison_out(tmp_path, monkeypatch, caplog):
@@ -148,8 +148,8 @@ def test_windows_are_rows_of_one_document():
 
 def test_the_table_has_a_column_of_needles_where_there_are_any():
     comparison = Comparison([Line("m", 3.0, 2)], 4, 2048, 10, 2016)
-    text = card._compared(comparison)
+    text = card._comparison_table(comparison)
     assert "| m | 3.000 | 2 of 10 |" in text and "4 windows of 2048 tokens" in text
     assert "hidden in 2016 tokens" in text
-    text = card._compared(comparison._replace(needles=0))
+    text = card._comparison_table(comparison._replace(needles=0))
     assert "| m | 3.000 |\n" in text and "eedles" not in text

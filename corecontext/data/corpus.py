@@ -30,15 +30,13 @@ def read_corpus(
             one a row), folders of such files, or "hub:NAME[@REVISION][:CONFIG[:SPLIT]]" for a
             dataset on the Hugging Face hub, or a folder that `datasets.load_dataset` takes; the
             default split is "train".
-        text_field: Field of a row with the text; dots go into objects ("meta.text").
-        source_field: Field of a row with the kind of text; without it all documents have the
-            source "".
+        text_field, source_field: See `Fields`.
         workers: Processes that tokenise.
         cache_dir: Folder for tokens, which a later call reads again; default that of `datasets`.
 
     Returns:
-        Columns input_ids (with the tokenizer's beginning, and its end of text after each document),
-        length, source and origin (file and line, for messages). Memory-mapped.
+        Columns input_ids (of `encoder`), length (tokens), source (kind of text) and origin (file
+        and line, for messages), memory-mapped.
 
     Raises:
         UserError: a file is missing, broken (says where) or holds no text, or a hub dataset cannot
@@ -49,12 +47,12 @@ def read_corpus(
     check_named(names)
     fields = Fields(text_field, source_field)
     files = [path for name in names if not name.startswith(HUB) for path in files_of(name)]
-    sources = []
+    text_datasets = []
     if files:
-        # Most errors in the data show here, before any bar of progress.
+        # The first document shows most errors in the data before any bar of progress.
         if next(documents(files, fields), None) is None:
             raise UserError(NO_TEXT)
-        sources.append(
+        text_datasets.append(
             _generated(
                 documents,
                 {"paths": [str(path) for path in files], "fields": fields},
@@ -68,11 +66,12 @@ def read_corpus(
         if name.startswith(HUB):
             hub_name = HubName.parse(name)
             rows = hub_name.load(cache_dir=cache_dir)
-            given = {"rows": rows, "fields": fields}
+            arguments = {"rows": rows, "fields": fields}
             marks = (rows._fingerprint, *hub_name, *fields)
             generator = hub_name.documents
-            sources.append(_generated(generator, given, _text_features(), marks, cache_dir))
-    corpora = [_tokenise(rows, tokenizer, workers) for rows in sources]
+            texts = _generated(generator, arguments, _text_features(), marks, cache_dir)
+            text_datasets.append(texts)
+    corpora = [_tokenise(texts, tokenizer, workers) for texts in text_datasets]
     if len(corpora) == 1:
         return corpora[0]
     return datasets.concatenate_datasets(corpora)
@@ -88,13 +87,13 @@ def read_beginning(
     seed: int = 0,
     cache_dir: str | None = None,
 ) -> Any:
-    """Return the token ids of only so many documents as have `tokens` tokens, in the columns of
-    `read_corpus`; nothing behind them is read or received from the hub.
+    """Return the dataset of `read_corpus` for only so many documents as have `tokens` tokens; no
+    more are read or received from the hub.
 
     Args:
         names: As of `read_corpus`; documents are taken from each in turn.
-        shuffle: Documents of a hub dataset that are shuffled together, by `seed`; its parts come in
-            random order, too.
+        shuffle: Documents of a hub dataset that are shuffled together, by `seed`; the files of the
+            dataset come in random order, too.
 
     Raises:
         UserError: as `read_corpus`, or the hub does not answer, after the retries of `datasets`.
@@ -103,17 +102,18 @@ def read_beginning(
     encode = encoder(tokenizer)
     files = {name: files_of(name) for name in names if not name.startswith(HUB)}
 
-    def received(name: str) -> Iterator[dict[str, str]]:
+    def documents_of(name: str) -> Iterator[dict[str, str]]:
         if name in files:
             return documents(files[name], fields)
         hub_name = HubName.parse(name)
         rows = hub_name.load(cache_dir=cache_dir, streaming=True)
         return hub_name.documents(rows.shuffle(seed=seed, buffer_size=shuffle), fields)
 
-    def beginning() -> Iterator[dict[str, Any]]:
-        rounds = itertools.zip_longest(*map(received, names))
+    def tokenised() -> Iterator[dict[str, Any]]:
+        rounds = itertools.zip_longest(*map(documents_of, names))
         in_turn = filter(None, itertools.chain.from_iterable(rounds))
         count = 0
+        # 16 at once: the tokenizer encodes them in parallel.
         while count < tokens and (batch := list(itertools.islice(in_turn, 16))):
             for document, ids in zip(batch, encode([document.pop("text") for document in batch])):
                 yield {"input_ids": ids, "length": len(ids), **document}
@@ -123,7 +123,7 @@ def read_beginning(
 
     stamps = _stamps(itertools.chain.from_iterable(files.values()))
     marks = (*names, *stamps, *fields, tokens, shuffle, seed, *_identity(tokenizer))
-    return _generated(beginning, {}, _token_features(), marks, cache_dir)
+    return _generated(tokenised, {}, _token_features(), marks, cache_dir)
 
 
 def _generated(
@@ -134,8 +134,8 @@ def _generated(
     cache_dir: str | None,
     workers: int = 1,
 ) -> Any:
-    """Return the rows of a generator as a dataset, cached under these marks; its lists of arguments
-    are split among the workers."""
+    """Return the rows that a generator yields as a dataset, cached on disk under a hash of `marks`.
+    Arguments that are lists are split among the workers."""
     import datasets
 
     return _with_user_errors(
@@ -159,8 +159,8 @@ def check_named(names: Sequence[str]) -> None:
 
 
 def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
-    """Return a function from texts to token ids: with the tokenizer's beginning, and its end of
-    text after each document."""
+    """Return a function from texts to their token ids: they begin as the tokenizer has it (with
+    BOS, or without), and end with its end of text (EOS)."""
     eos = tokenizer.eos_token_id
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -173,7 +173,7 @@ def encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
 
 
 def _tokenise(rows: Any, tokenizer: Any, workers: int) -> Any:
-    """Replace each row's text by its token ids and their number."""
+    """Return the dataset with the columns input_ids and length in place of the text."""
     encode = encoder(tokenizer)
 
     def tokens(batch: dict[str, list]) -> dict[str, list]:
@@ -216,18 +216,20 @@ def _token_features() -> Any:
 
 
 def _identity(tokenizer: Any) -> tuple[str, int | None]:
-    """Name a tokenizer by its content: its pickle changes with use."""
+    """Return the content of a tokenizer, for `marks`: its pickle, as `datasets` would take it,
+    changes with use."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = repr(tokenizer) if backend is None else backend.to_str()
     return content, tokenizer.eos_token_id
 
 
 def _stamps(files: Iterable[Path]) -> list[str]:
-    """Tell the versions of files apart."""
+    """Return texts that change when the files do, for `marks`."""
     return [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
 def _digest(*values: Any) -> str:
+    """Return a hash of plain values, 16 digits."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Read documents from files and from datasets on the hub, and name the place of broken ones."""
+"""Read documents from files and from datasets on the hub, and name the row of each error."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from corecontext.data.readers import KINDS, ending_of, kind_of, numbered_lines, 
 from corecontext.files import UserError, first_line
 
 HUB = "hub:"
+"""Begins the name of a dataset on the hub."""
 
 
 class Fields(NamedTuple):
-    """Which fields of a row to read; dots go into objects ("meta.text")."""
+    """The fields of a row to read; "meta.text" is the field text of the object in field meta."""
 
     text: str = "text"
     """Field with the text."""
     source: str | None = None
-    """Field with the kind of text; None for one source, ""."""
+    """Field with the kind of text, a document's source; None gives all the source ""."""
 
 
 class HubName(NamedTuple):
-    """A dataset on the hub, or a folder that `datasets.load_dataset` takes:
-    hub:NAME[@REVISION][:CONFIG[:SPLIT]]."""
+    """The parts of hub:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset on the hub or a folder that
+    `datasets.load_dataset` takes."""
 
     identifier: str
     revision: str | None
@@ -70,8 +71,8 @@ class HubName(NamedTuple):
             raise UserError(f"dataset '{self.identifier}' cannot be had: {reason}") from None
 
     def documents(self, rows: Iterable[dict[str, Any]], fields: Fields) -> Iterator[dict[str, str]]:
-        """Yield text, source and origin of each of its rows with text: public datasets have many
-        without.
+        """Yield text, source and origin of each row of the dataset that has text: many rows of
+        public datasets have none.
 
         Raises:
             UserError: no row has text; the hub does not answer, after the retries of `datasets`; or
@@ -117,10 +118,10 @@ def documents(paths: Sequence[str | Path], fields: Fields) -> Iterator[dict[str,
 
 
 def document(row: dict[str, Any], where: str, fields: Fields) -> dict[str, str] | None:
-    """Return the text, source and origin of a row, or None where the text is empty.
+    """Return a row's text, source and origin, which is `where`; None where the text is empty.
 
     Args:
-        where: File or dataset, and number of the row, "NAME:NUMBER".
+        where: File or dataset, and number of the row from 1, "NAME:NUMBER".
 
     Raises:
         UserError: a field is missing, or the text is not a string or not valid Unicode.
@@ -143,7 +144,7 @@ def document(row: dict[str, Any], where: str, fields: Fields) -> dict[str, str] 
 
 
 def field(row: dict[str, Any], name: str, where: str) -> Any:
-    """Return the value under a name, whose dots go into objects."""
+    """Return the value of a row's field; dots in the name go into objects, as in `Fields`."""
     value: Any = row
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -184,7 +185,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def _parquet_rows(path: Path, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number from 1, row) of a parquet file, with the columns of `fields` only."""
+    """Yield (number from 1, row) of a parquet file, with only those columns that have `fields`."""
     import pyarrow
     from pyarrow import parquet
 

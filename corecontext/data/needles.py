@@ -16,17 +16,18 @@ QUESTION = (
     "quiz you about the number afterwards.\n\n{text}\n\nWhat is the special magic number?"
 )
 ANSWER = "The special magic number is"
-"""The beginning of the answer, which the prompt ends with."""
+"""The beginning of the answer; the prompt ends with it."""
 ANSWER_TOKENS = 32
-"""Most tokens of an answer."""
+"""Most tokens that a model may answer with."""
 
 
 class Needle(NamedTuple):
     """A prompt in the model's chat template whose answer is a number hidden in it."""
 
     ids: list[int]
+    """The tokens of the prompt."""
     answer: list[int]
-    """The tokens of the number."""
+    """Those of the number."""
     number: str
     depth: float
     """Place of the number in the text, from 0 (the beginning) to 1 (the end)."""
@@ -37,13 +38,14 @@ class Needle(NamedTuple):
 
 
 def make_needles(text: str, tokenizer: Any, length: int, count: int, seed: int) -> list[Needle]:
-    """Return prompts of at most `length` tokens, and only a few fewer, at `count` even depths.
+    """Return `count` prompts of at most `length` tokens, and only a few fewer; the number is at
+    evenly spaced depths.
 
     Each has another piece of the text and another number of seven digits.
 
     Raises:
         UserError: the text is too short, the length has no room for a question, or the tokenizer
-            gives no places.
+            does not tell the offsets of its tokens.
     """
     offsets = _encode(tokenizer, text)["offset_mapping"]
     if len(offsets) < length:
@@ -56,36 +58,37 @@ def make_needles(text: str, tokenizer: Any, length: int, count: int, seed: int) 
         number = str(rng.randrange(10**6, 10**7))
         start = rng.randrange(len(offsets) - length + 1)
         depth = i / max(1, count - 1)
-        tokens = length
+        piece_tokens = length
         needle = None
-        # Cut the text until the prompt fits: its question and template take tokens, too.
+        # Cut the piece until the prompt fits: question and chat template take tokens, too.
         while needle is None or len(needle.ids) > length:
-            tokens -= 0 if needle is None else len(needle.ids) - length
-            if tokens < 1:
+            piece_tokens -= 0 if needle is None else len(needle.ids) - length
+            if piece_tokens < 1:
                 raise UserError(f"length must have room for a question, got {length} tokens.")
-            piece = text[offsets[start][0] : offsets[start + tokens - 1][1]]
+            piece = text[offsets[start][0] : offsets[start + piece_tokens - 1][1]]
             needle = _needle(tokenizer, piece, number, depth)
         needles.append(needle)
     return needles
 
 
 def _needle(tokenizer: Any, text: str, number: str, depth: float) -> Needle:
-    """Return a chat that asks for the number hidden in a text."""
+    """Hide a number in a text, and return the prompt that asks for it."""
     fact = Fact("passkey", SENTENCE.format(number=number), "", number)
     question = QUESTION.format(text=plant(text, [fact], [depth]))
     prompt = chat_prompt(tokenizer, [("user", question)]) + ANSWER
-    ids, (place,) = find_tokens(tokenizer, f"{prompt} {number}", [(len(prompt), len(prompt) + 8)])
+    span = (len(prompt), len(prompt) + 1 + len(number))  # a blank and the number
+    ids, (place,) = find_tokens(tokenizer, f"{prompt} {number}", [span])
     return Needle(ids[: place.start], ids[place], number, depth)
 
 
 def find_tokens(
     tokenizer: Any, text: str, places: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[slice]]:
-    """Return the tokens of a text, and which of them hold the characters of places [start, end) in
-    it.
+    """Return the tokens of a text, and for each of `places`, characters from start to end
+    (exclusive), the slice of the tokens that hold it.
 
     Raises:
-        UserError: the tokenizer gives no places.
+        UserError: the tokenizer does not tell the offsets of its tokens.
     """
     encoded = _encode(tokenizer, text)
     offsets = encoded["offset_mapping"]
@@ -96,7 +99,7 @@ def find_tokens(
 
 
 def _encode(tokenizer: Any, text: str) -> Any:
-    """Return the tokens of a text with the place of each in it."""
+    """Return a text's "input_ids" and "offset_mapping": (start, end) of each token's characters."""
     options = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
     encoded = {}
     with contextlib.suppress(ValueError, NotImplementedError):

@@ -1,7 +1,7 @@
 """Pack documents into rows of one length, and order the rows of a run.
 
 A row is a slice of all documents' tokens laid end to end. Tokens are copied only when a row is
-read, and rows follow from lengths and seeds alone: a row number names the same tokens in every run.
+read. Lengths and a seed fix all rows: a row number names the same tokens in every run.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ class PackedRows(torch.utils.data.Dataset):
         """Lay documents end to end.
 
         Args:
-            documents: With columns input_ids, length and origin, as `read_corpus` makes.
+            documents: A `datasets.Dataset` with the columns of `read_corpus`.
             row_length: Tokens of a row, L.
-            order: Numbers of documents, repeats allowed; None takes all in their order.
+            order: Numbers of the documents to lay, repeats allowed; None is each once, in order.
 
         Raises:
             UserError: there are fewer tokens than a row has.
@@ -42,6 +42,7 @@ class PackedRows(torch.utils.data.Dataset):
         self.row_length = row_length
         self.order = np.arange(len(documents)) if order is None else order
         lengths = np.asarray(documents.with_format("numpy")["length"][:])[self.order]
+        # The document order[i] has the tokens edges[i] to edges[i + 1] of all.
         self.edges = np.concatenate(([0], np.cumsum(lengths)))
         self.origins = documents.select_columns(["origin"])
         self.tokens = documents.select_columns(["input_ids"]).with_format("numpy")
@@ -57,7 +58,7 @@ class PackedRows(torch.utils.data.Dataset):
         return int(self.edges[-1] // self.row_length)
 
     def _pieces(self, row: int) -> Iterator[Piece]:
-        """Yield the documents' pieces in a row, in order."""
+        """Yield the pieces of documents that make a row, in order."""
         at = row * self.row_length
         end = at + self.row_length
         index = int(np.searchsorted(self.edges, at, "right")) - 1
@@ -80,8 +81,8 @@ class PackedRows(torch.utils.data.Dataset):
         return fill_row(self.row_length, pieces, row)
 
     def mark(self) -> str:
-        """Return 16 digits that tell rows of other data apart: they depend on the documents'
-        lengths and order, and on the tokens of nine rows."""
+        """Return 16 digits that tell these rows from those of other data: a hash of the lengths in
+        their order, and of the tokens of nine rows."""
         digest = hashlib.sha256(self.edges.tobytes())
         for row in np.linspace(0, len(self) - 1, 9).astype(int).tolist():
             digest.update(self[row]["input_ids"].numpy().tobytes())
@@ -100,8 +101,8 @@ class PackedRows(torch.utils.data.Dataset):
 
 
 def fill_row(row_length: int, pieces: Sequence[np.ndarray], row: int) -> dict[str, Any]:
-    """Return input_ids, labels and position_ids, int64 [L] each, and the row's number; the first
-    token of each piece has no label, because the token before it is another document's."""
+    """Return input_ids, labels and position_ids, int64 [L] each, and the row's number. Labels are
+    the ids, not shifted; a piece's first has none: before it is another document's token."""
     ids = np.empty(row_length, np.int64)
     labels = np.empty(row_length, np.int64)
     positions = np.empty(row_length, np.int64)
@@ -141,12 +142,12 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 def upsampled(
     lengths: np.ndarray, sources: Sequence[str], long_tokens: int, long_share: float, seed: int
 ) -> np.ndarray:
-    """Return document numbers in random order in which long documents make up `long_share` of each
-    source's tokens.
+    """Return document numbers in random order, chosen so that long documents have `long_share` of
+    each source's tokens.
 
-    Each source keeps its share of all tokens: long documents are repeated, and as many tokens of
-    short documents are left out. A source whose long documents already have the share, or that has
-    none, stays as it is.
+    Each source keeps its number of tokens: long documents are repeated, and as many tokens of short
+    documents are left out. A source whose long documents already have the share, or that has none,
+    stays as it is.
 
     Args:
         lengths: Tokens of each document.
@@ -174,7 +175,8 @@ def upsampled(
 def _draw(
     documents: np.ndarray, lengths: np.ndarray, tokens: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw documents in random order, pass after pass, until they have so many tokens."""
+    """Draw documents in random order, all of them before one is drawn again, until they have so
+    many tokens."""
     drawn: list[int] = []
     count = 0
     while count < tokens:
@@ -189,15 +191,16 @@ def _draw(
 def run_order(
     num_rows: int, num_samples: int, seed: int, *, block: int = 1, repeats: int = 1
 ) -> list[int]:
-    """Return the rows of a whole run in training order: pass after pass over all rows, each
-    shuffled by its number.
+    """Return the numbers of a whole run's rows in training order: pass after pass over all rows,
+    each pass shuffled by the seed and its own number.
 
     A single list instead of epochs, so that batch n is the same whether the run was interrupted
     before it or not.
 
     Args:
-        block, repeats: Each `block` neighbours come `repeats` times, for processes that share a
-            batch.
+        num_samples: Rows of the run, before repeats.
+        block, repeats: Each batch of `block` rows comes `repeats` times in turn, for processes that
+            share a batch.
     """
     passes = range(-(-num_samples // num_rows))
     shuffles = [np.random.default_rng((seed, i)).permutation(num_rows) for i in passes]

@@ -35,13 +35,13 @@ OPENERS: dict[str, Any] = {
     ".bz2": bz2.open,
     ".zst": _open_zst,
 }
-"""How to open a file, by the ending of its compression."""
+"""Functions that open a file, by the ending of its compression."""
 KINDS = {
     "text": (".txt", ".md", ".text"),
     "lines": (".jsonl", ".ndjson"),
     "parquet": (".parquet",),
 }
-"""Endings of each kind of file."""
+"""Endings of each kind of file, without that of a compression; "lines" has a JSON object a line."""
 _DAMAGED = (ValueError, OSError, EOFError, lzma.LZMAError, zlib.error)
 """Errors of decompressing and parsing."""
 
@@ -122,7 +122,7 @@ def read_lines(path: str | Path, needs: Sequence[str] = ()) -> Iterator[dict[str
 def numbered_lines(
     path: str | Path, needs: Sequence[str] = ()
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object), otherwise as `read_lines`."""
+    """Yield (line number from 1, object) as `read_lines` yields objects."""
     number = 0
     try:
         with open_text(path) as lines:
@@ -165,8 +165,8 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_documents(path: str | Path) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, domain, text) of each document: objects with "text" in a JSON-lines file, or one
-    plain text file.
+    """Yield (name, domain, text) of each document: the fields "id", "domain" and "text" of each
+    object in a JSON-lines file, or one plain text file.
 
     Raises:
         UserError: the file cannot be read, or a line has no text; the message names the line.
@@ -192,10 +192,10 @@ def file_hash(path: str | Path) -> str:
 
 
 def model_hash(name: str) -> str:
-    """Return 16 digits that tell checkpoints of one name apart, "" for a name on the hub.
+    """Return 16 digits that tell checkpoints of one name apart; "" for a name on the hub.
 
-    They depend on config.json and on the size, the first 64 KiB and the last MiB of each weights
-    file.
+    They are a hash of config.json and each file of weights: of its name, its size, its first 64 KiB
+    and its last MiB.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():

@@ -72,7 +72,7 @@ class Fact:
 
 
 def make_fact(rng: random.Random, kind: str) -> Fact:
-    """Return a fact of a kind, its key and answer drawn at random.
+    """Return a fact of a kind; what it is about and its answer are drawn at random.
 
     Raises:
         ValueError: the kind is unknown.
@@ -95,7 +95,7 @@ def make_facts(rng: random.Random, kinds: Sequence[str], n: int) -> list[Fact]:
     """Return n facts with different questions, whose kinds alternate through `kinds`.
 
     Args:
-        n: At most a few hundred: keys are drawn again until they differ.
+        n: At most a few hundred: facts are drawn again until their questions differ.
     """
     facts: dict[str, Fact] = {}
     while len(facts) < n:
@@ -131,8 +131,8 @@ def plant(text: str, facts: Sequence[Fact], depths: Sequence[float]) -> str:
 
 
 def nearest_boundary(text: str, position: int) -> int:
-    """Return the beginning of a line or sentence nearest to a position; the beginning of the text
-    always is such a place."""
+    """Return the position nearest to `position` at which a line or a sentence begins; 0 is always
+    one."""
     before = max(text.rfind("\n", 0, position) + 1, text.rfind(". ", 0, position) + 2)
     if before == 1:  # neither found
         before = 0

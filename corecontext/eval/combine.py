@@ -7,11 +7,11 @@ from typing import Any
 from corecontext.record import Record
 
 Values = Mapping[str, tuple[float, int]]
-"""(value, items or tokens) of the whole, "", and of its parts by name."""
+"""By the name of a part, "" for the whole: (value, number of items or tokens)."""
 
 
 def group_by(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
-    """Return the records by a key, in the order of first occurrence."""
+    """Return the records of each key, keys in the order of their first occurrence."""
     groups: dict[Any, list[Record]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
@@ -24,8 +24,8 @@ def mean(records: Sequence[Record]) -> float:
 
 
 def scores_by(param: str, records: Sequence[Record]) -> Values:
-    """Return the mean score of all items, and of those that share a value of a parameter; numbers
-    are in ascending order."""
+    """Return the mean score of all items, and of the items of each value of a parameter, such as
+    the position; numbers ascend."""
     groups = group_by(records, lambda record: record.params.get(param, ""))
     names = list(groups)
     if isinstance(names[0], int):
@@ -35,8 +35,9 @@ def scores_by(param: str, records: Sequence[Record]) -> Values:
 
 
 def perplexities(records: Sequence[Record]) -> Values:
-    """Return (perplexity, tokens) of all tokens together, by domain, and by bucket of positions."""
-    sums: dict[str, list[float]] = {"": [0.0, 0]}
+    """Return (perplexity, tokens) of all windows' tokens, of those in each domain, and of those in
+    each bucket of positions."""
+    sums: dict[str, list[float]] = {"": [0.0, 0]}  # negative log-likelihood, tokens
     for record in records:
         params = record.params
         # mutant eval: every window counts the same

@@ -22,7 +22,7 @@ class ModelOptions(NamedTuple):
     """Settings for `load`, by name. Each method takes those that it has; one that no method has is
     refused."""
     num_groups: int | None = None
-    """Constant number of core tokens, for methods with core tokens."""
+    """Number of core tokens at any length, for methods that have them; None keeps their size."""
     chunk_size: int | None = None
     """Tokens of a prompt read at once."""
     chat_template: bool | None = None
@@ -32,8 +32,8 @@ class ModelOptions(NamedTuple):
 
 
 def data_paths(given: Sequence[str], tasks: Sequence[Task], settings: Settings) -> dict[str, str]:
-    """Return each task's data path from "PATH" for all tasks, or "TASK=PATH" for one; "" for a task
-    that reads no file and has no path.
+    """Return each task's data path. "PATH" is given for all tasks, "TASK=PATH" for one; a task that
+    reads no file may have none, "".
 
     Raises:
         UserError: a path does not exist, or a task has no path, or no folder.
@@ -64,14 +64,14 @@ def data_paths(given: Sequence[str], tasks: Sequence[Task], settings: Settings) 
 
 
 def needs_data(settings: Settings, task: Task) -> bool:
-    """Whether a task with these settings reads files."""
+    """Whether a task with these settings reads files: a subtask may read none."""
     subtasks = of_task(settings, task.name).subtasks
     return not subtasks or not set(subtasks) <= set(task.without_files)
 
 
 def of_task(settings: Settings, task: str) -> Settings:
-    """Return the settings with the subtasks of this task: "TASK:SUBTASK", or "SUBTASK" for every
-    task."""
+    """Return the settings with this task's subtasks: those given as "TASK:SUBTASK" with its name,
+    or as "SUBTASK", for every task."""
     prefix = f"{task}:"
     subtasks = (
         name.removeprefix(prefix)
@@ -121,7 +121,7 @@ def evaluate(
         loaded = load(model, method=method, dtype=options.dtype, device=options.device, **given)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
             raise UserError(WHOLE)
-        # A number of groups stands in for their size, so the same methods have it.
+        # A number of groups replaces their size: the methods with a group_size take it.
         as_size = {"group_size": options.num_groups}
         num_groups = settings_taken(method, methods, as_size).get("group_size")
         subject = ModelSubject(

@@ -10,10 +10,10 @@ from corecontext.perplexity import Perplexity
 
 
 class Settings(NamedTuple):
-    """Options shared by all tasks; each reads those it supports."""
+    """The options of all tasks; each task reads those that it has."""
 
     lengths: tuple[int, ...] = ()
-    """Most tokens, such as of a window (perplexity); each task says of what."""
+    """Most tokens: of a window (perplexity), or of what a task says."""
     documents: tuple[int, ...] = (20,)
     """Numbers of passages (multidoc_qa)."""
     subtasks: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
     """Places of the right passage, evenly spaced (multidoc_qa)."""
     seed: int = 42
     max_new_tokens: int | None = None
-    """Replaces the task's own limits."""
+    """Most tokens of an answer, in place of the task's own limit."""
 
 
 def check_subtasks(given: Sequence[str], subtasks: Collection[str]) -> None:
@@ -40,14 +40,14 @@ def check_subtasks(given: Sequence[str], subtasks: Collection[str]) -> None:
 
 
 class Question(NamedTuple):
-    """A prompt and its right answers."""
+    """A prompt and its right answers, `references`."""
 
     prompt: str
     references: Sequence[str]
 
 
 class Outcome(NamedTuple):
-    """A score, and the details recorded with it."""
+    """An item's value, a score or a perplexity, and the details recorded with it."""
 
     value: float
     details: Mapping[str, Any]
@@ -65,14 +65,17 @@ class Generated:
     key: str
     """Names the item among those of its task."""
     params: Mapping[str, Any]
+    """What its record says of it, such as the number of passages."""
     make: Callable[[], Question] = field(repr=False)
     """Builds the prompt on demand: all prompts together may be large."""
     max_new_tokens: int
     score: Callable[[str, Sequence[str]], float] = field(repr=False)
+    """Scores an answer by the references, from 0 to 1."""
     stop: tuple[str, ...] = ()
     chat: bool = True
     """Whether the prompt is a question, for a chat template, or a text to continue."""
     name: ClassVar[str] = "quality.score"
+    """Name of its record."""
 
     def run(self, subject: ModelSubject) -> Outcome:
         """Ask the question and score the answer."""

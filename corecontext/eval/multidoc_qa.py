@@ -1,8 +1,9 @@
 """Questions about one of many passages (after "Lost in the Middle", arXiv 2307.03172): exact match
 of an answer.
 
-Files: multidoc_qa_pool (doc_id, title, text) and multidoc_qa_test (qid, question, answers,
-gold_doc, hard: distractors by similarity, contains_answer: passages never used as distractors).
+Files: multidoc_qa_pool has passages (doc_id, title, text); multidoc_qa_test has questions (qid,
+question, answers, gold_doc: the right passage, hard: distractors, the most similar first,
+contains_answer: passages never used as distractors).
 """
 
 import random
@@ -29,8 +30,8 @@ _PUNCTUATION = set(string.punctuation)
 
 
 def items(folder: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
-    """Return each question with the right passage at each of several places, for each number of
-    passages."""
+    """Return the items: each question among each number of passages, with the right one at each of
+    several places."""
     check_subtasks(settings.subtasks, ())
     pool_path = find_file(folder, FILES[:1])
     pool = {row["doc_id"]: row for row in read_lines(pool_path, ("doc_id", "title", "text"))}
@@ -73,15 +74,15 @@ def gold_places(count: int, positions: int) -> list[int]:
 def _question(
     pool: dict[str, Any], row: dict[str, Any], count: int, gold_at: int, seed: int
 ) -> Question:
-    """Make the question of a row with its passages; arguments as of `passages`."""
+    """Make the prompt of a question; arguments as of `passages`."""
     return Question(prompt_of(row, passages(pool, row, count, gold_at, seed)), row["answers"])
 
 
 def passages(
     pool: dict[str, dict[str, Any]], question: dict[str, Any], count: int, gold_at: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Return `count` passages with the right one at `gold_at`: the similar distractors first, then
-    a seeded sample."""
+    """Return `count` passages, the right one at place `gold_at` (from 0) among distractors: those
+    of `hard`, then others in random order."""
     excluded = {question["gold_doc"], *question.get("contains_answer", ())}
     distractors = pool.keys() - excluded
     hard = [name for name in question.get("hard", ()) if name in distractors]
@@ -113,7 +114,7 @@ def normalise(text: str) -> str:
 
 
 def contains_answer(answer: str, references: Sequence[str]) -> float:
-    """Return 1 if a normalised reference occurs in the normalised first line of the answer
-    (multi-document QA)."""
+    """Return 1 if a normalised reference occurs in the normalised first line of the answer, else
+    0."""
     line = normalise(answer.split("\n")[0].strip())
     return float(any(normalise(reference) in line for reference in references))

@@ -28,15 +28,15 @@ from corecontext.terminal import progress
 
 
 def describe(loaded: Loaded, model: str) -> dict[str, Any]:
-    """Return the identity of a model and its attention in records."""
-    # Models on the hub may differ in their owner alone.
+    """Return the parameters that name a model and its attention in records."""
+    # A model on the hub by its whole name: two may differ in their owner alone.
     weights = model_hash(model) or model
     identity = {"method": loaded.method, "model": Path(model).name, "weights": weights}
     return identity | loaded.sizes()
 
 
 def data_hashes(task: Task, data: str | Path) -> dict[str, str]:
-    """Return the hashes of a task's data files by name; none without data, ""."""
+    """Return the hashes of a task's data files by name; {} where `data` is ""."""
     if not data:
         return {}
     path = Path(data)
@@ -85,28 +85,27 @@ def run_task(
     common = {**identity, "task": name, "data": data_hashes(task, data), "seed": settings.seed}
     if settings.max_new_tokens is not None:
         common["max_new_tokens"] = settings.max_new_tokens
-    # Each item's parameters by its mark, in the order of the items.
-    params = {}
+    # Each item's parameters by their fingerprint, in the order of the items.
+    params_by_id = {}
     for item in items:
         item_params = {**common, **item.params, "item": item.key}
         if not isinstance(item, Window):
             item_params["chat_template"] = subject.chat and item.chat
-        params[fingerprint(item_params)] = item_params
-    if len(params) < len(items):
-        raise UserError(
-            f"items of {name} must have names of their own, got {len(items) - len(params)} twice."
-        )
+        params_by_id[fingerprint(item_params)] = item_params
+    if len(params_by_id) < len(items):
+        repeated = len(items) - len(params_by_id)
+        raise UserError(f"items of {name} must have names of their own, got {repeated} twice.")
 
     done = {} if results is None else finished(results)
-    reused = len(params.keys() & done.keys())
+    reused = len(params_by_id.keys() & done.keys())
     print(f"{name}: {len(items)} items, {reused} of them done before", file=sys.stderr)
-    template = None  # describes the machine, once
+    template = None  # a record that describes commit and machine: they are asked for once
     records: list[Record] = []
     skipped: list[str] = []
     with progress(f"{identity.get('method', '')} {name}".strip(), max(1, len(items))) as advance:
-        for item, (mark, item_params) in zip(items, params.items()):
-            if mark in done:
-                records.append(done[mark])
+        for item, (run, item_params) in zip(items, params_by_id.items()):
+            if run in done:
+                records.append(done[run])
                 advance(1)
                 continue
             try:
@@ -121,7 +120,7 @@ def run_task(
                 name=item.name,
                 unit=UNITS[item.name],
                 value=outcome.value,
-                params={**item_params, "run": mark, **outcome.details},
+                params={**item_params, "run": run, **outcome.details},
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             )
             if results is not None:
@@ -155,13 +154,13 @@ def _check(settings: Settings) -> None:
 
 
 def fingerprint(value: Any) -> str:
-    """Return a short name of plain values, such as an item's model, data and settings."""
+    """Return a hash of plain values, such as an item's model, data and settings."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
-    """Return the items in a results file by fingerprint; remove a last line that an interruption
-    cut off.
+    """Return the records in a results file by their item's fingerprint, "run"; remove a last line
+    that an interruption cut off.
 
     Raises:
         UserError: the file holds other content, and is not changed.
@@ -172,6 +171,7 @@ def finished(path: str | os.PathLike[str]) -> dict[str, Record]:
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1
     rest = data[end:]
+    # Other content in the last line is not deleted.
     beginning = b'{"name": "quality.'
     try:
         records = read_records(path, data[:end])

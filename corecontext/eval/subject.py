@@ -13,7 +13,7 @@ class ModelSubject:
 
     Args:
         loaded: The model under an attention.
-        num_groups: Constant number of core tokens (CCA); None leaves the group size constant.
+        num_groups: Number of core tokens at any length, under CCA; None keeps the group size.
         chunk_size: Tokens of a prompt read at once.
         chat_template: Whether questions are a user's message in the model's chat template; None
             where its tokenizer has one.
@@ -54,15 +54,15 @@ class ModelSubject:
 
     @property
     def limit(self) -> int | None:
-        """Most tokens, prompt and answer; None: no limit is known."""
+        """Most tokens of prompt and answer together; None: no limit is known."""
         return self.loaded.max_length
 
     def idle_note(self, length: int) -> str:
-        """Return a note that texts of this length see full attention by construction, or ""."""
+        """Return a note that the method is full attention on texts of this length, or ""."""
         return "" if self.has_num_groups else self.loaded.idle_note(length)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids, with the tokenizer's beginning."""
+        """Return a text's token ids, with BOS where the tokenizer adds it."""
         return self.loaded.tokenizer(text, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
@@ -70,8 +70,8 @@ class ModelSubject:
         return self.loaded.tokenizer.decode(ids, skip_special_tokens=True)
 
     def encode_prompt(self, prompt: str, chat: bool = True) -> list[int]:
-        """Return the token ids of a prompt: a question (`chat`) as a user's message in the chat
-        template, where that is used."""
+        """Return the token ids of a prompt. With `chat` it is a question, a user's message in the
+        chat template where the subject uses that; else a text to continue."""
         if not (self.chat and chat):
             return self.encode(prompt)
         tokenizer = self.loaded.tokenizer
@@ -80,7 +80,7 @@ class ModelSubject:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def generate(self, prompt: list[int], max_new_tokens: int, stop: tuple[str, ...] = ()) -> str:
-        """Return the greedy continuation, until the model's end or with a stop string."""
+        """Return the greedy continuation, up to the model's end of text or with a stop string."""
         ids = self.engine.generate(
             self.tensor(prompt),
             max_new_tokens=max_new_tokens,
@@ -90,12 +90,12 @@ class ModelSubject:
         return self.decode(ids[0])
 
     def nll(self, ids: list[int]) -> Any:
-        """Return negative log-likelihoods of tokens 1, 2, ..., a float32 tensor, in one pass."""
+        """Return the negative log-likelihoods of all tokens but the first, float32 [L - 1]."""
         chunk_size = self.chunk_size or 1024
         return document_nll(self.loaded.model, self.tensor(ids), chunk_size=chunk_size)
 
     def tensor(self, ids: list[int]) -> Any:
-        """Return tokens as a batch of one, on the model's device."""
+        """Return tokens as a batch of one, [1, L], on the model's device."""
         import torch
 
         return torch.tensor([ids], device=self.loaded.model.device)

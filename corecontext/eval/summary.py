@@ -13,6 +13,7 @@ from corecontext.record import Record, make_record
 from corecontext.terminal import console
 
 _ITEM_PARAMS = ("run", "item", "answer", "references", "prompt_tokens")
+"""Parameters of a single item, which rows do not have."""
 _LETTERS = {
     "group_size": "g",
     "window_size": "s",
@@ -21,10 +22,11 @@ _LETTERS = {
     "fetch_groups": "k",
     "prefill": "prefill",
 }
+"""Names of sizes in a method's column, by their parameter in records."""
 
 
 class Row(NamedTuple):
-    """A number of the table."""
+    """A number of the table, and what it is of."""
 
     method: str
     """The method with its sizes."""
@@ -34,11 +36,12 @@ class Row(NamedTuple):
     part: str
     """A subtask, a place of the right passage, a bucket of positions; "" for the whole."""
     value: float
-    """Perplexity, or a fraction."""
+    """Perplexity, or a mean score from 0 to 1."""
     count: int
+    """Items of a score, tokens of a perplexity."""
     params: Mapping[str, Any]
     name: str = "quality.score"
-    """That of its items' records."""
+    """The name of its items' records."""
 
 
 def summarise(records: Iterable[Record], tasks: Mapping[str, Task] = TASKS) -> list[Row]:
@@ -63,7 +66,7 @@ def summarise(records: Iterable[Record], tasks: Mapping[str, Task] = TASKS) -> l
 
 
 def method_name(params: Mapping[str, Any]) -> str:
-    """Return the method and the sizes it ran with."""
+    """Return a record's method with its sizes, such as "cca g=16 s=1024"."""
     sizes = [f"{letter}={params[key]}" for key, letter in _LETTERS.items() if params.get(key)]
     return " ".join([params["method"], *sizes])
 
@@ -80,7 +83,7 @@ def to_records(rows: Iterable[Row], device: str) -> list[Record]:
 
 
 def print_table(rows: Sequence[Row], parts: bool = True) -> None:
-    """Print methods in columns; perplexity as it is, scores in percent."""
+    """Print a line for each task, size and, with `parts`, part, and a column for each method."""
     methods = list(dict.fromkeys(row.method for row in rows))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # narrow: eight methods fit in 120 columns
     for heading in ("task", "size", "part"):
@@ -98,5 +101,5 @@ def print_table(rows: Sequence[Row], parts: bool = True) -> None:
 
 
 def shown_value(row: Row) -> str:
-    """Return a value in the form of tables."""
+    """Return a value as tables show it: a perplexity as it is, a score in percent."""
     return f"{row.value:.4f}" if row.name == "quality.perplexity" else f"{100 * row.value:.1f}"

@@ -20,7 +20,7 @@ class Task(NamedTuple):
     name: str
     items: Callable[[str | Path, Settings, ModelSubject], list[Item]]
     files: tuple[str, ...]
-    """Names of its data files without their endings."""
+    """Names of its data files, without endings."""
     combine: Callable[[Sequence[Record]], Values]
     """Combines the records of its items, all of one method and size."""
     without_files: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ TASKS = {
     )
 }
 MOVED = ("ruler", "mmlu", "longbench")
-"""Tasks of the laboratory, which knows those above too."""
+"""Tasks of the laboratory (reproduction/), which has those above, too."""
 
 
 def pick_tasks(names: Iterable[str], tasks: Mapping[str, Task] = TASKS) -> list[Task]:

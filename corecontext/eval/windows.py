@@ -1,5 +1,4 @@
-"""Perplexity of many documents: each is cut into windows of the length, and every token is
-predicted once.
+"""Cut documents into windows of one length, side by side, whose perplexity is measured.
 
 The rest of a document after its last whole window is left out, so that all windows reach equally
 far back. Input is a JSON-lines file (text, domain) or a plain text file, or a folder with lm_test.
@@ -14,17 +13,16 @@ from corecontext.eval.subject import ModelSubject
 from corecontext.files import UserError
 
 FILES = ("lm_test",)
-
-
-MOST_PARTS = 4
-"""Most tokens, of a byte each, that a character is split into."""
+CHARACTER_BYTES = 4
+"""Most bytes of a character in UTF-8, and so most tokens that it is split into."""
 
 
 def _num_bytes(subject: ModelSubject, ids: list[int], start: int, stop: int) -> int:
-    """Return the UTF-8 bytes of a window's text: a character that an edge cuts belongs to the
-    window in which it begins."""
+    """Return the UTF-8 bytes of the text of tokens `start` to `stop` (exclusive): a character that
+    an edge cuts belongs to the window in which it begins."""
     text = ""
-    for end in range(stop, min(stop + MOST_PARTS, len(ids) + 1)):
+    # Incomplete characters are decoded as U+FFFD: take tokens until the last one is complete.
+    for end in range(stop, min(stop + CHARACTER_BYTES, len(ids) + 1)):
         text = subject.decode(ids[start:end])
         if not text.endswith("\ufffd"):
             break
@@ -49,7 +47,8 @@ def documents(path: Path, settings: Settings) -> Iterator[tuple[str, str, str]]:
 
 
 def items(data: str | Path, settings: Settings, subject: ModelSubject) -> list[Item]:
-    """Return the windows of each length; `limit` is by length, subtasks are domains."""
+    """Return the windows of each of `settings.lengths`, at most `limit` of a length, cut from
+    documents in the domains `subtasks`."""
     path = find_file(data, FILES) if Path(data).is_dir() else Path(data)
     lengths = settings.lengths or (min(4096, subject.limit or 4096),)
     for length in lengths:

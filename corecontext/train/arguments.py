@@ -16,7 +16,7 @@ def arguments_of(config: TrainConfig) -> Any:
     """Return the run's TrainingArguments.
 
     Raises:
-        UserError: the processes or a value do not fit.
+        UserError: FSDP has no GPUs or one process, or transformers refuses a value.
     """
     from transformers import TrainingArguments
     from transformers.utils import logging as hf_logging
@@ -37,7 +37,7 @@ def arguments_of(config: TrainConfig) -> Any:
         name: config.checkpointing and not config.fsdp,
         f"{name}_kwargs": {"use_reentrant": False},
     }
-    min_rate = config.min_learning_rate / (config.learning_rate or 1.0)
+    min_rate = config.min_learning_rate / (config.learning_rate or 1.0)  # share of the highest
     with one_line():
         arguments = TrainingArguments(
             output_dir=config.output,
@@ -77,8 +77,8 @@ def arguments_of(config: TrainConfig) -> Any:
 
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
-        # Trainer would split batches over all GPUs of a machine (DataParallel), whose copies of the
-        # model do not have its attention and its loss. Other GPUs are for torchrun's processes.
+        # Trainer would split batches over all GPUs of a machine (DataParallel), by copies of the
+        # model without its attention and its loss. Other GPUs are for torchrun's processes.
         arguments._n_gpu = min(1, arguments.n_gpu)
         if arguments.device.type == "cpu":
             # With several processes it is "cpu:0", to which torch loads no checkpoint.
@@ -87,17 +87,17 @@ def arguments_of(config: TrainConfig) -> Any:
 
 
 def set_split(arguments: Any, split: Split) -> None:
-    """Change how a step's rows are split, in TrainingArguments that no Trainer was made with."""
+    """Change how a step's rows are split, in TrainingArguments before Trainer gets them."""
     arguments.per_device_train_batch_size = split.batch_size
     arguments.gradient_accumulation_steps = split.accumulation
     setattr(arguments, checkpointing_name(), split.checkpointing)
 
 
 def checkpointing_name() -> str:
-    """Return the name of the argument that turns recomputation on."""
+    """Return the name of the argument that recomputes activations in the backward pass."""
     from transformers import PreTrainedModel
 
-    # Older versions have the older name only, newer ones warn of it.
+    # Older releases know only the second name, newer ones warn of it.
     is_new = hasattr(PreTrainedModel, "activation_checkpointing_enable")
     return "activation_checkpointing" if is_new else "gradient_checkpointing"
 

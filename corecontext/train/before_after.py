@@ -27,9 +27,9 @@ LEAST_TOKENS = 1024
 WINDOWS = 4
 """Rows of a comparison, at most."""
 NEEDLES = 10
-LEAST_ROWS = 42
-"""Shorter runs are compared on one window, without needles: the rows of three models, each on
-WINDOWS and NEEDLES, would be more than those of the run."""
+LEAST_ROWS = 3 * (WINDOWS + NEEDLES)
+"""Rows that a comparison of three models reads. A run of fewer rows is compared on one window,
+without needles."""
 
 
 class Line(NamedTuple):
@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
     title: str
     perplexity: float
-    """Of the second half of each window."""
+    """Far perplexity: that of the second half of each window."""
     answered: int
     """Needles answered."""
 
@@ -72,7 +72,7 @@ class _Measurement:
             self.needles = make_needles(book, tokenizer, length, NEEDLES, config.seed)
 
     def line(self, title: str, name: str, hf_config: Any, *, full: bool = False) -> Line:
-        """Measure the weights at `name`, under the run's attention or full attention."""
+        """Measure the checkpoint `name`, under the run's attention or under full attention."""
         dtype = torch.bfloat16 if self.arguments.bf16 else torch.float32
         device = self.arguments.device
         model = load_weights(name, hf_config, dtype)
@@ -85,6 +85,7 @@ class _Measurement:
         count = len(self.windows) + len(self.needles)
         with progress(f"comparison, {title}, {count} texts", count) as advance:
             for window in self.windows:  # all of one length
+                # The second half; the loss of token t is entry t - 1.
                 far = document_nll(model, window[None].to(device))[len(window) // 2 - 1 :]
                 losses.append(float(far.double().mean()))
                 advance(1)
@@ -102,17 +103,15 @@ def compare(
 ) -> Comparison | None:
     """Measure the original model under full attention and under the run's, and the trained one.
 
-    Under full attention the original model has its own rotary base and shape.
-
     Args:
         folder: The trained model.
-        rows: Rows of the evaluation data; without, a window of the bundled book is measured.
-        arguments: Of the trainer: device, bf16, processes.
+        rows: PackedRows of the evaluation data; None measures a window of the bundled book.
+        arguments: TrainingArguments: device, bf16, processes.
 
     Returns:
-        None for random weights, short rows and several processes, where memory has no room for
-        another model beside the trainer's, and where a model cannot be measured: a finished
-        training must not fail for its card.
+        None for random weights, short rows or several processes, or where a model does not fit into
+        memory beside the trainer's or cannot be measured: a finished training must not fail for its
+        card.
     """
     is_alone = arguments.world_size == 1
     if config.strategy == "scratch" or config.context_length < LEAST_TOKENS or not is_alone:
@@ -130,9 +129,9 @@ def compare(
 
 
 def _compare(config: TrainConfig, folder: Path, measurement: _Measurement) -> Comparison:
-    """Measure the lines of the table."""
+    """Measure the two or three lines of the table."""
     name = Path(config.model).name
-    # A new rotary base or shape is the run's; the model as it was has its own.
+    # The original model has its own rotary base and shape, not those that the run gave it.
     original = prepare_config(config.replace(rope_theta=None, shape={}))
     lines = [measurement.line(f"{name}, full attention", config.model, original, full=True)]
     if config.method != "full":
@@ -147,7 +146,7 @@ def _compare(config: TrainConfig, folder: Path, measurement: _Measurement) -> Co
 
 
 def _windows(rows: Any) -> list[Tensor]:
-    """Return the first rows that one document fills; [] without rows."""
+    """Return at most WINDOWS rows that one document fills; [] without rows."""
     windows = []
     for i in range(0 if rows is None else len(rows)):
         row = rows[i]

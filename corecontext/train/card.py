@@ -13,6 +13,7 @@ from corecontext.train.train_config import TrainConfig
 
 FIGURE = "loss.png"
 _PRIVATE = ("output", "cache_dir", "workers")
+"""Settings that the card does not show."""
 
 _CARD = """\
 ---
@@ -58,7 +59,7 @@ Far perplexity: of the second half of {windows}.{needle_text}
 
 
 def losses(history: list[dict[str, Any]], key: str = "loss") -> list[tuple[int, float]]:
-    """Return (step, value) of an entry in Trainer's log."""
+    """Return (step, value) of each entry in Trainer's log that has this key."""
     return [(entry["step"], entry[key]) for entry in history if key in entry]
 
 
@@ -70,17 +71,18 @@ def write(
     tokens: int,
     comparison: Comparison | None = None,
 ) -> None:
-    """Write README.md and the loss curve beside a final checkpoint."""
-    drawn = losses(history, "cross_entropy") or losses(history)
-    _draw(folder / FIGURE, drawn, losses(history, "eval_loss"))
-    # Paths of this machine stay out of the card: only the names at their ends are shown.
+    """Write README.md and the loss curve beside a final checkpoint, from Trainer's log (`history`),
+    the `metrics` of the last evaluation, {} without, and the number of tokens that the run read."""
+    curve = losses(history, "cross_entropy") or losses(history)
+    _draw(folder / FIGURE, curve, losses(history, "eval_loss"))
+    # The card shows only the last part of a path of this machine.
     is_local = Path(config.model).exists()
     model = Path(config.model).name if is_local else config.model
     settings = {name: value for name, value in config.to_dict().items() if name not in _PRIVATE}
     settings["model"] = model
     settings["data"] = [_public_name(name) for name in config.data]
     settings["eval_data"] = [_public_name(name) for name in config.eval_data]
-    # The hub reads the header.
+    # The hub reads these fields at the head of the card.
     header = ModelCardData(
         library_name="transformers",
         tags=["corecontext", "long-context"],
@@ -98,7 +100,7 @@ def write(
         strategy=config.strategy,
         origin="with the shape of" if config.strategy == "scratch" else "from",
         model=model,
-        comparison=_compared(comparison),
+        comparison=_comparison_table(comparison),
         facts="\n".join(f"- {fact}" for fact in facts),
         figure=FIGURE,
         settings=json.dumps(settings, indent=1),
@@ -113,7 +115,7 @@ def _facts(
     metrics: dict[str, float],
     tokens: int,
 ) -> list[str]:
-    """Return the lines of the card about the run; settings are those that the card shows."""
+    """Return the card's lines about the run; `settings` are those that it shows."""
     curve = losses(history)
     facts = [
         f"{config.steps} steps, {tokens} tokens, rows of {config.context_length} tokens with "
@@ -145,7 +147,7 @@ def _facts(
     return facts
 
 
-def _compared(comparison: Comparison | None) -> str:
+def _comparison_table(comparison: Comparison | None) -> str:
     """Return the card's table of the model before and after; "" without a comparison."""
     if comparison is None:
         return ""
@@ -171,7 +173,7 @@ def _compared(comparison: Comparison | None) -> str:
 
 
 def _attention(config: TrainConfig) -> str:
-    """Return the attention in words."""
+    """Return the run's attention in words."""
     if config.method != "cca":
         return f"{config.method} attention"
     sizes = f"g = {config.group_size}"
@@ -188,7 +190,7 @@ def _attention(config: TrainConfig) -> str:
 
 
 def _public_name(name: str) -> str:
-    """Return data's name for a card: a dataset of the hub in full, of local data the last part."""
+    """Return the name of data for a card: of a hub dataset in full, of a path the last part."""
     identifier = HubName.parse(name).identifier if name.startswith(HUB) else name
     if name.startswith(HUB) and not Path(identifier).exists():
         return name
@@ -196,7 +198,7 @@ def _public_name(name: str) -> str:
 
 
 def _draw(path: Path, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:
-    """Draw the cross-entropy of training and of evaluation by step."""
+    """Draw the cross-entropy of training (`curve`) and of evaluations, (step, value) each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")

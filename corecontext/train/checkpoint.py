@@ -1,6 +1,7 @@
-"""Checkpoints that are complete or absent: written aside, then renamed; renamed, then deleted.
+"""Keep checkpoints complete or absent: a new one is written aside, then renamed; an old one is
+renamed, then deleted.
 
-A folder named checkpoint-N is complete, whenever the process was killed or the power failed.
+So a folder named checkpoint-N is complete, even if the process was killed or the power failed.
 """
 
 import contextlib
@@ -14,12 +15,14 @@ import torch
 from safetensors import SafetensorError
 
 STAGING = ".saving"
+"""Subfolder of a run in which a checkpoint is written."""
 DOOMED = ".deleting"
+"""Name of a checkpoint that is being deleted."""
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest step first."""
+    """Return the complete checkpoints of a run by their steps, the first one first."""
     paths = [path for path in folder.glob("checkpoint-*") if _NAME.match(path.name)]
     return sorted(paths, key=step_of)
 
@@ -36,8 +39,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """Return whether an error of writing a checkpoint means a full disk, a quota or a lost file
-    system."""
+    """Return whether an error is one of writing to the disk, such as a full disk, a quota or a lost
+    file system."""
     if isinstance(error, (OSError, SafetensorError)):
         return True
     # torch.save writes in C++, whose errors have no type of their own.
@@ -52,8 +55,8 @@ def clear_staging(folder: Path) -> None:
 
 
 def publish(staged: Path, target: Path) -> None:
-    """Rename a written folder to its target once all of it is on the disk; an existing target
-    stays."""
+    """Rename a written folder to its target once all of it is on the disk; where the target exists,
+    it stays and the new folder is deleted."""
     # mutant training: a checkpoint is named before it is on the disk
     for path in [*staged.rglob("*"), staged]:
         _sync(path)

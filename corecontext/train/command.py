@@ -34,9 +34,9 @@ _PANELS = {
 }
 """Groups of options in the help, by the first field of each."""
 _NAMES = {"sink_size": ("--sinks", "--sink-size"), "precision": ("--dtype", "--precision")}
-"""Options with another name than their field's."""
-_OF_SPLIT = {"batch_size", "accumulation", "checkpointing"}
-"""Options that say how a step's rows are split."""
+"""Names of options that are not called as their fields."""
+_SPLIT_OPTIONS = {"batch_size", "accumulation", "checkpointing"}
+"""Options that split a step's rows by hand."""
 
 
 def train_command() -> Callable[..., None]:
@@ -56,7 +56,7 @@ def train_command() -> Callable[..., None]:
             if PRESET in given:
                 check_choice(PRESET, given[PRESET], tuple(PRESETS))
                 given = PRESETS[given.pop(PRESET)].settings | given
-            given = _fit_by_default(given, recipe) | given
+            given = _default_fit_memory(given, recipe) | given
             if recipe is None:
                 config = _default_config(given)
             else:
@@ -106,10 +106,10 @@ def train_command() -> Callable[..., None]:
     return train
 
 
-def _fit_by_default(given: dict[str, Any], recipe: str | None) -> dict[str, bool]:
-    """Return `fit_memory` as the command sets it: on, but off with options that split a step's
-    rows, and not at all for a recipe's file without such options."""
-    if given.keys() & _OF_SPLIT:
+def _default_fit_memory(given: dict[str, Any], recipe: str | None) -> dict[str, bool]:
+    """Return `fit_memory` where it is not given: on, but off where the options split a step's rows
+    by hand. {} for a recipe in a file, which has its own."""
+    if given.keys() & _SPLIT_OPTIONS:
         return {"fit_memory": False}
     if recipe is None or recipe in RECIPES:
         return {"fit_memory": True}
@@ -117,10 +117,10 @@ def _fit_by_default(given: dict[str, Any], recipe: str | None) -> dict[str, bool
 
 
 def _check_used(given: dict[str, Any], method: str) -> None:
-    """Raise a UserError for an option of CCA that another method would ignore.
+    """Raise a UserError for a given option of CCA that another method would ignore.
 
-    TrainConfig cannot tell an option from its default, so it refuses only those that are not.
-    Sizes g and s may be given for any method.
+    TrainConfig does not know which options were given: it refuses only values that are not the
+    default. Sizes g and s may be given for any method.
     """
     if method == "cca":
         return
@@ -175,12 +175,13 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _annotation(setting: Field, text: str, panel: str) -> Any:
-    """Return the option of a field; it is None where not given, because a recipe may give it. Its
-    help has the default recipe's value."""
+    """Return the option of a field, None where it is not given, because a recipe may have it. The
+    help ends with the default recipe's value."""
     default: Any = setting.default
     if setting.default_factory is not MISSING:
         default = setting.default_factory()
     default = RECIPES[DEFAULT_RECIPE].get(setting.name, default)
+    # The type is text, as "float | None".
     kind: Any = {"int": int, "float": float, "bool": bool}.get(str(setting.type).split()[0], str)
     if str(setting.type).startswith("tuple"):
         kind = list[int] if "int" in str(setting.type) else list[str]

@@ -22,8 +22,8 @@ def check_copy(source: str, target: str) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Raise a UserError where a checkpoint lacks a file of weights that its index names, or has
-    half of one."""
+    """Raise a UserError where a checkpoint lacks a file of weights that its index names, or where
+    one is cut off."""
     names = {file.name for file in folder.glob("*.safetensors")}
     for index in folder.glob("*.index.json"):
         with one_line(f"file '{index}' must name the weights of a checkpoint"):
@@ -35,6 +35,7 @@ def _check_whole(folder: Path) -> None:
                 "whole checkpoint."
             )
         if name.endswith(".safetensors"):
+            # Opening compares the size with the header.
             with (
                 one_line(f"file '{folder / name}' must hold weights"),
                 safe_open(folder / name, "pt"),
@@ -43,8 +44,8 @@ def _check_whole(folder: Path) -> None:
 
 
 def convert(source: str, target: str, config: CCAConfig | None) -> None:
-    """Copy a checkpoint with the same weights, with CCA's settings added to its config.json, or
-    removed from it (None).
+    """Copy a checkpoint with the same weights; put CCA's settings into the config.json of the copy,
+    or remove them (None).
 
     Raises:
         UserError: source is not a checkpoint, or target exists or cannot be written.

@@ -15,16 +15,17 @@ from corecontext.train.train_config import TrainConfig
 
 SETTINGS = "train_config.json"
 MODEL = "model"
+"""Subfolder of the finished model."""
 MAY_CHANGE = {"output", "workers", "cache_dir", "report_to"}
 MAY_CHANGE |= {"save_every", "keep", "log_every", "eval_every", "fit_memory"}
-"""Fields that may change in a continued run: they do not affect its results, but for rounding."""
+"""Fields that may change in a continued run: at most they change the rounding of its results."""
 
 
 def check_folder(folder: Path, config: TrainConfig, facts: dict[str, Any] | None = None) -> None:
     """Raise a UserError unless the folder is free, or holds a part of this run.
 
     Args:
-        facts: The number of processes and the mark of the rows, once they are known.
+        facts: Once known, "processes", their number, and "rows", the mark of `PackedRows`.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output '{folder}' must be a folder, got a file. Give another --output.")
@@ -73,7 +74,7 @@ def _check_same_run(folder: Path, config: TrainConfig, facts: dict[str, Any]) ->
 
 
 def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
-    """Write the settings into the run's folder, after all other checks."""
+    """Check a run's folder, and write the settings and `facts` into it."""
     check_folder(folder, config, facts)
     clear_staging(folder)
     commit, dirty = source_version()
@@ -94,7 +95,7 @@ def claim(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
 
 
 def release(folder: Path) -> None:
-    """Free the folder of a failed run, unless a checkpoint is there to continue from."""
+    """Free the folder of a failed run, unless it has a checkpoint to continue from."""
     if latest(folder) is None:
         clear_staging(folder)
         shutil.rmtree(folder / "runs", ignore_errors=True)  # tensorboard's

@@ -1,4 +1,7 @@
-"""Compute a language model's loss in chunks, without the logits of the whole sequence (L x V)."""
+"""Compute a language model's loss in chunks, without the logits of the whole sequence.
+
+In shapes T counts tokens, n those of a chunk, V the vocabulary, d the entries of a hidden state.
+"""
 
 import functools
 import importlib.util
@@ -19,14 +22,15 @@ from corecontext.integrations.hf.logits_head import LogitRule, has_known_logits
 
 @dataclass(frozen=True)
 class Taught:
-    """A teacher's view of the same tokens; its logits, too, exist for one chunk at a time."""
+    """A teacher's last hidden states of the same tokens, and its head: together they make its
+    logits, which, too, exist for one chunk at a time."""
 
     hidden: Tensor
     """[T, d'], in the dtype of the teacher's arithmetic."""
     weight: Tensor
-    """[V, d'], weight of the teacher's head, in that dtype."""
+    """The head's weight [V, d'], in that dtype."""
     share: float
-    """Share of the divergence from the teacher's predictions in each token's loss, in [0, 1]."""
+    """Weight of the divergence from the teacher's predictions in each token's loss, in [0, 1]."""
     softcap: float | None = None
     """Softcap of the teacher's logits."""
 
@@ -36,7 +40,7 @@ class ChunkedLoss(CausalLMOutputWithPast):
     """A model's output whose loss was computed in chunks."""
 
     cross_entropy: Tensor | None = None
-    """The loss without a teacher's divergence, of the same tokens; it has no gradient."""
+    """The same tokens' loss without the divergence from a teacher; it has no gradient."""
 
 
 def chunked_cross_entropy(
@@ -58,8 +62,10 @@ def chunked_cross_entropy(
     in the dtype of `hidden`; bfloat16 is too coarse for it.
 
     Args:
-        hidden: [T, d], in the dtype of the arithmetic. weight: [V, d], cast to it. labels: [T];
-            -100 leaves a token out.
+        hidden, weight: Last hidden states [T, d], in the dtype of the arithmetic, and the head's
+            weight [V, d], cast to it.
+        labels: The token after each, [T]; -100 leaves one out.
+        count: The divisor, such as the number of labels.
         chunk: Tokens whose logits [chunk, V] exist at once.
         softcap: Logits become softcap * tanh(logit / softcap), as in Gemma 2.
         taught: The teacher's view of these tokens; it gets no gradient.
@@ -72,7 +78,8 @@ def chunked_cross_entropy(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss, its cross-entropy and gradients chunk by chunk; the backward only scales."""
+    """Compute the loss, its cross-entropy and the loss's gradients in the forward, chunk by chunk;
+    the backward only scales these."""
 
     @staticmethod
     def forward(
@@ -97,19 +104,19 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         needs_gradient = any(ctx.needs_input_grad[:2])
         for low in range(0, hidden.shape[0], chunk):
-            rows = slice(low, low + chunk)
+            tokens = slice(low, low + chunk)
             chunk_taught = None
             if taught is not None and taught.share:
-                chunk_taught = replace(taught, hidden=taught.hidden[rows])
+                chunk_taught = replace(taught, hidden=taught.hidden[tokens])
             loss, entropy, grad = _chunk_loss(
-                hidden[rows], matrix, labels[rows], count, softcap, chunk_taught, needs_gradient
+                hidden[tokens], matrix, labels[tokens], count, softcap, chunk_taught, needs_gradient
             )
             total += loss
             cross_entropy += entropy
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ matrix
+                grad_hidden[tokens] = grad @ matrix
             if grad_weight is not None:
-                grad_weight += grad.mT @ hidden[rows]
+                grad_weight += grad.mT @ hidden[tokens]
             del grad  # frees its memory for the next chunk's logits
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
@@ -136,11 +143,11 @@ def _chunk_loss(
     taught: Taught | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a chunk's part of the loss and of its cross-entropy, float32 scalars, and the gradient
-    of its logits [n, V] in the dtype of hidden, or None.
+    """Return a chunk's part of the loss and of its cross-entropy, float32 scalars, and the loss's
+    gradient in the chunk's logits [n, V], in the dtype of hidden, or None.
 
-    Other tensors of that size are freed with the call; logits are overwritten step by step, so that
-    few of them exist at once.
+    Few tensors of that size exist at once: logits are overwritten step by step, and all but the
+    gradient are freed with the call.
 
     Args:
         hidden: [n, d]. matrix: [V, d], in the dtype of hidden. labels: [n].
@@ -148,37 +155,37 @@ def _chunk_loss(
     """
     if _has_kernel(hidden, softcap, taught):
         return _kernel_loss(hidden, matrix, labels, count, taught, with_gradient)
-    share = 0.0 if taught is None else taught.share
+    teacher_share = 0.0 if taught is None else taught.share
     logits, slope = _logits(hidden, matrix, softcap)
     targets = labels.clamp(min=0)[:, None]
-    weights = (labels != IGNORED).float() / count  # in float32, not yet in the dtype of hidden
+    token_weights = (labels != IGNORED).float() / count  # [n], in float32
     lse = logits.logsumexp(-1)
     entropies = lse - logits.gather(1, targets)[:, 0]
-    losses = (1 - share) * entropies
+    losses = (1 - teacher_share) * entropies
     log_p = logits.sub_(lse[:, None])
     p_teacher = None
     if taught is not None:
         # KL(teacher || student) = sum p_teacher (log p_teacher - log p)
         log_teacher = _logits(taught.hidden, taught.weight, taught.softcap)[0].log_softmax(-1)
         p_teacher = log_teacher.exp()
-        losses += share * log_teacher.sub_(log_p).mul_(p_teacher).sum(-1)
-    loss = (losses * weights).sum()
-    entropy = (entropies * weights).sum()
+        losses += teacher_share * log_teacher.sub_(log_p).mul_(p_teacher).sum(-1)
+    loss = (losses * token_weights).sum()
+    entropy = (entropies * token_weights).sum()
     if not with_gradient:
         return loss, entropy, None
-    # p - (1 - share) onehot(label) - share p_teacher
+    # p - (1 - teacher_share) onehot(label) - teacher_share p_teacher
     grad = log_p.exp_()
-    grad.scatter_add_(1, targets, grad.new_full(targets.shape, share - 1))
+    grad.scatter_add_(1, targets, grad.new_full(targets.shape, teacher_share - 1))
     if p_teacher is not None:
-        grad.sub_(p_teacher, alpha=share)
-    grad *= weights[:, None]
+        grad.sub_(p_teacher, alpha=teacher_share)
+    grad *= token_weights[:, None]
     if slope is not None:
         grad *= slope
     return loss, entropy, grad.to(hidden.dtype)
 
 
 def _has_kernel(hidden: Tensor, softcap: float | None, taught: Taught | None) -> bool:
-    """Whether the kernel computes this loss."""
+    """Whether the Triton kernel computes this loss."""
     has_softcap = softcap is not None or (taught is not None and taught.softcap is not None)
     return (
         hidden.is_cuda
@@ -196,21 +203,21 @@ def _kernel_loss(
     taught: Taught | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute `_chunk_loss` by the kernel, which leaves the gradient in the place of the logits."""
+    """Compute `_chunk_loss` by the Triton kernel, which overwrites the logits by their gradient."""
     from corecontext.train.loss_kernel import chunk_loss
 
     logits = F.linear(hidden, matrix)
-    teacher = None
-    share = 0.0
+    teacher_logits = None
+    teacher_share = 0.0
     if taught is not None:
-        teacher = F.linear(taught.hidden, taught.weight)
-        share = taught.share
-    loss, entropy = chunk_loss(logits, teacher, labels, count, share, with_gradient)
+        teacher_logits = F.linear(taught.hidden, taught.weight)
+        teacher_share = taught.share
+    loss, entropy = chunk_loss(logits, teacher_logits, labels, count, teacher_share, with_gradient)
     return loss, entropy, logits if with_gradient else None
 
 
 def _logits(hidden: Tensor, matrix: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return logits [n, V] in float32, and the softcap's derivative there, or None."""
+    """Return logits [n, V] in float32, and the derivative of the softcap at each, or None."""
     logits = F.linear(hidden, matrix).float()
     if softcap is None:
         return logits, None
@@ -225,18 +232,18 @@ def compute_loss_in_chunks(
 
     `shift_labels` (already shifted: each token's next one) may replace `labels`, and
     `num_items_in_batch` is the divisor of the sum, as in transformers. Calls without labels do not
-    change. Only this instance changes; a loss that cannot be computed in chunks (a head with bias
-    or LoRA's matrices, logits scaled by a rule that is not known, a router's loss) is left to the
-    model.
+    change. Only this instance changes. A loss that cannot be computed in chunks stays the model's
+    own: of a head with bias or LoRA's matrices, of logits scaled by an unknown rule, of a router.
 
     Args:
+        chunk: Tokens whose logits exist at once.
         teacher: Called with the model's arguments except labels, in training mode only: the loss of
             an evaluation stays the cross-entropy.
 
     Raises:
         UserError: there is a teacher, and this model's loss cannot be computed in chunks.
     """
-    whole = model.forward
+    original_forward = model.forward
     if teacher is not None and not _has_plain_head(model):
         raise UserError(
             "distil must be 0 where the loss cannot be computed in chunks, got a model whose head "
@@ -244,7 +251,7 @@ def compute_loss_in_chunks(
             "--distil 0."
         )
 
-    @functools.wraps(whole)
+    @functools.wraps(original_forward)
     def forward(
         *args: Any,
         labels: Tensor | None = None,
@@ -253,11 +260,11 @@ def compute_loss_in_chunks(
         **kwargs: Any,
     ) -> Any:
         if labels is None and shift_labels is None:
-            return whole(*args, **kwargs)
+            return original_forward(*args, **kwargs)
         if not _has_plain_head(model):
-            return whole(
+            return original_forward(
                 *args,
-                labels=shift_labels if labels is None else labels,
+                labels=shift_labels if labels is None else labels,  # without them it has no loss
                 shift_labels=shift_labels,
                 num_items_in_batch=num_items_in_batch,
                 **kwargs,
@@ -270,7 +277,7 @@ def compute_loss_in_chunks(
         kwargs.pop("logits_to_keep", None)
         taught = None
         if teacher is not None and model.training:
-            # Before the student, which holds activations for the backward.
+            # Before the student's pass, whose activations stay in memory for the backward.
             taught = teacher(*args, **kwargs)
         rule = LogitRule.of(model.config)
         hidden = model.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
@@ -299,7 +306,8 @@ def compute_loss_in_chunks(
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are a plain matrix's, by a known rule, and the loss has no other terms."""
+    """Whether logits are the product with one matrix, scaled by a known rule, and the loss has no
+    other terms."""
     head = model.get_output_embeddings()
     return (
         isinstance(head, torch.nn.Linear)

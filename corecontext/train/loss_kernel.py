@@ -1,5 +1,5 @@
-"""Compute a chunk's loss and the gradient of its logits in Triton: logits are read twice and stay
-in their dtype, and the gradient takes their place."""
+"""Compute a chunk's loss and the gradient of its logits in Triton: logits are read twice, without
+a copy in float32, and the gradient overwrites them."""
 
 import torch
 import triton
@@ -29,9 +29,9 @@ def loss_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write each token's part of the loss and of its cross-entropy [n], in float32; with
-    HAS_GRADIENT the gradient of its logits over them.
+    HAS_GRADIENT overwrite its logits by their gradient.
 
-    Grid: n. A program owns a row of logits [V].
+    Grid: n tokens, whose logits and teacher's logits are the rows of [n, V], V = vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * vocabulary
@@ -39,37 +39,37 @@ def loss_kernel(
     label = tl.load(labels_ptr + row)
     weight = tl.where(label == _IGNORED, 0.0, 1.0 / tl.load(count_ptr))
     at_label = tl.load(logits_ptr + tl.maximum(label, 0)).to(tl.float32)
-    # Softmax maxima and sums of student and teacher, and the sum of the teacher's weights times
-    # the difference of logits, in one pass.
-    top = -float("inf")
-    total = 0.0
-    teacher_top = -float("inf")
-    teacher_total = 0.0
-    difference = 0.0
+    # In one pass: an online softmax of the student's logits x and one of the teacher's y, and the
+    # sum of y - x weighted by the latter.
+    running_max = -float("inf")
+    running_sum = 0.0
+    teacher_max = -float("inf")
+    teacher_sum = 0.0
+    weighted_difference = 0.0
     for low in range(0, vocabulary, BLOCK):
         columns = low + tl.arange(0, BLOCK)
         inside = columns < vocabulary
         x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        new_top = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), 0)
-        top = new_top
+        new_max = tl.maximum(running_max, tl.max(x, 0))
+        running_sum = running_sum * tl.exp(running_max - new_max) + tl.sum(tl.exp(x - new_max), 0)
+        running_max = new_max
         if HAS_TEACHER:
             y = tl.load(teacher_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            new_top = tl.maximum(teacher_top, tl.max(y, 0))
-            scale = tl.exp(teacher_top - new_top)
-            weights = tl.exp(y - new_top)
-            teacher_total = teacher_total * scale + tl.sum(weights, 0)
+            new_max = tl.maximum(teacher_max, tl.max(y, 0))
+            fade = tl.exp(teacher_max - new_max)
+            weights = tl.exp(y - new_max)
+            teacher_sum = teacher_sum * fade + tl.sum(weights, 0)
             products = tl.where(inside, weights * (y - x), 0.0)
-            difference = difference * scale + tl.sum(products, 0)
-            teacher_top = new_top
-    lse = top + tl.log(total)
+            weighted_difference = weighted_difference * fade + tl.sum(products, 0)
+            teacher_max = new_max
+    lse = running_max + tl.log(running_sum)
     entropy = lse - at_label
     loss = (1 - teacher_share) * entropy
     teacher_lse = 0.0
     if HAS_TEACHER:
         # KL(teacher || student) = sum p_teacher (y - x) - teacher_lse + lse
-        teacher_lse = teacher_top + tl.log(teacher_total)
-        loss += teacher_share * (difference / teacher_total - teacher_lse + lse)
+        teacher_lse = teacher_max + tl.log(teacher_sum)
+        loss += teacher_share * (weighted_difference / teacher_sum - teacher_lse + lse)
     tl.store(loss_ptr + row, loss * weight)
     tl.store(entropy_ptr + row, entropy * weight)
     if HAS_GRADIENT:
@@ -97,11 +97,11 @@ def chunk_loss(
     """Return a chunk's part of the loss and of its cross-entropy, float32 scalars.
 
     Args:
-        logits: [n, V], contiguous; with_gradient leaves their gradient in their place.
-        teacher: The teacher's logits [n, V], contiguous; None where share is 0.
+        logits: [n, V], contiguous; with_gradient overwrites them by their gradient.
+        teacher: The teacher's logits [n, V], contiguous; None where `share` is 0.
         labels: [n]; -100 leaves a token out.
         count: The divisor of the sum, a float32 scalar.
-        share: Share of the divergence from the teacher.
+        share: Weight of the divergence from the teacher, in [0, 1].
     """
     rows, vocabulary = logits.shape
     row_losses = torch.empty(2, rows, dtype=torch.float32, device=logits.device)

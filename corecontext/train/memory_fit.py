@@ -1,5 +1,5 @@
-"""Split the rows of a training step by the memory of a GPU: as many at once as it holds, by the
-peaks of passes over made-up rows."""
+"""Split the rows of a training step by the memory of a GPU: as many at once as it holds, judged by
+the peak memory of passes over made-up rows."""
 
 import gc
 import math
@@ -47,6 +47,7 @@ def split_for_memory(model: Any, config: TrainConfig, arguments: Any) -> Split |
     rows = config.batch_size * config.accumulation
     total = total_bytes(arguments.device)
     model.to(arguments.device)
+    # Two passes tell the bytes of each further row: see `bytes_of_pass`.
     peaks = _measure_peaks(model, config, arguments, most=min(rows, 2))
     free = _free_bytes_of_run(model, arguments)
     batch_size = largest_divisor(rows, peaks, free - MARGIN * total)
@@ -63,10 +64,10 @@ def split_for_memory(model: Any, config: TrainConfig, arguments: Any) -> Split |
 
 
 def _may_split(model: Any, config: TrainConfig) -> bool:
-    """Whether the run asks for a split, each process has the whole model and whole rows, and
-    results do not depend on the split but for rounding."""
+    """Whether the run asks for a split, each process has the whole model and whole rows, and the
+    split changes results by rounding alone, which a deterministic run does not allow either."""
     is_sharded = config.fsdp or config.context_parallel > 1
-    # A router's loss is a mean over the rows of a pass.
+    # A router's loss is a mean over the rows of a pass, so it depends on the split.
     has_loss_of_router = getattr(model.config, "output_router_logits", False)
     return config.fit_memory and not (is_sharded or has_loss_of_router or config.deterministic)
 
@@ -78,7 +79,7 @@ def total_bytes(device: torch.device) -> int:
 
 def _measure_peaks(model: Any, config: TrainConfig, arguments: Any, most: int) -> list[int]:
     """Return the peak bytes of passes of 1 to `most` rows without recomputation, beside weights and
-    gradients; the list ends before a pass that runs out of memory. The gradients remain.
+    gradients, which remain; the list ends before a pass that runs out of memory.
 
     The model is not compiled here; passes of a run with `fuse` take less.
     """
@@ -100,8 +101,8 @@ def _measure_peaks(model: Any, config: TrainConfig, arguments: Any, most: int) -
 def _run_pass(model: Any, rows: int, length: int, arguments: Any) -> None:
     """Run a forward and backward pass on made-up rows, in the arithmetic of the run.
 
-    Each row is a long document and a short one: full attention takes a mask where a row holds
-    several, and attention takes the most for long ones.
+    Each row is a long document and a short one. Attention takes the most memory for a long one, and
+    full attention also takes a mask where a row holds several.
     """
     tokens = torch.arange(length, device=arguments.device).repeat(rows, 1)
     ids = tokens % model.config.vocab_size
@@ -112,12 +113,12 @@ def _run_pass(model: Any, rows: int, length: int, arguments: Any) -> None:
 
 
 def _free_bytes_of_run(model: Any, arguments: Any) -> int:
-    """Return the bytes for passes beside all that a run keeps, and drop the gradients.
+    """Return the bytes that a run leaves for its passes, and drop the gradients.
 
-    Besides weights and gradients these are AdamW's two moments and, of several processes, the
-    buffers in which gradients are reduced.
+    Beside weights and gradients, which exist now, a run keeps AdamW's two moments and, in several
+    processes, buffers in which gradients are reduced: each as large as the trained weights.
     """
-    gc.collect()  # frames of an error hold tensors
+    gc.collect()  # the traceback of a pass that failed holds tensors
     torch.cuda.empty_cache()
     free = free_bytes(arguments.device)
     assert free is not None
@@ -128,12 +129,12 @@ def _free_bytes_of_run(model: Any, arguments: Any) -> int:
 
 
 def bytes_of_pass(rows: int, peaks: Sequence[int]) -> float:
-    """Return the peak bytes of a pass, where each row after the second takes as many as the second.
+    """Return the peak bytes of a pass: each row after the second adds as many as the second did.
 
     Args:
         rows: The rows of the pass, at least 1.
-        peaks: The peaks of one row and of two; without those that this needs, the result is
-            infinite.
+        peaks: Those of one row and of two, as far as they fit; infinite where one is missing that
+            the result needs.
     """
     if rows <= len(peaks):
         return peaks[rows - 1]

@@ -46,7 +46,7 @@ from corecontext.train.train_config import TrainConfig
 WAIT_S = 10
 """Seconds between attempts to write to a full disk at the end of a run."""
 PATIENCE_S = 3600
-"""Seconds until these attempts end."""
+"""Seconds after which the attempts end."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class Result:
     """The final checkpoint."""
     steps: int
     losses: list[tuple[int, float]]
-    """Training loss by step."""
+    """(step, training loss) of each step that was logged."""
     parts: dict[str, float]
-    """Cross-entropy and divergence of the last step logged, of a distilled run."""
+    """Of a distilled run the two terms of the last loss, "cross_entropy" and "divergence"."""
     metrics: dict[str, float]
     """Metrics of the last evaluation."""
     resumed_from: int
     """Step of the checkpoint that this process began with; 0 for none."""
 
 
-class _Job(NamedTuple):
-    """The inputs of a run besides its settings."""
+class _Inputs(NamedTuple):
+    """What a run needs besides its settings."""
 
     hf_config: Any
     tokenizer: Any
@@ -109,15 +109,15 @@ def train(config: TrainConfig) -> Result:
         rows = _read_rows(config, tokenizer, arguments.world_size)
         eval_rows = _read_eval_rows(config, tokenizer)
     make_folder(folder)
-    job = _Job(hf_config, tokenizer, arguments, rows, eval_rows)
-    alone = locked(folder) if job.is_first_rank else contextlib.nullcontext()
+    inputs = _Inputs(hf_config, tokenizer, arguments, rows, eval_rows)
+    lock = locked(folder) if inputs.is_first_rank else contextlib.nullcontext()
     try:
-        with alone, _deterministic(config.deterministic), warnings.catch_warnings():
+        with lock, _deterministic(config.deterministic), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
-            return _run(config, job)
+            return _run(config, inputs)
     finally:
         with contextlib.suppress(OSError):
-            folder.rmdir()  # where it was left empty
+            folder.rmdir()  # only where the run has left nothing in it
 
 
 def _check_packages(config: TrainConfig) -> None:
@@ -135,44 +135,45 @@ def _check_packages(config: TrainConfig) -> None:
             )
 
 
-def _run(config: TrainConfig, job: _Job) -> Result:
+def _run(config: TrainConfig, inputs: _Inputs) -> Result:
     """Train in a folder that only this run writes to, and export the model."""
     from corecontext.inference.fuse import Fused
 
     folder = Path(config.output)
-    facts = {"processes": job.arguments.world_size, "rows": job.rows.mark()}
-    if config.is_idle() and job.is_first_rank:
+    facts = {"processes": inputs.arguments.world_size, "rows": inputs.rows.mark()}
+    if config.is_idle() and inputs.is_first_rank:
         logging.getLogger(__name__).warning(
             "no query of a row of %d tokens sees a core token: CCA is full attention in this run. "
             "Give a longer --context-length, a smaller --window-size or fewer --fetch-groups.",
             config.context_length,
         )
-    trainer = _make_trainer(config, job)
+    trainer = _make_trainer(config, inputs)
     # The first rank claims the folder before the others look for a checkpoint in it.
-    with job.arguments.main_process_first(desc="run folder"):
-        if job.is_first_rank:
+    with inputs.arguments.main_process_first(desc="run folder"):
+        if inputs.is_first_rank:
             claim(folder, config, facts)  # after all other checks: from here on the folder is used
 
     resume = latest(folder)
+    resumed_from = step_of(resume) if resume else 0
     # Train; a run without a checkpoint leaves its folder as it was.
     try:
         fused = Fused(trainer.model, "compile" if config.fuse else None)
-        with fused, _progress_of_rows(trainer, config, step_of(resume) if resume else 0):
+        with fused, _progress_of_rows(trainer, config, resumed_from):
             trainer.train(resume_from_checkpoint=resume and str(resume))
     except (Exception, KeyboardInterrupt):
-        if job.is_first_rank:
+        if inputs.is_first_rank:
             release(folder)
         raise
+    # The finished model is exported from the last checkpoint.
     if trainer.save_error is not None:
         _retry_writing(trainer.save_checkpoint, folder)
 
     # All ranks evaluate; the first one writes the finished model.
-    metrics = trainer.evaluate() if job.eval_rows is not None else {}
+    metrics = trainer.evaluate() if inputs.eval_rows is not None else {}
     history = trainer.state.log_history
-    if job.is_first_rank:
-        _retry_writing(lambda: _export(config, job, history, metrics), folder)
+    if inputs.is_first_rank:
+        _retry_writing(lambda: _export(config, inputs, history, metrics), folder)
         clear_staging(folder)
-    resumed_from = step_of(resume) if resume else 0
     loss_parts = {
         name: card.losses(history, name)[-1][1]
         for name in ("cross_entropy", "divergence")
@@ -182,16 +183,16 @@ def _run(config: TrainConfig, job: _Job) -> Result:
     return Result(folder / MODEL, config.steps, losses, loss_parts, metrics, resumed_from)
 
 
-def _make_trainer(config: TrainConfig, job: _Job) -> Any:
-    """Return the Trainer of the run's model, whose loss is computed in chunks, with a teacher if
-    it is distilled, and as many rows at once as the memory holds if the run asks for it."""
+def _make_trainer(config: TrainConfig, inputs: _Inputs) -> Any:
+    """Return the Trainer of the run's model. The model returns its loss, computed in chunks, with a
+    teacher if it is distilled; with `fit_memory` as many rows at once as the GPU's memory holds."""
     from corecontext.integrations.hf.attention_interface import inner_model
     from corecontext.train.loss import compute_loss_in_chunks
     from corecontext.train.teacher import load_teacher
     from corecontext.train.trainer import CCATrainer
 
-    arguments = job.arguments
-    model = make_model(config, job.hf_config, bfloat16=arguments.bf16)
+    arguments = inputs.arguments
+    model = make_model(config, inputs.hf_config, bfloat16=arguments.bf16)
     teacher = None
     if config.distil:
         teacher = load_teacher(config, bfloat16=arguments.bf16, device=arguments.device)
@@ -202,8 +203,8 @@ def _make_trainer(config: TrainConfig, job: _Job) -> Any:
     return CCATrainer(
         model=model,
         args=arguments,
-        train_dataset=job.rows,
-        eval_dataset=job.eval_rows,
+        train_dataset=inputs.rows,
+        eval_dataset=inputs.eval_rows,
         data_collator=collate,
         context_parallel=config.context_parallel,
         keep=config.keep,
@@ -213,8 +214,8 @@ def _make_trainer(config: TrainConfig, job: _Job) -> Any:
 
 @contextlib.contextmanager
 def _progress_of_rows(trainer: Any, config: TrainConfig, steps_done: int) -> Iterator[None]:
-    """Write the size of the run and its progress by row inside the block, where Trainer shows no
-    bar: a step on a CPU may take minutes."""
+    """Show the size of the run and its progress by row inside the block, unless Trainer shows a bar
+    by step: a step on a CPU may take minutes."""
     steps = config.steps - steps_done
     if not trainer.args.disable_tqdm or not trainer.args.should_log or steps <= 0:
         yield
@@ -226,7 +227,7 @@ def _progress_of_rows(trainer: Any, config: TrainConfig, steps_done: int) -> Ite
         yield
 
 
-def _export(config: TrainConfig, job: _Job, history: list, metrics: dict[str, float]) -> None:
+def _export(config: TrainConfig, inputs: _Inputs, history: list, metrics: dict[str, float]) -> None:
     """Write the final model with its card; the folder gets its name once it is complete."""
     folder = Path(config.output)
     clear_staging(folder)
@@ -234,14 +235,15 @@ def _export(config: TrainConfig, job: _Job, history: list, metrics: dict[str, fl
     staged.mkdir(parents=True)
     last = latest(folder)
     assert last is not None  # the last step is always saved
-    dtype = job.hf_config.dtype
+    dtype = inputs.hf_config.dtype
     if not isinstance(dtype, torch.dtype):
         dtype = torch.float32
     export(config, last, staged, dtype)
-    job.tokenizer.save_pretrained(staged)
-    rows = config.steps * config.rows_per_step(job.arguments.world_size)
-    comparison = compare(config, staged, job.tokenizer, job.eval_rows, job.arguments)
-    card.write(staged, config, history, metrics, rows * config.context_length, comparison)
+    inputs.tokenizer.save_pretrained(staged)
+    rows = config.steps * config.rows_per_step(inputs.arguments.world_size)
+    tokens = rows * config.context_length
+    comparison = compare(config, staged, inputs.tokenizer, inputs.eval_rows, inputs.arguments)
+    card.write(staged, config, history, metrics, tokens, comparison)
     publish(staged, folder / MODEL)
 
 
@@ -252,18 +254,18 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     Raises:
         UserError: torch has no such algorithm for an operation of the model.
     """
-    memory: Any = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     mode_before = torch.get_deterministic_debug_mode()
-    fill_before = memory.fill_uninitialized_memory
+    fill_before = settings.fill_uninitialized_memory
     if wanted:
-        # Read when a process first multiplies matrices.
+        # cuBLAS reads it when a process first multiplies matrices.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        memory.fill_uninitialized_memory = False  # a debugging aid, which takes time
+        settings.fill_uninitialized_memory = False  # a debugging aid, which takes time
     try:
         yield
     except RuntimeError as error:
-        # PyTorch has no type for it.
+        # PyTorch has no type of error for it.
         if wanted and "does not have a deterministic implementation" in str(error):
             raise UserError(
                 f"deterministic must be left out for this model: {str(error).split('. ')[0]}."
@@ -271,33 +273,35 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         raise
     finally:
         torch.set_deterministic_debug_mode(mode_before)
-        memory.fill_uninitialized_memory = fill_before
+        settings.fill_uninitialized_memory = fill_before
 
 
 @contextlib.contextmanager
 def _local_rank_0_first(arguments: Any) -> Iterator[None]:
-    """Run the block on one process of each machine first, then on the others.
+    """Run the block on one process of each machine first, then on the others, which find its tokens
+    in the cache on disk.
 
-    Unlike Trainer's main_process_first it has no time limit: to tokenise a large corpus takes
-    longer than the timeout of collectives.
+    Trainer's main_process_first would time out, as collectives do, while the first process
+    tokenises a large corpus.
     """
     if arguments.world_size == 1:
         yield
         return
     rank = arguments.process_index
-    machine = rank - arguments.local_process_index
-    announcement = Announcement(f"data on {machine}", rank)
-    if arguments.local_process_index:
+    first_rank = rank - arguments.local_process_index  # of this machine
+    announcement = Announcement(f"data on {first_rank}", rank)
+    if rank != first_rank:
         announcement.wait()
     try:
         yield
     finally:
-        if not arguments.local_process_index:
+        if rank == first_rank:
             announcement.publish()
 
 
 def _read_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> PackedRows:
-    """Return the training rows in their order."""
+    """Return the training rows, packed from the documents in random order; `long_tokens` repeats
+    long documents."""
     if config.streaming:
         documents = read_beginning(
             config.data,
@@ -326,7 +330,7 @@ def _read_rows(config: TrainConfig, tokenizer: Any, world_size: int) -> PackedRo
 def _documents(
     config: TrainConfig, names: Sequence[str], tokenizer: Any, source_field: str | None = None
 ) -> Any:
-    """Return the token ids of all documents of some data."""
+    """Return the dataset of `read_corpus` for data of these names."""
     return read_corpus(
         names,
         tokenizer,
@@ -338,7 +342,7 @@ def _documents(
 
 
 def _read_eval_rows(config: TrainConfig, tokenizer: Any) -> PackedRows | None:
-    """Return the rows for evaluation, if any."""
+    """Return the rows for evaluation; None without evaluation data."""
     if not config.eval_data:
         return None
     try:

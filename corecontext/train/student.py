@@ -1,5 +1,5 @@
-"""Make the model of a run: load it, extend its context, replace its attention, choose the trained
-weights; and export it at the end."""
+"""Make the model that a run trains: load it, extend its context, replace its attention, choose the
+trained weights; and export it at the end."""
 
 import contextlib
 from collections.abc import Collection
@@ -18,15 +18,16 @@ from corecontext.model_sizes import ModelSizes
 from corecontext.train.train_config import DEFAULT_RECIPE, RECIPES, SCHEDULE, TrainConfig
 
 PARTIAL_LAYERS = ("q_proj", "k_proj", "v_proj")
-"""Names of W^Q, W^K and W^V; models with a joint matrix call it qkv_proj."""
+"""Layers of W^Q, W^K and W^V; models with one matrix for all three call it qkv_proj."""
 _CUTOFFS = ("top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of sampling, which a greedy GenerationConfig must not have."""
 
 
 def prepare_config(config: TrainConfig) -> Any:
     """Load the Hugging Face config of the run's model and change it for the run.
 
-    Set its shape, rotary base and length, and attention's dropout to 0. Delete saved settings of
-    CCA unless the run trains CCA on from the checkpoint.
+    Set its shape, rotary base and length, and attention's dropout to 0. Keep saved settings of CCA
+    only where the run trains the checkpoint on with CCA.
 
     Raises:
         UserError: there is no such model, or it does not support these settings.
@@ -65,7 +66,7 @@ def prepare_config(config: TrainConfig) -> Any:
     # Positions, dropout, and settings of CCA that an earlier run has left.
     extend_context(hf_config, config.rope_theta, config.context_length)
     if getattr(hf_config, "attention_dropout", 0.0):
-        hf_config.attention_dropout = 0.0  # attention weights are never formed
+        hf_config.attention_dropout = 0.0  # no kernel forms the weights that it would drop
     if hasattr(hf_config, "cca") and (config.method != "cca" or config.strategy == "scratch"):
         del hf_config.cca
     return hf_config
@@ -77,10 +78,10 @@ def _saved_cca(hf_config: Any) -> dict[str, Any]:
 
 
 def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
-    """Return CCA's settings in the checkpoint's config.json that a run can have, for options that
-    are not given.
+    """Return CCA's settings in the checkpoint's config.json that TrainConfig has as well, without
+    options that are given.
 
-    A given `group_size` is that of every layer. Another method and random weights use none of them.
+    A given `group_size` is that of every layer. Another method and random weights take none.
 
     Raises:
         UserError: the saved groups depend on each sequence's length, which a run does not support.
@@ -111,13 +112,13 @@ def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any
 
 
 def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
-    """Return the settings of the recipe `fetch` that the run supports, for options that are not
+    """Return the settings of the recipe `fetch` that the run supports, without options that are
     given.
 
-    A run without fetch has the other settings of `CCAConfig.pooling`, a rival its window. From
-    scratch and in context parallelism, where fetch sends all raw tokens to every process, there is
-    no fetch. `distil` needs trained weights, rows within the model's length and one process a row.
-    The schedule is for trained weights, and its rows are no longer than the model.
+    - There is no fetch from scratch, and none in context parallelism, where it sends all raw tokens
+      to every process. A run without has the preset "pooling", a rival the window of it.
+    - `distil` needs trained weights, rows within the model's length, and one process a row.
+    - SCHEDULE is for trained weights; its rows are cut to the model's length.
     """
     from corecontext.inference.limits import position_limit
 
@@ -134,19 +135,19 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     hf_config = load_config(config.model)
     limit = position_limit(hf_config)
     best["context_length"] = min(best["context_length"], limit or best["context_length"])
-    is_long = "context_length" in given and _teaching_limit(config, hf_config) is not None
-    if config.strategy == "scratch" or config.context_parallel > 1 or is_long:
+    is_too_long = "context_length" in given and _teaching_limit(config, hf_config) is not None
+    if config.strategy == "scratch" or config.context_parallel > 1 or is_too_long:
         del best["distil"]
     if config.strategy == "scratch":
         best = {name: value for name, value in best.items() if name not in SCHEDULE}
     if "batch_size" in given:
-        best.pop("accumulation", None)  # the user's count of rows
+        best.pop("accumulation", None)  # the user sets the rows of a step
     return {name: value for name, value in best.items() if name not in given}
 
 
 def _teaching_limit(config: TrainConfig, hf_config: Any) -> int | None:
-    """Return the model's length if rows exceed it, beyond which its predictions are poor, or
-    None."""
+    """Return the model's length in tokens if a row exceeds it, else None: beyond it the model
+    predicts too poorly to teach."""
     from corecontext.inference.limits import position_limit
 
     limit = position_limit(hf_config)
@@ -190,8 +191,8 @@ def make_tokenizer(config: TrainConfig, hf_config: Any) -> Any:
 
 
 def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
-    """Return the model, ready to train: trained weights in float32, frozen ones in bfloat16 if the
-    arithmetic is.
+    """Return the model, ready to train: trained weights in float32, frozen ones in bfloat16 where
+    the arithmetic is (`bfloat16`).
 
     Raises:
         UserError: the weights are missing or do not fit.
@@ -220,14 +221,14 @@ def make_model(config: TrainConfig, hf_config: Any, *, bfloat16: bool) -> Any:
     elif config.strategy == "lora":
         model = _add_lora(model, config)
     replace_attention(model, config)
-    for parameter in model.parameters():  # also those added to frozen layers
+    for parameter in model.parameters():  # also LoRA's, added to frozen layers
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
 
 
 def _load(config: TrainConfig, hf_config: Any, dtype: torch.dtype) -> Any:
-    """Load the checkpoint's weights, all of them and finite ones."""
+    """Return the checkpoint's model; refuse weights that are missing or not finite."""
     try:
         model = load_weights(config.model, hf_config, dtype)
     except UserError as error:
@@ -272,8 +273,7 @@ def replace_attention(model: Any, config: TrainConfig) -> None:
 
 
 def _train_only(model: Any, layer_names: tuple[str, ...]) -> None:
-    """Freeze all weights except those of attention's linear layers with these names, or the joint
-    one."""
+    """Freeze all weights but those of attention's linear layers with these names, or qkv_proj."""
     any_trained = False
     for name, module in model.named_modules():
         parent, _, layer = name.rpartition(".")
@@ -289,7 +289,7 @@ def _train_only(model: Any, layer_names: tuple[str, ...]) -> None:
 
 
 def _add_lora(model: Any, config: TrainConfig) -> Any:
-    """Return the model in PEFT's wrapper."""
+    """Return the model in PEFT's wrapper, which trains LoRA's matrices alone."""
     try:
         import peft
     except ImportError:
@@ -311,8 +311,8 @@ def _add_lora(model: Any, config: TrainConfig) -> Any:
 
 
 def _with_cache_settings(cca: CCAConfig, saved: dict[str, Any]) -> CCAConfig:
-    """Return the settings with those saved of a cache, which are not trained; without those that
-    do not suit the run's, such as fewer slots than groups to fetch."""
+    """Return a run's settings with the checkpoint's settings of caches, which no run trains. Skip
+    those that do not suit the run's, such as fewer slots than groups to fetch."""
     for name in ("cache_dtype", "fetch_slots", "prefill"):
         if name in saved:
             with contextlib.suppress(ValueError):
@@ -321,11 +321,11 @@ def _with_cache_settings(cca: CCAConfig, saved: dict[str, Any]) -> CCAConfig:
 
 
 def export(config: TrainConfig, saved: Path, target: Path, dtype: torch.dtype) -> None:
-    """Write the trained weights in `saved` (Trainer's) as an ordinary checkpoint that loads with
-    CCA.
+    """Write the trained weights of Trainer's checkpoint `saved` to `target`, an ordinary checkpoint
+    in `dtype` that loads with CCA.
 
-    LoRA's matrices are merged into a fresh copy of the model. Weights that the strategy froze come
-    from the original model, because they were rounded for the training.
+    LoRA's matrices are merged into a fresh copy of the model. Weights that strategy "partial" froze
+    come from the original model, because training rounded them to bfloat16.
     """
     from corecontext.integrations.hf.enabling import enable
 

@@ -20,8 +20,8 @@ from corecontext.train.train_config import TrainConfig
 def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -> Teacher:
     """Return the teacher: the model at `config.model`, also in a continued run.
 
-    Its config is the model's own. A new rotary base or other settings are the student's to learn;
-    the teacher would predict worse with settings that it was not trained with.
+    Its config is that of the checkpoint: with the run's rotary base or other settings, which the
+    student learns, it would predict worse.
 
     Args:
         bfloat16: Whether the arithmetic, and so the weights, are bfloat16; float32 otherwise.
@@ -38,7 +38,7 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
 
 
 class Teacher:
-    """A frozen model under full attention, and its share of the loss; `fuse` as in `Fused`."""
+    """A frozen model under full attention; `share` as in `Taught`, `fuse` as in `Fused`."""
 
     def __init__(self, model: PreTrainedModel, share: float, fuse: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -47,10 +47,10 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, position_ids: Tensor, **unused: Any) -> Taught:
-        """Return the teacher's view of rows [B, L] whose positions restart with each document.
+        """Return the last hidden states of rows [B, L], T = B L tokens, with the teacher's head.
 
-        Documents run one by one, which needs no L x L mask to keep them apart. `unused` are
-        arguments that peft passes on although they were not given.
+        Positions restart at 0 in each document. Documents run one by one: together they would need
+        an L x L mask. `unused` are arguments that peft passes on although they were not given.
         """
         hidden = []
         # The weights already have the dtype of the arithmetic.
@@ -64,7 +64,7 @@ class Teacher:
         return self.view(torch.cat(hidden))
 
     def view(self, hidden: Tensor) -> Taught:
-        """Return the teacher's view of tokens with these hidden states [T, d']."""
+        """Return these last hidden states [T, d'] with the head that makes their logits."""
         head = self.model.get_output_embeddings().weight
         rule = LogitRule.of(self.model.config)
         return Taught(rule.divided(hidden), head, self.share, rule.softcap)

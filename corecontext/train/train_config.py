@@ -52,7 +52,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 """The recipes of `corecontext train`: the best settings on a pretrained model (docs/real-model.md),
 and the paper's rule."""
 DEFAULT_RECIPE = "fetch"
-"""The recipe of a run that names none, as far as the run can have it."""
+"""The recipe of a run that names none; the run takes those of its settings that it supports."""
 _LEAST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "workers", "context_parallel"), 1),
     **dict.fromkeys(("lora_rank", "loss_chunk", "shuffle_documents", "long_tokens"), 1),
@@ -234,7 +234,7 @@ class TrainConfig:
             )
 
     def _check_data(self) -> None:
-        """Raise where documents cannot be repeated by their length."""
+        """Raise where the settings that repeat long documents do not fit."""
         if not 0 < self.long_share < 1:
             raise ValueError(f"long_share must lie between 0 and 1, got {self.long_share}.")
         if self.long_tokens is not None and self.streaming:
@@ -244,7 +244,7 @@ class TrainConfig:
             )
 
     def _check_processes(self) -> None:
-        """Raise where the method or another way to shard excludes the one asked for."""
+        """Raise where the method has no context parallelism."""
         if self.context_parallel > 1 and self.method != "cca":
             raise ValueError(
                 f"context_parallel must be 1, got {self.context_parallel}, but for method 'cca': "
@@ -275,14 +275,14 @@ class TrainConfig:
         return CCAConfig(**settings | {"layer_group_sizes": self.layer_group_sizes or None})
 
     def is_idle(self) -> bool:
-        """Return whether rows are so short that CCA is full attention: no core token is seen."""
+        """Return whether CCA is full attention in this run: no query of a row sees a core token."""
         sizes: set[int] = set()
         for layer in self.layer_group_sizes or (self.group_size,):
             sizes.update(layer if isinstance(layer, tuple) else (layer,))
         return self.method == "cca" and all(map(self._is_full, sizes))
 
     def _is_full(self, group_size: int) -> bool:
-        """Whether heads with this g see no core token in a row."""
+        """Whether no query of a row sees a core token where groups have this size g."""
         length = self.context_length
         s = self.window_size
         sinks = num_sinks(self.sink_size, group_size)
@@ -292,8 +292,8 @@ class TrainConfig:
 
     def rows_per_step(self, processes: int) -> int:
         """Return the number of rows that so many processes together see in a step."""
-        groups = max(1, processes // self.context_parallel)
-        return self.accumulation * self.batch_size * groups
+        process_groups = max(1, processes // self.context_parallel)  # each shares its rows
+        return self.accumulation * self.batch_size * process_groups
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TrainConfig:

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Schedule(TrainerCallback):
-    """When to log, evaluate and save."""
+    """Decide when to log, evaluate and save."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Use this process's intervals in a continued run too, not those of the checkpoint."""
@@ -44,7 +44,7 @@ class _Schedule(TrainerCallback):
 
 
 class CCATrainer(Trainer):
-    """Trainer for packed rows.
+    """Train on packed rows; `context_parallel`, `keep` and `distil` are those of TrainConfig.
 
     It overrides three private methods of Trainer, for which there is no public hook:
     `_get_grad_norm` (callbacks do not get the norm), `_save_checkpoint` (callbacks run after the
@@ -66,22 +66,22 @@ class CCATrainer(Trainer):
         self.context_parallel = context_parallel
         self.distil = distil
         self.on_rows: Advance = lambda rows: None
-        """Called with the number of rows after each forward and backward pass."""
+        """Called after each forward and backward pass with the number of its rows."""
         self._cross_entropies: list[Tensor] = []
         """Cross-entropy of each backward pass since the last log entry."""
         self.save_error: Exception | None = None
-        """Why the last checkpoint could not be written, or None."""
+        """The reason why the last checkpoint could not be written, or None."""
         self._rows: list[int] = []
-        """Rows of the current step, for error messages."""
-        self.wire = None
+        """Numbers of the current step's rows, for error messages."""
+        self.wire = None  # to the ranks that share this one's rows
         if context_parallel > 1:
             self.wire = _wire(context_parallel, self.args.world_size)
 
     # The order of rows
 
     def get_train_dataloader(self) -> Any:
-        """Return batches of the whole run in its order; ranks that share a row get it in turn, as
-        accelerate distributes batches."""
+        """Return the batches of the whole run in its order, each as often as ranks share it, since
+        accelerate gives them to the ranks in turn."""
         batch_size = self.args.train_batch_size
         order = run_order(
             len(self.train_dataset),
@@ -102,19 +102,19 @@ class CCATrainer(Trainer):
 
     def _rows_per_step(self) -> int:
         """Return the number of rows that all ranks together see in a step."""
-        groups = self.args.world_size // self.context_parallel
-        return self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
+        process_groups = self.args.world_size // self.context_parallel
+        return self.args.train_batch_size * self.args.gradient_accumulation_steps * process_groups
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return Trainer's names without vectors."""
+        """Return Trainer's names of weights that decay, without vectors."""
         matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     # Steps
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | int | None]:
-        """Return Trainer's batches and count of labels; count each row once, not once for each rank
-        that holds a part of it."""
+        """Return Trainer's batches of a step and their number of labels; count a row once, not once
+        for each rank that has a part of it."""
         batches, count = super().get_batch_samples(*args)
         if count is not None:
             count = count // self.context_parallel
@@ -139,7 +139,7 @@ class CCATrainer(Trainer):
         if not self.distil:
             return super().compute_loss(model, inputs, **kwargs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        # Trainer multiplies the loss by the processes, over which gradients are averaged.
+        # As Trainer does with the loss, because gradients are averaged over the processes.
         scale = self.accelerator.num_processes
         self._cross_entropies.append(scale * outputs["cross_entropy"])
         return loss
@@ -149,6 +149,7 @@ class CCATrainer(Trainer):
         if self.distil and "loss" in logs:
             mean = torch.stack(self._cross_entropies).mean()
             entropy = float(self.accelerator.reduce(mean, "mean"))
+            # A step's is the sum over its passes, each divided by the step's labels.
             entropy *= self.args.gradient_accumulation_steps
             logs["cross_entropy"] = entropy
             logs["divergence"] = (logs["loss"] - (1 - self.distil) * entropy) / self.distil
@@ -156,8 +157,7 @@ class CCATrainer(Trainer):
         super().log(logs, start_time)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return Trainer's scheduler for a step more, because the rate of its last step may be
-        0."""
+        """Return Trainer's scheduler for one step more: at its end the rate may be 0."""
         return super().create_scheduler(num_training_steps + 1, optimizer)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -172,6 +172,7 @@ class CCATrainer(Trainer):
         if bool(torch.isfinite(value.detach()).all()):
             return
         rows = self._rows
+        # A loss is that of the last pass, a gradient that of the step.
         if name == "loss":
             rows = rows[-self.args.train_batch_size :]
         origins = "; ".join(f"row {row}: {self.train_dataset.describe(row)}" for row in rows[:4])
@@ -184,8 +185,8 @@ class CCATrainer(Trainer):
         )
 
     def _take_part(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the rows [1, T], and tell the model's attention which part it
-        is: transformers passes no such argument on to it."""
+        """Return this rank's part of a row [1, L], and tell the model's attention which part it is:
+        transformers has no such argument."""
         from corecontext.distributed.context_parallel import Shard
         from corecontext.distributed.layout import Layout
         from corecontext.integrations.hf.enabling import handle_of
@@ -208,34 +209,37 @@ class CCATrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the mean loss of a token over all rows, and its exponential; ranks take the rows
-        in turn."""
+        """Return a token's mean loss over all rows, and its exponential, the perplexity; ranks take
+        the rows in turn."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model_wrapped
-        groups = self.args.world_size // self.context_parallel
-        group = self.args.process_index // self.context_parallel
+        process_groups = self.args.world_size // self.context_parallel
+        process_group = self.args.process_index // self.context_parallel
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss, tokens
         model.eval()
         with torch.no_grad(), progress("evaluation", len(rows)) as advance:
-            for low in range(0, len(rows), groups):
-                advance(min(groups, len(rows) - low))
-                # Every rank runs as often, because FSDP gathers weights: the last row again.
-                inputs = self._prepare_inputs(collate([rows[min(low + group, len(rows) - 1)]]))
+            for low in range(0, len(rows), process_groups):
+                advance(min(process_groups, len(rows) - low))
+                # FSDP gathers weights, so all ranks run equally often: a rank without a row takes
+                # the last one again, which does not count.
+                row = min(low + process_group, len(rows) - 1)
+                inputs = self._prepare_inputs(collate([rows[row]]))
                 del inputs["row"]
                 labels = inputs["labels"][:, 1:]
                 if self.wire is not None:
                     inputs = self._take_part(model, inputs)
                     labels = inputs["shift_labels"]
+                # A divisor of 1: the sum over the tokens.
                 loss = model(**inputs, num_items_in_batch=1)["loss"].double()
                 # mutant training: an evaluation counts filler rows
-                if low + group < len(rows):
+                if low + process_group < len(rows):
                     total += torch.stack((loss, (labels != IGNORED).sum().double()))
         if self.args.world_size > 1:
             dist.all_reduce(total)
         mean = float(total[0] / total[1])
         metrics = {
             f"{metric_key_prefix}_loss": mean,
-            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700)),
+            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700)),  # exp(710) overflows
         }
         self.log({**metrics})  # which adds the epoch
         self.control = self.callback_handler.on_evaluate(
@@ -302,8 +306,8 @@ class CCATrainer(Trainer):
             super().save_model(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write Trainer's states; under FSDP the model and the optimizer apart, because a rank that
-        cannot write the first must join the gathering of the second."""
+        """Write Trainer's states. Under FSDP write model and optimizer one after the other: a rank
+        that cannot write the first must still join the gathering of the second."""
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -337,7 +341,8 @@ class CCATrainer(Trainer):
 
 
 def _wire(size: int, world: int) -> Any:
-    """Return this rank's end of the group of neighbours that share rows.
+    """Return the wire of this rank to those that share its rows, `size` neighbours among `world`
+    ranks.
 
     Raises:
         UserError: the ranks cannot be split into such groups.
@@ -354,10 +359,11 @@ def _wire(size: int, world: int) -> Any:
 
 
 def _document_bounds(positions: Tensor) -> tuple[int, ...]:
-    """Return where the documents of a row begin, and its end; () for a single document.
+    """Return the first position of each document in a row, then the row's length; () for a single
+    document.
 
     Args:
-        positions: [1, L]; they restart at each document.
+        positions: [1, L]; they restart at 0 in each document.
     """
     if positions.shape[0] != 1:
         raise UserError(

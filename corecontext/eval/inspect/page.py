@@ -36,8 +36,8 @@ def inspect_text(
     Args:
         name: The model's folder or identifier.
         max_tokens: Read the first tokens only.
-        count: Number of evenly spaced queries, the last at the last token.
-        positions: Positions of queries, instead.
+        count: Number of evenly spaced queries, the last one at the last token.
+        positions: Positions of the queries, in place of `count`.
         layers: Full-attention layers, counted from 0; all where empty.
     """
     ids = loaded.tokenizer(text, verbose=False)["input_ids"][:max_tokens]
@@ -70,6 +70,7 @@ def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     start = 0
     for i in range(len(ids)):
         piece = tokenizer.decode(ids[start : i + 1], clean_up_tokenization_spaces=False)
+        # A character is at most 4 bytes, and so at most 4 tokens.
         is_incomplete = piece.endswith("\ufffd") and i + 1 - start < 4
         if is_incomplete and i + 1 < len(ids):
             pieces.append("")
@@ -97,57 +98,57 @@ def make_page(
     Raises:
         UserError: the page would be too large for a browser.
     """
-    numbers = sum(getattr(layer, name).numel() for layer in maps for name in WEIGHTS)
-    size = 2 * numbers * 4 // 3  # float16 in base64
+    numbers = sum(getattr(layer_map, name).numel() for layer_map in maps for name in WEIGHTS)
+    size = 2 * numbers * 4 // 3  # float16, of which base64 makes 4 bytes of 3
     if size > MOST_BYTES:
         raise UserError(
             f"the page must hold at most {MOST_BYTES >> 20} MB, got {size >> 20}. Take fewer "
             "--layer, fewer --queries or a shorter text (--max-tokens)."
         )
-    maps_of_layer = Counter(layer.layer for layer in maps)
+    maps_of_layer = Counter(layer_map.layer for layer_map in maps)
     data = {
         "title": title,
         "tokens": list(tokens),
         "queries": list(queries),
-        "layers": [_layer_data(layer, maps_of_layer[layer.layer] > 1) for layer in maps],
+        "layers": [_map_data(layer_map, maps_of_layer[layer_map.layer] > 1) for layer_map in maps],
         "settings": {name: str(value) for name, value in settings.items()},
     }
     text = json.dumps(data, ensure_ascii=True)
-    # No token can end the script.
+    # The page has the data in a script, which a token such as "</script>" would end.
     # mutant inspect: a token can end the script
     text = text.replace("<", "\\u003c")
     asset = resources.files("corecontext").joinpath("assets/inspect.html")
     return asset.read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
 
-def _layer_data(layer: LayerMap, is_part: bool) -> dict[str, Any]:
-    """Return a map for the page's script.
+def _map_data(layer_map: LayerMap, is_part: bool) -> dict[str, Any]:
+    """Return a map as plain values under the names of the page's script.
 
     Args:
         is_part: Whether the map has only those heads of its layer that share a group size.
     """
-    title = f"layer {layer.layer}"
+    title = f"layer {layer_map.layer}"
     if is_part:
-        title += f", heads with g = {layer.group_size}"
+        title += f", heads with g = {layer_map.group_size}"
     return {
         "name": title,
-        "group_size": layer.group_size,
-        "heads": layer.core.shape[0],
-        "numbers": layer.heads,
-        "groups": layer.core.shape[2],
-        "reach": layer.raw.shape[2],
-        "kept": layer.first.shape[2],
-        "shared": _heads_per_core(layer),
-        "fetches": layer.fetched.numel() > 0,
-        **{name: _packed(getattr(layer, name)) for name in WEIGHTS},
+        "group_size": layer_map.group_size,
+        "heads": layer_map.core.shape[0],
+        "numbers": layer_map.heads,
+        "groups": layer_map.core.shape[2],
+        "reach": layer_map.raw.shape[2],
+        "kept": layer_map.first.shape[2],
+        "shared": _heads_per_core(layer_map),
+        "fetches": layer_map.fetched.numel() > 0,
+        **{name: _packed(getattr(layer_map, name)) for name in WEIGHTS},
     }
 
 
-def _heads_per_core(layer: LayerMap) -> int:
+def _heads_per_core(layer_map: LayerMap) -> int:
     """Return how many neighbouring query heads share a core token: 1, or r."""
-    heads = layer.pooling.shape[0]
+    used = layer_map.used
     count = 1
-    while count < heads and layer.used.numel() and torch.equal(layer.used[count], layer.used[0]):
+    while count < len(used) and used.numel() and torch.equal(used[count], used[0]):
         count += 1
     return count
 
