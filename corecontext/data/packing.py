@@ -82,7 +82,7 @@ class PackedRows(torch.utils.data.Dataset):
 
     def mark(self) -> str:
         """Return 16 digits that tell these rows from those of other data: a hash of the lengths in
-        their order, and of the tokens of nine rows."""
+        their order, and of the tokens of nine evenly spaced rows."""
         digest = hashlib.sha256(self.edges.tobytes())
         for row in np.linspace(0, len(self) - 1, 9).astype(int).tolist():
             digest.update(self[row]["input_ids"].numpy().tobytes())

@@ -1,7 +1,8 @@
 """Cut documents into windows of one length, side by side, whose perplexity is measured.
 
-The rest of a document after its last whole window is left out, so that all windows reach equally
-far back. Input is a JSON-lines file (text, domain) or a plain text file, or a folder with lm_test.
+These windows are texts, not the attention's. The rest of a document after its last whole window is
+left out, so that all windows reach equally far back. Input is a JSON-lines file (text, domain) or a
+plain text file, or a folder with lm_test.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Compare a trained model with the model that it was: far perplexity, and needles found."""
+"""Compare a trained model with the model that it was: far perplexity, and needles found.
+
+Far perplexity is that of the second half of each window, here a text of one length.
+"""
 
 import logging
 import math
@@ -37,7 +40,7 @@ class Line(NamedTuple):
 
     title: str
     perplexity: float
-    """Far perplexity: that of the second half of each window."""
+    """Far perplexity."""
     answered: int
     """Needles answered."""
 

@@ -78,8 +78,8 @@ def _saved_cca(hf_config: Any) -> dict[str, Any]:
 
 
 def saved_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
-    """Return CCA's settings in the checkpoint's config.json that TrainConfig has as well, without
-    options that are given.
+    """Return CCA's settings in the checkpoint's config.json that TrainConfig has as well; options
+    that are given, by their names, replace them.
 
     A given `group_size` is that of every layer. Another method and random weights take none.
 
