@@ -341,10 +341,11 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those over block tables: for prompts, and for decoding tokens in parts."""
     columns = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
     plain = {**columns, "HAS_SOFTCAP": False, "HEADS": HEADS, "SINKS": 16, "GROUP": 16}
+    plain["PAGES"] = (16, 16)
     numbers = dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "core_table_ptr"), "i32")
     pages = {"raw": ("", ""), "cores": ("", "", "fp32"), "strides": (2, 3, 3, 3, 2)}
     results = {"results": ("", "fp32", "fp32"), "gathered": ("", "", "fp32")}
-    types = {"slots_ptr": "i64", "page_sizes": 2, **numbers, **pages, **results}
+    types = {"slots_ptr": "i64", **numbers, **pages, **results}
     types |= {
         "page_tables": ("i32", "i32"),
         "sequences": ("i32", "i32"),
@@ -352,7 +353,7 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     }
     yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
     flags = {"HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
-    blocks = {"GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
+    blocks = {"PAGES": (16, 4), "GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
     sizes = {**columns, **flags, **blocks}
     gathering = {**types, "new_tokens": ("", ""), "strides": (2, 2, 3, 3, 3), "slots": ("", "i32")}
     yield Kernel(paged_gather._gather_kernel, sizes, gathering)
@@ -383,33 +384,35 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     if plan.scoring.whole:
         yield Kernel(score_index.rotate_kernel, sizes, STEP_TYPES)
     types = {**STEP_TYPES, "index": ("u8", "fp16")}
-    types |= {"pages": ("i32", "i32"), "page_strides": (3, 3, 2)}
+    types |= {"pages": ("i32", "i32"), "page_strides": (3, 3, 1)}
     sizes = {**place, **scoring, "num_warps": decode_plan.SCORE_WARPS}
-    for paged in (False, True):
-        yield Kernel(score_index.score_kernel, {**sizes, "PAGED": paged}, types)
-    types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2, 3), "page_sizes": 3}
-    types |= {"cores": ("", "", "fp32"), "tables": ("i32", "i32"), "numbers": 3}
-    types |= {"raw": ("", "", "", "", ""), "choice": ("i32", "i8", "i32")}
-    sizes = {"GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width, "HAS_MASS": True}
-    sizes |= {"HAS_FAR": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
+    for page in (0, 4):
+        yield Kernel(score_index.score_kernel, {**sizes, "PAGE": page}, types)
+    types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2, 3)}
+    types |= {"cores": ("", "fp32"), "tables": ("i32", "i32"), "numbers": 3}
+    types |= {"raw": ("", "", ""), "choice": ("i32", "i8", "i32")}
+    sizes = {"PAGES": (16, 4, 64), "GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width}
+    sizes |= dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS"), True) | {"ALIGNMENT": 16}
     sizes |= {"TILE": plan.tile, **plan.attend_options}
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
     names = ("chosen_ptr", "places_ptr", "core_table_ptr", "sequences_ptr")
     types = {**dict.fromkeys(names, "i32"), "slots": ("", "i32", "i32", "i64", "i64", "i64")}
-    types |= {"far": ("", ""), "numbers": 4, "far_strides": 3, "page_sizes": 2}
+    types |= {"far": ("", ""), "numbers": 4, "far_strides": 3}
     for claims in (False, True):
-        sizes = {"CLAIMS": claims, "GROUP": 16, "HEAD_DIM": dim, "BLOCK_K": 64, "BLOCK_G": 16}
-        sizes |= {"BLOCK_D": power_of_2(dim), "num_warps": 4 if claims else 1}
+        sizes = {"PAGES": (4, 64), "CLAIMS": claims, "GROUP": 16, "HEAD_DIM": dim}
+        sizes |= {"BLOCK_K": 64, "BLOCK_G": 16, "BLOCK_D": power_of_2(dim)}
+        sizes["num_warps"] = 4 if claims else 1
         yield Kernel(group_slots._slots_kernel, sizes, types)
     types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
-    types |= {"new": ("", ""), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
+    types |= {"new": ("", "", "i64"), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
     # Triton makes a constant of a stride of 1, as scales of pairs have it.
     scales = ("int", "int", "1")
-    types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, scales, 2), "page_sizes": 3}
+    types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, scales, 2)}
     types["slots"] = ("", "i32", "i32", "i64", "i64", "i64")
     tiles = pool_tiles(16, dim)
     flags = dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS", "HAS_INDEX"), True)
-    sizes = {"SINKS": 16, "GROUP": 16, "HEADS": HEADS, "HEAD_DIM": dim, "HALF": dim // 2}
+    sizes = {"PAGES": (16, 4, 64), "SINKS": 16, "GROUP": 16, "HEADS": HEADS}
+    sizes |= {"HEAD_DIM": dim, "HALF": dim // 2}
     sizes |= {**flags, "INTERLEAVED": False, "HAS_SOFTCAP": False, "BLOCK_R": HEADS}
     sizes |= {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p, "num_warps": 4}
     sizes |= {"INDEX": plan.index, "TILE": plan.tile._replace(block_m=1, block_n=1, heads=1)}

@@ -126,7 +126,7 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
             max(b for _, b in spans.values()),
         )
         raw, cores = cache.rows(list(step))
-        new = (k, v) if batch.most_new <= spec.group_size else None
+        new = (k, v, slots) if batch.most_new <= spec.group_size else None
         if new is None:
             store_tokens(k, v, slots, raw)
         pool_pages(q, batch, raw, cores, spec, new=new)

@@ -40,6 +40,7 @@ class Cache:
             order = torch.randperm(sum(counts) + 2, generator=generator, device="cpu").tolist()
             rows = [[order.pop() for _ in range(count)] for count in counts]
             rows = [row + [2**30] * (max(counts) + spare - len(row)) for row in rows]
+            rows.append(order[:1] * len(rows[0]))  # of a page that nobody writes
             return sum(counts) + 2, torch.tensor(rows, dtype=torch.int32, device=device)
 
         def pages(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,16 +159,17 @@ def served(
         spans = {i: (computed[i], computed[i] + count) for i, count in step.items()}
         q, k, v = (torch.cat([qkv[i][j][a:b] for i, (a, b) in spans.items()]) for j in range(3))
         slots = torch.tensor([s for i, span in spans.items() for s in cache.slots(i, *span)])
-        counts = torch.tensor([0, *step.values()])
-        ends = torch.tensor([b for _, b in spans.values()])
+        no_tokens = [0] * bool(padding)  # fill up the sequences, too
+        counts = torch.tensor([0, *step.values(), *no_tokens])
+        ends = torch.tensor([b for _, b in spans.values()] + no_tokens)
         batch = Batch(counts.cumsum(0).int(), ends.int(), max(step.values()), max(lengths))
-        raw, cores = cache.step(list(step))
+        raw, cores = cache.step([*step, *(-1 for _ in no_tokens)])
         if kept:
             kept.reveal()
         far = FarPages(cache.far._replace(table=cores.table), kept and kept.slots)
         far = far if has_far else None
         # One launch stores and pools a few tokens.
-        new = (k, v) if batch.most_new <= spec.group_size else None
+        new = (k, v, slots) if batch.most_new <= spec.group_size else None
         if new is None:
             store_tokens(k, v, slots, raw)
         if has_far:
@@ -176,6 +178,11 @@ def served(
                 store_tokens(k, v, torch.tensor([*itertools.chain(*places)]), far.pages)
             for i, (a, _) in spans.items():
                 cache.keep_window(i, a, spec)
+        if padding and new:
+            # Of a step without places, which begins at the first tokens.
+            none = (k * torch.nan, v, slots * 0 - 1)
+            begins = batch._replace(lengths=counts.diff().int())
+            pool_pages(q, begins, raw, cores, spec, cache.index, far, none)
         pool_pages(q, batch, raw, cores, spec, cache.index, far, new)
         if kept:
             others = {} if reuses else dict(enumerate(computed))
@@ -187,7 +194,7 @@ def served(
             attend_sharing((q, k, v), a, (pages, cores), *given)
             computed[i] = b
             continue
-        full_until = [prompts[i] if i < len(prompts) else 0 for i in spans]
+        full_until = [prompts[i] if i < len(prompts) else 0 for i in spans] + no_tokens
         q = torch.cat([q, q.new_zeros(padding, *q.shape[1:])])
         buffer = torch.full((3, len(q) + 1), 2**30, dtype=torch.int32)
         rows = write_rows(batch, torch.tensor(full_until).int(), len(q), buffer)
@@ -294,7 +301,7 @@ def test_neighbours_read_raw_tokens_before_the_window_from_other_pages(num_slots
 
 
 def test_shares_of_the_entries_are_merged(monkeypatch):
-    monkeypatch.setattr(paged_rows, "decode_splits", lambda *sizes: 3)
+    monkeypatch.setattr(paged_rows, "parts_of_rows", lambda *sizes: 3)
     config = CCAConfig(**{**FETCH, "sink_size": 0}, core_position="token")
     spec = Spec.of(config, None, DIM**-0.5)
     work = paged_rows.Work.of(torch.zeros(5, SHARE * KV_HEADS, DIM), KV_HEADS, 70, spec)

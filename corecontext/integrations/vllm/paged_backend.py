@@ -358,15 +358,16 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
 
     def _stored(
         self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
-    ) -> tuple[Tensor, Tensor] | None:
-        """Store keys and values and return None, or return them for `pool_pages` to store: only in
-        decoding steps, since its kernel is compiled for each number of new tokens.
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Store keys and values and return None, or return them with their slots for `pool_pages`
+        to store: only in decoding steps, since its kernel is compiled for each number of new
+        tokens.
 
         Args:
             places: Caches of raw tokens, each with the slots of the new tokens.
         """
         if batch.most_new <= min(1 + num_drafts(self.vllm_config), self.spec.group_size):
-            return new
+            return *new, places[0][0]
         for slots, pages in places:
             store_tokens(*new, slots, pages)
         return None

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.decode.attend_entries import row_of
-from corecontext.ops.triton.paged.pages import page_offsets
+from corecontext.ops.triton.paged.pages import pages_of_tile
 from corecontext.ops.triton.primitives import (
     TINY,
     integers,
@@ -123,7 +123,7 @@ def score_kernel(
     q_strides,
     page_strides,
     ON_DEVICE: tl.constexpr,
-    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
     SINKS: tl.constexpr,
     INDEX: tl.constexpr,
     SCORING: tl.constexpr,
@@ -137,12 +137,11 @@ def score_kernel(
     Args:
         q_ptr, rotation_ptr, rotated: As of `rotate_kernel`, which has written what is read in place
             of queries where SCORING.whole.
-        index: Pointers to codes [B Hkv, groups, P, bytes] and scales [B Hkv, groups, 1 or P]; where
-            PAGED to those of `paged.pages.IndexPages`.
-        pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
+        index: Pointers to codes [B Hkv, groups, P, bytes] and scales [B Hkv, groups, 1 or P]; in
+            pages of PAGE entries, if it is not 0, to those of `paged.pages.IndexPages`.
+        pages: Pointers to a table of pages and to the sequence of each of the B rows.
         length: Pointers to the length on the device, and to each row's padding.
-        page_strides: Where PAGED, strides of codes and of scales; that of the table's rows and the
-            entries of a page.
+        page_strides: Of codes and of scales, and that of the table's rows.
     """
     seen, kv_heads, num_groups, group_size, window_size, num_chosen = integers(numbers)
     HEADS: tl.constexpr = TILE.heads
@@ -156,20 +155,23 @@ def score_kernel(
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     codes_ptr = index[0] + n * num_groups * KEYS * BYTES
     scales_ptr = index[1] + n * num_groups * INDEX.scales
-    place = pages[0]
-    if PAGED:
+    table_ptr = pages[0]
+    first = 0
+    if PAGE:
         codes_ptr = index[0] + head * page_strides[0][2]
         scales_ptr = index[1] + head * page_strides[1][2]
-        sequence = tl.load(pages[1] + batch).to(tl.int64)
-        table_ptr = pages[0] + sequence * page_strides[2][0]
-        place = (table_ptr, SINKS // group_size, page_strides[2][1])
-    scores_ptr += n * HEADS * SCORING.width
+        table_ptr += tl.load(pages[1] + batch).to(tl.int64) * page_strides[2][0]
+        first = SINKS // group_size
+    scores_ptr += n * HEADS * SCORING.width - first
     count = visible_cores(position - SINKS, group_size, window_size)
     # Where all groups are chosen, nothing reads their scores.
     count = tl.where(count > num_chosen, tl.minimum(count, num_groups), 0)
+    # In pages groups are read by their entries, from the beginning of a page on.
+    before = first // max(1, PAGE) * PAGE
+    count = tl.where(count > 0, count + first - before, 0)
     size = tl.cdiv(tl.cdiv(count, tl.num_programs(1)), BLOCK_N) * BLOCK_N
-    begin = tl.program_id(1) * size
-    end = tl.minimum(begin + size, count)
+    begin = before + tl.program_id(1) * size
+    end = tl.minimum(begin + size, before + count)
     heads = tl.arange(0, BLOCK_M)
     if SCORING.whole:
         unit = tl.load(rotated[1] + n * BLOCK_M + heads)
@@ -188,15 +190,23 @@ def score_kernel(
     key = keys // BLOCK_N
     is_key = (tl.arange(0, BLOCK_P) < KEYS)[:, None, None]
     cols = tl.arange(0, BLOCK_C)
+    numbers = tl.arange(0, BLOCK_N)
+    page = 0
+    group_page = 0
+    if PAGE:
+        page = pages_of_tile(table_ptr, begin, end, keys % BLOCK_N, BLOCK_N, PAGE)
+        group_page = pages_of_tile(table_ptr, begin, end, numbers, BLOCK_N, PAGE)
     if INDEX.scales == 1:
-        groups = begin + tl.arange(0, BLOCK_N)
-        is_first = groups < end
-        first_at = _places(groups, is_first, place, page_strides, 1, 1, PAGED)
-        scales = tl.load(scales_ptr + first_at, mask=is_first, other=0.0)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=SCORING.stages):
-        group = start + keys % BLOCK_N
-        exists = (group < end) & (key < KEYS)
-        at = _places(group, exists, place, page_strides, 0, KEYS * BYTES, PAGED) + key * BYTES
+        entries = begin + numbers
+        first_at = _places(entries, group_page, page_strides[1], 1, PAGE)
+        scales = tl.load(
+            scales_ptr + first_at, mask=(entries >= first) & (entries < end), other=0.0
+        )
+    # A launch over pages has its stages for all loops: those of this one would be for pages, too.
+    for start in tl.range(begin, end, BLOCK_N, num_stages=None if PAGE else SCORING.stages):
+        entry = start + keys % BLOCK_N
+        exists = (entry >= first) & (entry < end) & (key < KEYS)
+        at = _places(entry, page, page_strides[0], KEYS * BYTES, PAGE) + key * BYTES
         at = at[:, None] + cols[None, :]
         is_byte = exists[:, None] & (cols < BYTES)[None, :]
         packed = tl.load(codes_ptr + at, mask=is_byte, other=0)  # [P N, bytes]
@@ -206,51 +216,39 @@ def score_kernel(
             products = _byte_products(queries, q.dtype, packed, INDEX, TILE.vector)
 
         # Times the scales, of the group or of each key; then the largest of a group's keys.
-        groups = start + tl.arange(0, BLOCK_N)
         factor = scale
         if INDEX.scales > 1:
-            at = _places(group, exists, place, page_strides, 1, INDEX.scales, PAGED) + key
+            at = _places(entry, page, page_strides[1], INDEX.scales, PAGE) + key
             products *= tl.load(scales_ptr + at, mask=exists, other=0.0).to(tl.float32)[:, None]
         else:
             # mutant fetch: a step's index scores without their scales
             factor = (scales.to(tl.float32) * scale)[:, None]
-            # Load the next tile's scales while this tile is used.
-            is_next = groups < end - BLOCK_N
-            next_at = _places(groups + BLOCK_N, is_next, place, page_strides, 1, 1, PAGED)
-            scales = tl.load(scales_ptr + next_at, mask=is_next, other=0.0)
         products = tl.reshape(products, [BLOCK_P, BLOCK_N, BLOCK_M])
         if KEYS < BLOCK_P:
             products = tl.where(is_key, products, -float("inf"))
         scores = tl.max(products, 0) * factor  # [N, M]
-        at = heads[None, :] * SCORING.width + groups[:, None]
-        is_score = (heads < HEADS)[None, :] & (groups < end)[:, None]
+        entries = start + numbers
+        at = heads[None, :] * SCORING.width + entries[:, None]
+        is_score = (heads < HEADS)[None, :] & ((entries >= first) & (entries < end))[:, None]
         tl.store(scores_ptr + at, scores, mask=is_score)
+
+        # The pages and scales of the next tile are on the way while this one is used.
+        if PAGE:
+            page = pages_of_tile(table_ptr, start + BLOCK_N, end, keys % BLOCK_N, BLOCK_N, PAGE)
+            group_page = pages_of_tile(table_ptr, start + BLOCK_N, end, numbers, BLOCK_N, PAGE)
+        if INDEX.scales == 1:
+            next_at = _places(entries + BLOCK_N, group_page, page_strides[1], 1, PAGE)
+            scales = tl.load(scales_ptr + next_at, mask=entries < end - BLOCK_N, other=0.0)
 
 
 @triton.jit
-def _places(
-    groups,
-    exists,
-    pages,
-    page_strides,
-    which: tl.constexpr,
-    size: tl.constexpr,
-    PAGED: tl.constexpr,
-):
-    """Return where the codes (`which` 0) or the scales (1) of groups begin, in int64.
-
-    Args:
-        pages: Where PAGED, a pointer to the sequence's table, the page entry of the first group and
-            entries of a page.
-        page_strides: As of `score_kernel`.
-        size: Elements of a group; without pages groups follow one another.
-    """
-    if PAGED:
-        table_ptr, first, page_size = pages
-        strides = page_strides[which]
-        places = page_offsets(table_ptr, groups + first, exists, strides, page_size)
+def _places(entries, page, strides, size: tl.constexpr, PAGE: tl.constexpr):
+    """Return where the codes or the scales of groups begin, in int64: in pages of PAGE entries, by
+    their strides, or one after the other, of `size` elements each."""
+    if PAGE:
+        places = page * strides[0] + entries % PAGE * strides[1]
     else:
-        places = groups.to(tl.int64) * size
+        places = entries.to(tl.int64) * size
     return places
 
 

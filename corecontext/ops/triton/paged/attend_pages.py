@@ -47,17 +47,17 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         state: Weighted values so far, running sum and running maximum of each row.
         q: Queries [BLOCK_M, BLOCK_D].
         pages: Pointers to keys, values and table of raw tokens, to the same of core tokens, to
-            masses; strides of raw tokens, core tokens and masses; entries of a page of both kinds.
+            masses; strides of raw tokens, core tokens and masses.
         places: Number of first tokens and of core tokens in the list, the first group with a core
             token, the first raw token of the window; each row's position and number of groups that
             are far past.
         MASKED: Whether some row does not see some of these entries.
         sizes: HAS_MASS and HAS_SOFTCAP as one, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N,
-            ALIGNMENT.
+            ALIGNMENT and PAGES.
     """
     acc, running_sum, running_max = state
     raw_k, raw_v, raw_table, core_k, core_v, core_table, mass_ptr = pages[:7]
-    raw_strides, core_strides, mass_strides, page_sizes = pages[7:]
+    raw_strides, core_strides, mass_strides = pages[7:]
     num_sinks, num_cores, first_group, window, position, groups = places
     HAS_MASS: tl.constexpr = sizes[0][0]
     HAS_SOFTCAP: tl.constexpr = sizes[0][1]
@@ -66,6 +66,7 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
     BLOCK_D: tl.constexpr = sizes[3]
     BLOCK_N: tl.constexpr = sizes[4]
     ALIGNMENT: tl.constexpr = sizes[5]
+    PAGES: tl.constexpr = sizes[6]
     dims = tl.arange(0, BLOCK_D)
     num_far = num_sinks + num_cores
     for start in tl.range(begin, end, BLOCK_N):
@@ -75,8 +76,8 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         is_core = (index >= num_sinks) & (index < num_far)
         group = index - num_sinks + first_group
         token = tl.where(index < num_sinks, index, index - num_far + window)
-        core_at = page_offsets(core_table, group, is_core & inside, core_strides, page_sizes[1])
-        raw_at = page_offsets(raw_table, token, inside & ~is_core, raw_strides, page_sizes[0])
+        core_at = page_offsets(core_table, group, is_core & inside, core_strides, PAGES[1])
+        raw_at = page_offsets(raw_table, token, inside & ~is_core, raw_strides, PAGES[0])
         in_dims = dims < HEAD_DIM
         k_at = tl.multiple_of(tl.where(is_core, core_k + core_at, raw_k + raw_at), ALIGNMENT)
         v_at = tl.multiple_of(tl.where(is_core, core_v + core_at, raw_v + raw_at), ALIGNMENT)
@@ -91,7 +92,7 @@ def _attend_list(state, q, pages, places, begin, end, scale, softcap, MASKED: tl
         # Score them, with the masses of core tokens.
         shift = 0.0
         if HAS_MASS:
-            at = page_offsets(core_table, group, is_core & inside, mass_strides, page_sizes[1])
+            at = page_offsets(core_table, group, is_core & inside, mass_strides, PAGES[1])
             shift = tl.load(mass_ptr + at, mask=is_core & inside, other=0.0)[None, :]
         scores, _ = log2_scores(dot(q, k), scale, shift, softcap, HAS_SOFTCAP)
         if MASKED:
@@ -127,7 +128,7 @@ def _attend_pages_kernel(
     scale,
     softcap,
     strides,
-    page_sizes,
+    PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     SINKS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -154,7 +155,7 @@ def _attend_pages_kernel(
         results: Pointers to the output [T, H, D], and to the parts' outputs [T Hkv, parts, HEADS,
             D] and log-sum-exp [T Hkv, parts, HEADS].
         strides: Of q, of pages of raw tokens, of core tokens and of masses, and of both tables.
-        page_sizes: Entries of a page of raw tokens and of core tokens.
+        PAGES: Entries of a page of raw tokens and of core tokens.
     """
     num_sequences, window_size = integers(numbers)
     keys_ptr, values_ptr = raw
@@ -219,10 +220,10 @@ def _attend_pages_kernel(
         if HAS_MASS:
             mass = mass_ptr + head * mass_strides[2]
         pages = raw_of_head + (table, core_k, core_v, core_table, mass)
-        pages = pages + (page_strides, core_strides, mass_strides, page_sizes)
+        pages = pages + (page_strides, core_strides, mass_strides)
         places = (num_sinks, num_far - num_sinks, FIRST_GROUP, window, position, groups)
         flags: tl.constexpr = (HAS_MASS, HAS_SOFTCAP)
-        sizes: tl.constexpr = (flags, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT)
+        sizes: tl.constexpr = (flags, GROUP, HEAD_DIM, BLOCK_D, BLOCK_N, ALIGNMENT, PAGES)
         state = (
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
             tl.zeros([BLOCK_M], tl.float32),
@@ -355,10 +356,8 @@ def _launch(
             ints(batch.lengths.shape[0], spec.window_size),
             *(float(spec.scale), float(spec.softcap or 1.0)),
         ),
-        (
-            (q.stride()[:2], *strides_of(raw, cores, mass)),
-            (raw.k.shape[1], cores.k.shape[1]),
-        ),
+        ((q.stride()[:2], *strides_of(raw, cores, mass)),),
+        PAGES=(raw.k.shape[1], cores.k.shape[1]),
         GROUP=spec.group_size,
         SINKS=spec.sinks,
         HEADS=heads,

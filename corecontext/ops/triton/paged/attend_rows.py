@@ -40,7 +40,9 @@ from corecontext.ops.triton.paged.pages import (
     IndexPages,
     Pages,
     alignment_of,
+    gcd,
     page_offsets,
+    pages_of_tile,
     strides_of,
 )
 from corecontext.ops.triton.paged.token_rows import Rows
@@ -52,7 +54,114 @@ from corecontext.ops.triton.primitives import (
     visible_cores,
     weighted_sum,
 )
-from corecontext.ops.triton.tiles import chip_of, decode_splits
+from corecontext.ops.triton.tiles import Chip, chip_of
+
+_MOST_PARTS = 32
+
+
+@triton.jit
+def _raw_tile(first, lists, raw, choice, tables, strides, SIZES: tl.constexpr):
+    """Return pointers to the keys of a tile of raw tokens, from entry `first` of their list on.
+
+    Each run of neighbours is in one page. They are looked up a tile ahead: where a turn of the loop
+    loads its own addresses, the compiler has fewer tiles on the way.
+
+    Args:
+        lists: Tokens of chosen groups, first tokens and all raw tokens of the list; the first token
+            of the window, and the first one for which window pages are read.
+        raw: Of the KV head, as of `_attend_rows_kernel`.
+        choice: Pointers to the row's chosen groups and their places.
+        tables: Pointers to the tables of the row's sequence.
+        strides: Of pages of raw tokens, and of those before the window.
+        SIZES: N, GROUP, SINKS, HEAD_DIM, HAS_FAR, HAS_SLOTS, ALIGNMENT, then PAGES.
+    """
+    num_fetched, num_sinks, num_raw, window, nearest = lists
+    page_strides, far_strides = strides
+    N: tl.constexpr = SIZES[0]
+    GROUP: tl.constexpr = SIZES[1]
+    SINKS: tl.constexpr = SIZES[2]
+    RUN: tl.constexpr = gcd(N, GROUP, SINKS, SIZES[7], SIZES[9])
+    members = tl.arange(0, N)
+    k_at = raw[0] + members
+    for i in tl.static_range(N // RUN):
+        entry = first + i * RUN
+        is_fetched = entry < num_fetched
+        chosen = tl.load(choice[0] + entry // GROUP, mask=is_fetched, other=0)
+        near = entry - num_fetched
+        token = tl.where(near < num_sinks, near, near - num_sinks + window)
+        token = tl.where(is_fetched, SINKS + chosen * GROUP + entry % GROUP, token)
+        is_raw = entry < num_raw
+        is_far = False
+        if SIZES[4]:
+            # First tokens have pages beside the window's.
+            is_far = is_raw & (token >= SINKS) & (token < nearest)
+            is_raw = is_raw & ~is_far
+        run = raw[0] + page_offsets(tables[0], token, is_raw, page_strides, SIZES[7])
+        stride = page_strides[1]
+        if SIZES[4]:
+            far_at = page_offsets(tables[1], token, is_far, far_strides, SIZES[9])
+            # mutant vllm: chosen tokens are read from the window's pages
+            run = tl.where(is_far, raw[1] + far_at, run)
+            stride = tl.where(is_far, far_strides[1], stride)
+        if SIZES[5]:
+            slot = tl.load(choice[1] + entry // GROUP, mask=is_fetched, other=-1)
+            slot_at = (slot.to(tl.int64) * GROUP + entry % GROUP) * (2 * SIZES[3])
+            run = tl.where(slot >= 0, raw[2] + slot_at, run)
+            stride = tl.where(slot >= 0, 2 * SIZES[3], stride)
+        k_at = tl.where(members // RUN == i, run + members % RUN * stride, k_at)
+    return tl.multiple_of(k_at, SIZES[6])
+
+
+@triton.jit
+def _core_tile(first, end, cores, marks_ptr, table_ptr, strides, SIZES: tl.constexpr):
+    """Return pointers to the keys of a tile of core tokens, from entry `first` on, and what is
+    added to their scores: -inf where they are not seen, or from `end` on.
+
+    Args:
+        cores: Of the KV head, as of `_attend_rows_kernel`.
+        marks_ptr: Marks of the row's groups.
+        table_ptr: The table of the row's sequence.
+        strides: Of pages of core tokens and of masses.
+        SIZES: N, FIRST, PAGE, HAS_MASS and ALIGNMENT.
+    """
+    core_strides, mass_strides = strides
+    PAGE: tl.constexpr = SIZES[2]
+    members = tl.arange(0, SIZES[0])
+    entry = first + members
+    inside = (entry >= SIZES[1]) & (entry < end)
+    page = pages_of_tile(table_ptr, first, end, members, SIZES[0], PAGE)
+    k_at = cores[0] + page * core_strides[0] + entry % PAGE * core_strides[1]
+    # Core tokens of chosen groups are not seen.
+    # mutant vllm: chosen groups keep their core tokens
+    is_chosen = tl.load(marks_ptr + entry - SIZES[1], mask=inside, other=0) != 0
+    bias = entry * 0.0
+    if SIZES[3]:
+        mass_at = page * mass_strides[0] + entry % PAGE * mass_strides[1]
+        bias = tl.load(cores[1] + mass_at, mask=inside, other=0.0)
+    k_at = tl.multiple_of(k_at, SIZES[4])
+    return k_at, tl.where(inside & ~is_chosen, bias, -float("inf"))
+
+
+@triton.jit
+def _attend_tile(state, q, k_at, inside, bias, scale, TILE: tl.constexpr):
+    """Continue an online softmax over a tile of entries.
+
+    Args:
+        state: Output so far, running sum and running maximum of each row.
+        k_at: Pointers to the keys of the entries, of which those that are `inside` are read.
+        bias: Added to their scores; -inf where they are not seen.
+    """
+    acc, running_sum, running_max = state
+    dims = tl.arange(0, TILE.block_d)
+    mask = inside[:, None] & (dims < TILE.dim)[None, :]
+    at = k_at[:, None] + dims[None, :]
+    k = tl.load(at, mask=mask, other=0.0)
+    v = tl.load(at + TILE.dim, mask=mask, other=0.0)
+    products = tile_products(q, k, TILE.vector)
+    scores, _ = log2_scores(products, scale, bias[None, :], 1.0, False)
+    weights, fade, running_max, running_sum = softmax_step(scores, running_max, running_sum, True)
+    acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)
+    return acc, running_sum, running_max
 
 
 @triton.jit
@@ -67,8 +176,8 @@ def _attend_rows_kernel(
     numbers,
     scale,
     strides,
-    page_sizes,
     num_chosen,
+    PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     SINKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -78,15 +187,15 @@ def _attend_rows_kernel(
     ALIGNMENT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Attend from the query heads of a KV head, of one new token, to an even part of the entries
+    """Attend from the query heads of a KV head, of one new token, to an even part of the tiles
     that it sees.
 
     Grid: (T Hkv, parts).
 
     Args:
-        raw: Pointers to keys and values of raw tokens in pages, to the same in host memory where
-            HAS_FAR, and to slots [Hkv, n, GROUP, 2 D] where HAS_SLOTS.
-        cores: Pointers to keys, values and masses of core tokens.
+        raw: Pointers to keys of raw tokens in pages, to the same in host memory where HAS_FAR, and
+            to slots [Hkv, n, GROUP, 2 D] where HAS_SLOTS. Behind all keys are their values.
+        cores: Pointers to keys and masses of core tokens.
         tables: Pointers to the tables of raw tokens and of core tokens.
         rows: Pointers to the fields of `Rows`.
         choice: Pointers to groups [T Hkv, num_chosen] and marks [T Hkv, WIDTH], as `select_kernel`
@@ -96,7 +205,7 @@ def _attend_rows_kernel(
         numbers: KV heads, window size, slots of a KV head.
         strides: Of q, of pages of raw tokens, of core tokens and of masses, of both tables' rows,
             and of pages in host memory.
-        page_sizes: Entries of a page of raw tokens, of core tokens, in host memory.
+        PAGES: Entries of a page of raw tokens, of core tokens, in host memory.
     """
     kv_heads, window_size, num_slots = integers(numbers)
     q_strides, page_strides, core_strides, mass_strides, table_strides, far_strides = strides
@@ -108,91 +217,61 @@ def _attend_rows_kernel(
     groups = visible_cores(-tl.load(rows[2] + row) - SINKS, GROUP, window_size)
     q_ptr += row * q_strides[0] + head * TILE.heads * q_strides[1]
     q = load_queries(q_ptr, q_strides[1], TILE)
-    keys_ptr = raw[0] + head * page_strides[2]
-    values_ptr = raw[1] + head * page_strides[2]
-    far_keys_ptr = raw[2] + head * far_strides[2]
-    far_values_ptr = raw[3] + head * far_strides[2]
-    core_keys_ptr = cores[0] + head * core_strides[2]
-    core_values_ptr = cores[1] + head * core_strides[2]
-    mass_ptr = cores[2]
-    if HAS_MASS:
-        mass_ptr += head * mass_strides[2]
+    slots_ptr = raw[2] + head * num_slots * GROUP * (2 * TILE.dim)
+    raw = (raw[0] + head * page_strides[2], raw[1] + head * far_strides[2], slots_ptr)
+    cores = (cores[0] + head * core_strides[2], cores[1] + head * mass_strides[2])
     table_ptr = tables[0] + sequence * table_strides[0]
     core_table_ptr = tables[1] + sequence * table_strides[1]
-    chosen_ptr = choice[0] + n * num_chosen
+    chosen = (choice[0] + n * num_chosen, choice[2] + n * num_chosen)
     marks_ptr = choice[1] + n * WIDTH
-    places_ptr = choice[2] + n * num_chosen
-    slots_ptr = raw[4] + head * num_slots * GROUP * (2 * TILE.dim)
 
-    # The list: first tokens, core tokens, tokens of chosen groups, the window. Where all groups are
-    # chosen, it has no core tokens. All groups are numbered from the first one behind the sinks.
+    # Two lists: tokens of chosen groups, first tokens and the window; and core tokens by their
+    # entries, from the beginning of a page on, none where all groups are chosen. All groups are
+    # numbered from the first one behind the sinks.
+    N: tl.constexpr = TILE.block_n
+    FIRST: tl.constexpr = SINKS // GROUP
+    BEFORE: tl.constexpr = FIRST // PAGES[1] * PAGES[1]
     num_fetched = tl.minimum(groups, num_chosen) * GROUP
-    num_cores = tl.where(groups > num_chosen, groups, 0)
     num_sinks = tl.where(groups > 0, SINKS, 0)
     window = num_sinks + groups * GROUP
-    num_far = num_sinks + num_cores
-    num_before = num_far + num_fetched
-    total = num_before + position + 1 - window
+    num_raw = num_fetched + num_sinks + position + 1 - window
     nearest = visible_cores(position, GROUP, window_size) * GROUP
-    tiles = tl.cdiv(total, TILE.block_n)
-    part_size = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
+    end_core = tl.where(groups > num_chosen, FIRST + groups, BEFORE)
+    raw_tiles = tl.cdiv(num_raw, N)
+    tiles = raw_tiles + tl.cdiv(end_core - BEFORE, N)
+    part_size = tl.cdiv(tiles, tl.num_programs(1))
     begin = tl.program_id(1) * part_size
-    end = tl.minimum(begin + part_size, total)
+    end = tl.minimum(begin + part_size, tiles)
 
     acc = tl.full([TILE.block_m, TILE.block_d], 0.0, tl.float32)
     running_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     running_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
-    dims = tl.arange(0, TILE.block_d)
-    for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.stages):
-        # Find the entries.
-        entry = start + tl.arange(0, TILE.block_n)
-        inside = entry < end
-        is_core = inside & (entry >= num_sinks) & (entry < num_far)
-        is_fetched = inside & (entry >= num_far) & (entry < num_before)
-        place = entry - num_far
-        chosen = tl.load(chosen_ptr + place // GROUP, mask=is_fetched, other=0)
-        token = tl.where(entry < num_sinks, entry, entry - num_before + window)
-        token = tl.where(is_fetched, SINKS + chosen * GROUP + place % GROUP, token)
-        group = entry - num_sinks
-        core_entry = group + SINKS // GROUP
-        core_at = page_offsets(core_table_ptr, core_entry, is_core, core_strides, page_sizes[1])
-        is_raw = inside & ~is_core
-        if HAS_FAR:
-            # Pages on the device keep first tokens and those from `nearest` on.
-            is_far = is_raw & (token >= SINKS) & (token < nearest)
-            is_raw = is_raw & ~is_far
-            far_at = page_offsets(core_table_ptr, token, is_far, far_strides, page_sizes[2])
-        raw_at = page_offsets(table_ptr, token, is_raw, page_strides, page_sizes[0])
-        k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
-        v_at = tl.where(is_core, core_values_ptr + core_at, values_ptr + raw_at)
-        if HAS_FAR:
-            # mutant vllm: chosen tokens are read from the window's pages
-            k_at = tl.where(is_far, far_keys_ptr + far_at, k_at)
-            v_at = tl.where(is_far, far_values_ptr + far_at, v_at)
-        if HAS_SLOTS:
-            slot = tl.load(places_ptr + place // GROUP, mask=is_fetched, other=-1)
-            slot_at = slots_ptr + (slot.to(tl.int64) * GROUP + place % GROUP) * (2 * TILE.dim)
-            k_at = tl.where(slot >= 0, slot_at, k_at)
-            v_at = tl.where(slot >= 0, slot_at + TILE.dim, v_at)
-        k_at = tl.multiple_of(k_at, ALIGNMENT)
-        v_at = tl.multiple_of(v_at, ALIGNMENT)
-        mask = inside[:, None] & (dims < TILE.dim)[None, :]
-        k = tl.load(k_at[:, None] + dims[None, :], mask=mask, other=0.0)
-        v = tl.load(v_at[:, None] + dims[None, :], mask=mask, other=0.0)
-
-        # Score them; core tokens of chosen groups are not seen.
-        mass = 0.0
-        if HAS_MASS:
-            at = page_offsets(core_table_ptr, core_entry, is_core, mass_strides, page_sizes[1])
-            mass = tl.load(mass_ptr + at, mask=is_core, other=0.0)[None, :]
-        scores, _ = log2_scores(tile_products(q, k, TILE.vector), scale, mass, 1.0, False)
-        # mutant vllm: chosen groups keep their core tokens
-        is_chosen = tl.load(marks_ptr + group, mask=is_core, other=0) != 0
-        scores = tl.where((inside & ~is_chosen)[None, :], scores, -float("inf"))
-        weights, fade, running_max, running_sum = softmax_step(
-            scores, running_max, running_sum, True
+    members = tl.arange(0, N)
+    lists = (num_fetched, num_sinks, num_raw, window, nearest)
+    of_raw = (page_strides, far_strides)
+    both = (table_ptr, core_table_ptr)
+    SIZES: tl.constexpr = (N, GROUP, SINKS, TILE.dim, HAS_FAR, HAS_SLOTS, ALIGNMENT) + PAGES
+    k_at = _raw_tile(begin * N, lists, raw, chosen, both, of_raw, SIZES)
+    for tile in tl.range(begin, tl.minimum(end, raw_tiles)):
+        inside = tile * N + members < num_raw
+        bias = tl.where(inside, 0.0, -float("inf"))
+        acc, running_sum, running_max = _attend_tile(
+            (acc, running_sum, running_max), q, k_at, inside, bias, scale, TILE
         )
-        acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)
+        k_at = _raw_tile(tile * N + N, lists, raw, chosen, both, of_raw, SIZES)
+    begin = BEFORE + (tl.maximum(begin, raw_tiles) - raw_tiles) * N
+    end = BEFORE + (end - raw_tiles) * N
+    of_cores = (core_strides, mass_strides)
+    FORM: tl.constexpr = (N, FIRST, PAGES[1], HAS_MASS, ALIGNMENT)
+    k_at, bias = _core_tile(begin, end_core, cores, marks_ptr, core_table_ptr, of_cores, FORM)
+    for first in tl.range(begin, end, N):
+        inside = (first + members >= FIRST) & (first + members < end_core)
+        acc, running_sum, running_max = _attend_tile(
+            (acc, running_sum, running_max), q, k_at, inside, bias, scale, TILE
+        )
+        k_at, bias = _core_tile(
+            first + N, end_core, cores, marks_ptr, core_table_ptr, of_cores, FORM
+        )
     at = n * tl.num_programs(1) + tl.program_id(1)
     acc_ptr = partial[0] + at * (TILE.heads * TILE.dim)
     lse_ptr = partial[1] + at * TILE.heads
@@ -204,6 +283,14 @@ def rotations_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) 
     """Return `IndexPages.rotations`, the same tensors at each call: captured launches read them."""
     matrices = [rotation(dim, kind, device) for kind in (dtype, torch.float32)]
     return tuple(columns_of_codes(x, bits) for x in matrices)
+
+
+def parts_of_rows(chip: Chip, rows: int, tiles: int) -> int:
+    """Return the parts of the tiles of each of `rows` KV heads, by shapes only: as many as run at
+    once, three on a multiprocessor, but three where these are fewer than two. On an H100 22
+    requests of 32K take 117 us in two parts, 133 in three."""
+    fitting = 3 * chip.multiprocessors // rows
+    return min(_MOST_PARTS, tiles, fitting if fitting > 1 else 3)
 
 
 class Work(NamedTuple):
@@ -237,8 +324,7 @@ class Work(NamedTuple):
         shape = (q.dtype, count, heads, dim, entries, num_groups, num_chosen, is_nvidia)
         plan = fetch_plan(chip, StepSizes(*shape), spec)
         scoring = plan.scoring
-        # Parts as of tiles half as large: on an H200 16 requests of 32K take 12 % less time.
-        num_parts = decode_splits(chip, count, min(entries, longest), plan.tile.block_n // 2)
+        num_parts = parts_of_rows(chip, count, ceil_div(min(entries, longest), plan.tile.block_n))
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty((count, *shape), dtype=dtype, device=q.device)
@@ -269,8 +355,8 @@ def attend_rows(
     Args:
         q: [T, H, D], rotary applied.
         rows: Of these tokens.
-        pages: Raw tokens and core tokens; they hold the new tokens and the groups that these
-            complete.
+        pages: Raw tokens and core tokens, values right behind their keys; they hold the new tokens
+            and the groups that these complete.
         index: Holds what `pool_pages` wrote.
         longest: At least the tokens of each sequence; launches depend on it.
         out: [T, H, D], contiguous, written.
@@ -310,18 +396,16 @@ def attend_rows(
         ),
         (
             q.stride()[:2],
-            (
-                *(index.codes.stride()[:3], index.scales.stride()[:3]),
-                (cores.table.stride(0), cores.k.shape[1]),
-            ),
+            (index.codes.stride()[:3], index.scales.stride()[:3], cores.table.stride()[:1]),
         ),
         ON_DEVICE=False,
-        PAGED=True,
+        PAGE=cores.k.shape[1],
         SINKS=spec.sinks,
         INDEX=plan.index,
         SCORING=plan.scoring,
         TILE=plan.tile,
         num_warps=SCORE_WARPS,
+        num_stages=plan.scoring.stages,
     )
     launch(
         select_kernel,
@@ -350,23 +434,24 @@ def attend_rows(
         _attend_rows_kernel,
         (count, work.partial[0].shape[1]),
         (
-            *(q, (raw.k, raw.v, far.k, far.v, kept), (cores.k, cores.v, mass)),
+            *(q, (raw.k, far.k, kept), (cores.k, mass)),
             *((raw.table, cores.table), tuple(rows), choice, work.partial),
             *(ints(kv_heads, spec.window_size, num_slots), float(spec.scale)),
         ),
         (
             (q.stride()[:2], *strides_of(raw, cores, mass), far.k.stride()[:3]),
-            (raw.k.shape[1], cores.k.shape[1], far.k.shape[1]),
             num_chosen,
         ),
+        PAGES=(raw.k.shape[1], cores.k.shape[1], far.k.shape[1]),
         GROUP=spec.group_size,
         SINKS=spec.sinks,
         WIDTH=plan.scoring.width,
         HAS_MASS=cores.mass is not None,
         HAS_FAR=has_far,
         HAS_SLOTS=slots is not None,
-        ALIGNMENT=alignment_of(raw.k, raw.v, cores.k, cores.v, far.k, far.v, kept),
+        ALIGNMENT=alignment_of(raw.k, cores.k, far.k, kept),
         TILE=plan.tile,
+        num_stages=plan.tile.stages,
         **plan.attend_options,
     )
     merge(work.partial, out)

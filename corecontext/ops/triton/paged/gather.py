@@ -66,7 +66,7 @@ def _gather_kernel(
     gathered,
     numbers,
     strides,
-    page_sizes,
+    PAGES: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_MASS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -91,7 +91,7 @@ def _gather_kernel(
         numbers: Entries of the list; its raw tokens from pages; all its raw tokens, new ones
             included; its first tokens; `Span.low`, `Span.first_group`; slots of a KV head.
         strides: Of new keys and values, of pages of raw tokens, of core tokens and of masses.
-        page_sizes: Entries of a page of raw tokens and of core tokens.
+        PAGES: Entries of a page of raw tokens and of core tokens.
     """
     total, num_past, num_near, num_sinks, low, first_group, num_slots = integers(numbers)
     k_ptr, v_ptr = new_tokens
@@ -109,10 +109,10 @@ def _gather_kernel(
 
     # Find the entries.
     token = tl.where(is_past, low + index, index - num_near)
-    raw_at = page_offsets(table_ptr, token, is_raw, page_strides, page_sizes[0])
+    raw_at = page_offsets(table_ptr, token, is_raw, page_strides, PAGES[0])
     raw_at += head * page_strides[2]
     group = index - num_near - num_sinks + first_group
-    core_at = page_offsets(core_table_ptr, group, is_core, core_strides, page_sizes[1])
+    core_at = page_offsets(core_table_ptr, group, is_core, core_strides, PAGES[1])
     core_at += head * core_strides[2]
     new = (index - num_past).to(tl.int64)
     k_at = tl.where(is_core, core_keys_ptr + core_at, keys_ptr + raw_at)
@@ -125,8 +125,8 @@ def _gather_kernel(
         # mutant vllm: a prompt reads a slot of another sequence for its first tokens
         is_whole = is_whole & (token >= first_group * GROUP)
         kv_heads = tl.num_programs(1)
-        slot_strides = (page_sizes[1] * kv_heads, kv_heads)
-        at = page_offsets(core_table_ptr, token // GROUP, is_whole, slot_strides, page_sizes[1])
+        slot_strides = (PAGES[1] * kv_heads, kv_heads)
+        at = page_offsets(core_table_ptr, token // GROUP, is_whole, slot_strides, PAGES[1])
         slot = tl.load(slots[1] + at + head, mask=is_whole, other=-1)
         at = ((head * num_slots + slot) * GROUP + token % GROUP) * (2 * HEAD_DIM)
         k_at = tl.where(slot >= 0, slots[0] + at, k_at)
@@ -147,7 +147,7 @@ def _gather_kernel(
 
     # The masses of the far past: none of first tokens.
     if HAS_MASS:
-        mass_at = page_offsets(core_table_ptr, group, is_core, mass_strides, page_sizes[1])
+        mass_at = page_offsets(core_table_ptr, group, is_core, mass_strides, PAGES[1])
         mass_at += head * mass_strides[2]
         mass = tl.load(mass_ptr + mass_at, mask=is_core, other=0.0)
         is_far = inside & (index >= num_near)
@@ -198,10 +198,8 @@ def gather_chunk(
             *((k, v), (raw.k, raw.v), (cores.k, cores.v, mass), raw.table, cores.table),
             *(slot_tensors, (gathered[0], gathered[1], gathered_mass), ints(*numbers, num_slots)),
         ),
-        (
-            (k.stride()[:2], v.stride()[:2], *strides_of(raw, cores, mass)[:3]),
-            (raw.k.shape[1], cores.k.shape[1]),
-        ),
+        ((k.stride()[:2], v.stride()[:2], *strides_of(raw, cores, mass)[:3]),),
+        PAGES=(raw.k.shape[1], cores.k.shape[1]),
         GROUP=spec.group_size,
         HAS_MASS=has_mass,
         HAS_SLOTS=slots is not None,

@@ -130,7 +130,7 @@ def _slots_kernel(
     numbers,
     num_chosen,
     far_strides,
-    page_sizes,
+    PAGES: tl.constexpr,
     CLAIMS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -153,7 +153,7 @@ def _slots_kernel(
         numbers: KV heads, slots of a KV head, the first group with a core token, stride of the
             table's rows.
         far_strides: Page, token and KV head of `far`.
-        page_sizes: Entries of a page of core tokens, tokens of a page of `far`.
+        PAGES: Entries of a page of core tokens, tokens of a page of `far`.
     """
     kv_heads, num_slots, first_group, table_stride = integers(numbers)
     n = tl.program_id(0).to(tl.int64)
@@ -165,8 +165,8 @@ def _slots_kernel(
     exists = group >= 0
     entry = group + first_group
     core_table_ptr += tl.load(sequences_ptr + n // kv_heads).to(tl.int64) * table_stride
-    page = tl.load(core_table_ptr + entry // page_sizes[0], mask=exists, other=0)
-    core = page * page_sizes[0] + entry % page_sizes[0]
+    page = tl.load(core_table_ptr + entry // PAGES[0], mask=exists, other=0)
+    core = page * PAGES[0] + entry % PAGES[0]
     if not CLAIMS:
         core_at = core.to(tl.int64) * kv_heads
         slot = tl.load(slots[1] + core_at + head, mask=exists, other=-1)
@@ -190,7 +190,7 @@ def _slots_kernel(
         for number in range(tl.sum(is_taken.to(tl.int32), 0)):
             is_this = is_taken & (order == number)
             token = tl.sum(tl.where(is_this, entry, 0), 0) * GROUP + rows
-            far_at = page_offsets(core_table_ptr, token, rows < GROUP, far_strides, page_sizes[1])
+            far_at = page_offsets(core_table_ptr, token, rows < GROUP, far_strides, PAGES[1])
             far_at = (far_at + head * far_strides[2])[:, None] + dims[None, :]
             kept = head * num_slots + tl.sum(tl.where(is_this, slot, 0), 0)
             kept_at = slots[0] + kept * (GROUP * 2 * HEAD_DIM)
@@ -232,7 +232,8 @@ def find_places(
                 *(chosen, places, tuple(slots), (far.k, far.v), cores.table, sequences),
                 ints(*slots.owner.shape, sinks // g, cores.table.stride(0)),
             ),
-            (num_chosen, far.k.stride()[:3], (cores.k.shape[1], far.k.shape[1])),
+            (num_chosen, far.k.stride()[:3]),
+            PAGES=(cores.k.shape[1], far.k.shape[1]),
             CLAIMS=claims,
             GROUP=g,
             HEAD_DIM=dim,

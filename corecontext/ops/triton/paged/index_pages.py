@@ -25,7 +25,7 @@ def write_group_index(
     place,
     num_centred,
     strides,
-    page_sizes,
+    PAGES: tl.constexpr,
     SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     INDEX: tl.constexpr,
@@ -42,7 +42,7 @@ def write_group_index(
         num_centred: Tokens behind the sinks that the centre counts, whole groups.
         strides: Of pages of raw tokens, of codes, of scales and of centres, named one by one:
             Triton 3.6 cannot pass on a slice of strides where one is 1.
-        page_sizes: Entries of a page of raw tokens and of core tokens.
+        PAGES: Entries of a page of raw tokens and of core tokens.
     """
     codes_ptr, scales_ptr, centre_ptr, rotation_ptr = index
     table_ptr, core_table_ptr = tables
@@ -66,7 +66,7 @@ def write_group_index(
         rows = tl.arange(0, _CENTRE_ROWS)
         for start in range(0, tl.where(num_read > 0, 0, num_centred), _CENTRE_ROWS):
             inside = start + rows < num_centred
-            at = page_offsets(table_ptr, SINKS + start + rows, inside, page_strides, page_sizes[0])
+            at = page_offsets(table_ptr, SINKS + start + rows, inside, page_strides, PAGES[0])
             mask = inside[:, None] & in_dims[None, :]
             keys = tl.load(keys_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
             total += tl.sum(keys.to(tl.float32), 0)
@@ -81,14 +81,14 @@ def write_group_index(
         SIZE: tl.constexpr = GROUP // KEYS
         for i in range(SIZE):
             token = group * GROUP + key * SIZE + i
-            at = page_offsets(table_ptr, token, key < KEYS, page_strides, page_sizes[0])
+            at = page_offsets(table_ptr, token, key < KEYS, page_strides, PAGES[0])
             keys = tl.load(keys_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
             means += keys.to(tl.float32)
         means = tl.where(mask, means / SIZE - centre[None, :], 0.0)
 
         packed, scales = encode_keys(means, rotation_ptr, INDEX, TILE)
-        page = tl.load(core_table_ptr + group // page_sizes[1]).to(tl.int64)
-        entry = group % page_sizes[1]
+        page = tl.load(core_table_ptr + group // PAGES[1]).to(tl.int64)
+        entry = group % PAGES[1]
         cols = tl.arange(0, INDEX.block_c)
         codes_ptr += page * codes_strides[0] + entry * codes_strides[1] + head * codes_strides[2]
         at = key[:, None] * BYTES + cols[None, :]

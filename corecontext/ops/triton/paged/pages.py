@@ -99,8 +99,14 @@ def owned_block(starts_ptr, num_sequences, block, BLOCK: tl.constexpr):
     return low, block - tl.load(starts_ptr + low) // BLOCK - low
 
 
+@triton.constexpr_function
+def gcd(*numbers):
+    """Return the greatest common divisor."""
+    return math.gcd(*numbers)
+
+
 @triton.jit
-def page_offsets(table_ptr, entries, mask, strides, page_size):
+def page_offsets(table_ptr, entries, mask, strides, PAGE: tl.constexpr):
     """Return the offsets of a sequence's entries from the first page, in elements, in int64.
 
     Args:
@@ -108,6 +114,25 @@ def page_offsets(table_ptr, entries, mask, strides, page_size):
         entries: Their numbers in the sequence.
         mask: Which of them to look up; the others get page 0.
         strides: Of pages, and of entries in a page.
+        PAGE: Entries of a page.
     """
-    page = tl.load(table_ptr + entries // page_size, mask=mask, other=0).to(tl.int64)
-    return page * strides[0] + (entries % page_size) * strides[1]
+    page = tl.load(table_ptr + entries // PAGE, mask=mask, other=0).to(tl.int64)
+    return page * strides[0] + (entries % PAGE) * strides[1]
+
+
+@triton.jit
+def pages_of_tile(table_ptr, first, end, members, COUNT: tl.constexpr, PAGE: tl.constexpr):
+    """Return the pages, in int64, of the members of a tile of COUNT entries from `first` on, which
+    is a multiple of COUNT or of PAGE; from `end` on page 0.
+
+    Threads look up the pages of all runs of neighbours, few and the same for all: by looking up
+    each of its own entries a thread loses more time than it takes to read them.
+    """
+    RUN: tl.constexpr = gcd(COUNT, PAGE)
+    pages = members * 0
+    for i in tl.static_range(COUNT // RUN):
+        entry = first + i * RUN
+        page = tl.load(table_ptr + entry // PAGE, mask=entry < end, other=0)
+        # mutant vllm: all members of a tile have its last page
+        pages = tl.where(members // RUN == i, page, pages)
+    return pages.to(tl.int64)

@@ -117,7 +117,7 @@ def _pool_pages_kernel(
     scale,
     softcap,
     strides,
-    page_sizes,
+    PAGES: tl.constexpr,
     SINKS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -141,13 +141,12 @@ def _pool_pages_kernel(
 
     Grid: (blocks of GROUP new tokens, Hkv). Block i of a sequence has the i-th group that its new
     tokens touch. Keys are read in blocks of BLOCK_G tokens: by each query head for the sums of its
-    softmax, then once more with the values, for the weighted tokens. All but the first time they
-    come from the GPU's cache. All sums are float32.
+    softmax, then once more with the values, for the weighted tokens. All sums are float32.
 
     Args:
         q_ptr: Queries of the new tokens, [T, H, D].
-        new: Pointers to their keys and values. They are stored if BLOCK_T is not 0: then a sequence
-            has at most BLOCK_T of them, and no more than GROUP.
+        new: Pointers to their keys, values and slots. They are stored if BLOCK_T is not 0: then a
+            sequence has at most BLOCK_T of them, and no more than GROUP.
         raw: Pointers to keys and values of raw tokens in pages.
         far: The same in host memory.
         cores: Pointers to keys, values and masses of core tokens.
@@ -159,7 +158,7 @@ def _pool_pages_kernel(
         numbers: Sequences, slots of a KV head, tokens that the centre of the index counts.
         strides: Of q, of pages of raw tokens, of core tokens and of masses, of both tables' rows,
             of `far`, of new keys and values; then of codes, scales and centres.
-        page_sizes: Entries of a page of raw tokens, of core tokens, of `far`.
+        PAGES: Entries of a page of raw tokens, of core tokens, of `far`.
     """
     num_sequences, num_slots, num_centred = integers(numbers)
     keys_ptr, values_ptr = raw
@@ -180,22 +179,23 @@ def _pool_pages_kernel(
     keys_ptr += head * page_strides[2]
     values_ptr += head * page_strides[2]
     if BLOCK_T > 0:
+        first_slot = tl.load(new[2] + first, mask=past < length, other=-1)
+        # mutant vllm: a step without places stores its tokens
+        length = tl.where(first_slot < 0, past, length)
         # So few tokens complete one group at most, the first block's, which stores them all.
         token = past + tl.arange(0, BLOCK_T)
         is_new = token < tl.where(block == 0, length, past)
         new_row = (first + token - past).to(tl.int64)
-        k_ptr = new[0] + head * k_strides[1]
-        v_ptr = new[1] + head * v_strides[1]
-        new_k_at = new_row * k_strides[0]
-        new_v_at = new_row * v_strides[0]
-        new_at = page_offsets(table_ptr, token, is_new, page_strides, page_sizes[0])
-        _copy_rows(k_ptr, new_k_at, keys_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
-        _copy_rows(v_ptr, new_v_at, values_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
+        new_k_at = new_row * k_strides[0] + head * k_strides[1]
+        new_v_at = new_row * v_strides[0] + head * v_strides[1]
+        new_at = page_offsets(table_ptr, token, is_new, page_strides, PAGES[0])
+        _copy_rows(new[0], new_k_at, keys_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
+        _copy_rows(new[1], new_v_at, values_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
         if HAS_FAR:
-            far_at = page_offsets(core_table_ptr, token, is_new, far_strides, page_sizes[2])
+            far_at = page_offsets(core_table_ptr, token, is_new, far_strides, PAGES[2])
             far_at += head * far_strides[2]
-            _copy_rows(k_ptr, new_k_at, far[0], far_at, is_new, HEAD_DIM, BLOCK_P)
-            _copy_rows(v_ptr, new_v_at, far[1], far_at, is_new, HEAD_DIM, BLOCK_P)
+            _copy_rows(new[0], new_k_at, far[0], far_at, is_new, HEAD_DIM, BLOCK_P)
+            _copy_rows(new[1], new_v_at, far[1], far_at, is_new, HEAD_DIM, BLOCK_P)
         tl.debug_barrier()
     # mutant vllm: a group is pooled before its last token
     completed = begin + GROUP <= length
@@ -218,7 +218,7 @@ def _pool_pages_kernel(
             for start in range(0, GROUP, BLOCK_G):
                 rows = start + tl.arange(0, BLOCK_G)
                 inside = rows < GROUP
-                at = page_offsets(table_ptr, begin + rows, inside, page_strides, page_sizes[0])
+                at = page_offsets(table_ptr, begin + rows, inside, page_strides, PAGES[0])
                 k_a, k_b = _load_pairs(keys_ptr, at, a, b, inside[:, None] & in_dims)
                 z = _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP)
                 new_max = tl.maximum(running_max, tl.max(z, 0))
@@ -239,7 +239,7 @@ def _pool_pages_kernel(
             rows = start + tl.arange(0, BLOCK_G)
             inside = rows < GROUP
             mask = inside[:, None] & in_dims
-            at = page_offsets(table_ptr, begin + rows, inside, page_strides, page_sizes[0])
+            at = page_offsets(table_ptr, begin + rows, inside, page_strides, PAGES[0])
             k_a, k_b = _load_pairs(keys_ptr, at, a, b, mask)
             v_a, v_b = _load_pairs(values_ptr, at, a, b, mask)
             weights = tl.zeros([BLOCK_G], tl.float32)
@@ -260,8 +260,8 @@ def _pool_pages_kernel(
                 mass -= tl.sum(weights * tl.log(tl.maximum(weights, TINY)), 0)
 
         # Store the core token in its page.
-        page = tl.load(core_table_ptr + group // page_sizes[1]).to(tl.int64)
-        entry = group % page_sizes[1]
+        page = tl.load(core_table_ptr + group // PAGES[1]).to(tl.int64)
+        entry = group % PAGES[1]
         core_at = page * core_strides[0] + entry * core_strides[1] + head * core_strides[2]
         in_core = pairs < HEAD_DIM // 2
         dtype = core_keys_ptr.dtype.element_ty
@@ -274,7 +274,7 @@ def _pool_pages_kernel(
             tl.store(mass_ptr + mass_at, mass)
         if HAS_SLOTS:
             zero = tl.arange(0, 1)
-            core = page * page_sizes[1] + entry + zero
+            core = page * PAGES[1] + entry + zero
             # mutant vllm: a page of another sequence keeps the slots of the one before
             tl.store(slots[1] + core * tl.num_programs(1) + head, zero - 1)
             sizes = (head, tl.num_programs(1), num_slots)
@@ -283,7 +283,7 @@ def _pool_pages_kernel(
             for start in range(0, tl.where(slot >= 0, GROUP, 0), BLOCK_G):
                 rows = start + tl.arange(0, BLOCK_G)
                 inside = rows < GROUP
-                at = page_offsets(table_ptr, begin + rows, inside, page_strides, page_sizes[0])
+                at = page_offsets(table_ptr, begin + rows, inside, page_strides, PAGES[0])
                 kept_at = rows * (2 * HEAD_DIM)
                 _copy_rows(keys_ptr, at, kept_ptr, kept_at, inside, HEAD_DIM, BLOCK_P)
                 kept_at += HEAD_DIM
@@ -296,7 +296,7 @@ def _pool_pages_kernel(
             (head, group, length, past),
             num_centred,
             (page_strides, strides[8], strides[9], strides[10]),
-            page_sizes,
+            PAGES,
             SINKS,
             GROUP,
             INDEX,
@@ -334,7 +334,7 @@ def pool_pages(
     spec: Spec,
     index: IndexPages | None = None,
     far: FarPages | None = None,
-    new: tuple[Tensor, Tensor] | None = None,
+    new: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Write the core tokens, and with `cores.mass` the masses, of the groups that new tokens
     complete (docs/math.md, eq. 1 to 3 and 14).
@@ -346,7 +346,9 @@ def pool_pages(
         index: With fetch, where the index is written.
         far: Raw tokens in host memory, where `new` are stored, too. Completed groups are copied
             into slots that are free; slots that sequences before had for their places are released.
-        new: Keys and values to store, as of `store_tokens`; no sequence has more than g.
+        new: Keys, values and slots to store, as of `store_tokens`; no sequence has more than g.
+            Those of a sequence whose first slot is -1 are neither stored nor counted: a server's
+            step may be there only to keep ranks together.
     """
     q = contiguous_rows(q)
     kv_heads, dim = raw.k.shape[2:]
@@ -357,7 +359,8 @@ def pool_pages(
     # Kernels do not touch the tensors that stand in for missing ones.
     tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
     mass = cores.k if cores.mass is None else cores.mass
-    k, v = map(contiguous_rows, new or (raw.k, raw.v))
+    k, v, places = new or (raw.k, raw.v, raw.k)
+    k, v = map(contiguous_rows, (k, v))
     far_pages, slots = far or FarPages(raw)
     slot_tensors, index_tensors, form = (raw.k,) * 6, (raw.k,) * 4, None
     if slots is not None:
@@ -372,7 +375,14 @@ def pool_pages(
         _pool_pages_kernel,
         (num_blocks(q.shape[0], sequences, g), kv_heads),
         (
-            *(q, (k, v), (raw.k, raw.v), far_pages[:2], (cores.k, cores.v, mass), index_tensors),
+            *(
+                q,
+                (k, v, places),
+                (raw.k, raw.v),
+                far_pages[:2],
+                (cores.k, cores.v, mass),
+                index_tensors,
+            ),
             *(slot_tensors, (raw.table, cores.table), tables, (batch.starts, batch.lengths)),
             ints(sequences, 0 if slots is None else slots.owner.shape[1], spec.num_centred),
             *(float(spec.scale), float(spec.softcap or 1.0)),
@@ -384,8 +394,8 @@ def pool_pages(
                 *(x.stride()[:3] for x in index_tensors[:2]),
                 index_tensors[2].stride()[:2],
             ),
-            (raw.k.shape[1], cores.k.shape[1], far_pages.k.shape[1]),
         ),
+        PAGES=(raw.k.shape[1], cores.k.shape[1], far_pages.k.shape[1]),
         SINKS=spec.sinks,
         HEADS=heads,
         HEAD_DIM=dim,

@@ -23,9 +23,9 @@ class Rows(NamedTuple):
     """Hold what the kernels of fetch read of each new token, [T] in int32."""
 
     sequences: Tensor
-    """Row of the block tables."""
+    """Row of the block tables; the first for tokens that fill up a captured batch."""
     positions: Tensor
-    """Position in its sequence; 0 for tokens that fill up a captured batch."""
+    """Position in its sequence; 0 for such tokens."""
     pads: Tensor
     """Minus the position, for tokens that choose; 1, as of position -1, which has no far past, for
     those that see all tokens raw. Kernels of a decoding step take it as a row's padding, of 0
@@ -67,7 +67,9 @@ def _rows_kernel(
     position = tl.where(exists, tl.load(lengths_ptr + sequence) - end + token, 0)
     chooses = exists & (position >= tl.load(full_until_ptr + sequence))
     inside = token < num_tokens
-    tl.store(rows_ptr + token, sequence, mask=inside)
+    # vLLM may fill up a table with rows of no pages.
+    # mutant vllm: tokens that fill up a batch read a row of no pages
+    tl.store(rows_ptr + token, tl.where(exists, sequence, 0), mask=inside)
     tl.store(rows_ptr + room + token, position, mask=inside)
     # mutant vllm: tokens of a prompt choose
     pads = tl.where(chooses, -position, 1)
