@@ -341,7 +341,6 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     """Those over block tables: for prompts, and for decoding tokens in parts."""
     columns = {"HEAD_DIM": dim, "BLOCK_D": power_of_2(dim)}
     plain = {**columns, "HAS_SOFTCAP": False, "HEADS": HEADS, "SINKS": 16, "GROUP": 16}
-    plain["PAGES"] = (16, 16)
     numbers = dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "core_table_ptr"), "i32")
     pages = {"raw": ("", ""), "cores": ("", "", "fp32"), "strides": (2, 3, 3, 3, 2)}
     results = {"results": ("", "fp32", "fp32"), "gathered": ("", "", "fp32")}
@@ -359,7 +358,7 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     yield Kernel(paged_gather._gather_kernel, sizes, gathering)
     for rows, in_parts in ((4096, False), (HEADS, True)):
         tiles = paged_tiles(chip, dtype, dim, rows)
-        flags = {"HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}
+        flags = {"PAGES": (16, 16), "HAS_MASS": in_parts, "IN_PARTS": in_parts, "ALIGNMENT": 16}
         blocks = {
             "BLOCK_Q": tiles.block_m // HEADS,
             "BLOCK_M": tiles.block_m,
@@ -399,9 +398,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types = {**dict.fromkeys(names, "i32"), "slots": ("", "i32", "i32", "i64", "i64", "i64")}
     types |= {"far": ("", ""), "numbers": 4, "far_strides": 3}
     for claims in (False, True):
-        sizes = {"PAGES": (4, 64), "CLAIMS": claims, "GROUP": 16, "HEAD_DIM": dim}
-        sizes |= {"BLOCK_K": 64, "BLOCK_G": 16, "BLOCK_D": power_of_2(dim)}
-        sizes["num_warps"] = 4 if claims else 1
+        sizes = {"PAGES": (4, 64), "CLAIMS": claims, "GROUP": 16, "HEAD_DIM": dim, "BLOCK_K": 64}
+        sizes |= {"BLOCK_G": 16, "BLOCK_D": power_of_2(dim), "num_warps": 4 if claims else 1}
         yield Kernel(group_slots._slots_kernel, sizes, types)
     types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
     types |= {"new": ("", "", "i64"), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
@@ -411,10 +409,10 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types["slots"] = ("", "i32", "i32", "i64", "i64", "i64")
     tiles = pool_tiles(16, dim)
     flags = dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS", "HAS_INDEX"), True)
-    sizes = {"PAGES": (16, 4, 64), "SINKS": 16, "GROUP": 16, "HEADS": HEADS}
-    sizes |= {"HEAD_DIM": dim, "HALF": dim // 2}
+    sizes = {"SINKS": 16, "GROUP": 16, "HEADS": HEADS, "HEAD_DIM": dim, "HALF": dim // 2}
     sizes |= {**flags, "INTERLEAVED": False, "HAS_SOFTCAP": False, "BLOCK_R": HEADS}
-    sizes |= {"BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p, "num_warps": 4}
+    sizes |= {"PAGES": (16, 4, 64), "BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p}
+    sizes["num_warps"] = 4
     sizes |= {"INDEX": plan.index, "TILE": plan.tile._replace(block_m=1, block_n=1, heads=1)}
     for block_t in (0, 1):
         yield Kernel(paged_pool._pool_pages_kernel, {**sizes, "BLOCK_T": block_t}, types)

@@ -179,8 +179,7 @@ def served(
             for i, (a, _) in spans.items():
                 cache.keep_window(i, a, spec)
         if padding and new:
-            # Of a step without places, which begins at the first tokens.
-            none = (k * torch.nan, v, slots * 0 - 1)
+            none = (k * torch.nan, v, slots * 0 - 1)  # a step without places, of first tokens
             begins = batch._replace(lengths=counts.diff().int())
             pool_pages(q, begins, raw, cores, spec, cache.index, far, none)
         pool_pages(q, batch, raw, cores, spec, cache.index, far, new)
