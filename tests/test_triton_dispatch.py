@@ -252,10 +252,10 @@ def test_hopper_takes_the_calls():
     spec = Spec(16, 64, scale=1.0)
     for _, length, dim, *_ in CASES:
         q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device=DEVICE)
-        assert best.hopper_forward.unsupported_reason(q, spec) is None
-        assert (best.hopper_backward.unsupported_reason(q, spec) is None) == (dim <= 128)
+        assert best.hopper_forward.takes(q, spec)
+        assert best.hopper_backward.takes(q, spec) == (dim <= 128)
         with deterministic():
-            assert best.hopper_backward.unsupported_reason(q, spec) is not None
+            assert not best.hopper_backward.takes(q, spec)
 
 
 @DTYPE
@@ -464,7 +464,7 @@ def test_the_calls_that_hoppers_kernels_refuse(monkeypatch):
     def takes(dim: int = 64, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> bool:
         spec = Spec(16, 64, **{"scale": 0.1, **settings})
         q = torch.empty(1, 1, 4, dim, dtype=dtype)
-        return best.hopper_forward.unsupported_reason(q, spec) is None
+        return best.hopper_forward.takes(q, spec)
 
     assert [takes(dim) for dim in (32, 36, 40, 128, 256, 264)] == [
         *(False, False, True, True, True, False)
@@ -789,9 +789,7 @@ def test_a_triton_that_cannot_compile_for_hopper_has_the_other_kernels(monkeypat
             None, ast.parse("f()").body[0], "f() missing 1 required positional argument: 'x'"
         )
 
-    young = SimpleNamespace(
-        unsupported_reason=lambda *args: None, attend_list=refuse, gradients=refuse
-    )
+    young = SimpleNamespace(takes=lambda *args: True, attend_list=refuse, gradients=refuse)
     q, k, v = (
         torch.randn(1, heads, 45, 40, device=DEVICE, requires_grad=True) for heads in (2, 1, 1)
     )

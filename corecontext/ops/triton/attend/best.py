@@ -81,7 +81,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the gradients of q, k and v, those through pooling included; None where the caller has
     to compute them part by part."""
-    if hopper_backward is None or hopper_backward.unsupported_reason(tokens.q, spec) is not None:
+    if hopper_backward is None or not hopper_backward.takes(tokens.q, spec):
         return None
     try:
         return hopper_backward.gradients(upstream, tokens, groups, cores, spec, mass, choice)
@@ -92,7 +92,7 @@ def gradients(
 
 def takes_hopper(q: Tensor, spec: Spec) -> bool:
     """Whether the kernels made for Hopper can take queries."""
-    return hopper_forward is not None and hopper_forward.unsupported_reason(q, spec) is None
+    return hopper_forward is not None and hopper_forward.takes(q, spec)
 
 
 def do_without_hopper(error: triton.CompilationError) -> None:

@@ -528,16 +528,14 @@ def _attend_bwd_hopper(
     )
 
 
-def unsupported_reason(q: Tensor, spec: Spec) -> str | None:
-    """Return why these kernels cannot take the call, or None."""
+def takes(q: Tensor, spec: Spec) -> bool:
+    """Whether these kernels can take the call: a share has a power of 2 of queries."""
     share = spec.fetch_share
     if spec.fetch_groups and (share > BLOCK_M.value or share & share - 1):
-        return f"{share} queries that choose together are not a power of 2 up to {BLOCK_M.value}"
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are asked for"
-    if q.shape[-1] > 128:
-        return f"head_dim {q.shape[-1]} is more than 128"
-    return hopper_forward.unsupported_reason(q, spec)
+        return False
+    if torch.are_deterministic_algorithms_enabled() or q.shape[-1] > 128:
+        return False
+    return hopper_forward.takes(q, spec)
 
 
 class _Chunk(NamedTuple):

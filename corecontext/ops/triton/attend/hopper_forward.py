@@ -497,17 +497,12 @@ def _attend_fwd_hopper(
     )
 
 
-def unsupported_reason(q: Tensor, spec: Spec) -> str | None:
-    """Return why these kernels cannot take the call, or None."""
-    if nvidia_capability(q.device) != (9, 0):
-        return f"device {q.device} has not compute capability 9.0"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {q.dtype} is not bfloat16 or float16"
-    if not 32 < q.shape[-1] <= 256 or q.shape[-1] % 8:
-        return f"head_dim {q.shape[-1]} is not a multiple of 8 from 40 to 256"
-    if spec.softcap is not None or spec.scale <= 0:
-        return "scores are capped or their scale is not above 0"
-    return None
+def takes(q: Tensor, spec: Spec) -> bool:
+    """Whether these kernels can take the call."""
+    if nvidia_capability(q.device) != (9, 0) or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    dim = q.shape[-1]
+    return 32 < dim <= 256 and dim % 8 == 0 and spec.softcap is None and spec.scale > 0
 
 
 @functools.cache
