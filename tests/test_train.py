@@ -41,7 +41,10 @@ def whole(setting) -> dict[str, torch.Tensor]:
 
 
 def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys, monkeypatch):
+    import datasets
+
     monkeypatch.setattr(terminal, "LINE_EVERY_S", 0)
+    datasets.enable_progress_bars()
     recipe = str(ROOT / "recipes/tiny_cpu.py")
     out, cache = str(tmp_path / "run"), str(tmp_path / "cache")
     config = load_recipe(recipe)
@@ -50,6 +53,7 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys, mon
     rows = config.rows_per_step(1)
     title = f"training, 24 steps, each of {rows} x {config.context_length} tokens"
     assert f"{title}\n" in shown.err and f"{title}: 100 %" in shown.err
+    assert "examples/s" not in shown.err, "a log has bars"
     last = shown.out.splitlines()[-1]
     assert "24 steps, loss" in last and "eval loss" in last and "epoch" not in last
     state = transformers.TrainerState.load_from_json(f"{out}/checkpoint-24/trainer_state.json")

@@ -302,10 +302,11 @@ def test_a_captured_step_replays(index, store, num_slots):
 
 def test_warps_are_a_power_of_2_for_any_length():
     spec = Spec(16, 1024, 1.0, fetch_groups=64, fetch_index="pairs:2", sink_size=16)
-    for num_groups in (1, 511, 2048, 2560, 3072, 4095, 4096, 7700, 8192, 10**6):
-        sizes = (torch.bfloat16, 8, 4, 128, 2048 + num_groups, num_groups, 64, True)
-        plan = fetch_decode_plan.fetch_plan(
-            Chip(227 * 1024, 132), fetch_decode_plan.StepSizes(*sizes), spec
-        )
+    lengths = (1, 511, 2048, 2560, 3072, 4095, 4096, 7700, 8192, 10**6)
+    for num_groups, dim in zip(lengths, (32, 64, 96, 128, 160) * 2):
+        sizes = (torch.bfloat16, 8, 4, dim, 2048 + num_groups, num_groups, 64, True)
+        sizes = fetch_decode_plan.StepSizes(*sizes)
+        plan = fetch_decode_plan.fetch_plan(Chip(227 * 1024, 132), sizes, spec)
         warps = plan.select_warps
         assert warps >= 4 and warps & (warps - 1) == 0, num_groups
+        assert plan.scoring.asm == (dim % 64 == 0), "instructions for four neighbouring bytes"

@@ -117,6 +117,7 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
             spaced(torch.cat([qkv[i][j][a:b] for i, (a, b) in spans.items()]), 4 * j)
             for j in range(3)
         )
+        q = q.mT.contiguous().mT  # of any layout
         slots = torch.tensor([s for i, span in spans.items() for s in cache.slots(i, *span)])
         counts = torch.tensor([0, *step.values()])
         batch = Batch(
@@ -131,7 +132,7 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
             store_tokens(k, v, slots, raw)
         pool_pages(q, batch, raw, cores, spec, new=new)
         parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
-        out = torch.full_like(q, torch.nan)
+        out = torch.full(q.shape, torch.nan, dtype=dtype)
         attend_parts((q, k, v), parts, raw, cores, spec, out)
         for rows, (i, (a, b)) in zip(out.split(list(step.values())), spans.items()):
             outs[i][a:b] = rows
@@ -194,6 +195,7 @@ def test_programs_are_as_many_as_entries_allow(monkeypatch):
     for longest, entries in ((400, 8 + 9 + 4 + 5 + 100), (20, 20)):
         batch = Batch(torch.tensor([0, 1, 6]), torch.tensor([7, longest]), 5, longest)
         assert paged_attend._num_parts(q, 1, batch, spec, Tiles(16, 16, 4, 2)) == entries
+    assert {x.dtype for x in paged_attend._parts(q.half(), 1, 3)} == {torch.float32}
 
 
 def test_masses_and_softcap():

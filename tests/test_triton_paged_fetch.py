@@ -303,8 +303,11 @@ def test_shares_of_the_entries_are_merged(monkeypatch):
     monkeypatch.setattr(paged_rows, "parts_of_rows", lambda *sizes: 3)
     config = CCAConfig(**{**FETCH, "sink_size": 0}, core_position="token")
     spec = Spec.of(config, None, DIM**-0.5)
-    work = paged_rows.Work.of(torch.zeros(5, SHARE * KV_HEADS, DIM), KV_HEADS, 70, spec)
-    assert [*work.partial[0].shape] == [5 * KV_HEADS, 3, SHARE, DIM]
+    q = torch.zeros(5, SHARE * KV_HEADS, DIM, dtype=torch.bfloat16)
+    acc, lse = paged_rows.Work.of(q, KV_HEADS, 70, spec).partial
+    assert [*acc.shape] == [5 * KV_HEADS, 3, SHARE, DIM] and {acc.dtype, lse.dtype} == {
+        torch.float32
+    }
     check(config, [{0: 70}, {0: 2}], torch.bfloat16)
 
 
