@@ -373,38 +373,12 @@ def test_tables_and_figures(records, more, tmp_path):
 def test_the_command_on_a_checkpoint(tmp_path, capsys):
     folder = save_tiny_model(tmp_path / "small")
     out = tmp_path / "model.jsonl"
-    assert (
-        main(
-            [
-                "model",
-                "--shape",
-                folder,
-                "--length",
-                "64",
-                "--method",
-                "full",
-                "--method",
-                "cca",
-                "--group-size",
-                "4",
-                "--window-size",
-                "16",
-                "--repeats",
-                "1",
-                "--steps",
-                "2",
-                "--what",
-                "itl",
-                "--device",
-                "cpu",
-                "--json",
-                str(out),
-                "--plot",
-                str(tmp_path / "m.svg"),
-            ]
-        )
-        == 0
+    command = (
+        f"model --shape {folder} --length 64 --method full --method cca --group-size 4 "
+        f"--window-size 16 --repeats 1 --steps 2 --what itl --device cpu --json {out} "
+        f"--plot {tmp_path}/m.svg"
     )
+    assert main(command.split()) == 0
     shown = capsys.readouterr().out
     assert "small (checkpoint weights), float32, g = 4, s = 16" in shown
     assert "first token" not in shown

@@ -401,50 +401,17 @@ def test_a_constant_number_of_groups(model, here, capfd):
 def test_info_needs_no_weights(model, here, capfd):
     (here / "m").mkdir()
     (here / "m" / "config.json").write_text((Path(model) / "config.json").read_text())
-    assert (
-        main(
-            [
-                "info",
-                "--model",
-                "m",
-                "--length",
-                "500",
-                "--length",
-                "1000",
-                "--preset",
-                "pooling",
-                "--group-size",
-                "10",
-                "--window-size",
-                "91",
-                "--sinks",
-                "0",
-            ]
-        )
-        == 0
+    command = (
+        "info --model m --length 500 --length 1000 --preset pooling --group-size 10 "
+        "--window-size 91 --sinks 0"
     )
+    assert main(command.split()) == 0
     shown = capfd.readouterr().out
     assert "500" in shown and f"{2 * 2 * (2 * 16 + 1) * 4 * (100 + 100) / 1024:.0f} KiB" in shown
-    assert (
-        main(
-            [
-                "info",
-                "--model",
-                "m",
-                "--length",
-                "1000",
-                "--preset",
-                "pooling",
-                "--group-size",
-                "10",
-                "--window-size",
-                "61",
-                "--sinks",
-                "27",
-            ]
-        )
-        == 0
-    )  # 30 raw tokens and 97 core tokens
+    command = (
+        "info --model m --length 1000 --preset pooling --group-size 10 --window-size 61 --sinks 27"
+    )
+    assert main(command.split()) == 0  # 30 raw tokens and 97 core tokens
     shown = " ".join(capfd.readouterr().out.split())
     assert "the first 30 tokens raw" in shown
     assert f"{2 * 2 * (2 * 16 + 1) * 4 * (97 + 30 + 70) / 1024:.0f} KiB" in shown

@@ -69,26 +69,9 @@ def test_a_saved_checkpoint_on_the_command_line(folder, tmp_path, capsys):
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("a text of some length " * 5)
-    assert (
-        main(
-            [
-                "generate",
-                "--model",
-                str(tmp_path),
-                "--prompt-file",
-                str(prompt),
-                "--max-new-tokens",
-                "6",
-                "--preset",
-                "pooling",
-                "--group-size",
-                "4",
-                "--window-size",
-                "10",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 0
+    command = (
+        f"generate --model {tmp_path} --prompt-file {prompt} --max-new-tokens 6 --preset "
+        "pooling --group-size 4 --window-size 10 --device cpu"
     )
+    assert main(command.split()) == 0
     assert capsys.readouterr().out.strip()

@@ -153,24 +153,10 @@ def test_the_command_line(tmp_path, capfd, monkeypatch):
         if one["name"] == "quality.perplexity" and "bucket" not in one["params"]
     }
     assert values["cca"]["params"]["sinks"] == 12 and "sinks" not in values["full"]["params"]
-    assert (
-        main(
-            [
-                "convert",
-                model,
-                "with",
-                "--preset",
-                "pooling",
-                "--group-size",
-                "8",
-                "--window-size",
-                "16",
-                "--sink-size",
-                "12",
-            ]
-        )
-        == 0
+    command = (
+        f"convert {model} with --preset pooling --group-size 8 --window-size 16 --sink-size 12"
     )
+    assert main(command.split()) == 0
     assert load("with", device="cpu").config == CCAConfig.pooling(8, 16, sink_size=12)
     texts = []
     argv = ["generate", "--prompt-file", "text.txt", "--max-new-tokens", "6"]

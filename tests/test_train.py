@@ -72,22 +72,11 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys, mon
     assert main(["convert", f"{out}/model", str(tmp_path / "plain"), "--method", "full"]) == 0
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert not hasattr(plain.config, "cca")
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "plain"),
-                str(tmp_path / "back"),
-                "--preset",
-                "pooling",
-                "--group-size",
-                "16",
-                "--window-size",
-                "64",
-            ]
-        )
-        == 0
+    command = (
+        f"convert {tmp_path}/plain {tmp_path}/back --preset pooling --group-size 16 "
+        "--window-size 64"
     )
+    assert main(command.split()) == 0
     ids = torch.arange(20, 220)[None]
     with torch.no_grad():
         assert torch.equal(
