@@ -160,7 +160,8 @@ def fetch_flops(config: CCAConfig, seq_len: int, query_heads: int, head_dim: int
     g, s = config.group_size, config.window_size
     length = seq_len - num_sinks(config.sink_size, g)
     visible = num_visible_cores(length - 1, g, s)
-    # A share of `reading.share` queries chooses `reading.times` k groups, on any device.
+    # `reading.share` queries choose `reading.times` (1 or 2) times k groups. A device, none here,
+    # would say how many first tokens full attention reads; fetch is counted for all.
     reading = reading_of(config, device="", is_prompt=True)
     chosen = min(reading.times * config.fetch_groups, visible)
     fetched = _num_visible(length, g, s, chosen) * (g - 1)
@@ -231,12 +232,9 @@ class ModelCost:
     def step_flops(
         self, seq_len: int, group_size: int = 1, window_size: int = 1, *, checkpointing: bool = True
     ) -> int:
-        """Count operations of one training step on a sequence.
-
-        The step has the forward, with checkpointing the layers' forward again, and the backward,
-        which has two products with each weight; the output head is computed once
-        (docs/training.md).
-        """
+        """Count operations of one training step on a sequence: the forward, with checkpointing the
+        layers' forward again, and the backward, which has two products with each weight; the output
+        head is computed once (docs/training.md)."""
         heads = (self.query_heads, self.kv_heads, self.head_dim)
         forward = operator_flops(seq_len, *heads, group_size, window_size)
         backward = operator_flops(seq_len, *heads, group_size, window_size, backward=True)

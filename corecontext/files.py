@@ -169,10 +169,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[bool]:
     """Lock an existing folder for the block, which gets True, or False where another process has
-    locked it.
-
-    Where the system or the file system has no locks, every process gets True: run only one there.
-    """
+    locked it. Without locks in the system, every process gets True: run only one there."""
     try:
         import fcntl
     except ImportError:

@@ -19,6 +19,7 @@ OFFERED = ("device", "default", "small")
 """The presets for a model that was not trained with core tokens, the fastest first."""
 OWN = "the checkpoint's own"
 """Label of the settings in a checkpoint's config.json."""
+FULL_ATTENTION = CCAConfig.paper(group_size=1, window_size=1)
 
 
 def print_info(
@@ -108,7 +109,7 @@ def preset_advice(
     configs = {preset: CCAConfig.preset(preset) for preset in OFFERED}
     if saved is not None:
         configs = {OWN: saved, **configs}
-    full = mean_bytes(cost, CCAConfig.paper(1, 1), length)
+    full = mean_bytes(cost, FULL_ATTENTION, length)
     costs = {label: mean_bytes(cost, config, length) for label, config in configs.items()}
     table = _advice_table({"full attention": full, **costs}, length, room)
     if room is None:
@@ -194,8 +195,8 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     for length in lengths:
         if config.num_groups:  # g follows from the length
             fractions = {group_size_for(length, config.window_size, config.num_groups): 1.0}
-        full = _costs(cost, length, CCAConfig.paper(1, 1))
-        compact = [0.0, 0.0, 0.0, 0.0]
+        full = _costs(cost, length, FULL_ATTENTION)
+        compact = [0.0, 0.0, 0.0, 0.0]  # the mean of `_costs` over KV heads
         for g, fraction in fractions.items():
             costs = _costs(cost, length, config.replace(group_size=g, num_groups=None))
             compact = [total + fraction * value for total, value in zip(compact, costs)]

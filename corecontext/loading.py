@@ -35,7 +35,7 @@ CHARACTERS_OF_TOKEN = 8
 """Characters of a token, more than the mean of most texts: `begins_too_long` encodes so many for
 each token of the limit."""
 CUT_TOKENS = 32
-"""Tokens, more than change before the place where a text is cut."""
+"""A text that is cut may have other tokens before the cut than the whole text: fewer than these."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -136,7 +136,8 @@ def load(
         method: "cca", "full", the name of a rival in corecontext.baselines, or a rival itself.
         dtype: A torch dtype by name; "auto" is float32 on a CPU and the checkpoint's own on a GPU.
         device: A torch device; "auto" is the first GPU, or the CPU.
-        untested, warn: As for `corecontext.enable`.
+        untested: Accept an architecture without tests, after a self-check.
+        warn: Warn where core tokens are used without fetch by a model not trained with them.
         settings: Those of the method, by name (`methods.takes`). None takes the checkpoint's
             value, or else the method's default.
 
@@ -190,7 +191,7 @@ def load(
         enable(model, config, untested=untested, warn=warn and method == "cca")
     if isinstance(config, CCAConfig):
         return Loaded(model, tokenizer, config, adapted=adapted, method=name_of(method))
-    return Loaded(model, tokenizer, None, config, adapted, name_of(method))
+    return Loaded(model, tokenizer, None, rival=config, adapted=adapted, method=name_of(method))
 
 
 def _group_sizes(config: CCAConfig, length: int) -> set[int]:

@@ -79,7 +79,7 @@ def settings_taken(
 
 def check_settings(method: str | Method, given: Mapping[str, Any]) -> None:
     """Raise a UserError unless the method exists, has all settings that are given, and their values
-    obey the rules of `CCAConfig`."""
+    obey the rules of `CCAConfig`; a rival checks its own `sinks`."""
     names = takes(method)
     for name, value in given.items():
         if value is not None and name not in names:

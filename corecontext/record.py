@@ -107,7 +107,7 @@ class Record:
     versions: Mapping[str, str] = field(default_factory=dict)
     commit: str | None = None
     dirty: bool | None = None
-    """Whether files differed from the commit; None, as of the commit, where unknown."""
+    """Whether files differed from the commit. Both are None where unknown."""
     command: str = ""
     """Repeats the measurement."""
     date: str = ""
@@ -312,18 +312,15 @@ def versions() -> dict[str, str]:
 
 
 def source_version() -> tuple[str | None, bool | None]:
-    """Return the git commit of this code, and whether files other than results/ differ from it.
-
-    The environment variable CORECONTEXT_COMMIT names the commit of a copy of the files without
-    git's history. Both are None where the code is installed.
-    """
+    """Return the git commit of this code, and whether files other than results/ differ from it;
+    both are None where the code is installed. The environment variable CORECONTEXT_COMMIT names the
+    commit of a copy of the files without git's history."""
     commit = os.environ.get("CORECONTEXT_COMMIT")
     if commit:
         return commit, None
     root = Path(__file__).resolve().parent.parent
     if not (root / "pyproject.toml").exists():
         return None, None  # installed: a repository around it would not be this one
-
     return _git_version(root)
 
 

@@ -158,11 +158,8 @@ class CCAConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CCAConfig:
         """Make a config from the dict of `to_dict`, of this version or an earlier one; unknown keys
-        are errors.
-
-        A dict without a field was saved before the field existed: it means the value of
-        `PAPER_RULE`, not today's default.
-        """
+        are errors. A dict without a field was saved before the field existed: it means the value of
+        `PAPER_RULE`, not today's default."""
         if not isinstance(values, Mapping):
             raise TypeError(f"CCA settings must map names to values, got {shown(values)}.")
         values = without_removed(values)
@@ -217,7 +214,7 @@ class CCAConfig:
     def fetches_by_slots(self) -> bool:
         """Whether a cache keeps fetched groups in slots on the device. A step in Triton finds there
         which are missing; other steps ask the device for it, and cannot be captured."""
-        return self.fetches_from_host and self.slots_for(0) > 0
+        return self.fetches_from_host and self.slots_for(length=0) > 0  # and so at any length
 
     @property
     def varies(self) -> bool:

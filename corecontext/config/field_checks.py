@@ -1,4 +1,4 @@
-"""Check single settings: each function raises, or returns the value in its normal form."""
+"""Hold functions to check a setting with; the bounds of each setting are in cca_config.py."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches

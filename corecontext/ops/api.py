@@ -214,7 +214,7 @@ def attend(
     return_lse: bool = False,
     fetches: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `cca_attention` with settings that are validated already: the entry of the plug-in.
+    """Run `cca_attention` with validated settings: the entry of the plug-in for transformers.
 
     Args:
         fetches: Whether queries that choose by themselves fetch even where full attention takes
@@ -242,6 +242,7 @@ def attend(
         inputs = inputs._replace(choice=choice)
     with context:
         chosen = choose_backend(backend, q)
+        # Full attention may take calls in which choices are shared, or each by itself by default.
         # mutant fetch: full attention where each query must choose
         may_be_full = spec.fetch_groups > 0 and (spec.fetch_share > 1 or not fetches)
         plain = chosen == "triton" and _is_plain(inputs, spec, ragged, return_lse)
@@ -271,7 +272,7 @@ def _is_plain(inputs: Inputs, spec: Spec, ragged: Ragged, return_lse: bool) -> b
 def _attend(
     inputs: Inputs, spec: Spec, ragged: Ragged, backend: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` on checked inputs of heads of one group size, by a chosen backend."""
+    """Run `attend` on checked inputs of heads of one group size, by a chosen backend."""
     q, k, v = inputs[:3]
     if q.numel() == 0:
         out = q + (k.sum() + v.sum())  # empty, but a backward reaches all three

@@ -255,9 +255,9 @@ class Attended(NamedTuple):
     out: Tensor
     """[B, H, L, D]."""
     lse: Tensor
-    """[B, H, L]."""
+    """[B, H, L], natural; -inf at padding."""
     pooled: tuple[Tensor | None, ...]
-    """Keys, values and masses of core tokens, where the batch is one segment."""
+    """Keys, values and masses of core tokens; empty where the batch has several segments."""
     choices: list[Choice | None]
     """Of each segment; None for one that fetches nothing."""
 
@@ -272,8 +272,9 @@ def by_segment(
     """Attend from each segment.
 
     Args:
-        pool: Gives core tokens and their masses, as a backend's `pool_with_mass`.
-        attend: As `ops.fetch.attend.attend`, without its backend.
+        pool: Returns core tokens and their masses, or None, of a segment.
+        attend: Returns out, log-sum-exp and choice of a segment, from its tokens, core tokens,
+            settings, masses and the choice that is given: `ops.fetch.attend.attend` by a backend.
     """
     q = inputs.q
     out = Gathered(q)

@@ -12,7 +12,8 @@ def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 # Tells torch.compile that the result is constant, not a node of its graph, as
-# `torch.compiler.assume_constant_result` does, which would load the compiler.
+# `torch.compiler.assume_constant_result` does, which would load the compiler. It looks through
+# functools.cache and would miss a mark on a cached function: so another one has the cache.
 nvidia_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,7 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
     Args:
         outs: Partial outputs, each [..., T, D], of one dtype.
-        lses: Their log-sum-exps, each [..., T], float32 or float64; -inf where a part has no key.
+        lses: Their natural log-sum-exps, each [..., T], float32 or float64; -inf without any key.
 
     Returns:
         out [..., T, D] in the dtype of the parts, computed in that of the log-sum-exps; lse [...,

@@ -163,7 +163,7 @@ def _plan(q_start: int, q_end: int, spec: Spec, device: str) -> _Plan:
 def _interior_mask(
     rows: int, group_size: int, window_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the mask shared by all blocks of whole packs."""
+    """Return the mask shared by all blocks of whole packs, whose windows move with them."""
     first = first_core_query(group_size, window_size)
     like = torch.empty((), dtype=dtype, device=device)
     return _mask(first, first + rows, group_size, window_size, like)
@@ -185,6 +185,7 @@ class _CorePart(NamedTuple):
     rows: slice
     """Places of the queries in q."""
     cores: slice
+    """Numbers of the core tokens."""
     packed: bool
     """Whether they see them in packs under a causal mask; else each sees all."""
 

@@ -40,24 +40,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, 
     """Attend from queries [N, h, T, D] to keys and values [N, h or 1, S, D].
 
     Returns:
-        out [N, h, T, D] in q's dtype, log-sum-exp [N, h, T] in float32 (float64 for float64).
+        out [N, h, T, D] in q's dtype, natural log-sum-exp [N, h, T] in float32 (or float64).
     """
     scale, _, is_causal, mask, _ = scoring
     kernel = _kernel(q, k, scoring)
     q, k, v = map(with_aligned_rows, (q, k, v))
     if kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, is_causal, False, scale=scale
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=is_causal, scale=scale
         )
         return out, lse.view(q.shape[:3])
     k, v = (_expand(x, q) for x in (k, v))
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+            q, k, v, is_causal=is_causal, attn_mask=mask, scale=scale
         )
     if kernel == "flash":
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, is_causal, False, scale=scale
+            q, k, v, is_causal=is_causal, scale=scale
         )
         return out, lse
     return _plain_forward(q, k, v, scoring)
@@ -149,7 +149,7 @@ def _kernel(q: Tensor, k: Tensor, scoring: Scoring) -> str:
     if capability < (8, 0):
         return "plain"
     is_hopper = capability >= (9, 0) and torch.backends.cudnn.is_available()
-    may_vary = not torch.are_deterministic_algorithms_enabled()
+    may_vary = not torch.are_deterministic_algorithms_enabled()  # as cuDNN's gradients do
     if is_hopper and may_vary and dim <= 128 and k.shape[2] >= _CUDNN_KEYS:
         return "cudnn"
     return "flash"

@@ -94,8 +94,8 @@ def attend_backward(
         )
         return [dq.to(wide), dk[:, 0].to(wide), dv[:, 0].to(wide)]
 
-    among_dq, among_dk, among_dv = to_sinks(slice(0, n), True)
-    later_dq, later_dk, later_dv = to_sinks(slice(n, None), False)
+    among_dq, among_dk, among_dv = to_sinks(slice(0, n), is_causal=True)
+    later_dq, later_dk, later_dv = to_sinks(slice(n, None), is_causal=False)
     dq, dk, dv, *core_grads = backend_backward(
         upstream.rows(slice(n, None)), rest, cores, spec.replace(sink_size=0), mass
     )

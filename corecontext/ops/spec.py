@@ -1,5 +1,4 @@
-"""Define the settings and the groups of tensors that every layer below the public operator
-shares."""
+"""Define the settings and the tuples of tensors that all layers below the public operator share."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Spec:
     fetch_groups: int = 0
     """Groups whose raw tokens each query sees instead of their core tokens (k)."""
     fetch_index: str | Index = PAPER_RULE["fetch_index"]
-    """The index that chooses them, or its name as `CCAConfig.fetch_index`."""
+    """The index that chooses them, or its name; the default is that of `cca_attention`."""
     fetch_share: int = 1
     """Neighbouring queries that share one choice."""
     rotary: Rotary | None = None
@@ -107,14 +106,14 @@ class Spec:
 
     def is_full(self, seq_len: int, choice: Choice | None = None) -> bool:
         """Whether a sequence of this length has full attention: no core token is seen, groups are
-        single tokens, or all that are seen are fetched."""
+        single tokens, or every query fetches all groups that it sees."""
         g = self.group_size
         sees_none = is_full_attention(seq_len, g, self.window_size, self.sinks)
         return sees_none or self.fetches_all(seq_len, choice)
 
     def fetches_all(self, seq_len: int, choice: Choice | None = None) -> bool:
-        """Whether every query of a sequence of this length fetches all groups that it sees; a
-        choice that is given may have any."""
+        """Whether every query of a sequence of this length fetches all groups that it sees; False
+        for a choice that is given, which may lack some."""
         if choice is not None:
             return False
         visible = num_visible_cores(seq_len - 1 - self.sinks, self.group_size, self.window_size)
@@ -237,7 +236,7 @@ class Upstream(NamedTuple):
     out: Tensor
     """[N, r, T, D]."""
     lse: Tensor
-    """[N, r, T]."""
+    """[N, r, T], natural, in float32 or wider."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Upstream:
         """Apply a function to each tensor."""
@@ -256,7 +255,7 @@ class FetchSlots(NamedTuple):
     values: Tensor
     """As keys."""
     table: Tensor
-    """The slot of each group, [B, Hkv, M + 1] in int32, -1 for none; the last place is scratch."""
+    """The slot of each group, [B, Hkv, M + 1] in int32, -1 for none; the last is for no group."""
     owner: Tensor
     """The group of each slot, [B, Hkv, slots] in int32, -1 for none."""
     last_used: Tensor
@@ -274,16 +273,17 @@ class RawSlots(NamedTuple):
     values: Tensor
     """As keys."""
     codes: Tensor
-    """[B, Hkv, M, bytes of a group] in uint8."""
+    """The index's keys, [B, Hkv, M, P ceil(D bits / 8)] in uint8, 8 / bits codes a byte."""
     scales: Tensor
-    """[B, Hkv, M, 1 or keys of a group] in float16."""
+    """In float16 [B, Hkv, M, P], or [B, Hkv, M, 1] where the index has one scale for a group."""
     centre: Tensor
-    """[B, Hkv, D] in float32."""
+    """Mean of the first keys, taken from all before they are rounded, [B, Hkv, D] in float32."""
     rotations: tuple[Tensor, Tensor]
-    """The index's rotation, its columns by `low_bits.columns_of_codes`, in the dtype of queries and
-    in float32."""
+    """The orthogonal matrix [D, D], no rotary one, that the index multiplies keys with before it
+    rounds them, in the dtype of queries and in float32. Each is [8 / bits, D, ceil(D bits / 8)]:
+    its columns by the place of their codes in a byte (`low_bits.columns_of_codes`)."""
     slots: FetchSlots | None = None
-    """Where fetched groups are read from instead."""
+    """Copies of fetched groups on the device, which a step reads; keys and values are the host's."""
 
 
 class Slots(NamedTuple):
@@ -301,7 +301,8 @@ class Slots(NamedTuple):
     ring_size: int
     """At least s + g - 1."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines, [g, R / 2] in float32, that rotate a group's tokens to its middle."""
+    """Cosines and sines, [g, R / 2] in float32, that rotate a group's tokens to its middle; rotary
+    rotates R columns of a key. None pools keys as they are."""
     key_scales: Tensor | None = None
     """[B, Hkv, ring_size + n + M, 1] in float32, where keys are codes in 8 bits."""
     value_scales: Tensor | None = None

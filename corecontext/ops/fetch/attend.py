@@ -17,7 +17,8 @@ from corecontext.ops.spec import Cores, Groups, Spec, Tokens, Upstream
 def encode(
     backend: ModuleType, keys: Tensor, centre: Tensor | None, spec: Spec
 ) -> tuple[Tensor, ...]:
-    """Return the index of groups as it is stored, as `Index.encode`."""
+    """Return what the index stores of groups, each [N, M, ...], from their raw keys [N, M, g, D];
+    `centre` [N, D] is None for an index without one."""
     return _fetch_of(backend).encode(keys, centre, spec)
 
 
@@ -30,7 +31,7 @@ def attend(
     choice: Choice | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Choice | None]:
-    """Attend from a sequence's queries.
+    """Attend from a sequence's queries, under CCA where it has nothing to fetch.
 
     Args:
         mass: Added to the scores of core tokens, [N, 1, M], or None.

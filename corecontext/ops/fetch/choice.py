@@ -83,8 +83,8 @@ def mean_of_shares(x: Tensor, first: int, share: int) -> Tensor:
 
 
 def best(values: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest of the last dimension, of equal ones the first; never -inf, and
-    nothing in a row with NaN where it has more than `count` values."""
+    """Mark the `count` largest of the last dimension, of equal ones the first; -inf never. A row of
+    more than `count` values that holds NaN has no mark."""
     if count >= values.shape[-1]:
         return values > -torch.inf
     # Which of equal values topk returns depends on the device; the least of the k best does not.

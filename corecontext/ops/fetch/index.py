@@ -24,7 +24,7 @@ class Index(ABC):
     """
 
     name = ""
-    """As `CCAConfig.fetch_index`; "" for an index that has no row."""
+    """As `CCAConfig.fetch_index`; "" for an index without a row in `config.INDICES`."""
     reads_raw = False
     """Whether its keys are the raw keys, which a cache has: nothing is stored beside them."""
 

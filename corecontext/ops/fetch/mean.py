@@ -19,5 +19,5 @@ class Mean(Index):
         return (widen(keys).mean(2, keepdim=True).to(keys.dtype),)
 
     def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
-        """Return the mean keys."""
+        """Return the mean keys, [N, M, 1, D]."""
         return stored[0].to(dtype)

@@ -20,5 +20,5 @@ class Oracle(Index):
         return (keys,)
 
     def decode(self, stored: tuple[Tensor, ...], dim: int, dtype: torch.dtype) -> Tensor:
-        """Return the raw keys."""
+        """Return the raw keys, [N, M, g, D]."""
         return stored[0].to(dtype)

@@ -1,7 +1,6 @@
 """Decide how the tokens of a prompt, or of a decoding step, see a cache under fetch: exactly (all
 raw tokens), by a choice that neighbours share, or each by its own choice. Calls without a cache
-follow crossover.py.
-"""
+follow crossover.py."""
 
 from typing import NamedTuple
 
@@ -42,7 +41,7 @@ class Reading(NamedTuple):
         return spec.replace(fetch_share=self.share, fetch_groups=self.times * spec.fetch_groups)
 
 
-EACH_BY_ITSELF = Reading(0, 1)
+EACH_BY_ITSELF = Reading(full_until=0, share=1)
 
 
 def reading_of(config: CCAConfig, device: str, is_prompt: bool) -> Reading:
@@ -58,7 +57,7 @@ def reading_of(config: CCAConfig, device: str, is_prompt: bool) -> Reading:
     if not is_prompt or config.prefill == "fetch":
         return EACH_BY_ITSELF
     if config.prefill == "full":
-        return Reading(NO_END, 1)
+        return Reading(NO_END, share=1)
     if not config.fetch_groups:
         return EACH_BY_ITSELF
     times = SHARED_GROUPS if config.fetch_share > 1 else 1
@@ -66,13 +65,14 @@ def reading_of(config: CCAConfig, device: str, is_prompt: bool) -> Reading:
 
 
 def reads_prompts_apart(config: CCAConfig) -> bool:
-    """Whether prompts are read in another way than other tokens."""
-    return reading_of(config, "cpu", True) != EACH_BY_ITSELF
+    """Whether prompts are read in another way than other tokens, on any device."""
+    return reading_of(config, "cpu", is_prompt=True) != EACH_BY_ITSELF
 
 
 def keeps_whole(config: CCAConfig, device: str, tokens: int) -> bool:
     """Whether a request of so many tokens, those of its answer and of all rows counted, runs under
-    full attention from its first token to its last."""
+    full attention from its first token to its last. Settings that ask for a choice of each token,
+    for 8 bits or for sizes by layer or head have what they ask for."""
     if not config.fetch_groups or config.prefill == "fetch" or config.cache_dtype != "auto":
         return False
     return not config.varies and tokens <= WHOLE_TOKENS.get(device, 0)
@@ -80,7 +80,7 @@ def keeps_whole(config: CCAConfig, device: str, tokens: int) -> bool:
 
 def step_reads_all(config: CCAConfig, device: str, length: int) -> bool:
     """Whether a decoding step attends to all raw tokens, which are on its device, instead of
-    choosing among them.
+    choosing among them; never where settings ask for a choice of each token, or for 8 bits.
 
     Args:
         length: Tokens of the longest row.

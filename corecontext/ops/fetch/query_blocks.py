@@ -31,7 +31,8 @@ _BLOCK_QUERIES_DEFAULT = 512
 # Most elements of a block's index scores, of its mask over raw tokens, of keys gathered at once.
 _ELEMENTS = {"cpu": 1 << 22}
 _ELEMENTS_DEFAULT = 1 << 28
-# A gathered token, copied once for all heads, costs as much as this many under a mask cost a head.
+# Gathering costs less than a mask where r M > cost k: it copies k groups of a query once for its r
+# heads, and under a mask each head scores all M.
 _GATHER_COST = {"cpu": 16}
 _GATHER_COST_DEFAULT = 100
 
@@ -50,7 +51,7 @@ class Gradients(NamedTuple):
     core_v: Tensor
     """[N, 1, M, D]."""
     scores: Tensor
-    """Those of core tokens' scores, summed over queries, [N, r, M]; over r they are the masses'."""
+    """Of core tokens' scores, summed over queries, [N, r, M]; their sum over r is the masses'."""
 
 
 def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
@@ -81,7 +82,7 @@ def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
 
 
 def encode(keys: Tensor, centre: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
-    """Return the index of groups as it is stored, as `Index.encode`."""
+    """Return what the index stores of groups: in PyTorch, as `encode` of a backend's kernels."""
     return spec.index.encode(keys, centre)
 
 
@@ -197,7 +198,7 @@ class _Call:
 
     def blocks(self, keys_of_group: int = 1, share: int = 1) -> Iterator[_Block]:
         """Yield blocks of queries that end at multiples of `share`, for as many sequences at a
-        time as _ELEMENTS allows; `keys_of_group` are the scores that a head needs of a group."""
+        time as _ELEMENTS allows; `keys_of_group` counts a head's scores of a group."""
         spec = self.spec
         kind = self.q.device.type
         size = share * max(1, _BLOCK_QUERIES.get(kind, _BLOCK_QUERIES_DEFAULT) // share)
@@ -306,7 +307,7 @@ class _Parts:
         spans = [slice(low, end)]
         if low > sinks > 0:
             spans.insert(0, slice(0, sinks))
-        elif sinks:
+        elif sinks:  # the window begins among them or right after
             spans = [slice(0, end)]
         keys = torch.cat([torch.arange(s.start, s.stop, device=self.q.device) for s in spans])
         position = torch.arange(start, end, device=self.q.device)[:, None]
@@ -322,7 +323,7 @@ class _Parts:
 
     @property
     def _gathers(self) -> bool:
-        """Whether gathering costs less than a mask over all groups."""
+        """Whether gathering costs less than a mask over all groups: r M > cost k."""
         cost = _GATHER_COST.get(self.q.device.type, _GATHER_COST_DEFAULT)
         return self.num_groups * self.q.shape[1] > cost * self.chosen.shape[2]
 
