@@ -283,7 +283,7 @@ class RawSlots(NamedTuple):
     rounds them, in the dtype of queries and in float32. Each is [8 / bits, D, ceil(D bits / 8)]:
     its columns by the place of their codes in a byte (`low_bits.columns_of_codes`)."""
     slots: FetchSlots | None = None
-    """Copies of fetched groups on the device, which a step reads; keys and values are the host's."""
+    """Copies of fetched groups on the device, which a step reads where keys are in host memory."""
 
 
 class Slots(NamedTuple):
@@ -295,9 +295,9 @@ class Slots(NamedTuple):
     values: Tensor
     """As keys."""
     seen: int | Tensor
-    """Slots appended so far, padding included; a tensor (0-dim, int64) counts on the device."""
+    """Tokens appended so far, padding included; a captured step counts in a 0-dim int64 tensor."""
     pad: Tensor
-    """[B] in int64, slots of left padding."""
+    """[B] in int64, tokens of left padding."""
     ring_size: int
     """At least s + g - 1."""
     rotation: tuple[Tensor, Tensor] | None = None
