@@ -201,7 +201,7 @@ def test_entries_that_could_not_be_made_are_made_later(place):
     with torch.no_grad():
         for x in (layer, twin):
             append(x, 25)
-            assert x.lags
+            assert x.is_late
         with pytest.raises(NoMemory), FailingAllocation(place):
             layer.catch_up()
         steps = [append(x, 1, is_prompt=False) for x in (layer, twin)]

@@ -17,7 +17,8 @@ from corecontext.ops.spec import Upstream
 
 
 class Prompt(NamedTuple):
-    """The tensors of whole prompts, of N = B x Hkv KV heads with r query heads each."""
+    """The tensors of whole prompts, of N = B x Hkv KV heads with r query heads each: three for the
+    window, then three for the sinks."""
 
     q: Tensor
     """[N, r, L, D]."""
@@ -88,10 +89,9 @@ class _Attend(torch.autograd.Function):
         tokens = [_chunks(x, window_size) for x in prompt[:3]]
         out = torch.empty_like(tokens[0])
         lse = out.new_empty(out.shape[:-1], dtype=torch.promote_types(out.dtype, torch.float32))
+        scoring = partial.Scoring(scale, is_causal=True)
         for triangle in _triangles(window_size):
-            results = partial.forward(
-                *_read(triangle, tokens), partial.Scoring(scale, is_causal=True)
-            )
+            results = partial.forward(*_read(triangle, tokens), scoring)
             views = [x[triangle.queries] for x in (out, lse)]
             results = [triangle.unread(x, view) for x, view in zip(results, views)]
             _write(views, results, is_first=triangle is _OWN)
@@ -110,7 +110,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         prompt = Prompt(*tensors)
-        upstream = Upstream(grad_out, None, out, lse)
+        upstream = Upstream(grad_out, grad_lse=None, out=out, lse=lse)
         chunked_upstream = upstream.map(lambda x: _chunks(x, ctx.window_size))
         tokens = [_chunks(x, ctx.window_size) for x in prompt[:3]]
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in tokens]

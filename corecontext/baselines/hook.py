@@ -67,7 +67,8 @@ def enable(
     Args:
         model: A causal language model of an architecture tested with CCA, or a wrapper around one.
         config: The settings of a rival; or a CCAConfig, for which this is `corecontext.enable`.
-        untested, warn: As for `corecontext.enable`.
+        untested: Accept other architectures after a self-check on the model itself.
+        warn: Of a CCAConfig: warn if the model was not trained with core tokens.
 
     Returns:
         A handle with `disable()`.

@@ -63,10 +63,11 @@ def make_rival(name: str, **settings: Any) -> Method:
     check_moved(name)
     check_choice("method", name, NAMES)
     given = {key: value for key, value in settings.items() if value is not None}
+    rival = RIVALS[name]
     for key, value in given.items():
-        if key not in RIVALS[name].takes:
+        if key not in rival.takes:
             raise ValueError(
                 f"{key} must not be given for {name}, got {value}: it has no such size."
             )
-    file, maker = RIVALS[name][:2]
-    return getattr(importlib.import_module(f"corecontext.baselines.{file}"), maker)(**given)
+    module = importlib.import_module(f"corecontext.baselines.{rival.file}")
+    return getattr(module, rival.maker)(**given)

@@ -49,7 +49,7 @@ def new_tokens(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> NewTokens:
 
 def reading_by(entries: Entries, device: str, is_prompt: bool) -> Reading:
     """Return how the tokens of an append see the past; without a store of raw tokens by core tokens
-    alone."""
+    alone. `device` is a kind of device, "cpu" or "cuda"."""
     # mutant prefill: a prompt is read by CCA
     if entries.store is None:
         return EACH_BY_ITSELF
@@ -141,8 +141,7 @@ def append_rows(
 
 
 def put_newest(entries: Entries, new: NewTokens, rows: slice, position: int) -> None:
-    """Store the newest tokens in the ring, after all that may fail; arguments as of
-    `append_rows`."""
+    """Store the newest tokens in the ring, after all that may fail; as `append_rows` takes them."""
     count = new.q.shape[2]
     end = max(0, position + count)
     kept = min(end - max(0, position), entries.ring_size)
@@ -184,9 +183,9 @@ def _attend_fully(entries: Entries, tokens: Tokens, rows: slice) -> Tensor:
         q, k, v = (x.unflatten(0, (batch, -1)) for x in tokens[:3])
         out = attend_causally(q.flatten(1, 2), k, v, spec.scale)
         return out.reshape(tokens.q.shape)
-    cores = entries.get_cores(rows, 0, tokens.q.dtype)
+    no_cores = entries.get_cores(rows, count=0, dtype=tokens.q.dtype)
     backend = backend_module(entries.config.backend, tokens.q)
-    return backend.attend(tokens, cores, spec.of_full(tokens.k.shape[1]))[0]
+    return backend.attend(tokens, no_cores, spec.of_full(tokens.k.shape[1]))[0]
 
 
 def _with_sinks(entries: Entries, tokens: Tokens, rows: slice) -> Tokens:

@@ -65,8 +65,9 @@ class Entries:
         """Most slots of the ring, at least as many as tokens came: a short text needs no whole
         ring. None gives it all C slots."""
         self._buffers: list[Tensor] = []
-        self.lags = False
-        """Whether the last tokens are in the store of raw tokens only (exact_step.py)."""
+        """`buffers` as they are, late tokens missing: for sizes, and for what brings these in."""
+        self.is_late = False
+        """Whether the last tokens are in the store of raw tokens only (late.py)."""
         self.dtype: torch.dtype | None = None
         """Of keys and values before they are rounded."""
         self.store: RawStore | None = None
@@ -74,8 +75,9 @@ class Entries:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses."""
-        if self.lags:
+        """Keys and values, in 8 bits their scales, and with `core_mass` the core tokens' masses;
+        tokens that are late are brought in first."""
+        if self.is_late:
             self.catch_up()
         return self._buffers
 

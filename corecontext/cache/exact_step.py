@@ -19,7 +19,7 @@ def exact_step(
     lengths: tuple[int | Tensor, Tensor, list[int]],
 ) -> Tensor:
     """Store the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D], and return their attention [B, H, 1, D]
-    to all raw tokens; `lengths` as of `step_on_all`."""
+    to all raw tokens; `lengths` are a layer's `seen`, `pad` [B] and `pads` (state.py)."""
     spec = entries.spec
     backend = choose_backend(entries.config.backend, tokens[0])
     return step_on_all(entries.store.raw, tokens, lengths, (spec.scale, spec.softcap), backend)

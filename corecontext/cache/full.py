@@ -32,7 +32,7 @@ class FullLayer:
     """
 
     # Attributes of a `CompactLayer`, in whose place this layer can be:
-    config = None
+    config = None  # no settings of CCA
     is_empty = False  # the first append is like later ones
     padding_known = True  # no mask is ever needed
     asks_device = False
@@ -56,8 +56,8 @@ class FullLayer:
         self.pads = [] if pad is None else [0] * len(pad)
         """The same on the host."""
         self.seen: int | Tensor = 0 if seen is None else seen
-        self._counts = seen is None
-        self._reads_prompt = False
+        self._counts = seen is None  # whether this layer counts prompts in `seen`
+        self._reads_prompt = False  # whether a single token is a chunk, not a step
         self.length = 0
         """Tokens of a row, padding included, that the host has counted: all of a prompt's."""
 
@@ -217,7 +217,7 @@ def step_on_all(
     if backend == "triton":
         # For the kernel a compact cache whose window no token leaves: no group is ever pooled.
         module = backend_module("triton", q)
-        spec = Spec(1, room, scale, softcap=softcap)
+        spec = Spec(group_size=1, window_size=room, scale=scale, softcap=softcap)
         return module.decode_step(q, k, v, Slots(*buffers, seen, pad, room), spec)
     end = room
     if isinstance(seen, int):

@@ -26,7 +26,7 @@ class SlotStore(HostStore):
 
     Args:
         num_slots: Most slots of a row and KV head, at least `spec.fetch_groups`.
-        spec, like, format, length: As for `RawStore`.
+        spec, like, format, length: Settings, stored key and value, their form, tokens of room.
     """
 
     _BY_ROW = (*HostStore._BY_ROW, "slots", "owner", "last_used", "table", "counts")
@@ -59,7 +59,7 @@ class SlotStore(HostStore):
         """The step that last read each slot, [B, Hkv, slots]."""
 
     def as_slots(self) -> RawSlots | None:
-        """Return the buffers as a step in Triton takes them, or None, as `RawStore.as_slots`."""
+        """Return the buffers as a step in Triton takes them; None where there is no such step."""
         raw = super().as_slots()
         if raw is None:
             return None

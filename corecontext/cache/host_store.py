@@ -45,7 +45,7 @@ class HostStore(RawStore):
 
     @property
     def raw(self) -> list[Tensor]:
-        """As of `RawStore`, after all copies to it."""
+        """Keys and values [B, Hkv, S, D] as stored, once all copies to them have ended."""
         self._writing.wait()
         return self._raw
 
@@ -84,7 +84,7 @@ class HostStore(RawStore):
     # Rows and length
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens; a store that grows, doubles at least."""
+        """Make room for `length` tokens; a store that grows, doubles at least: pinning is slow."""
         if length <= self.length:
             return
         length = max(length, 2 * self.length)

@@ -39,10 +39,10 @@ class Late:
 def catch_up(layers: Sequence[Any]) -> None:
     """Bring ring, core tokens and index of layers, each a `LayerState`, up to their stores; layers
     of one shape share their launches."""
-    layers = [layer for layer in layers if layer.lags]
+    layers = [layer for layer in layers if layer.is_late]
     by_shape: dict[Any, list[Any]] = {}
     for layer in layers:
-        layer.lags = False
+        layer.is_late = False
         if layer.late.queries:
             by_shape.setdefault(_shape(layer), []).append(layer)
     try:
@@ -53,7 +53,7 @@ def catch_up(layers: Sequence[Any]) -> None:
             layer.late = Late()
     except BaseException:
         for layer in layers:  # what is written already is written again
-            layer.lags = True
+            layer.is_late = True
         raise
 
 

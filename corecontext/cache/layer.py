@@ -2,7 +2,8 @@
 tokens, L // g + s + g - 1 entries for L tokens.
 
 entries.py says which slot holds which token, state.py counts the tokens, cropping.py takes them
-back, saving.py saves them. This file appends many tokens or one (a step), and shrinks the window.
+back, saving.py saves them. This file appends many tokens or one (a step), and shrinks the window;
+over 400 lines, since all ways to append read and write the same state.
 """
 
 import functools
@@ -52,8 +53,7 @@ class CompactLayer(SavedState):
         max_length: Longest sequence, in tokens, of a fixed cache: its buffers are allocated once
             and never move, and its length is a tensor, so that a decoding step can be compiled or
             captured. None makes a growing cache.
-        rollback: Extra ring tokens, so that `crop` can take back this many tokens however they were
-            appended.
+        rollback: Tokens that `crop` can always take back, by as many extra slots of the ring.
     """
 
     _step: Callable[..., Tensor] | None = None
@@ -140,7 +140,7 @@ class CompactLayer(SavedState):
             # Entries are made late or now. With gradients tokens are stored, and attended to below.
             if not needs_grad and self._defers(reading, start, end):
                 out, self.late = append_late(self, tokens, start - self.pads[0], self.late)
-                self.lags = True
+                self.is_late = True
             else:
                 self.catch_up()
                 self._note_lost(start, tokens.stored)
@@ -161,12 +161,15 @@ class CompactLayer(SavedState):
         """Whether tokens go to the store only, and their ring and core tokens come late: all of
         them see all raw tokens. A short append to a filled cache may be a draft that is cropped
         away, and is not put off."""
+        # late.py pools tokens as they are stored: not as codes of 8 bits.
         if self.store is None or not self.config.fetch_groups or self.config.cache_dtype != "auto":
             return False
         # `Late` takes rows of one length, without padding among the new tokens.
         has_one_length = len(set(self.pads)) == 1 and self._counted is not None and not self._closed
         if not has_one_length or self.pads[0] > start or reading.full_until < end:
             return False
+        # Where steps read all raw tokens, entries may stay late; else a prompt read at once is put
+        # off up to `end_prompt`, where the core tokens of all layers are made together.
         if self.max_length is None and self._reads_all(end):
             return start == 0 or end - start > UNDO_LIMIT
         return start == 0 and end <= LATE_TOKENS
@@ -233,7 +236,7 @@ class CompactLayer(SavedState):
             out = exact_step(self, tokens, (self.seen, self.pad, self.pads))
             if closes:
                 self._close_exactly(q)
-            self.lags = True
+            self.is_late = True
         elif (slots := self._slots()) is not None:
             out = self._step(q, k, v, slots, self.spec)
         else:
@@ -291,13 +294,12 @@ class CompactLayer(SavedState):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step reads entries that still lag behind the store."""
-        return self.lags and not self._reads_all(self.max_length or self.seq_len + 1)
+        """Whether the next step reads ring and core tokens, and they are late."""
+        return self.is_late and not self._reads_all(self.max_length or self.seq_len + 1)
 
     @property
     def asks_device(self) -> bool:
-        """Whether a step asks the device which groups have no slot, so that it cannot be
-        captured."""
+        """Whether a step asks the device which groups have no slot: it cannot be captured."""
         return isinstance(self.store, SlotStore) and self._slots() is None
 
     def _choose_step(self) -> None:

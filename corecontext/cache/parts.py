@@ -78,10 +78,8 @@ class Parts:
 
 
 class HeadsLayer(Parts):
-    """A layer whose KV heads have different group sizes: one `CompactLayer` for the heads of each.
-
-    Takes the arguments of `CompactLayer`; config must have `head_group_sizes`.
-    """
+    """A layer whose KV heads have different group sizes: one `CompactLayer` for the heads of each,
+    which gets the arguments; config must have `head_group_sizes`."""
 
     STATE = "parts"
     is_empty = _first("is_empty")
@@ -145,7 +143,9 @@ class CompactKVCache(Parts):
 
     Args:
         num_layers: Layers of the model.
-        config, rotary, max_length, rollback: As for `CompactLayer`.
+        config: Settings of each layer. rotary: The keys' rotation, for core_position="middle".
+        max_length: Tokens a row that buffers are fixed for; None lets them grow.
+        rollback: Tokens that `crop` can always take back.
     """
 
     STATE = "layers"

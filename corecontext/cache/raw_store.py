@@ -68,7 +68,7 @@ class RawStore:
         # The index of one group, which takes no memory, gives the shapes and dtypes of all.
         key = self._decoded(like)[0]
         one_group = key[:, :1, :1].to("meta").expand(-1, -1, spec.group_size, -1)
-        stored = () if spec.index.reads_raw else spec.index.encode(one_group, None)
+        stored = () if spec.index.reads_raw else spec.index.encode(one_group, centre=None)
         self._shapes = [x.shape[2:] for x in stored]
         """Shape of a group in each tensor that the index stores; none where it reads raw keys."""
 
@@ -294,7 +294,7 @@ class RawStore:
             first = self.spec.sinks
             size = self.spec.group_size
             keys = self._keys(slice(None), first, first + count * size)
-            return self.spec.index.encode(keys.unflatten(1, (count, size)), None)
+            return self.spec.index.encode(keys.unflatten(1, (count, size)), centre=None)
         return tuple(
             x[:, :, :count].reshape(x.shape[0] * x.shape[1], count, *shape)
             for x, shape in zip(self.index_buffers, self._shapes)
@@ -325,8 +325,9 @@ class RawStore:
         is_low = isinstance(self.spec.index, LowBits) and self.centre is not None
         if not is_low or len(self.raw) > 2 or not self.index_buffers[0].shape[2]:
             return None
-        buffers = (*self.raw, *self.index_buffers, self.centre)
-        return RawSlots(*buffers, self._rotations)
+        keys, values = self.raw
+        codes, scales = self.index_buffers
+        return RawSlots(keys, values, codes, scales, self.centre, self._rotations)
 
     # Writing
 

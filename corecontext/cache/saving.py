@@ -110,7 +110,7 @@ class SavedState(CroppedState):
             ring: Slots of the ring in `buffers`; None is `whole_ring`.
 
         Raises:
-            NotImplementedError: the layer fetches, and has no store.
+            NotImplementedError: the layer fetches, and `store` is empty.
         """
         if self.config.fetch_groups and not store:
             raise NotImplementedError(
@@ -127,7 +127,7 @@ class SavedState(CroppedState):
         # mutant 4: a cache loses its own state when it loads it
         self.pads = pad.tolist()
         self._store_pads(pad.device)
-        self.lags = False
+        self.is_late = False
         if self.max_length is None:
             self.buffers = []
             self.store = None

@@ -4,7 +4,7 @@ Lengths of a row, in tokens, padding included but in `_room`; `seq_len` is the o
 
     seen          tokens that came; of a fixed cache a tensor, which captured steps count up
     _counted      tokens of these that the host knows of
-    _expected     tokens before the next append, where the caller has told them
+    _expected     tokens before the next append, as `expect` has told; None after the append
     _planned      tokens that the next append makes room for
     max_length    tokens that a fixed cache has room for; None of a growing one
     _room         tokens that a growing cache has room for, padding excluded
@@ -40,8 +40,9 @@ class Undo(NamedTuple):
 
 
 class LayerState(Entries):
-    """Entries, length and padding of one layer, whose rows can be reordered and repeated; arguments
-    as of `CompactLayer`."""
+    """Entries, length and padding of one layer, whose rows can be reordered and repeated.
+    `max_length` fixes the buffers for so many tokens a row, None lets them grow; `rollback` tokens
+    can always be taken back (`crop`)."""
 
     def __init__(
         self,
@@ -92,7 +93,8 @@ class LayerState(Entries):
         return int(self.seen)
 
     def expect(self, seq_len: int) -> None:
-        """Set `seq_len` for the next append, of a prompt's tokens, which saves it a device sync."""
+        """Set `seq_len` for the next append only, whose tokens are a prompt's, also a single one:
+        this saves a device sync."""
         self._expected = seq_len
 
     def plan(self, length: int) -> None:
@@ -173,17 +175,16 @@ class LayerState(Entries):
                 torch._dynamo.mark_static_address(tensor)
 
     def begin_prompt(self, like: Tensor) -> None:
-        """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where full
-        attention reads the prompt without fetch, whose store lives longer."""
+        """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where only a
+        prompt needs one: full attention reads it, and later tokens do not fetch."""
         if self.config.keeps_raw_while_reading:
             self._room = 0
             spec = self.spec.replace(fetch_index="oracle")  # which stores no index
             like = like[:, :, :1]
-            self.store = RawStore(spec, [like, like], Format("auto", like.dtype), 0)
+            self.store = RawStore(spec, [like, like], Format("auto", like.dtype), length=0)
 
     def end_prompt(self) -> None:
-        """Drop raw tokens that are kept only while full attention reads a prompt
-        (`CCAConfig.prefill`); later tokens see core tokens."""
+        """Drop raw tokens that are kept only while full attention reads a prompt."""
         if self.store is None:
             return
         self.store.end_prompt()
@@ -199,15 +200,15 @@ class LayerState(Entries):
         """Copy the last tokens of the store into the ring, and the sinks into their slots."""
         ring = self.ring_size
         n = self.num_sinks
-        # The common length of all rows, where the host knows it.
+        # The common length of all rows, where the host knows it: a late append does.
         length = None
-        if self.late.newest is not None:
+        newest = self.late.newest  # on the device still: not read back from host memory
+        if newest is not None:
             length = self.late.length
         elif isinstance(self.seen, int) and len(set(self.pads)) == 1:
             length = self.seen - self.pads[0]
         if length is not None:
             first = max(n, length - ring)
-            newest = self.late.newest
             if first < length:
                 # mutant fetch: a ring that lags is read
                 self.put_ring(ALL, first, self.store.read(first, length, newest))
@@ -315,7 +316,7 @@ class LayerState(Entries):
 
     def reset(self) -> None:
         """Forget all tokens; buffers of a fixed cache stay where they are."""
-        self.lags = False
+        self.is_late = False
         if self.max_length is None or not self.buffers:
             self.buffers = []
             self.store = None

@@ -30,7 +30,7 @@ def new_store(
 def _empty_store(
     config: CCAConfig, spec: Spec, like: list[Tensor], format: Format, length: int
 ) -> RawStore:
-    """Make a store in the memory that the settings name; arguments as of `RawStore`."""
+    """Make a store in the memory that the settings name; arguments as of `new_store`."""
     if config.store == "device":
         return RawStore(spec, like, format, length)
     # Where device and host have one memory, slots would be copies that save nothing.

@@ -9,7 +9,7 @@ class Announcement:
     """Pass a text from one process to those that wait for it, by the process group's store.
 
     Every process makes its announcements of a topic in the same order: the n-th of one process
-    and the n-th of another have one key.
+    and the n-th of another have one key. `rank` is this process.
     """
 
     def __init__(self, topic: str, rank: int) -> None:

@@ -6,6 +6,8 @@ the core tokens of all groups before the halo, all of which every query sees. Th
 a group, so halo and chunk together are an ordinary CCA sequence (the near part), which any
 backend computes at once; the far part is attention to core tokens without a mask. The core tokens
 travel while the near part is computed, their gradients while the near part's are.
+
+Pooled here are all groups of a near part; those that end in its chunk are made for all processes.
 """
 
 from collections.abc import Sequence
@@ -61,30 +63,30 @@ class _Attend(torch.autograd.Function):
         kv_heads = k.shape[1]
         tokens = by_chunk(call, q, k, v)
         # Pool the near parts: each chunk's tokens behind those of its halo. `made` has the core
-        # tokens that this process makes for all, [2, N, 1, M, D].
+        # tokens that this process makes for all, [2, N, 1, M, D]: none without a chunk.
         halos = call.halo.fetch(tokens)
         pooled: dict[int, tuple[Tensor, ...]] = {}
-        no_cores = call.empty(k)
+        no_cores = call.no_cores(k)
         no_masses = no_cores[:1, ..., :1].to(torch.promote_types(k.dtype, torch.float32))
         made = [no_cores]
         made_masses = [no_masses]
         for chunk, (chunk_q, chunk_k, chunk_v) in tokens.items():
             halo_k, halo_v, halo_ends = halos[chunk]
-            chunk_ends = chunk_q[:, :, call.halo.ends(*call.layout.span(chunk))]
+            chunk_ends = chunk_q[:, :, call.halo.group_ends(*call.layout.span(chunk))]
             q_last = by_head(torch.cat((halo_ends, chunk_ends), 2), kv_heads)
             near_k = torch.cat((halo_k, chunk_k), 2).flatten(0, 1)
             near_v = torch.cat((halo_v, chunk_v), 2).flatten(0, 1)
-            groups = call.groups(q_last, near_k, near_v)
+            groups = call.near_groups(q_last, near_k, near_v)
             cores, mass = call.module.pool_with_mass(groups, call.spec)
             if mass is not None:
-                made_masses.append(mass[None, :, :, call.made(chunk), None])
+                made_masses.append(mass[None, :, :, call.own_groups(chunk), None])
             pooled[chunk] = (q_last, near_k, near_v, *cores, mass)
-            made.append(torch.stack([x[:, :, call.made(chunk)] for x in cores]))
+            made.append(torch.stack([x[:, :, call.own_groups(chunk)] for x in cores]))
         # Attend to the near parts while the core tokens travel.
         wire = call.halo.wire
-        wait_for_cores = whole.gather(torch.cat(made, 3), call.cores, wire)
+        wait_for_cores = whole.gather(torch.cat(made, 3), call.core_layout, wire)
         if call.has_mass:
-            wait_for_masses = whole.gather(torch.cat(made_masses, 3), call.cores, wire)
+            wait_for_masses = whole.gather(torch.cat(made_masses, 3), call.core_layout, wire)
         queries = {chunk: by_head(chunk_q, kv_heads) for chunk, (chunk_q, *_) in tokens.items()}
         near: dict[int, _Near] = {}
         for chunk, (q_last, near_k, near_v, *cores, mass) in pooled.items():
@@ -92,7 +94,7 @@ class _Attend(torch.autograd.Function):
                 Tokens(queries[chunk], near_k, near_v, q_start=call.halo.size(chunk)),
                 Cores(*cores),
                 call.spec,
-                if_any(mass),
+                if_any(mass),  # None where the near part has no complete group
             )
             near[chunk] = _Near(q_last, near_k, near_v, *cores, mass, *results)
         all_cores = wait_for_cores()  # [2, N, 1, M, D], M of the whole sequence
@@ -100,8 +102,8 @@ class _Attend(torch.autograd.Function):
         if call.has_mass:
             all_masses = wait_for_masses()  # [1, N, 1, M, 1]
         for chunk, chunk_near in near.items():
-            if call.far(chunk):
-                far = all_cores[:, :, :, : call.far(chunk)]
+            if call.num_far(chunk):
+                far = all_cores[:, :, :, : call.num_far(chunk)]
                 mass = call.far_mass(chunk, all_masses)
                 _merge_far(call, queries[chunk], far, mass, chunk_near.out, chunk_near.lse)
             if first is not None:
@@ -137,24 +139,21 @@ class _Attend(torch.autograd.Function):
             mass_grads = None if all_masses is None else torch.zeros_like(all_masses)
             first_grads = None if first is None else torch.zeros_like(first, dtype=wide)
             for chunk, (queries, grad) in rows.items():
-                far = slice(0, call.far(chunk))
-                upstream = Upstream(grad, None, near[chunk].out, near[chunk].lse)
+                far = slice(0, call.num_far(chunk))
+                upstream = Upstream(grad, grad_lse=None, out=near[chunk].out, lse=near[chunk].lse)
+                cores, core_grad = (x[:, :, :, far] for x in (all_cores, core_grads))
+                mass = call.far_mass(chunk, all_masses)
                 far_dq[chunk], grad_mass = _far_backward(
-                    call,
-                    upstream,
-                    queries,
-                    all_cores[:, :, :, far],
-                    call.far_mass(chunk, all_masses),
-                    core_grads[:, :, :, far],
+                    call, upstream, queries, cores, mass, core_grad
                 )
                 if grad_mass is not None:
                     mass_grads[0, :, :, far, 0] += grad_mass
                 if first is not None:
                     far_dq[chunk] += _first_backward(call, upstream, queries, first, first_grads)
             wire = call.halo.wire
-            wait_for_cores = whole.scatter_sum(core_grads, call.cores, wire)
+            wait_for_cores = whole.scatter_sum(core_grads, call.core_layout, wire)
             if mass_grads is not None:
-                wait_for_masses = whole.scatter_sum(mass_grads, call.cores, wire)
+                wait_for_masses = whole.scatter_sum(mass_grads, call.core_layout, wire)
             # The near parts. A halo has no queries here: zeros with zero gradients in their place
             # add nothing to any sum.
             grads = {}
@@ -162,9 +161,9 @@ class _Attend(torch.autograd.Function):
                 q_last, near_k, near_v, *cores, mass, out, lse = near[chunk]
                 halo = call.halo.size(chunk)
                 queries, grad, out, lse = (after_zeros(halo, x) for x in (queries, grad, out, lse))
-                groups = call.groups(q_last, near_k, near_v)
+                groups = call.near_groups(q_last, near_k, near_v)
                 dq, dk, dv = call.module.gradients(
-                    Upstream(grad, None, out, lse),
+                    Upstream(grad, grad_lse=None, out=out, lse=lse),
                     Tokens(queries, near_k, near_v),
                     groups,
                     Cores(*cores),
@@ -222,20 +221,15 @@ def _far_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Add to `core_grads` [2, N, 1, M, D], of the core tokens `far` of a chunk's far part; return
     the gradients of the chunk's queries [N, r, T, D], in float32 or wider, and of the masses
-    [N, 1, M]."""
+    [N, 1, M], None without."""
     if not far.shape[3]:
         return torch.zeros_like(q, dtype=core_grads.dtype), None
-    dq, dk, dv, *dmass = partial.backward(
-        upstream,
-        q,
-        *far.unbind(),
-        partial.Scoring(call.spec.scale, call.spec.softcap, key_bias=mass),
-    )
+    scoring = partial.Scoring(call.spec.scale, call.spec.softcap, key_bias=mass)
+    dq, dk, dv, *dmass = partial.backward(upstream, q, *far.unbind(), scoring)
     for total, grad in zip(core_grads, (dk, dv)):
         total += grad
-    grad_mass = None
-    for grad in dmass:
-        grad_mass = grad.sum(1, keepdim=True)
+    # `dmass` is empty without masses, else it has their gradient by query head, [N, r, M].
+    grad_mass = dmass[0].sum(1, keepdim=True) if dmass else None
     return dq.to(core_grads.dtype), grad_mass
 
 
@@ -254,11 +248,11 @@ def _add_pool_gradients(
     g = call.spec.group_size
     masses = {}
     if mass_grads is not None:
-        masses = whole.by_chunk(call.cores, mass_grads, call.layout.rank)
-    for chunk, core_grad in whole.by_chunk(call.cores, core_grads, call.layout.rank).items():
+        masses = whole.by_chunk(call.core_layout, mass_grads, call.layout.rank)
+    for chunk, core_grad in whole.by_chunk(call.core_layout, core_grads, call.layout.rank).items():
         # Through the pooling of the groups that this chunk made.
-        made = call.made(chunk)
-        q_last, k, v = call.groups(*near[chunk][:3])
+        made = call.own_groups(chunk)
+        q_last, k, v = call.near_groups(*near[chunk][:3])
         groups = Groups(q_last[:, :, made], k[:, made], v[:, made])
         mass_grad = None
         if chunk in masses:

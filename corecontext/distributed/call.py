@@ -37,22 +37,22 @@ class Call(NamedTuple):
         """Whether masses are added to the scores of core tokens; that of a single token is 0."""
         return self.spec.core_mass and self.spec.group_size > 1
 
-    def far(self, chunk: int) -> int:
+    def num_far(self, chunk: int) -> int:
         """Count the core tokens of a chunk's far part, which all of its queries see."""
         return self.halo.start(chunk) // self.spec.group_size
 
     @property
-    def cores(self) -> Layout:
+    def core_layout(self) -> Layout:
         """The layout of the core tokens: each is on the process that makes it."""
         return self.layout.groups(self.spec.group_size)
 
-    def made(self, chunk: int) -> slice:
+    def own_groups(self, chunk: int) -> slice:
         """Return the slice of a near part's groups that end in the chunk itself, which makes their
         core tokens for all processes; groups of the halo are pooled here for the chunk alone."""
-        first, end = self.cores.span(chunk)
-        return slice(first - self.far(chunk), end - self.far(chunk))
+        first, end = self.core_layout.span(chunk)
+        return slice(first - self.num_far(chunk), end - self.num_far(chunk))
 
-    def empty(self, like: Tensor) -> Tensor:
+    def no_cores(self, like: Tensor) -> Tensor:
         """Return keys and values of no core token, [2, N, 1, 0, D], in the dtype of `like`: a
         process without chunks gathers these."""
         batch_size, _, kv_heads, dim = self.halo.shape
@@ -64,9 +64,9 @@ class Call(NamedTuple):
         if masses is None:
             return None
         _, heads, kv_heads, _ = self.halo.shape
-        return masses[0, ..., : self.far(chunk), 0].expand(-1, heads // kv_heads, -1)
+        return masses[0, ..., : self.num_far(chunk), 0].expand(-1, heads // kv_heads, -1)
 
-    def groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> Groups:
+    def near_groups(self, q_last: Tensor, k: Tensor, v: Tensor) -> Groups:
         """Return the complete groups of a near part, from its group-end queries [N, r, M, D] and
         its keys and values [N, S, D]."""
         count = q_last.shape[2]

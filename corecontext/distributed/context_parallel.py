@@ -125,6 +125,7 @@ def _by_document(inputs: Inputs, shard: Shard, spec: Spec, backend: str) -> Tens
         touched = document.chunks()
         if not touched and not document.is_shared:
             continue
+        # A process without a token of it takes part with none: an empty span at 0.
         places = [offsets[i] + max(0, start - layout.starts[i]) for i in touched] or [0]
         lengths = [document.lengths[i] for i in touched] or [0]
         spans = [slice(place, place + length) for place, length in zip(places, lengths)]

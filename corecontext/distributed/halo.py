@@ -33,7 +33,7 @@ class Halo(NamedTuple):
     spec: Spec
     shape: Shape
 
-    def ends(self, low: int, high: int) -> slice:
+    def group_ends(self, low: int, high: int) -> slice:
         """Return the slice of tokens low .. high-1, counted from low, that end a group."""
         g = self.spec.group_size
         return slice((g - 1 - low) % g, high - low, g)
@@ -77,7 +77,7 @@ class Halo(NamedTuple):
             start = self.layout.starts[message.target]
             span = slice(message.low - start, message.high - start)
             total_q, total_k, total_v = (x[:, :, span] for x in totals[message.target])
-            total_q[:, :, self.ends(message.low, message.high)] += grad_q
+            total_q[:, :, self.group_ends(message.low, message.high)] += grad_q
             total_k += grad_k
             total_v += grad_v
         return totals
@@ -98,7 +98,7 @@ class Halo(NamedTuple):
         """
         messages = self.layout.messages(self.spec.group_size, self.spec.window_size)
         if back:
-            messages = [Message(m.target, m.source, m.low, m.high) for m in messages]
+            messages = [m._replace(source=m.target, target=m.source) for m in messages]
         owners = self.layout.owners
         rank = self.layout.rank
         arrived = {}
@@ -124,7 +124,7 @@ class Halo(NamedTuple):
         """Return the shapes of a message's keys, values and group-end queries."""
         batch, heads, kv_heads, dim = self.shape
         count = message.high - message.low
-        num_ends = len(range(count)[self.ends(message.low, message.high)])
+        num_ends = len(range(count)[self.group_ends(message.low, message.high)])
         kv_shape = (batch, kv_heads, count, dim)
         return [kv_shape, kv_shape, (batch, heads, num_ends, dim)]
 
@@ -132,7 +132,7 @@ class Halo(NamedTuple):
         """Copy a message's keys, values and group-end queries into one flat buffer, from queries,
         keys and values whose first token is at position `start`."""
         q, k, v = (x[:, :, message.low - start : message.high - start] for x in tensors)
-        q_ends = q[:, :, self.ends(message.low, message.high)]
+        q_ends = q[:, :, self.group_ends(message.low, message.high)]
         return torch.cat([x.flatten() for x in (k, v, q_ends)])
 
     def _unpack(self, message: Message, buffer: Tensor) -> list[Tensor]:

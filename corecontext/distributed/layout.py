@@ -95,8 +95,7 @@ class Layout:
 
     def groups(self, group_size: int, first: int = 0) -> Layout:
         """Return the layout of the complete groups behind the `first` tokens kept raw, as a
-        sequence
-        of groups: a chunk has those whose last token it holds, and makes their core tokens."""
+        sequence of groups: a chunk has those whose last token it holds, and pools them."""
         edges = [num_complete_groups(start - first, group_size) for start in self.starts]
         return Layout(tuple(b - a for a, b in pairwise(edges)), self.owners, self.rank)
 

@@ -33,8 +33,7 @@ def gather(x: Tensor, layout: Layout, wire: Wire) -> Callable[[], Tensor]:
 
 
 def scatter_sum(grad: Tensor, layout: Layout, wire: Wire) -> Callable[[], Tensor]:
-    """Start to sum gradients [..., L, D] over the processes, in float32 or wider. A collective
-    call.
+    """Start to sum gradients [..., L, D] of all processes, in float32 or wider. A collective call.
 
     Returns:
         A function that waits for the sums of this process's rows [..., T, D].

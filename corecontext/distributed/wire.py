@@ -25,8 +25,7 @@ class Wire:
         self.received_bytes = 0
 
     def gather(self, x: Tensor) -> Gathering:
-        """Start to collect a tensor [...] of every process, all of one shape, as [processes,
-        ...]."""
+        """Start to collect a tensor [...] of each process, all of one shape: [processes, ...]."""
         gathered = x.new_empty(self.size, *x.shape)
         self.received_bytes += (self.size - 1) * x.nbytes
         x = x.contiguous()

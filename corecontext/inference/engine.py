@@ -43,7 +43,7 @@ class Engine:
     """Tokens a row, prompt and answer, that buffers are made for; None rounds up each request's
     need (`limits.rounded_up`), so that similar requests share buffers."""
     chunk_size: int | None = None
-    """As for `prefill`."""
+    """Tokens of a prompt, a row, in one forward pass; None follows from the free memory."""
     static: bool | None = None
     """Whether caches have fixed buffers, which are kept for later requests; None fixes them where
     steps are captured or compiled. Their steps are arithmetic on whole buffers, which costs more on

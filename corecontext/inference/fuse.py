@@ -85,8 +85,7 @@ class Fused:
         if fuse is None:
             return
         if fuse == "compile":
-            # As one graph or not at all: where it fails, no part has run and the cache is
-            # untouched.
+            # As one graph: where it fails, no part of a step has run and the cache is untouched.
             name = type(model).__name__
             self._step = compiled_or_plain(model, name, dynamic=False, fullgraph=True)
         suits: dict[type, bool] = {}  # whether PyTorch's norm gives the numbers of a class of norms

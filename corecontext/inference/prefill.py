@@ -139,7 +139,7 @@ def prefill(
     done = 0
     out = None
     out_of_memory = None
-    rotated = rotated_length(model, [length - pad for pad in pads])
+    rotated = rotated_length(model, [length - pad for pad in pads])  # None: all lengths alike
     while done < length:
         end = min(length, done + chunk_size)
         try:

@@ -47,6 +47,7 @@ class SessionKey(NamedTuple):
 def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
     """Whether requests of a session run under full attention, because that is the fastest for so
     few tokens (`keeps_whole`); `static` asks for fixed buffers."""
+    # Without CCA a model has its own caches, and so have sliding-window layers (`hybrid`).
     if handle is None or handle.hybrid or key.config is None:
         return False
     # Layers of several devices share no padding, and PyTorch's attention has no softcap.

@@ -141,7 +141,8 @@ class Stream(Iterator[list["int | None"]]):
         self.made = 0
         """Tokens a row that were chosen, or are being chosen on the device."""
         # Newest tokens of each row, enough to hold any stop string: every token but special ones
-        # decodes to at least a byte.
+        # decodes to at least a byte. 8 more let the first ones decode otherwise than in the text:
+        # without their leading space, or as the rest of a character, up to 3 bytes.
         self._tails: list[list[int]] = [[] for _ in self.running]
         longest = max((len(stop.encode()) for stop in self.generation.stop_strings), default=0)
         self._tail_length = longest + 8
