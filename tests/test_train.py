@@ -525,7 +525,7 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
     gathered = []
 
     def no_room(*args, **kwargs):
-        gathered.append("model")
+        gathered.append(kwargs)
         raise OSError(28, "No space left on device")
 
     def no_weights(self, *args, **kwargs):
@@ -537,14 +537,13 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
     one = trainer.CCATrainer(
         torch.nn.Linear(2, 2), transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     )
-    one.is_fsdp_enabled, one.accelerator.state.fsdp_plugin, one.lr_scheduler = (
-        True,
-        None,
-        mock.Mock(),
-    )
+    one.is_fsdp_enabled = True
+    one.accelerator.state.fsdp_plugin = None
+    one.lr_scheduler = mock.Mock()
     with mock.patch.object(torch, "save"), pytest.raises(OSError, match="No space left"):
         one.save_checkpoint()
-    assert gathered == ["model", "optimizer"] and "No space left" in str(one.save_error)
+    assert gathered == [{"adapter_only": True}, "optimizer"]
+    assert "No space left" in str(one.save_error)
     assert not list(tmp_path.iterdir())
 
 
