@@ -114,7 +114,7 @@ class _Attend(torch.autograd.Function):
         choices = [None if groups is None else Choice(groups, share=1) for groups in chosen]
         with torch.autocast(q.device.type, enabled=False):
             document = _Document(q, k, v, call)
-            upstream = Upstream(by_head(grad_out, k.shape[1]), None, out, lse)
+            upstream = Upstream(by_head(grad_out, k.shape[1]), grad_lse=None, out=out, lse=lse)
             grad_q, grad_keys, grad_ends = _gradients(
                 document, by_head(q, k.shape[1]), upstream, choices
             )
