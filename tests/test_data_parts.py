@@ -308,19 +308,19 @@ def test_more_than_four_documents_of_a_row_are_counted():
     assert described.count("(tokens 0 to 0)") == 4 and described.endswith("; and 2 more documents")
 
 
-def test_the_mark_of_rows_depends_on_lengths_order_and_the_first_and_last_tokens():
+def test_the_fingerprint_of_rows_depends_on_lengths_order_and_the_first_and_last_tokens():
     lengths = [5, 7, 8, 20]
-    marks = {packed(lengths, 4).mark()}
-    marks.add(packed([7, 5, 8, 20], 4).mark())  # the same tokens in other documents
-    marks.add(packed(lengths, 4, np.array([0, 1, 3, 2])).mark())
-    marks.add(packed(lengths, 4, first=1).mark())
+    fingerprints = {packed(lengths, 4).fingerprint()}
+    fingerprints.add(packed([7, 5, 8, 20], 4).fingerprint())  # the same tokens in other documents
+    fingerprints.add(packed(lengths, 4, np.array([0, 1, 3, 2])).fingerprint())
+    fingerprints.add(packed(lengths, 4, first=1).fingerprint())
     for place in (0, 19, 39):  # of ten rows nine are looked at
         data = packed(lengths, 4)
         changed = np.arange(40)
         changed[place] = 99
         data.tokens = [{"input_ids": part} for part in np.split(changed, np.cumsum(lengths)[:-1])]
-        marks.add(data.mark())
-    assert len(marks) == 7 and packed(lengths, 4).mark() in marks
+        fingerprints.add(data.fingerprint())
+    assert len(fingerprints) == 7 and packed(lengths, 4).fingerprint() in fingerprints
 
 
 def test_orders_are_permutations_by_their_seed():

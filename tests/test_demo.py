@@ -316,13 +316,13 @@ def test_the_pace_knows_what_each_method_reads():
     assert (all_work - reading) % (COST.weight_bytes() + full.cache_bytes) == 0 < all_work - reading
     assert window.cache_bytes == COST.cache_bytes(600)
     assert window.attention < full.attention / 15
-    cca = pace.settings(CCAConfig.pooling(), 20000, "cpu")
+    cca = pace.cca(CCAConfig.pooling(), 20000, "cpu")
     assert cca.attention < full.attention / 4 and cca.cache_bytes < full.cache_bytes / 8
     # Full attention reads short prompts of fetch on a CPU, and its steps.
     fetch = CCAConfig()
-    assert pace.settings(fetch, 4000, "cpu") == pace.full(4000)
-    assert pace.settings(fetch, 20000, "cpu").attention < full.attention
-    steps = pace.settings(fetch, 20000, "cuda")
+    assert pace.cca(fetch, 4000, "cpu") == pace.full(4000)
+    assert pace.cca(fetch, 20000, "cpu").attention < full.attention
+    steps = pace.cca(fetch, 20000, "cuda")
     assert steps.cache_bytes < full.cache_bytes / 5
 
 

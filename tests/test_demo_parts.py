@@ -301,7 +301,7 @@ def test_facts_stand_at_equal_distances_and_have_room_for_an_answer(model):
     for i, question in enumerate(prompt.questions):
         assert question.depth == pytest.approx((i + 0.5) / 4, abs=0.06)
         assert question.distance == round(len(prompt.token_ids) * (1 - question.depth))
-        assert question.max_new_tokens == len(question.fact.completion) + 2
+        assert question.max_new_tokens == len(question.fact.completion)
         end = len(prompt.token_ids) - question.distance
         planted = len(question.fact.sentence) + 1
         assert not any(prompt.is_counted[end - planted : end])

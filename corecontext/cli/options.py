@@ -128,8 +128,8 @@ class EvaluationOptions(LoadOptions):
 
 
 def with_options(kind: type) -> Callable[[Command], Command]:
-    """Let a command take as options the fields of a dataclass that are annotated so; it gets an
-    instance as its argument `options`."""
+    """Let a command take as options those fields of a dataclass that are annotated as options; it
+    gets an instance as its argument `options`."""
     parameters = [
         parameter
         for parameter in inspect.signature(kind, eval_str=True).parameters.values()

@@ -85,7 +85,7 @@ def run_evaluation(
     if options.chunk_size is not None and options.num_groups is not None:
         from corecontext.loading import WHOLE
 
-        raise UserError(WHOLE)
+        raise UserError(WHOLE)  # a constant number of groups needs the whole text at once
     check_appended(options.results, options.json)
     from corecontext.eval.evaluate import ModelOptions
     from corecontext.eval.evaluate import evaluate as run
@@ -115,6 +115,7 @@ def run_evaluation(
     rows = summarise(records, tasks)
     publish(
         options.json,
+        # Parts of many rows would hide the comparison of the whole.
         lambda: print_table(rows, parts=len(methods) == 1 or len(rows) <= 60),
         lambda: to_records(rows, records[0].device),
     )

@@ -7,7 +7,7 @@ PLAIN = "{role}: {text}\n"
 """A message, for models without a chat template."""
 NEXT = "\nuser:"
 """Begins the turn after an answer, for models without a chat template."""
-_MARK = "answer"
+_ANSWER = "answer"
 """Stands for an answer where the template's text behind it is looked for."""
 
 
@@ -21,12 +21,12 @@ def text_after_answer(tokenizer: Any) -> str:
     """Return the text that the model's chat template writes after an answer; "" without one."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception:  # of any kind, as in `chat_prompt`
         return ""
-    return text.rpartition(_MARK)[2]
+    return text.rpartition(_ANSWER)[2]
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:

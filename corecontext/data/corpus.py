@@ -30,7 +30,8 @@ def read_corpus(
             one a row), folders of such files, or "hub:NAME[@REVISION][:CONFIG[:SPLIT]]" for a
             dataset on the Hugging Face hub, or a folder that `datasets.load_dataset` takes; the
             default split is "train".
-        text_field, source_field: See `Fields`.
+        text_field: Field of a row with the text; "meta.text" is field text of the object in meta.
+        source_field: Field with the kind of text; None gives all documents the source "".
         workers: Processes that tokenise.
         cache_dir: Folder for tokens, which a later call reads again; default that of `datasets`.
 
@@ -67,9 +68,9 @@ def read_corpus(
             hub_name = HubName.parse(name)
             rows = hub_name.load(cache_dir=cache_dir)
             arguments = {"rows": rows, "fields": fields}
-            marks = (rows._fingerprint, *hub_name, *fields)
+            key = (rows._fingerprint, *hub_name, *fields)
             generator = hub_name.documents
-            texts = _generated(generator, arguments, _text_features(), marks, cache_dir)
+            texts = _generated(generator, arguments, _text_features(), key, cache_dir)
             text_datasets.append(texts)
     corpora = [_tokenise(texts, tokenizer, workers) for texts in text_datasets]
     if len(corpora) == 1:
@@ -122,19 +123,19 @@ def read_beginning(
             raise UserError(NO_TEXT)
 
     stamps = _stamps(itertools.chain.from_iterable(files.values()))
-    marks = (*names, *stamps, *fields, tokens, shuffle, seed, *_identity(tokenizer))
-    return _generated(tokenised, {}, _token_features(), marks, cache_dir)
+    key = (*names, *stamps, *fields, tokens, shuffle, seed, *_identity(tokenizer))
+    return _generated(tokenised, {}, _token_features(), key, cache_dir)
 
 
 def _generated(
     generator: Callable[..., Iterator[dict[str, Any]]],
     arguments: dict[str, Any],
     features: Any,
-    marks: Sequence[Any],
+    key: Sequence[Any],
     cache_dir: str | None,
     workers: int = 1,
 ) -> Any:
-    """Return the rows that a generator yields as a dataset, cached on disk under a hash of `marks`.
+    """Return the rows that a generator yields as a dataset, cached on disk under a hash of `key`.
     Arguments that are lists are split among the workers."""
     import datasets
 
@@ -144,7 +145,7 @@ def _generated(
             gen_kwargs=arguments or None,
             cache_dir=cache_dir,
             features=features,
-            fingerprint=_digest(*marks),
+            fingerprint=_digest(*key),
             num_proc=workers if workers > 1 else None,
         )
     )
@@ -216,15 +217,15 @@ def _token_features() -> Any:
 
 
 def _identity(tokenizer: Any) -> tuple[str, int | None]:
-    """Return the content of a tokenizer, for `marks`: its pickle, as `datasets` would take it,
-    changes with use."""
+    """Return the content of a tokenizer, for the key of a cache: its pickle, as `datasets` would
+    take it, changes with use."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = repr(tokenizer) if backend is None else backend.to_str()
     return content, tokenizer.eos_token_id
 
 
 def _stamps(files: Iterable[Path]) -> list[str]:
-    """Return texts that change when the files do, for `marks`."""
+    """Return texts that change when the files do, for the key of a cache."""
     return [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 

@@ -80,7 +80,7 @@ class PackedRows(torch.utils.data.Dataset):
         ]
         return fill_row(self.row_length, pieces, row)
 
-    def mark(self) -> str:
+    def fingerprint(self) -> str:
         """Return 16 digits that tell these rows from those of other data: a hash of the lengths in
         their order, and of the tokens of nine evenly spaced rows."""
         digest = hashlib.sha256(self.edges.tobytes())

@@ -138,9 +138,9 @@ def nearest_boundary(text: str, position: int) -> int:
         before = 0
     after = before
     ends = [
-        end + len(mark)
-        for mark in ("\n", ". ")
-        if (end := text.find(mark, max(0, position - 1))) >= 0
+        at + len(ending)
+        for ending in ("\n", ". ")
+        if (at := text.find(ending, max(0, position - 1))) >= 0
     ]
     if ends:
         after = min(ends)

@@ -172,9 +172,9 @@ def _within_budget(
     device = pick_device(settings.device)
     pace = Pace.of(settings.source, settings.dtype, settings.device, prompts[0].token_ids)
     length = len(prompts[0].token_ids)
-    cca = pace.settings(_config(settings), length, device)
+    cca = pace.cca(_config(settings), length, device)
     window = pace.window(methods["window"]["window_size"], length)
-    works = {"full": pace.full(length), "window": window}
+    works = {"full": pace.full(length), "window": window}  # all others are CCA
 
     def seconds(count: int) -> float:
         return sum(pace.seconds(works.get(method, cca), count, length) for method in methods)

@@ -29,6 +29,7 @@ from corecontext.perplexity import hidden_nll
 from corecontext.terminal import Advance, progress
 
 WARM_UP_TOKENS = 64
+"""Tokens that methods without core tokens read before anything is measured."""
 PREFILLS = 3
 """Samples of the time to the first token, where the time allows."""
 PREFILL_BUDGET_S = 6.0
@@ -93,7 +94,7 @@ def measure(loaded: Loaded, prompts: Sequence[Prompt], advance: Advance) -> dict
     """
     model = loaded.model
     layers = model.get_decoder().layers
-    # Loading code and starting threads are no cost of the method: warm up, with core tokens too.
+    # Loading code and starting threads are no cost of the method: warm up, with a few groups too.
     warm_up = WARM_UP_TOKENS
     if loaded.config is not None:
         warm_up = loaded.config.window_size + 4 * loaded.config.group_size

@@ -101,13 +101,14 @@ class Pace:
     def window(self, entries: int, length: int) -> Work:
         """Return the work of a window of `entries` tokens, sinks included, in every layer."""
         windows = (entries,) * self.cost.num_layers
+        # Counted as if each layer were a sliding-window layer of the model.
         sliding = replace(self.cost, num_layers=0, windows=(*windows, *self.cost.windows))
         return Work(_attention(sliding, length), sliding.cache_bytes(length))
 
-    def settings(self, config: CCAConfig, length: int, device: str) -> Work:
+    def cca(self, config: CCAConfig, length: int, device: str) -> Work:
         """Return the work of CCA; that of full attention for prompts so short that fetch reads them
         by it."""
-        if length <= reading_of(config, device, True).full_until:
+        if length <= reading_of(config, device, is_prompt=True).full_until:
             return self.full(length)
         cost = self.cost
         sinks = num_sinks(config.sink_size, config.group_size)
@@ -140,8 +141,9 @@ def rates_of(
     second_tokens, second_s = second
     # _weights grows as the tokens, so the first equation times their ratio cancels it.
     ratio = second_tokens / first_tokens
-    more = _attention(cost, second_tokens) - ratio * _attention(cost, first_tokens)
-    attention_s = max(0.0, (second_s - ratio * first_s) / more) if more > 0 else 0.0
+    # 0 for two prompts of one length, which cannot tell the rates apart.
+    extra = _attention(cost, second_tokens) - ratio * _attention(cost, first_tokens)
+    attention_s = max(0.0, (second_s - ratio * first_s) / extra) if extra > 0 else 0.0
     attention_s = min(attention_s, second_s / cost.prefill_flops(second_tokens))
     rest_s = second_s - attention_s * _attention(cost, second_tokens)
     return rest_s / _weights(cost, second_tokens), attention_s

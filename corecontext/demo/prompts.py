@@ -96,7 +96,7 @@ def fact_prompt(
             fact,
             depth=end / length,
             distance=length - end,
-            max_new_tokens=len(_encode(tokenizer, fact.completion)) + 2,
+            max_new_tokens=len(_encode(tokenizer, fact.completion)),
             token_ids=_encode(tokenizer, fact.prompt),
         )
         for fact, end in zip(facts, ends)

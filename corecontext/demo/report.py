@@ -35,7 +35,7 @@ def print_report(result: DemoResult) -> None:
         "The model is tiny and trained to show the machinery: its prose is poor, and it answers "
         "only facts in the form that it was trained on."
     )
-    if len(result.questions) and not result.questions[0].token_ids:
+    if len(result.questions) and not result.questions[0].token_ids:  # another model's prompts
         note = (
             "Perplexity is that of the prompts' second halves. With fetch, full attention reads "
             "prompts while that takes less time. The model runs as it is; "

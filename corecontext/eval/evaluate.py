@@ -94,12 +94,12 @@ def evaluate(
 
     Args:
         model: A folder in the Hugging Face format, or an identifier on the hub.
-        methods: As for `corecontext.loading.load`; repeats are ignored.
-        tasks: See `corecontext.eval.task_table`.
+        methods: "cca", "full", or a rival by its name or itself; repeats are ignored.
+        tasks: Rows of `task_table.TASKS`, or tasks of the laboratory.
         data: See `data_paths`.
         settings: Which questions of each task to ask.
         options: How to load and run the model.
-        results: See `run_task`.
+        results: File for a record of each item; items that it has already are not run again.
 
     Raises:
         UserError: an argument is wrong.
@@ -120,7 +120,7 @@ def evaluate(
         given = settings_taken(method, methods, options.settings)
         loaded = load(model, method=method, dtype=options.dtype, device=options.device, **given)
         if options.chunk_size is not None and getattr(loaded.config, "num_groups", None):
-            raise UserError(WHOLE)
+            raise UserError(WHOLE)  # a constant number of groups needs the whole text at once
         # A number of groups replaces their size: the methods with a group_size take it.
         as_size = {"group_size": options.num_groups}
         num_groups = settings_taken(method, methods, as_size).get("group_size")

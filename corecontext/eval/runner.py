@@ -16,14 +16,7 @@ from corecontext.eval.subject import ModelSubject
 from corecontext.eval.task_table import Task
 from corecontext.files import UserError
 from corecontext.loading import Loaded
-from corecontext.record import (
-    UNITS,
-    Record,
-    append_records,
-    device_name,
-    make_record,
-    read_records,
-)
+from corecontext.record import UNITS, Record, append_records, device_name, make_record, read_records
 from corecontext.terminal import progress
 
 

@@ -50,6 +50,7 @@ class ModelSubject:
                 )
             with one_line():
                 handle.configure(num_groups=num_groups)
+        # Prompts come one by one, so one cache is kept for the next.
         self.engine = Engine(loaded.model, chunk_size=chunk_size, keep=1)
 
     @property

@@ -37,7 +37,8 @@ def arguments_of(config: TrainConfig) -> Any:
         name: config.checkpointing and not config.fsdp,
         f"{name}_kwargs": {"use_reentrant": False},
     }
-    min_rate = config.min_learning_rate / (config.learning_rate or 1.0)  # share of the highest
+    # As a fraction of the highest rate; where that is 0, both are.
+    min_rate = config.min_learning_rate / (config.learning_rate or 1.0)
     with one_line():
         arguments = TrainingArguments(
             output_dir=config.output,

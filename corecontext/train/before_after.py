@@ -30,9 +30,10 @@ LEAST_TOKENS = 1024
 WINDOWS = 4
 """Rows of a comparison, at most."""
 NEEDLES = 10
+"""Needles of a comparison."""
 LEAST_ROWS = 3 * (WINDOWS + NEEDLES)
-"""Rows that a comparison of three models reads. A run of fewer rows is compared on one window,
-without needles."""
+"""Rows that a comparison of three models reads. A run that reads fewer itself is compared on one
+window, without needles."""
 
 
 class Line(NamedTuple):

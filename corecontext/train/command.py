@@ -119,8 +119,8 @@ def _default_fit_memory(given: dict[str, Any], recipe: str | None) -> dict[str, 
 def _check_used(given: dict[str, Any], method: str) -> None:
     """Raise a UserError for a given option of CCA that another method would ignore.
 
-    TrainConfig does not know which options were given: it refuses only values that are not the
-    default. Sizes g and s may be given for any method.
+    TrainConfig does not know which options were given. g, s and a `fetch_groups` of 0 may be given
+    for any method; TrainConfig itself refuses `layer_group_sizes`.
     """
     if method == "cca":
         return

@@ -25,7 +25,7 @@ def check_folder(folder: Path, config: TrainConfig, facts: dict[str, Any] | None
     """Raise a UserError unless the folder is free, or holds a part of this run.
 
     Args:
-        facts: Once known, "processes", their number, and "rows", the mark of `PackedRows`.
+        facts: Once known, "processes", their number, and "rows", `PackedRows.fingerprint`.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output '{folder}' must be a folder, got a file. Give another --output.")

@@ -1,6 +1,8 @@
-"""Compute a language model's loss in chunks, without the logits of the whole sequence.
+"""Compute a language model's loss, and its divergence from a teacher's predictions, in chunks: the
+logits of a whole sequence never exist.
 
-In shapes T counts tokens, n those of a chunk, V the vocabulary, d the entries of a hidden state.
+In shapes T counts tokens, n those of a chunk, V the vocabulary, d the entries of a hidden state, d'
+those of the teacher's.
 """
 
 import functools
@@ -152,6 +154,7 @@ def _chunk_loss(
     Args:
         hidden: [n, d]. matrix: [V, d], in the dtype of hidden. labels: [n].
         count: The divisor of the sum, a float32 scalar.
+        taught: The teacher's view of these n tokens; None without a teacher.
     """
     if _has_kernel(hidden, softcap, taught):
         return _kernel_loss(hidden, matrix, labels, count, taught, with_gradient)
@@ -185,7 +188,7 @@ def _chunk_loss(
 
 
 def _has_kernel(hidden: Tensor, softcap: float | None, taught: Taught | None) -> bool:
-    """Whether the Triton kernel computes this loss."""
+    """Whether the Triton kernel, which has no softcap, computes this loss."""
     has_softcap = softcap is not None or (taught is not None and taught.softcap is not None)
     return (
         hidden.is_cuda

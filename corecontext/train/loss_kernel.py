@@ -29,7 +29,7 @@ def loss_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write each token's part of the loss and of its cross-entropy [n], in float32; with
-    HAS_GRADIENT overwrite its logits by their gradient.
+    HAS_GRADIENT overwrite its logits by their gradient. Logarithms are natural.
 
     Grid: n tokens, whose logits and teacher's logits are the rows of [n, V], V = vocabulary.
     """

@@ -59,8 +59,8 @@ def split_for_memory(model: Any, config: TrainConfig, arguments: Any) -> Split |
         used = total - free + (bytes_of_pass(batch_size, peaks) if batch_size else 0)
         print(describe(batch_size, used, total), file=sys.stderr, flush=True)
     if batch_size == 0:
-        return Split(1, rows, True)
-    return Split(batch_size, rows // batch_size, False)
+        return Split(1, rows, checkpointing=True)
+    return Split(batch_size, rows // batch_size, checkpointing=False)
 
 
 def _may_split(model: Any, config: TrainConfig) -> bool:

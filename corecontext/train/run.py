@@ -32,13 +32,7 @@ from corecontext.train.checkpoint import (
     publish,
     step_of,
 )
-from corecontext.train.folder import (
-    MODEL,
-    check_folder,
-    claim,
-    locked,
-    release,
-)
+from corecontext.train.folder import MODEL, check_folder, claim, locked, release
 from corecontext.train.memory_fit import split_for_memory
 from corecontext.train.student import export, make_model, make_tokenizer, prepare_config
 from corecontext.train.train_config import TrainConfig
@@ -140,7 +134,7 @@ def _run(config: TrainConfig, inputs: _Inputs) -> Result:
     from corecontext.inference.fuse import Fused
 
     folder = Path(config.output)
-    facts = {"processes": inputs.arguments.world_size, "rows": inputs.rows.mark()}
+    facts = {"processes": inputs.arguments.world_size, "rows": inputs.rows.fingerprint()}
     if config.is_idle() and inputs.is_first_rank:
         logging.getLogger(__name__).warning(
             "no query of a row of %d tokens sees a core token: CCA is full attention in this run. "

@@ -116,7 +116,7 @@ def best_settings(config: TrainConfig, given: Collection[str]) -> dict[str, Any]
     given.
 
     - There is no fetch from scratch, and none in context parallelism, where it sends all raw tokens
-      to every process. A run without has the preset "pooling", a rival the window of it.
+      to every process. A run without fetch has the preset "pooling", a rival its window alone.
     - `distil` needs trained weights, rows within the model's length, and one process a row.
     - SCHEDULE is for trained weights; its rows are cut to the model's length.
     """

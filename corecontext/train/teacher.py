@@ -38,7 +38,11 @@ def load_teacher(config: TrainConfig, *, bfloat16: bool, device: torch.device) -
 
 
 class Teacher:
-    """A frozen model under full attention; `share` as in `Taught`, `fuse` as in `Fused`."""
+    """A frozen model under full attention.
+
+    `share` is the weight of the divergence from it in each token's loss; `fuse` "compile" compiles
+    its norms, MLPs and rotations, None nothing.
+    """
 
     def __init__(self, model: PreTrainedModel, share: float, fuse: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -64,7 +68,8 @@ class Teacher:
         return self.view(torch.cat(hidden))
 
     def view(self, hidden: Tensor) -> Taught:
-        """Return these last hidden states [T, d'] with the head that makes their logits."""
+        """Return these last hidden states [T, d'] with the head; they are scaled so that their
+        products are the logits, before a softcap."""
         head = self.model.get_output_embeddings().weight
         rule = LogitRule.of(self.model.config)
         return Taught(rule.divided(hidden), head, self.share, rule.softcap)

@@ -282,7 +282,8 @@ class TrainConfig:
         return self.method == "cca" and all(map(self._is_full, sizes))
 
     def _is_full(self, group_size: int) -> bool:
-        """Whether no query of a row sees a core token where groups have this size g."""
+        """Whether no query of a row sees a core token where groups have this size g: not even the
+        last, which sees the most groups, or it fetches all of them."""
         length = self.context_length
         s = self.window_size
         sinks = num_sinks(self.sink_size, group_size)

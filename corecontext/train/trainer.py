@@ -20,13 +20,7 @@ from transformers.distributed.fsdp import get_fsdp_ckpt_kwargs
 from corecontext.data.packing import IGNORED, collate, run_order
 from corecontext.files import UserError
 from corecontext.terminal import Advance, progress
-from corecontext.train.checkpoint import (
-    STAGING,
-    is_write_failure,
-    keep_newest,
-    latest,
-    publish,
-)
+from corecontext.train.checkpoint import STAGING, is_write_failure, keep_newest, latest, publish
 
 _log = logging.getLogger(__name__)
 

@@ -111,7 +111,7 @@ def _layer_maps(index: int, inputs: Inputs, spec: Spec, queries: Sequence[int]) 
         sizes = (sizes,) * kv_heads
     group_sizes, kv_heads_of_size = heads_of_each(sizes)
     query_heads = torch.arange(inputs.q.shape[1])
-    heads_of_size = split_heads(query_heads, kv_heads_of_size, kv_heads, 0)
+    heads_of_size = split_heads(query_heads, kv_heads_of_size, kv_heads, dim=0)
     inputs_of_size = split_inputs(inputs, kv_heads_of_size)
     maps = []
     for g, heads, split in zip(group_sizes, heads_of_size, inputs_of_size):
@@ -184,7 +184,8 @@ def _map(
 def _fetched_groups(
     q: Tensor, k: Tensor, num_groups: int, spec: Spec, queries: Sequence[int]
 ) -> Tensor:
-    """Return the groups that each query fetches, [Hkv, Q, M], True where it does.
+    """Return the groups that each query fetches, [Hkv, Q, M], True where it does. Each query
+    chooses by itself, as in all calls without a cache.
 
     Args:
         q: Of all positions, [Hkv, r, L, D].

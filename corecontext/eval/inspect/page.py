@@ -55,13 +55,8 @@ def inspect_text(
     if note:
         print(note, file=sys.stderr)
         settings["note"] = note
-    return make_page(
-        f"Core tokens of {model}",
-        split_text(loaded.tokenizer, ids),
-        queries,
-        maps,
-        settings,
-    )
+    tokens = split_text(loaded.tokenizer, ids)
+    return make_page(f"Core tokens of {model}", tokens, queries, maps, settings)
 
 
 def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
