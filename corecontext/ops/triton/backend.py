@@ -64,7 +64,7 @@ def attend(
 def attend_list(
     tokens: Tokens, far: FarPast, spec: Spec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to a list of entries of the far past, as `best.attend_list` does."""
+    """Attend as `attend` does, to raw tokens and a far past whose entries are in a list."""
     with on_device(tokens.q):
         return best.attend_list(tokens, far, spec, out=out)
 
@@ -72,7 +72,8 @@ def attend_list(
 def attend_backward(
     upstream: Upstream, tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return gradients as `packed.attend_backward` does, in float32, the same from run to run."""
+    """Return the gradients of q, k, v, core keys, core values and masses (None without them), in
+    float32, the same from run to run."""
     with on_device(tokens.q):
         return anywhere.attend_backward(upstream, tokens, cores, spec, mass)
 
@@ -85,7 +86,7 @@ def gradients(
     spec: Spec,
     mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients as `packed.gradients` does."""
+    """Return the gradients of q, k and v, through attention and through pooling."""
     with on_device(tokens.q):
         grads = best.gradients(upstream, tokens, groups, cores, spec, mass)
         if grads is not None:
@@ -95,7 +96,7 @@ def gradients(
 
 
 def pool(groups: Groups, spec: Spec) -> Cores:
-    """Pool as `packed.pool` does, but differentiable."""
+    """Pool groups into core tokens; torch can differentiate the result."""
     has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in groups)
     if has_gradients or torch.compiler.is_compiling():
         rotary = spec.rotary
@@ -106,7 +107,7 @@ def pool(groups: Groups, spec: Spec) -> Cores:
 
 
 def pool_with_mass(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
-    """Pool as `packed.pool_with_mass` does."""
+    """Pool groups into core tokens; return these, and their masses where the settings ask."""
     with on_device(groups.k):
         return pooling.pool(groups, spec)
 
@@ -114,6 +115,6 @@ def pool_with_mass(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
 def pool_backward(
     grad_cores: Cores, groups: Groups, spec: Spec, grad_mass: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients as `packed.pool_backward` does."""
+    """Return the gradients of q_last, k and v of groups, from those of their core tokens."""
     with on_device(groups.k):
         return pooling.pool_backward(grad_cores, groups, spec, grad_mass)

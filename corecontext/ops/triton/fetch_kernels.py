@@ -22,8 +22,7 @@ _MAX_KEY_DIM = 256  # elements of a key that a kernel can score
 
 
 def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
-    """Choose the groups of each share of queries of a sequence; by PyTorch where keys are too long
-    for the kernels.
+    """Choose the groups of each share of a sequence; by PyTorch where keys are too long here.
 
     Args:
         tokens: All raw tokens from position 0 on.
@@ -54,7 +53,7 @@ def _keys(tokens: Tokens, num_groups: int, spec: Spec, centre: Tensor | None) ->
 
 
 def encode(keys: Tensor, centre: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
-    """Return the index of groups as it is stored, as `Index.encode`."""
+    """Return the index of groups, by keys [N, M, g, D], as `Index.encode` does to store it."""
     if not keys.shape[1] or not _has_kernels(spec, keys.shape[3]):
         return spec.index.encode(keys, centre)
     with on_device(keys):
@@ -76,8 +75,7 @@ def attend(
     choice: Choice,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to sinks, raw tokens of chosen groups, core tokens of the other groups and the window,
-    in one softmax.
+    """Attend to sinks, raw tokens of chosen groups, core tokens of other groups and the window.
 
     Args:
         tokens: Raw tokens from position 0 on.
@@ -98,9 +96,9 @@ def attend(
 
 
 def _attend(call: Call, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend for sequences few enough that their marks fit into memory (`chosen.split`)."""
+    """Attend for sequences whose marks fit into memory (`chosen.split`)."""
     marks = call.marks()
-    out, lse = best.attend(*call[:4], marks, out)
+    out, lse = best.attend(*call[:4], marks, out)  # of `Call` all but the choice
     if out.numel() and call.choice.groups.shape[2]:
         best.attend_raw(call, marks, out, lse)
     return out, lse
@@ -122,7 +120,7 @@ def attend_backward(
 
 
 def _backward(upstream: Upstream, call: Call) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `attend_backward` for sequences as few."""
+    """Return the gradients of `attend_backward` for sequences whose marks fit into memory."""
     grads = anywhere.attend_backward(upstream, *call[:4], call.marks())
     add_raw_gradients(upstream, call, grads[:3], float(call.spec.scale))
     return grads

@@ -1,5 +1,4 @@
-"""Launch kernels, after the first time without Triton's look at every argument, which takes longer
-than a short kernel runs."""
+"""Launch kernels, from the second time without Triton's slow look at every argument."""
 
 import contextlib
 import functools
@@ -88,8 +87,7 @@ def _any_alignment(kernel: Any) -> frozenset[int]:
 
 @torch.compiler.disable
 def _launch_outside_graph(kernel: Any, grid: tuple, arguments: tuple, constants: dict) -> None:
-    """Run a kernel where torch.compile traces: its graphs cannot hold launches whose arguments are
-    tuples."""
+    """Run a kernel where torch.compile traces: its graphs can hold no tuple argument."""
     kernel[grid](*arguments, **constants)
 
 

@@ -1,10 +1,9 @@
-"""Share device functions among kernels: the visibility rule, online softmax, products, levels of
-codes, masked tiles.
+"""Share device functions among kernels: the visibility rule, online softmax, products, levels.
 
 `visible_cores`, `visible_entries`, `first_query_of_entry` and `last_query_of_token` are the rule of
-`visibility.py` and its inverses; kernels in Gluon call them too. The far past is one list of
-entries: the n sinks, of `sink_groups` groups, then one core token for each later group. On the
-device // truncates toward zero, so every dividend is at least 0 here.
+`visibility.py` and its inverses. The far past is one list of entries: the n sinks, of `sink_groups`
+groups, then one core token for each later group. On the device // truncates toward zero, so every
+dividend is at least 0 here.
 """
 
 import triton
@@ -117,7 +116,8 @@ def tanh(x):
 
 @triton.jit
 def log2_scores(products, scale, bias, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return scores in units of log 2 (for exp2), and the derivative of the softcap."""
+    """Return scores in units of log 2 (for exp2), and the derivative of the softcap; `bias` is a
+    mass, or 0 without, in natural units."""
     slope = 1.0
     if HAS_SOFTCAP:
         capped = tanh(products * (scale / softcap))

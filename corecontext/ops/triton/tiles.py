@@ -36,7 +36,7 @@ class Chip(NamedTuple):
 def chip_of(device: torch.device) -> Chip:
     """Return the chip of a device."""
     if device.type != "cuda":
-        return Chip(0, 8)
+        return Chip(shared_memory=0, multiprocessors=8)
     properties = torch.cuda.get_device_properties(device)
     return Chip(
         max(properties.shared_memory_per_block, properties.shared_memory_per_block_optin),
@@ -124,8 +124,7 @@ def fetch_dkv_tiles(chip: Chip, dtype: torch.dtype, dim: int, group_size: int) -
 
 
 def paged_tiles(chip: Chip, dtype: torch.dtype, dim: int, rows: int) -> Tiles:
-    """Choose for attention over pages: block_m rows, of the at most `rows` that a sequence brings
-    for each KV head."""
+    """Choose for attention over pages: block_m of the `rows` that a sequence has for a KV head."""
     tiles = forward_tiles(chip, dtype, dim)
     is_half = dtype != torch.float32 and dim <= 128 and chip.shared_memory > 0
     if rows <= 16:  # the rows of the smallest matrix product
@@ -166,7 +165,7 @@ def pool_tiles(group_size: int, head_dim: int) -> PoolTiles:
 
 class DecodeTiles(NamedTuple):
     """Hold a tile's query heads (block_m) and entries (block_n), how Triton compiles it, and
-    whether its products are sums of vectors."""
+    whether its products are sums of vectors, without matrix instructions."""
 
     block_m: int
     block_n: int
@@ -183,13 +182,13 @@ def decode_tiles(chip: Chip, dtype: torch.dtype, heads: int, dim: int) -> Decode
     if dtype == torch.float32:
         # True float32 has no tensor cores, and sums of vectors need no padded rows.
         block_n = 8 if interpreted else max(1, min(32, 4096 // (block_m * block_d)))
-        return DecodeTiles(block_m, block_n, 4 if block_m * block_d <= 2048 else 8, 3, True)
+        return DecodeTiles(block_m, block_n, 4 if block_m * block_d <= 2048 else 8, 3, vector=True)
     block_m = max(16, block_m)  # rows of the smallest matrix product
     if interpreted:
-        return DecodeTiles(block_m, 16, 4, 1, False)
+        return DecodeTiles(block_m, 16, 4, 1, vector=False)
     # Many queries leave room for fewer tiles.
     large = block_m * block_d > 8192 and chip.shared_memory < 160 * 1024
-    return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 2 if large else 3, False)
+    return DecodeTiles(block_m, min(128, 8192 // block_d), 4, 2 if large else 3, vector=False)
 
 
 def decode_splits(chip: Chip, rows: int, capacity: int, block_n: int) -> int:

@@ -1,5 +1,4 @@
-"""Attention over [core tokens; local tokens] in Triton: one online softmax forward, three kernels
-backward.
+"""Attend over [core tokens; local tokens] on any GPU: one kernel forward, three backward.
 
 Both kinds of keys obey one rule: the query at t sees keys with low(t) <= index < high(t). With j(t)
 groups in its far past, raw tokens have low j(t) g and high t + 1; the entries of the far past,
@@ -55,16 +54,15 @@ class Form(NamedTuple):
     dim: int
     block_d: int
     block_m: int
-    """Queries that a program owns; in the gradient of keys and values keys."""
+    """Queries that a program owns; keys, where it computes the gradient of keys and values."""
     block_n: int
-    """Keys of a tile that it walks through; in that gradient queries."""
+    """Keys of a tile that it walks through; queries, where it computes that gradient."""
 
 
 @triton.jit
 def _owned_rows(heads, FORM: tl.constexpr):
-    """Return the query head of this program among all N r, its sequence n and its number r there,
-    in int64, and its first query. Heads that share keys run side by side, and tiles that see most
-    run first.
+    """Return the query head of this program of all N r, its sequence n and its number r there, in
+    int64, and its first query. Heads that share keys run side by side, tiles that see most first.
 
     Args:
         heads: N r and r.
@@ -85,7 +83,7 @@ def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.con
     tokens that some see, as they are later than others. So 0 and 1 are FAR, 1, 2 and 4 are MASKED.
 
     Args:
-        tokens, far, strides, heads, rule: As of `_attend_fwd_kernel`.
+        tokens, far, strides, heads: As of `_attend_fwd_kernel`.
         head: Of all N r.
         place: Number of queries, first query, position of query 0, first raw token, number of raw
             tokens and of entries.
@@ -113,8 +111,7 @@ def _walks(tokens, far, strides, head, heads, place, rule, marking, FORM: tl.con
     raw = (k, v, k_strides[1], v_strides[1], k_start + num_keys)
     raw = raw + (groups * group_size, position + 1, masses, marks)
 
-    # The walks' bounds are 0, whole, far_end; local, middle, causal, end. Those inside are moved to
-    # whole tiles.
+    # Bounds of walks: 0, whole, far_end; local, middle, causal, end; inner ones at whole tiles.
     last = tl.minimum(first + FORM.block_m, num_queries) - 1
     groups_first = visible_cores(q_start + first, group_size, window_size)
     groups_last = visible_cores(q_start + last, group_size, window_size)
@@ -151,9 +148,7 @@ def _attend_keys(
     Args:
         state: Output so far, running sum and running maximum of each row.
         keys: Pointers to k and v, their strides, one past the last key, the rows' bounds low and
-            high, used where MASKED, and, used where FAR, pointers to the keys' masses and to each
-            row's marks.
-        factors: scale and softcap.
+            high, used where MASKED, and, where FAR, pointers to masses and to each row's marks.
         FAR: Whether keys are entries of the far past, else raw tokens.
         MASKED: Whether some row may not see some key.
     """
@@ -165,6 +160,7 @@ def _attend_keys(
     k_tile, v_tile = _tile_pointers(keys, begin, FORM)
     for start in tl.range(begin, end, FORM.block_n):
         index = start + offs
+        # False: the tile [keys, columns] is not transposed.
         k = load_tile(k_tile, index, num_keys, dims, MASKED, False, FORM.dim, FORM.block_d)
         mass = 0.0
         if FAR and FORM.has_mass:
@@ -194,20 +190,15 @@ def _attend_fwd_kernel(
     """Attend.
 
     Grid: (query tiles x N r,). A program owns block_m queries of one head: it reads them and the
-    keys and values they see once, keeps output and sums in float32, and writes output and
-    log-sum-exp.
+    keys and values they see once, with sums in float32.
 
     Args:
         tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
-        far: Pointers to keys and values of the far past [N, E, D], masses of its entries [N, E],
-            and marks.
-        results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T] in float32.
-        factors: Scale and softcap.
+        far: Pointers to keys and values of the far past [N, E, D], its masses [N, E], and marks.
+        results: Pointers to out [N, r, T, D] and natural log-sum-exp [N, r, T] in float32.
         strides: Of q, k and v, and of keys and values of the far past.
         heads: Query heads in all (N r), and of each KV head (r).
-        rule: group_size, window_size and sink_groups.
         share: Queries with the same marks.
-        FORM: `Form`.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_D: tl.constexpr = FORM.block_d
@@ -261,7 +252,7 @@ def _query_gradients(
     Args:
         dq: The gradient so far.
         queries: q, grad out, log-sum-exp in units of log 2, and delta of each row.
-        keys, factors: As in `_attend_keys`.
+        keys: As in `_attend_keys`.
     """
     q, grad, lse, delta = queries
     stride_k, stride_v, num_keys, low, high, mass_ptr, marks = keys[2:]
@@ -310,11 +301,10 @@ def _attend_dq_kernel(
     """Compute the gradient of the queries.
 
     Grid: (query tiles x N r,). A program owns block_m queries of one head and walks the keys as the
-    forward does, with sums in float32; it writes their gradient, and delta = sum(out * grad out) -
-    grad lse for the other kernels.
+    forward does, with sums in float32; it writes their gradient, and delta for the other kernels.
 
     Args:
-        tokens, far, factors, heads, rule, share, FORM: As of the forward.
+        tokens, far, heads, share: As of the forward.
         upstream: Pointers to out, log-sum-exp and the gradients of both.
         results: Pointers to the gradient of q [N, r, T, D] and delta [N, r, T] in float32.
         strides: As of the forward, then those of the gradient of out.
@@ -372,18 +362,14 @@ def _key_gradients(
     MASKED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Continue the gradients of one key tile from queries begin .. end-1; scores are held
-    transposed, [keys, queries].
+    """Continue the gradients of a key tile from queries begin .. end-1; scores are [keys, queries].
 
     Args:
         state: The gradients of k, v and the keys' masses so far.
         keys: k and v [keys, D], the keys' numbers, and their masses, [keys, 1] or 0.
         queries: Pointers to q, grad out, log-sum-exp and delta, strides of the first two, their
-            number, and the marks: a pointer to those of the first query, and share, num_shares and
-            num_words.
+            number, and the marks: a pointer, and share, num_shares and num_words.
         bounds: begin and end.
-        factors: scale and softcap.
-        rule: group_size, window_size and sink_groups.
     """
     dk, dv, dmass = state
     k, v, index, mass = keys
@@ -458,7 +444,7 @@ def _attend_dkv_kernel(
         results: Pointers to the gradients of keys, values and masses in float32.
         strides: Of q, keys, values and the gradient of out.
         heads: N, and query heads of each KV head (r).
-        rule, share, FORM: As of the forward.
+        share: As of the forward.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_D: tl.constexpr = FORM.block_d
@@ -541,7 +527,7 @@ def form_of(tiles: Tiles, dim: int, spec: Spec, has_mass: bool, has_marks: bool)
 
 
 def rule_of(spec: Spec) -> tuple[int, int, int]:
-    """Return the group size, the window size and the number of groups that stay raw."""
+    """Return `rule`: group_size, window_size and the number of groups that are sinks."""
     return spec.group_size, spec.window_size, spec.sinks // spec.group_size
 
 
@@ -584,7 +570,7 @@ def attend_list(
             *(ints(*sizes, *shape_of(marks)), factors),
         ),
         (strides, (n * r, r), rule_of(spec), share),
-        FORM=form_of(tiles, dim, spec, far.mass is not None, marks is not None),
+        FORM=form_of(tiles, dim, spec, has_mass=far.mass is not None, has_marks=marks is not None),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -625,7 +611,7 @@ def attend_backward(
     grad_lse = lse if upstream.grad_lse is None else upstream.grad_lse.contiguous()
     given = (upstream.out.contiguous(), lse, grad_out, grad_lse)
     factors = (float(spec.scale), float(spec.softcap or 1.0))
-    rule = (rule_of(spec), 1 if marks is None else marks.share)
+    rule_and_share = (rule_of(spec), 1 if marks is None else marks.share)
     strides = tuple(x.stride()[:-1] for x in (q, k, v, far_k, far_v, grad_out))
     tiles = dq_tiles(chip_of(q.device), q.dtype, dim)
     launch(
@@ -635,9 +621,9 @@ def attend_backward(
             *((q, k, v), (far_k, far_v, masses, words), given, (dq, delta)),
             *(ints(num_queries, k.shape[1], far_k.shape[1], *shape_of(marks)), factors),
         ),
-        (strides, (n * r, r), *rule),
+        (strides, (n * r, r), *rule_and_share),
         HAS_GRAD_LSE=upstream.grad_lse is not None,
-        FORM=form_of(tiles, dim, spec, far.mass is not None, marks is not None),
+        FORM=form_of(tiles, dim, spec, has_mass=far.mass is not None, has_marks=marks is not None),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -658,7 +644,7 @@ def attend_backward(
             _attend_dkv_kernel,
             (ceil_div(count, tiles.block_m) * n,),
             (*given, (dkey, dvalue, dscores), numbers, factors),
-            (strides, (n, r), *rule),
+            (strides, (n, r), *rule_and_share),
             FAR=is_far,
             FORM=form_of(tiles, dim, spec, has_mass, is_far and marks is not None),
             num_warps=tiles.num_warps,

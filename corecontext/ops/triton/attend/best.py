@@ -1,5 +1,4 @@
-"""Attend by the best kernels for the device: those made for Hopper take the calls they can, those
-that run everywhere the others."""
+"""Attend by the best kernels for the device: Hopper's own where they can, else anywhere.py's."""
 
 import warnings
 
@@ -27,8 +26,7 @@ def attend(
     marks: Marks | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `packed.attend` does, to no core token that is marked: the raw tokens of its group
-    come back (marks.py).
+    """Attend as `packed.attend` does, but to no core token that is marked (marks.py).
 
     Args:
         out: [N, r, T, D] of any strides, written in place; None makes one.
@@ -55,8 +53,8 @@ def attend_list(
 
 
 def attend_raw(call: Call, marks: Marks, out: Tensor, lse: Tensor) -> None:
-    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
-    in place.
+    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and the natural
+    log-sum-exp lse [N, r, T], in place.
 
     Args:
         marks: `call.marks()`.
@@ -79,8 +77,8 @@ def gradients(
     mass: Tensor | None = None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the gradients of q, k and v, those through pooling included; None where the caller has
-    to compute them part by part."""
+    """Return the gradients of q, k and v, those through pooling included; None where Hopper's
+    kernels cannot, so that the caller computes those of attention and of pooling one by one."""
     if hopper_backward is None or not hopper_backward.takes(tokens.q, spec):
         return None
     try:

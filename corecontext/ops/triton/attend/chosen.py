@@ -1,10 +1,7 @@
 """Attend to the raw tokens of chosen groups on any GPU, and merge with attention to all else that a
 query sees, whose results and gradients come in and are completed in place.
 
-Neighbouring queries with one choice of k groups are a share, of which there are C; `choice.groups`
-is [N, C, k], of N batch rows x KV heads. A tile's rows are the queries of one share with all r
-query heads. `delta` of a query is the number that the backward of its softmax subtracts from the
-gradient of each weight.
+`choice.groups` is [N, C, k]. A tile's rows are the queries of one share with all r query heads.
 """
 
 from collections.abc import Callable
@@ -44,11 +41,12 @@ class Call(NamedTuple):
     cores: Cores
     spec: Spec
     mass: Tensor | None
+    """Of the core tokens, [N, 1, M]."""
     choice: Choice
 
     def specialized(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return the last arguments of every kernel: `sizes`, which are k, the queries of a share
-        and that number rounded up to a power of 2, and `rule`: g, s and n / g."""
+        """Return the arguments of every kernel for each of whose values Triton compiles another:
+        `sizes` (k, queries of a share, that number rounded up to a power of 2), then `rule`."""
         share = self.choice.share
         sizes = (self.choice.groups.shape[2], share, power_of_2(share))
         return sizes, rule_of(self.spec)
@@ -96,15 +94,15 @@ def split(call: Call) -> list[tuple[slice, Call]]:
         return [(slice(n), call)]
     calls = []
     for low in range(0, n, size):
-        heads = slice(low, low + size)
+        sequences = slice(low, low + size)
         smaller = Call(
-            Tokens(*(x[heads] for x in tokens[:3]), tokens.q_start),
-            Cores(*(x[heads] for x in cores)),
+            Tokens(*(x[sequences] for x in tokens[:3]), tokens.q_start),
+            Cores(*(x[sequences] for x in cores)),
             spec,
-            None if mass is None else mass[heads],
-            choice.part(heads),
+            None if mass is None else mass[sequences],
+            choice.part(sequences),
         )
-        calls.append((heads, smaller))
+        calls.append((sequences, smaller))
     return calls
 
 
@@ -116,8 +114,8 @@ def together(results: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def attend_raw(call: Call, out: Tensor, lse: Tensor) -> None:
-    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and lse [N, r, T],
-    in place."""
+    """Attend to the raw tokens of chosen groups and merge with out [N, r, T, D] and the natural
+    log-sum-exp lse [N, r, T], in place."""
     tokens, cores, _, _, choice = call
     q, k, v = map(contiguous_rows, tokens[:3])
     n, count, _ = choice.groups.shape
@@ -147,8 +145,8 @@ def add_raw_gradients(
 
     Args:
         grads: That of q in float32; the others in float32 or their dtype.
-        query_scale: Factor of the gradient of q.
-        add_query_gradient: Called instead of `_add_query_gradient`, as Hopper has one of its own.
+        query_scale: Factor of the gradient of q: the scale, or 1 where the caller scales it later.
+        add_query_gradient: Called instead of `_add_query_gradient`: Hopper has its own.
     """
     tokens, cores, spec, _, choice = call
     dq, dk, dv = grads

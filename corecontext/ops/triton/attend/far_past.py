@@ -1,8 +1,7 @@
 """List the far past as the kernels read it: the first tokens that stay raw, then the core tokens.
 
 The query at t, which has j(t) groups in its far past, sees the first entries of this list, as many
-as `visibility.num_far_entries` counts (docs/math.md, eq. 13), so that a kernel needs no second part
-of the softmax for first tokens.
+as `visibility.num_far_entries` counts (docs/math.md, eq. 13), so a kernel needs no part for sinks.
 """
 
 from typing import NamedTuple
@@ -35,8 +34,8 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> F
     """
     k, v = (x[:, 0] for x in cores)
     if spec.sinks:
-        first = zip(_sinks(tokens, spec.sinks), (k, v))
-        k, v = (torch.cat((raw, core.to(raw.dtype)), 1) for raw, core in first)
+        pairs = zip(_sinks(tokens, spec.sinks), (k, v))
+        k, v = (torch.cat((raw, core.to(raw.dtype)), 1) for raw, core in pairs)
     if mass is not None:
         # mutant sinks: masses of core tokens added to them, Triton
         mass = F.pad(mass[:, 0].float(), (k.shape[1] - cores.k.shape[2], 0)).contiguous()
@@ -65,8 +64,7 @@ def add_to_sinks(far_gradient: Tensor, gradient: Tensor, n: int) -> Tensor:
 
 
 def mass_gradient(far_gradient: Tensor, n: int) -> Tensor:
-    """Return the gradients of masses, [N, 1, M], from those of the scores of all entries, [N, r,
-    E]."""
+    """Return the gradients of masses [N, 1, M] from those of the entries' scores [N, r, E]."""
     return far_gradient[:, :, n:].sum(1, keepdim=True)
 
 

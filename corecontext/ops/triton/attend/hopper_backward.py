@@ -1,5 +1,4 @@
-"""The backward of `hopper_forward.py`: one pass over the key tiles, which adds up the queries'
-gradients in global memory.
+"""The backward of `hopper_forward.py`: one pass over key tiles, which adds up queries' gradients.
 
 A program owns 128 keys, entries of the far past or raw tokens. Two groups of warps, the consumers,
 own 64 of them each and keep their gradients in registers, while another warp, the producer, copies
@@ -8,9 +7,8 @@ tensor memory accelerator, in any order of programs, so the last bits differ fro
 torch is asked for deterministic algorithms, `anywhere.attend_backward` runs instead.
 
 Barriers are explained in `hopper_forward.py`: readers of a place in a ring wait for `ready`,
-writers for `free`. N counts the KV heads of all rows (`num_n` in kernels), r the query heads of
-each (`heads_per_n`). `s` are scores, `p` weights, `dp` and `ds` their gradients. The file is long
-because the groups of warps are one algorithm.
+writers for `free`. `num_n` is N, `heads_per_n` r; `s` are scores, `p` weights, `dp` the gradients
+of p, `ds` of s. The file is long because the groups of warps are one algorithm.
 """
 
 from __future__ import annotations
@@ -81,12 +79,10 @@ def _prepare_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write numbers of the queries, *stats*, which `_attend_bwd_hopper` reads, and zeros where it
-    adds up the queries' gradients.
+    """Write *stats* of the queries for `_attend_bwd_hopper`, and zeros where it adds up gradients.
 
     Grid: (query tiles, N r). A program reads a tile's output and its gradient. The tile's stats are
-    -lse in units of log 2 and -delta = grad lse - sum(out grad out), BLOCK float32 each, -infinity
-    and 0 where no query is.
+    -lse in units of log 2 and -delta, BLOCK float32 each, -inf and 0 where no query is.
 
     Args:
         upstream: Pointers to out, log-sum-exp and the gradients of both.
@@ -171,8 +167,7 @@ def _copy_queries(source, memory, tile):
     that programs that run together read the same queries: the producer warp.
 
     Args:
-        source: Descriptors of q, its output's gradient, stats, k, v, and of keys and values of the
-            far past.
+        source: Descriptors of q, grad out, stats, k, v, and of keys and values of the far past.
         memory: Shared memory of tiles and of stats, and barriers `ready` and `free` of the stages;
             the last `ready` is that of keys and values.
         tile: Sequence, first query head and number of heads, first key, whether keys are entries of
@@ -210,12 +205,10 @@ def _copy_queries(source, memory, tile):
 
 @gluon.jit
 def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
-    """Add half the columns of one query tile's gradient, which comes from all keys of the program,
-    to the sum in global memory.
+    """Add half the columns of a query tile's gradient, from all keys of the program, to the sum.
 
     Args:
-        memory: Tiles of keys, of the scores' gradients and of the sum, and the barriers `ready` and
-            `free` of the scores' gradients.
+        memory: Tiles of keys, of ds and of the sum, and the barriers `ready` and `free` of ds.
         place: Sequence, query head and first row of the tile.
         step: Number of the query tile in the program.
         sizes: HALF (which columns), BLOCK_D.
@@ -280,14 +273,12 @@ def _key_gradients(
     transposed, [keys, queries]: a consumer.
 
     The scores' gradients of both consumers meet in shared memory; the gradient of a query tile is
-    made from them one step later, half of its columns by each consumer, so that neither waits for
-    the other.
+    made from them one step later, half of its columns by each consumer, so that none waits.
 
     Args:
         sum_smem: Shared memory of half the columns of a query tile's gradient.
         dscores: Shared memory of the scores' gradients, and its barriers `ready` and `free`.
-        results: Descriptor of the queries' sums, pointers to gradients of the far past, of keys, of
-            values and of masses.
+        results: Descriptor of the sums; pointers to gradients of far past, keys, values, masses.
         inputs: Pointers to masses and to marks, and words of marks of an entry.
         keys_of: Where the sequence's keys begin in the gradients, in keys; from gradients of keys
             to those of values in the far past, in elements; number of keys.
@@ -447,11 +438,8 @@ def _attend_bwd_hopper(
     Args:
         stats_desc, sum_desc: Descriptors of the results of `_prepare_kernel`.
         inputs: Pointers to masses, and to words of `EntryMarks`.
-        results: Pointers to gradients of the far past, of keys, of values and of masses, as of
-            `_attend_backward`.
-        numbers: Entries, programs of the far past, words of marks of an entry, and heads_per_turn;
-            of `launch.ints`, as `rule`.
-        rule: group_size, window_size and sink_groups.
+        results: Pointers to gradients of the far past, of keys, of values and of masses.
+        numbers: Entries, programs of the far past, words of marks of an entry, heads_per_turn.
         SHARE: Queries with the same marks, a power of 2 up to BLOCK_M; 0 without marks.
     """
     mass_ptr, marks_ptr = inputs
@@ -539,7 +527,8 @@ def takes(q: Tensor, spec: Spec) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """Hold the tensors of some sequences: inputs of the forward, then gradients to fill."""
+    """Hold tensors of some sequences: inputs of the forward, q [N, r, T, D], k and v [N, 1, T, D];
+    then gradients to fill, dq [N, r, T, D], dk and dv [N, T, D]."""
 
     q: Tensor
     k: Tensor
@@ -551,9 +540,9 @@ class _Chunk(NamedTuple):
     dk: Tensor
     dv: Tensor
     dscores: Tensor | None
-    """Of the scores of entries, [N, r, E], with masses."""
+    """Of the scores of entries, [N, r, E]; None without masses."""
     chosen: Tensor | None
-    """[N, C, k], of `Choice`."""
+    """The groups of a `Choice`, [N, C, k]; None without fetch."""
 
     def rows(self, rows: slice) -> _Chunk:
         """Return the tensors of some of the sequences."""
@@ -643,7 +632,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
         BLOCK=BLOCK_M.value,
         num_warps=4,
     )
-    # Through core tokens that were not fetched and raw tokens, then through raw tokens fetched.
+    # Through entries that are not marked and raw tokens, then through raw tokens of the choice.
     marks = None
     if chunk.chosen is not None:
         marks = mark_entries(chunk.chosen, share, chunk.far.k.shape[1], spec.sinks)
@@ -654,7 +643,7 @@ def _fill_gradients(chunk: _Chunk, spec: Spec, sums: Tensor, share: int) -> None
         call = Call(tokens, cores, spec, None, Choice(chunk.chosen, share))
         grads = (sums, chunk.dk, chunk.dv)
         kernel = hopper_union_dq.add_query_gradient if hopper_union.takes(call) else None
-        add_raw_gradients(chunk.upstream, call, grads, 1.0, kernel)
+        add_raw_gradients(chunk.upstream, call, grads, query_scale=1.0, add_query_gradient=kernel)
     # Through the pooling; first tokens are entries of the far past and raw tokens, too.
     grad_cores = Cores(
         add_to_sinks(far_gradients[0], chunk.dk, spec.sinks),

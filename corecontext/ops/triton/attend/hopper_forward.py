@@ -1,12 +1,10 @@
-"""Attention over [core tokens; local tokens] for Hopper (compute capability 9.0), written in
-Triton's Gluon.
+"""Attend over [core tokens; local tokens] on Hopper (compute capability 9.0), in Triton's Gluon.
 
 The same mathematics as `anywhere.py`, whose kernels run everywhere. Here a program is three groups
 of warps. The *producer* copies keys and values into shared memory by the tensor memory accelerator.
 Two *consumers* own 64 queries each, multiply with asynchronous warpgroup instructions and take
 turns, so that the softmax of one runs under the products of the other. Tiles of the far past and
-tiles of raw tokens form one sequence of key tiles; only tiles that some row sees in part are
-masked.
+tiles of raw tokens form one sequence of key tiles; tiles that all rows see whole have no mask.
 
 Groups of warps wait for each other at *barriers* in shared memory. A barrier counts phases 0, 1, 2
 and so on. A phase ends when as many arrivals have come as `barriers` was given, and all bytes that
@@ -64,8 +62,7 @@ def _work_item(index, work, places, BLOCK_N: gl.constexpr):
     of key tiles of the far past and of all key tiles, and the first raw token.
 
     Heads come in turns, few enough at a time that their far past stays in the L2 cache; of those,
-    the tiles that see most come first. Every second round of programs runs backwards, so that all
-    programs get equal work.
+    tiles that see most first. Every second round runs backwards, so that programs get equal work.
 
     Args:
         work: num_items, num_tiles (items of a head), num_heads, heads_per_turn, heads_per_n (r).
@@ -93,8 +90,7 @@ def _work_item(index, work, places, BLOCK_N: gl.constexpr):
 def _copy_tiles(
     HAS_MASSES: gl.constexpr, BLOCK_N: gl.constexpr, source, queries, sizes, ring, work, places
 ):
-    """Copy the queries of each item, then each key tile and value tile in turn, into rings of
-    STAGES: the producer warp.
+    """Copy the queries of each item, then its key and value tiles in turn: the producer warp.
 
     Args:
         source: Descriptors of q, k, v and of keys, values and masses of the far past.
@@ -153,12 +149,10 @@ def _copy_tiles(
 
 @gluon.jit
 def _softmax(s, sums, tile, rows, scale, words, kind: gl.constexpr):
-    """Take a key tile into the online softmax; return weights, the factor of earlier sums, the new
-    maximum and sum.
+    """Take a key tile into the online softmax; return weights, fade, the new maximum and sum.
 
     Args:
-        s: Products of queries and keys [rows, keys], masses added; `scale` makes them scores in
-            units of log 2.
+        s: Products of queries and keys [rows, keys], masses added; times `scale` they are scores.
         sums: Maximum and sum so far.
         tile: Number of the key tile, number of far tiles and first raw token.
         rows: All rows see the entries before `whole` and the raw tokens seen_by_all .. first; then
@@ -241,7 +235,7 @@ def _scores(q, mine, ring, stage, zero, kind: gl.constexpr, BLOCK_D: gl.constexp
     ones with `mass_parts`, so that the softmax has no number to add.
 
     Args:
-        mine, ring: As of `_attend_rows`.
+        mine, ring: As of `_attend_rows`: mine[6] holds ones, ring[0] keys, ring[2] masses.
         kind: As of `_softmax`.
     """
     HAS_MASSES: gl.constexpr = kind[0]
@@ -440,9 +434,8 @@ def _attend_fwd_hopper(
 
     Args:
         pointers: To log-sum-exp and marks.
-        q_start, k_start: Positions of the first query and of the first raw token. Integers come one
-            by one: no register need hold them, as it must hold a number from `launch.ints`.
-            num_items, ..., num_words: As of `_work_item` and `_attend_rows`.
+        num_items, ..., num_words: As of `_work_item`, `_copy_tiles` and `_attend_rows`. They come
+            one by one: no register need hold them, as it must hold a number from `launch.ints`.
     """
     lse_ptr, marks_ptr = pointers
     # Shared memory: queries, their output, rings of keys and values.
@@ -514,7 +507,8 @@ def num_programs(device: torch.device) -> int:
 def attend_list(
     tokens: Tokens, far: FarPast, spec: Spec, marks: Marks | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `best.attend_list` does."""
+    """Attend to raw tokens and the entries of a far past, but marked ones, as `best.attend_list`:
+    out [N, r, T, D] in the dtype of q and natural log-sum-exp [N, r, T] in float32."""
     if out is not None and aligned(out) is not out:
         results, lse = attend_list(tokens, far, spec, marks)
         return out.copy_(results), lse

@@ -1,14 +1,12 @@
-"""Attend from neighbouring queries to the raw tokens of the union of their choices, for Hopper,
-written in Triton's Gluon.
+"""Attend from neighbouring queries to the raw tokens of their choices' union, on Hopper, in Gluon.
 
 The same mathematics as `raw.fetch_fwd_kernel`, which runs everywhere. A union is the groups that
 QUERIES neighbouring queries of one KV head chose, with those that chose each as bits of a number.
 An item is those queries of HEADS query heads with their union; programs go through the items.
 
 A program is three groups of warps: the producer copies the tokens of a union's groups into shared
-memory by the tensor memory accelerator; two consumers own 64 rows each, the queries of two heads,
-multiply with asynchronous warpgroup instructions and take turns. A row takes part only in groups
-that its query chose.
+memory by the tensor memory accelerator; two consumers own 64 rows each, queries of two heads,
+multiply with asynchronous warpgroup instructions, in turns. A row sees only its query's groups.
 
 Tiles in shared memory have 64 of the head's D columns, so a head takes DIM_TILES of them, 1 or 2;
 `low` and `high` are a result's columns 0 to 63 and 64 to 127. Groups of 8 tokens or more lie there
@@ -172,8 +170,7 @@ def load_bits(queries_ptr, i, count, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, sums, bits, query, scale, GROUP_SIZE: gl.constexpr, layout: gl.constexpr):
-    """Take scores s of a tile into the online softmax; return weights, the factor of earlier sums,
-    and the new maximum and sum."""
+    """Take scores s of a tile into the online softmax; return weights, fade, and the new sums."""
     running_max, running_sum = sums
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     grouped = s.reshape([ROWS, GROUPS, GROUP_SIZE])
@@ -237,8 +234,7 @@ def _attend_unions(
     shape,
     unions,
 ):
-    """Attend from ROWS rows of an item at a time to the raw tokens of its union, and merge with out
-    and lse, in place: a consumer.
+    """Attend from ROWS rows of an item to the raw tokens of its union, and merge: a consumer.
 
     Args:
         target: Pointers to out and log-sum-exp, scale in units of log 2, and strides of out.
@@ -336,7 +332,7 @@ def _attend_unions(
             step += 1
             count += 1
 
-            # Two parts of one softmax (docs/math.md, eq. 8); the one in out always has a key.
+            # Merge two parts (docs/math.md, eq. 8); the one in out always has a key.
             running_max, running_sum = sums
             top = gl.maximum(lse, running_max)
             fade = gl.exp2(running_max - top)
@@ -357,8 +353,7 @@ def _attend_unions(
 @gluon.jit
 def tile_memory(k_desc, v_desc, STAGES: gl.constexpr, TILES: gl.constexpr):
     """Return shared memory of STAGES tiles of keys and of values, each of TILES copies, and
-    barriers `ready` and `free` of both: the producer arrives at `ready`, both consumers at
-    `free`."""
+    barriers of both: the producer arrives at `ready`, both consumers at `free`."""
     k_smem = tiles(k_desc, STAGES * TILES)
     v_smem = tiles(v_desc, STAGES * TILES)
     k_ready = barriers(STAGES, 1)
@@ -419,7 +414,8 @@ def union_fwd_hopper(
 
 
 def takes(call: Call) -> bool:
-    """Whether this kernel can take a call whose queries `hopper_forward` can take."""
+    """Whether these kernels can take a call whose queries `hopper_forward` can take: heads of one
+    or two tiles of 64 columns, groups that tiles of 64 and 128 tokens hold whole."""
     return call.tokens.q.shape[3] <= 128 and call.spec.group_size in (8, 16, 32, 64)
 
 

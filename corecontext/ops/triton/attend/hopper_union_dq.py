@@ -2,8 +2,7 @@
 Hopper, written in Triton's Gluon.
 
 Unions, items, the producer, consumers, DIM_TILES, `low`, `high` and barriers are as explained in
-`hopper_union.py`. `delta` of a row is the sum of its output times the output's gradient, less the
-gradient of log-sum-exp; `dp` is the gradient of weights, `ds` that of scores.
+`hopper_union.py`. `dp` is the gradient of weights, `ds` that of scores.
 """
 
 from torch import Tensor
@@ -40,8 +39,7 @@ STAGES = gl.constexpr(3)  # tiles of keys, and of values, in shared memory
 
 @gluon.jit
 def _row_delta(inputs, place, is_row, dims, DIM_TILES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Return the sum of out times its gradient of each row; `place` is the row's number in
-    memory."""
+    """Return the sum of out times its gradient of each row, whose number in memory is `place`."""
     out_ptr, grad_ptr = inputs
     layout: gl.constexpr = place.type.layout
     delta = gl.zeros([ROWS], gl.float32, layout)
@@ -94,8 +92,7 @@ def _gradients_of_unions(
         inputs: Pointers to out, its gradient, log-sum-exp and its gradient.
         results: Pointers to the gradient of queries, in float32, and delta.
         factors: Scale of scores, in units of log 2, and factor of the gradient.
-        q_memory: Shared memory of queries and of the output's gradient; barriers `ready` and `free`
-            of both consumers.
+        q_memory: Shared memory of queries and of grad out; barriers `ready` and `free` of both.
         memory: Of `tile_memory`.
         shape, unions: As of `union_of_item`.
     """

@@ -1,8 +1,6 @@
-"""Mark the entries of the far past that a share of queries does not see as core tokens: one bit
-each.
+"""Mark the entries of the far past that a share of queries does not see: one bit each.
 
-The raw tokens of chosen groups come back, so their core tokens leave the softmax. A row of 32-bit
-words for each share holds a bit for each entry of `far_past.far_past`.
+A row of 32-bit words for each share holds a bit for each entry of `far_past.far_past`.
 """
 
 from typing import NamedTuple
@@ -30,8 +28,7 @@ class EntryMarks(NamedTuple):
     """Hold the same marks by entry, for a backward whose programs own keys."""
 
     words: Tensor
-    """[N, E, W] in int32; bit c % 32 of word c // 32 is that of share c. W has room for whole tiles
-    of 64 shares."""
+    """[N, E, W] in int32; bit c % 32 of word c // 32 is that of share c. W fits tiles of 64."""
     share: int
 
 
@@ -40,8 +37,7 @@ def marks_of_rows(marks_ptr, n, position, q_start, shares):
     """Return a pointer to the words of each row of a tile of queries.
 
     Args:
-        position: Of each row's query. Rows behind the last query may have any later position: they
-            get the words of the last share.
+        position: Of each row's query. Rows behind the last query get the words of the last share.
         shares: Queries of a share, number of shares, words of each share.
     """
     share, num_shares, num_words = shares
@@ -105,14 +101,14 @@ def mark(chosen: Tensor, share: int, num_entries: int, first_entry: int) -> Mark
         num_entries: Entries of the far past, of which the first are first_entry raw tokens.
     """
     shape = (*chosen.shape[:2], 4 * ceil_div(max(1, num_entries), 128))
-    return Marks(_words(chosen, shape, num_entries, first_entry, False), share)
+    return Marks(_words(chosen, shape, num_entries, first_entry, by_entry=False), share)
 
 
 def mark_entries(chosen: Tensor, share: int, num_entries: int, first_entry: int) -> EntryMarks:
     """Mark chosen groups as `mark` does, by entry."""
     n, count, _ = chosen.shape
     shape = (n, num_entries, 2 * ceil_div(max(1, count), 64))
-    return EntryMarks(_words(chosen, shape, num_entries, first_entry, True), share)
+    return EntryMarks(_words(chosen, shape, num_entries, first_entry, by_entry=True), share)
 
 
 def _words(

@@ -8,8 +8,7 @@ from torch import Tensor
 from corecontext.ops.triton.launch import ceil_div, launch
 
 MASS_PARTS = 16
-"""Numbers whose sum is a mass: three for the precision of float32, then zeros, since a matrix
-product takes at least 16."""
+"""Numbers whose sum is a mass: three, for float32's precision, then zeros, as products take 16."""
 _ROWS = 128
 
 
@@ -17,8 +16,7 @@ _ROWS = 128
 def mass_parts_kernel(
     mass_ptr, parts_ptr, num_entries, scale, mass_stride, PARTS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write each mass divided by the scale of scores, which the sum is multiplied with later, as
-    numbers in half precision.
+    """Write each mass over the scale, which multiplies the sum later, as numbers in half precision.
 
     Grid: (tiles of ROWS entries, N).
     """

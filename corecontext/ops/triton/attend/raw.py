@@ -1,10 +1,9 @@
-"""Attend from the queries of a share to the raw tokens of its chosen groups: kernels, forward and
-backward.
+"""Attend from a share's queries to the raw tokens of its chosen groups: kernels, also backward.
 
 The queries of a share and of all heads of a KV head see the same tokens: they are the rows of a
 tile, whose tokens are gathered group by group. Rows are numbered by *lanes*: lane i of a share is
 query i % padded of head i // padded, where `padded` is the number of its queries rounded up to a
-power of 2; some lanes have no query.
+power of 2; some lanes have no query. Log-sum-exps in memory are natural.
 
 The backward of keys and values inverts the choice: for each group the shares that chose it, sorted,
 so that one program sums each gradient and results do not change from run to run.
@@ -28,9 +27,9 @@ class RawForm(NamedTuple):
     dim: int
     block_d: int
     block_m: int
-    """Rows that a program owns; in the gradient of keys and values tokens."""
+    """Lanes that a program owns; tokens, where it computes the gradient of keys and values."""
     block_n: int
-    """Tokens of a tile that it walks through; in that gradient rows."""
+    """Tokens of a tile that it walks through; lanes, where it computes that gradient."""
 
 
 @triton.jit
@@ -39,8 +38,7 @@ def _share_rows(lanes, number, shares, num_queries, HEADS: tl.constexpr):
 
     Args:
         number: Of the share, counted from the first share of the call.
-        shares: Number of that first share, counted from position 0, queries of a share, `padded`,
-            and position of the first query.
+        shares: That first share's number from position 0, queries of a share, `padded`, q_start.
     """
     first_share, share, padded, q_start = shares
     head = lanes // padded
@@ -83,11 +81,8 @@ def fetch_fwd_kernel(
         tokens: Pointers to q [N, r, T, D], k and v [N, S, D].
         chosen_ptr: The groups chosen, [N, C, k], rising, then -1.
         results: Pointers to out [N, r, T, D] and log-sum-exp [N, r, T].
-        factors: Scale and softcap.
-        strides: Of q, k, v and out, without the last, which is 1.
+        strides: Of q, k, v and out.
         sizes: k, queries of a share, and `padded`.
-        rule: group_size, window_size and sink_groups.
-        FORM: `RawForm`.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
     BLOCK_D: tl.constexpr = FORM.block_d
@@ -104,7 +99,7 @@ def fetch_fwd_kernel(
     dims = tl.arange(0, FORM.block_d)
     visible = groups_seen(tl.maximum(q_start + row, 0), rule, num_groups)  # [lanes]
     visible = tl.where(exists, visible, 0)
-    # As groups rise, only the first `count` can be seen. Without any, out and lse stay.
+    # Choice i is group i or later, as they rise: only the first max(visible) choices can be seen.
     count = tl.minimum(tl.max(visible, 0), num_chosen)
     if count > 0:
         mask = exists[:, None] & (dims < FORM.dim)[None, :]
@@ -123,18 +118,18 @@ def fetch_fwd_kernel(
             group, token = _raw_tokens(chosen, index, end, rule)
             k_mask = (group >= 0)[None, :] & (dims < FORM.dim)[:, None]
             k = tl.load(k_base + token[None, :] * k_strides[1], mask=k_mask, other=0.0)
-            scores, _ = log2_scores(dot(q, k), scale, 0.0, softcap, FORM.has_softcap)
+            scores, _ = log2_scores(dot(q, k), scale, 0.0, softcap, FORM.has_softcap)  # no mass
             # mutant fetch: a group of the window comes twice, Triton
             seen = (group >= 0)[None, :] & (group[None, :] < visible[:, None])
             scores = tl.where(seen, scores, -float("inf"))
             weights, fade, running_max, running_sum = softmax_step(
-                scores, running_max, running_sum, True
+                scores, running_max, running_sum, SOME_SEE_NOTHING=True
             )
             v_mask = (group >= 0)[:, None] & (dims < FORM.dim)[None, :]
             v = tl.load(v_base + token[:, None] * v_strides[1], mask=v_mask, other=0.0)
             acc = acc * fade[:, None] + dot(weights.to(v.dtype), v)
 
-        # Two parts of one softmax (docs/math.md, eq. 8); the one in out and lse always has a key.
+        # Merge two parts (docs/math.md, eq. 8); the one in out and lse always has a key.
         lse_place = lse_ptr + (n * FORM.heads + head) * num_queries + row
         first_lse = tl.load(lse_place, mask=exists, other=0.0) * LOG2E
         top = tl.maximum(first_lse, running_max)
@@ -170,10 +165,10 @@ def fetch_dq_kernel(
     Grid: as that of the forward. Queries begin at position 0.
 
     Args:
-        tokens, chosen_ptr, sizes, rule: As of the forward.
+        tokens, chosen_ptr, sizes: As of the forward.
         upstream: Pointers to out and log-sum-exp of the whole softmax, and the gradients of both.
         results: Pointers to dq [N, r, T, D] and delta [N, r, T] in float32.
-        factors: Scale, softcap and query_scale: scale, or 1 where dq is scaled later.
+        factors: Scale, softcap and query_scale: the scale, or 1 where dq is scaled later.
         strides: Of q, k, v and the gradient of out.
     """
     BLOCK_M: tl.constexpr = FORM.block_m
@@ -236,15 +231,13 @@ def fetch_dq_kernel(
 def fetch_dkv_kernel(
     tokens, upstream, choices, results, numbers, factors, strides, sizes, rule, FORM: tl.constexpr
 ):
-    """Add the gradients of raw tokens from the queries that chose their group to dk and dv, in
-    place.
+    """Add the gradients of raw tokens from queries that chose their group to dk and dv, in place.
 
     Grid: (token blocks of a group x M x N,). A program owns block_m tokens of one group and walks
-    the queries of all shares that chose it, block_n lanes at a time; scores are held transposed,
-    [tokens, lanes].
+    the queries of all shares that chose it, block_n lanes at a time; scores are [tokens, lanes].
 
     Args:
-        tokens, strides, sizes, rule: As of `fetch_dq_kernel`; `factors` as of the forward.
+        tokens, sizes: As of the forward; strides: as of `fetch_dq_kernel`.
         upstream: Pointers to log-sum-exp, the gradient of out, and delta.
         choices: Pointers to the places [N, C k] of choices, c k + i for choice i of share c, sorted
             by the group chosen, and to where each group's places begin, [N, M + 1].

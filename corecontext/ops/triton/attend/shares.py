@@ -1,8 +1,7 @@
 """Say which groups a share of queries may choose.
 
-A share is n neighbouring queries of a KV head, at positions a n to a n + n - 1, which choose
-together. Groups that may be chosen are numbered from the first one behind the first tokens that
-stay raw.
+A share is the queries at positions a n to a n + n - 1 for some a. Groups that may be chosen are
+numbered from the first one behind the sinks.
 """
 
 from typing import NamedTuple
@@ -19,7 +18,7 @@ class Choosing(NamedTuple):
     """Hold the settings of a choice."""
 
     rule: tuple[int, int, int]
-    """Group size, window size, and the number of groups that stay raw."""
+    """group_size, window_size and the number of groups that are sinks."""
     scale: float
     """Factor of index scores."""
     num_chosen: int

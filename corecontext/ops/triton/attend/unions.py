@@ -1,5 +1,4 @@
-"""List the groups that neighbouring queries choose together: the union of their choices, with the
-queries that chose each.
+"""List the union of neighbouring queries' choices, with the queries that chose each group.
 
 Neighbours choose alike. So a union of the choices of QUERIES queries has only a few times the
 groups of one choice: a kernel reads it once for all of them, and masks each row to its own groups.
@@ -21,8 +20,7 @@ _WORDS = 4  # of marks, for 32 entries of the far past each, that a program read
 
 
 class Unions(NamedTuple):
-    """Hold the unions of N sequences: I of each, one for every QUERIES queries, of at most U groups
-    each."""
+    """Hold the unions of N sequences: I of each, one for QUERIES queries, of at most U groups."""
 
     groups: Tensor
     """Groups that some query chose and sees, rising, [N, I, U] in int32; undefined behind their
@@ -46,7 +44,6 @@ def union_kernel(
         unions: Pointers to the tensors of `Unions`.
         numbers: As unpacked: C is num_shares, W num_words, U `most`; group 0 is entry first_entry.
         share: Queries of a share.
-        rule: group_size, window_size and sink_groups.
     """
     num_queries, num_groups, num_shares, num_words, q_start, first_entry, most = integers(numbers)
     groups_ptr, queries_ptr, counts_ptr = unions
@@ -95,7 +92,6 @@ def unite(
         marks: Of the choice, where group 0 is entry first_entry.
         places: Position of the first query, number of queries, and of groups.
         num_chosen: Groups that a share chooses at most.
-        rule: Group size, window size, and the number of groups that stay raw.
     """
     q_start, num_queries, num_groups = places
     n, num_shares, num_words = marks.words.shape

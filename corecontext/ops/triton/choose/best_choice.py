@@ -1,5 +1,4 @@
-"""Choose groups by the best kernels for the device: on Hopper by its own where they can score, else
-by those that run everywhere."""
+"""Choose groups by the best kernels for the device: Hopper's own where they can, else any GPU's."""
 
 import torch
 import triton

@@ -1,5 +1,4 @@
-"""Find the k largest scores by bisection, of whole numbers in the order of the scores: device
-functions."""
+"""Find the k largest scores by bisection of whole numbers in their order: device functions."""
 
 import triton
 import triton.language as tl
@@ -10,8 +9,7 @@ _LEAST = tl.constexpr(-0x7FFFFFF0)  # below -infinity, which is -0x7F800000
 
 @triton.jit
 def order_of(scores, exists):
-    """Return whole numbers in the order of scores in float32, by their bits; _LEAST where no score
-    exists."""
+    """Return whole numbers in the order of float32 scores, by their bits; _LEAST where none is."""
     bits = scores.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, -(bits & 0x7FFFFFFF), tl.minimum(bits, _MOST))
     return tl.where(exists, bits, _LEAST)

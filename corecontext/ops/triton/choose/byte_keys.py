@@ -22,8 +22,7 @@ _ROWS = 64  # queries that one program rounds
 
 
 class Bytes(NamedTuple):
-    """Hold the queries and keys of a choice in int8. D' is head_dim rounded up to a power of 2, at
-    least 32."""
+    """Hold queries and keys of a choice in int8. D' is D padded to a power of 2, at least 32."""
 
     queries: Tensor
     """[N, r, C, D']."""

@@ -31,13 +31,7 @@ from corecontext.ops.triton.choose.byte_keys import MAX_DIM, TILE_KEYS, Bytes, b
 from corecontext.ops.triton.choose.byte_keys import RUN as GROUP_RUN
 from corecontext.ops.triton.launch import ceil_div, ints, launch
 from corecontext.ops.triton.primitives import integers
-from corecontext.ops.triton.tensor_memory import (
-    aligned,
-    barriers,
-    copy_in,
-    descriptor,
-    tiles,
-)
+from corecontext.ops.triton.tensor_memory import aligned, barriers, copy_in, descriptor, tiles
 
 ROWS = gl.constexpr(64)  # shares of a consumer: rows of q and of scores
 KEYS = gl.constexpr(TILE_KEYS)  # keys of a tile
@@ -240,11 +234,9 @@ def score_bytes_hopper(
         rows: First head, first_row, num_rows, elements of a row of scores, and units of groups of a
             KV head.
         shares: As of `groups_of_share`.
-        rule: group_size, window_size and sink_groups.
         HEADS: Query heads of this launch.
         PARTS: Keys of a group.
-        MERGES: Whether an earlier launch has stored the scores of other query heads of the same KV
-            head: the larger one stays.
+        MERGES: Whether an earlier launch stored scores of other query heads: the larger one stays.
         BLOCK_D: Columns of a tile, by which `launch` tells apart descriptors.
     """
     num_segments, segment, num_groups = integers(segments)

@@ -9,8 +9,7 @@ from corecontext.ops.triton.primitives import dot, integers, load_tile
 
 @triton.jit
 def _load_heads(q_ptr, n, first_head, rows, exists, q_strides, HEADS: tl.constexpr, sizes):
-    """Return the query tiles of HEADS heads, a tuple of [rows, columns]; `sizes` as of
-    `_store_scores`."""
+    """Return the query tiles [rows, columns] of HEADS heads; `sizes` as of `_store_scores`."""
     HEAD_DIM: tl.constexpr = sizes[0]
     BLOCK_D: tl.constexpr = sizes[1]
     dims = tl.arange(0, BLOCK_D)
@@ -35,10 +34,8 @@ def _store_scores(
         offsets: Products of a row with the centre of keys, added to every score, for each head.
         index: Pointer to the index keys of a KV head, strides of groups and keys, number of groups.
         bounds: begin and end.
-        rows: Rows of the scores, which of them exist, elements between them, and groups that each
-            of them sees, used where MASKED.
-        sizes: HEAD_DIM, BLOCK_D, HEADS, KEYS, BLOCK_N, MERGES, BLOCK_M; as of
-            `group_scores_kernel`.
+        rows: Rows of the scores, which exist, elements between them, and groups that each sees.
+        sizes: HEAD_DIM, BLOCK_D, HEADS, KEYS, BLOCK_N, MERGES, BLOCK_M of the kernel.
     """
     index_ptr, stride_group, stride_key, num_groups = index
     begin, end = bounds
@@ -74,8 +71,7 @@ def _store_scores(
 
 @triton.jit
 def _store_best(scores_ptr, best_ptr, begin, end, rows, RUN: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the largest score of each run of groups begin .. end-1, from the stored scores; `rows`
-    as of `_store_scores`."""
+    """Store the largest stored score of each run of groups begin .. end-1; `rows` as above."""
     row, exists, stride_row, visible = rows
     num_runs = stride_row // RUN
     within = tl.arange(0, RUN)
@@ -125,9 +121,7 @@ def group_scores_kernel(
             first_row, num_rows and stride_row.
         strides: Of q and of the index.
         sequences: N and r.
-        rule: group_size, window_size and sink_groups.
-        MERGES: Whether an earlier launch has stored the scores of other query heads of the same KV
-            head: the larger one stays.
+        MERGES: Whether an earlier launch stored scores of other query heads: the larger one stays.
     """
     q_ptr, index_ptr, offsets_ptr = inputs
     scores_ptr, best_ptr = results

@@ -38,9 +38,8 @@ def _select_kernel(
 ):
     """Write the numbers of the k best of at most BLOCK groups of one share, rising, then -1.
 
-    Grid: (N x num_rows,). Of equal scores the first groups are chosen. There are three forms: with
-    FROM_RUNS it chooses among the groups of k runs; without, among all groups where RUN is 1, else
-    among the runs themselves.
+    Grid: (N x num_rows,). Of equal scores the first groups are chosen. With FROM_RUNS it chooses
+    among the groups of k runs; without, among all groups where RUN is 1, else among runs.
 
     Args:
         pointers: To the scores of groups, or of runs where they are chosen; to the numbers of k
@@ -48,7 +47,7 @@ def _select_kernel(
         numbers: M, first share and end of the queries as of `groups_of_share`; first_row and
             num_rows, the shares that have scores; stride_row and stride_n, elements between the
             scores of two shares, and between the choices of two sequences.
-        num_chosen, rule: k; group_size, window_size and sink_groups.
+        num_chosen: k.
     """
     scores_ptr, runs_ptr, chosen_ptr = pointers
     num_groups, first_share, q_end, first_row, num_rows, stride_row, stride_n = integers(numbers)

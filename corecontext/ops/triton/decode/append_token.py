@@ -5,8 +5,8 @@ ring slot held a token that no query sees any more; and the core token of the gr
 is not visible yet, since the query at t sees (t + 1 - s) // g groups and there are (t + 1) / g.
 
 In 8 bits the token is rounded first, then attended to and pooled as it was rounded, as everywhere
-(cache/eight_bit.py). Pooling holds the first and the second columns of all pairs, which rotate
-together, in two tensors, `_a` and `_b`.
+(cache/eight_bit.py). Pooling holds columns a and b of all pairs in two tensors, `_a` and `_b`;
+its tiles have a leading 1, one group, as functions of group_tile.py take tiles of groups.
 """
 
 import triton
@@ -42,17 +42,14 @@ def append_token(
     POOLING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store the new token, pool the group that it closes, and write the result of attention to it
-    alone.
+    """Store the new token, pool the group that it closes, and write the part of the token alone.
 
     Args:
         tokens: Pointer to the queries of a KV head, the stride of a head, pointers to its k and v.
-        cache: Pointers to the row's keys, values, scales of keys and of values, and masses.
-        tables: Pointers to cosines and sines [g, R / 2], as of `Slots.rotation`.
+        cache: Pointers to a sequence's keys, values, scales of keys and of values, and masses.
+        tables: Pointers to cosines and sines [g, R / 2] of the rotation to a group's middle.
         partial: Pointers to this part's output [heads, D] and log-sum-exp [heads].
-        place: Position (below 0 in padding) and ring slot of the new token, capacity, ring_size and
-            group_size.
-        factors: scale and softcap of scores.
+        place: Position, below 0 in padding, and ring slot; capacity, ring_size and group_size.
         CACHE, POOLING, TILE: `plan.CacheForm`, `plan.Pooling` and `plan.Tile`.
     """
     q_ptr, q_stride, k_ptr, v_ptr = tokens
@@ -73,7 +70,7 @@ def append_token(
     k = tl.load(k_ptr + dims, mask=in_dims, other=0.0)  # [D]
     v = tl.load(v_ptr + dims, mask=in_dims, other=0.0)
 
-    # Store the new token, rounded to codes in 8 bits; padding has no slot.
+    # Store the new token, rounded to codes in 8 bits: `stored` columns, D, or 0 in padding.
     entry = slot
     if SINKS > 0:  # the first tokens do not enter the ring
         entry = tl.where(position < SINKS, ring_size + tl.maximum(position, 0), slot)
@@ -100,7 +97,7 @@ def append_token(
 
     # Attend to it alone: the output is its value, the log-sum-exp its score.
     products = tl.sum(q * k.to(tl.float32)[None, :], 1)  # [heads]
-    scores, _ = log2_scores(products, scale, 0.0, softcap, CACHE.has_softcap)
+    scores, _ = log2_scores(products, scale, 0.0, softcap, CACHE.has_softcap)  # no mass
     tl.store(lse_ptr + heads, scores, mask=heads < TILE.heads)
     value = tl.zeros([BLOCK_R, 1], tl.float32) + v.to(tl.float32)[None, :]  # [heads, D]
     tl.store(acc_ptr + heads[:, None] * TILE.dim + dims[None, :], value, mask=mask)
@@ -129,13 +126,11 @@ def _pool_group(
     TILE: tl.constexpr,
 ):
     """Write the core token of the group that the new token closes (docs/math.md, eq. 1 to 3), and
-    its mass (eq. 14), reading the group in blocks: once for the softmax's sums, once for the
-    weighted tokens.
+    its mass (eq. 14), reading the group in blocks twice: for the softmax's sums, then to pool.
 
     Args:
         query: Pointer to the new token's queries, and the stride of heads.
         cache: `ring` of `_load_columns` for keys and for values, and a pointer to masses.
-        tables: Pointers to cosines and sines.
         place: Number of the core token, slot of the new token, ring_size and group_size.
     """
     k_ring, v_ring, mass_ptr = cache
@@ -145,7 +140,6 @@ def _pool_group(
     BLOCK_G: tl.constexpr = POOLING.block_g
     BLOCK_P: tl.constexpr = TILE.block_d // 2
     ring = (slot, ring_size, group_size)
-    # Numbers of the pairs, and of the first and second column of each.
     pairs, a, b = column_pairs(BLOCK_P, TILE.dim, POOLING.half, POOLING.interleaved)
     heads = tl.arange(0, BLOCK_R)
     q_a = _load_heads(query, heads, a, TILE)  # [heads, pairs]

@@ -1,5 +1,4 @@
-"""Attend to the raw tokens of chosen groups in a decoding step, and to their core tokens, which the
-merge takes out again.
+"""Attend to chosen groups in a decoding step: to raw tokens, and to core tokens to be taken out.
 
 The parts of `attend_compact` count the core tokens of all visible groups, as they may run before
 the choice; so those of chosen groups are a part of their own here, and the merge subtracts it.
@@ -103,14 +102,13 @@ def attend_chosen_kernel(
 def _fetched_sums(
     q, pointers, bounds, sizes, scale, FIRST: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Attend from all heads to some of the tokens of chosen groups; return the sums for
-    `store_part`.
+    """Attend from all heads to some tokens of chosen groups; return the sums for `store_part`.
 
     The tokens of all chosen groups are numbered: token i is number i % g of chosen group i // g.
 
     Args:
         q: [heads, D].
-        pointers: Three tuples of pointers: to the row's keys, values and masses in `buffers`; to
+        pointers: Three tuples of pointers: to a sequence's keys, values and masses in `buffers`; to
             its keys and values in host memory; to the places of its chosen groups in `buffers`, and
             to their numbers. A place is -1 for none, -2 - slot for a slot into which the group must
             be loaded first.
@@ -160,10 +158,10 @@ def _fetched_sums(
         if CACHE.has_mass:
             mass = tl.load(buffers[2] + token, mask=seen & (token < with_mass), other=0.0)[None, :]
         products = tile_products(q, k, TILE.vector)  # [heads, tokens]
-        scores, _ = log2_scores(products, scale, mass, 1.0, False)
+        scores, _ = log2_scores(products, scale, mass, softcap=1.0, HAS_SOFTCAP=False)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(
-            scores, running_max, running_sum, True
+            scores, running_max, running_sum, SOME_SEE_NOTHING=True
         )
         acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)  # [heads, D]
     return acc, running_sum, running_max

@@ -1,5 +1,4 @@
-"""Append a token to a cache with raw tokens, and attend to its compact entries, in a decoding step
-with fetch."""
+"""Append a token to a cache with a store, and attend to compact entries, in a step with fetch."""
 
 import triton
 import triton.language as tl
@@ -36,8 +35,7 @@ def attend_compact_kernel(
     INDEX: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Append the new tokens, and attend to compact entries in parts, the core tokens of all visible
-    groups among them.
+    """Append the new tokens, and attend to compact entries in parts, to all visible core tokens.
 
     Grid: (B Hkv, programs). A program reads an even piece of the visible entries once, for all
     heads. The first one also stores the new token and pools the group that it closes, the last one
@@ -47,9 +45,9 @@ def attend_compact_kernel(
         tokens: Pointers to q [B, H, 1, D], k and v [B, Hkv, 1, D].
         cache: Pointers to keys and values [B Hkv, capacity, D] and masses [B Hkv, capacity].
         raw: Pointers to raw keys and values [B Hkv, room, D], on the device or in host memory.
-        index: Pointers to codes [B Hkv, num_groups, bytes], scales [B Hkv, num_groups, scales],
+        index: Pointers to codes [B Hkv, num_groups, P, bytes], scales [B Hkv, num_groups, 1 or P],
             centre [B Hkv, D] and the index's rotation in float32.
-        tables: Pointers to cosines and sines.
+        tables: Pointers to cosines and sines [g, R / 2] of the rotation to a group's middle.
         length: Pointers to the length on the device, and to each row's padding.
         partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
             in float32: part 0 is the new token, then come num_fetching parts of
@@ -72,8 +70,8 @@ def attend_compact_kernel(
     cache_of_row = (keys_ptr, values_ptr, keys_ptr, values_ptr, cache[2] + n * capacity)
     raw_k_ptr = raw[0] + n * room * TILE.dim
     raw_v_ptr = raw[1] + n * room * TILE.dim
-    first = n * (1 + num_fetching + programs)  # part 0 of the row
-    factors = (scale, 1.0)
+    first = n * (1 + num_fetching + programs)  # part 0 of the sequence
+    factors = (scale, 1.0)  # scores have no softcap
     slot = tl.maximum(position, 0) % ring_size
 
     if program == 0:
@@ -95,7 +93,7 @@ def attend_compact_kernel(
     size = tl.cdiv(entries, 8 * programs) * 8
     begin = tl.minimum(program * size, entries)
     q = load_queries(q_ptr, q_strides[1], TILE)  # [heads, D]
-    reach = position - SINKS - cores * group_size
+    reach = position - SINKS - cores * group_size  # older tokens are in core tokens
     bounds = (begin, tl.minimum(begin + size, entries))
     place = (position, slot, reach, ring_size)
     sums = attend_entries(q, cache_of_row, bounds, place, factors, CACHE, TILE)
@@ -118,11 +116,11 @@ def attend_compact_kernel(
 
 @triton.jit
 def _store_raw(tokens, raw, position, room, TILE: tl.constexpr):
-    """Store the new key and value of a row at its position; padding has none.
+    """Store the new key and value at their position; of padding no column is `stored`.
 
     Args:
         tokens: Pointers to the new key and value.
-        raw: Pointers to the row's raw keys and values.
+        raw: Pointers to the sequence's raw keys and values.
         room: Positions that there is room for.
     """
     dims = tl.arange(0, TILE.block_d)

@@ -2,8 +2,8 @@
 
 A part is the softmax over some entries for all query heads of a KV head: its normalised output
 [heads, D] in float32 and its log-sum-exp [heads] in units of log 2: -inf and no output where it
-sees no entry. Tiles of queries have TILE.block_m rows, of which TILE.heads are heads. A row's
-entries are ring_size slots of the ring, first tokens (SINKS), then core tokens.
+sees no entry. Tiles of queries have TILE.block_m rows, of which TILE.heads are heads. Entries are
+ring_size slots of the ring, first tokens (SINKS), then core tokens.
 """
 
 import triton
@@ -50,14 +50,13 @@ def load_queries(q_ptr, stride, TILE: tl.constexpr):
 
 
 @triton.jit
-def num_entries(place, SINKS: tl.constexpr):
-    """Return how many entries a step goes through, visible or not, and how many core tokens its
-    query sees.
+def num_entries(sizes, SINKS: tl.constexpr):
+    """Return how many entries a step goes through, seen or not, and how many core tokens it sees.
 
     Args:
-        place: Position of the new token, capacity, ring_size, group_size and window_size.
+        sizes: Position of the new token, capacity, ring_size, group_size and window_size.
     """
-    position, capacity, ring_size, group_size, window_size = place
+    position, capacity, ring_size, group_size, window_size = sizes
     # Before there are core tokens, later ring slots were never written.
     cores = visible_cores(position - SINKS, group_size, window_size)
     length = tl.where(cores > 0, cores + ring_size, tl.minimum(position, ring_size))
@@ -70,15 +69,14 @@ def num_entries(place, SINKS: tl.constexpr):
 @triton.jit
 def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: tl.constexpr):
     """Attend to entries begin .. end-1 by an online softmax: ring slots whose token is at most
-    `reach` positions older than the new one, first tokens before it, and all core tokens. Unseen
-    entries are not read, so their contents have no effect.
+    `reach` positions older than the new one (older ones are in core tokens), first tokens before
+    it, and all core tokens. Unseen entries are not read, so their contents have no effect.
 
     Args:
         q: [heads, D].
-        cache: Pointers to the row's keys, values, scales of keys and of values, and masses.
+        cache: Pointers to a sequence's keys, values, scales of keys and of values, and masses.
         bounds: begin and end.
         place: Position and ring slot of the new token, reach and ring_size.
-        factors: scale and softcap of scores.
         CACHE, TILE: `plan.CacheForm` and `plan.Tile`.
 
     Returns:
@@ -131,7 +129,7 @@ def attend_entries(q, cache, bounds, place, factors, CACHE: tl.constexpr, TILE: 
         scores, _ = log2_scores(products, scale, shift, softcap, CACHE.has_softcap)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         weights, fade, running_max, running_sum = softmax_step(
-            scores, running_max, running_sum, True
+            scores, running_max, running_sum, SOME_SEE_NOTHING=True
         )
         acc = acc * fade[:, None] + weighted_sum(weights, v, TILE.vector)  # [heads, D]
         k_tile += BLOCK_N * TILE.dim

@@ -11,8 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def dequantize(codes, KIND: tl.constexpr):
-    """Dequantize codes without the scale. fp8 comes out 256 times too small; `load_scales`
-    compensates."""
+    """Dequantize codes without the scale, fp8 256 times too small: `load_scales` compensates."""
     if KIND == "fp8":
         wide = codes.to(tl.int16)
         codes = ((wide & -32768) | ((wide & 127) << 7)).to(tl.float16, bitcast=True)
@@ -68,11 +67,10 @@ def codes_of(x, KIND: tl.constexpr):
 
 @triton.jit
 def store_core(buffers, entry, core, pairs, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Store a core token's key or value, computed in float32, in the dtype of the buffer, or in 8
-    bits with its scale.
+    """Store a core token's key or value in the dtype of the buffer, or in 8 bits with its scale.
 
     Args:
-        buffers: Pointers to the row's entries and to their scales.
+        buffers: Pointers to the sequence's entries and to their scales.
         entry: Number of the entry, [1].
         core: First and second columns of all pairs, [1, pairs] each, 0 where there is none.
         pairs: The numbers of these columns, [pairs] each.

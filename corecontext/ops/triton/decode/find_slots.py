@@ -1,4 +1,4 @@
-"""Give the groups that a step has chosen slots on the device."""
+"""Give slots on the device to the groups that a decoding step has chosen."""
 
 import triton
 import triton.language as tl
@@ -21,16 +21,16 @@ def _ages(last_used_ptr, owner_ptr, marks_ptr, slots, num_slots):
 
 @triton.jit
 def give_slots(n, choice, slots, results, sizes, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Write the slot of each group that a row has chosen: -1 for no group, -2 - slot where the
+    """Write the slot of each group that a sequence chose: -1 for no group, -2 - slot where the
     group is not in its slot yet and must be loaded. A missing group gets the slot that was not read
     for longest, of equal ones the lower, as in `SlotStore._find_slots`.
 
     Args:
-        n: The row, of B Hkv.
+        n: The sequence, of B Hkv.
         choice: Pointers to the groups chosen [B Hkv, num_chosen], rising, then -1, and to marks [B
-            Hkv, width], 1 for these groups.
-        slots: Pointers to `FetchSlots.table` (slot of each group), `owner` (group of each slot),
-            `last_used` and `counts` (steps, groups found in a slot, groups looked up).
+            Hkv, width], 1 for these groups; width is the groups' number, padded.
+        slots: Pointers to `FetchSlots`: table (slot of each group, or -1), owner (group of each
+            slot, or -1), last_used and counts (steps, groups found in a slot, groups looked up).
         results: Pointers to the slots written, and to scratch for the slots that are given away,
             oldest first, [B Hkv, num_chosen] each.
         sizes: num_chosen, width, entries of the table, slots.

@@ -25,15 +25,13 @@ def merge_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Merge the parts of each query head into one softmax (docs/math.md, eq. 8), with sums in
-    float32.
+    """Merge the parts of each query head into one softmax (docs/math.md, eq. 8), in float32.
 
     With REMOVES, parts are in this order: some that stay, the part `removed`, the core tokens of
     chosen groups, then parts that count these core tokens too: `removed` is subtracted from them.
 
     Grid: (B H, blocks of COLUMNS). A program reads some columns of all parts of its head and writes
-    those of its output. The first program also adds the new token to the length: no program of this
-    launch reads the length.
+    those of its output. The first one also adds the new token to the length, unread here.
 
     Args:
         partial: Pointers to the parts' outputs [B Hkv, num_parts, HEADS, HEAD_DIM] in float32 and
@@ -44,7 +42,7 @@ def merge_kernel(
     """
     num_parts, removed = integers(numbers)
     head = tl.program_id(0).to(tl.int64)
-    # Parts of one KV head have HEADS rows each: this is the head's row in part 0.
+    # Parts have a row for each of HEADS heads: this is the head's row in part 0.
     first = head // HEADS * num_parts * HEADS + head % HEADS
     acc_ptr = partial[0] + first * HEAD_DIM
     lse_ptr = partial[1] + first
@@ -82,7 +80,7 @@ def merge(
     """Merge parts into `out`, whose elements are those of [B, H, D].
 
     Args:
-        partial: Outputs [B Hkv, parts, heads, D] and log-sum-exp [B Hkv, parts, heads].
+        partial: As of `merge_kernel`.
         seen: The length on the device, to which the new token is added.
         removed: The part to be subtracted from those behind it. Such a step has more parts, so
             programs divide the columns among them.

@@ -1,10 +1,9 @@
-"""One decoding step of the compact cache in two Triton launches: store, pool and attend in parts;
-merge the parts.
+"""One decoding step of the compact cache in two launches: store, pool and attend; merge the parts.
 
 A step is bound by reading the cache once, so several programs read an even piece of a KV head's
 entries each, and write a *part*, the softmax over it. They read the length on the device: the
 launch does not depend on it and can be captured in a graph. Storing and pooling need no launch of
-their own, because no other program of the step reads what they write (`append_token`).
+their own, as no other program of the step reads what they write (`append_token`).
 """
 
 from typing import Any, Optional
@@ -59,7 +58,7 @@ def step_kernel(
         tokens: Pointers to q [B, H, 1, D], k and v [B, Hkv, 1, D].
         cache: Pointers to keys and values [B Hkv, capacity, D], their scales, not read unless in 8
             bits, and masses [B Hkv, capacity], not read unless there are any.
-        tables: Pointers to cosines and sines, as of `Slots.rotation`.
+        tables: Pointers to cosines and sines [g, R / 2] of the rotation to a group's middle.
         length: Pointers to the length on the device, and to each row's padding.
         partial: Pointers to outputs [B Hkv, parts, heads, D] and log-sum-exp [B Hkv, parts, heads]
             in float32.
@@ -91,11 +90,11 @@ def step_kernel(
         q = load_queries(q_ptr, q_strides[1], TILE)  # [heads, D]
         sizes = (position, capacity, ring_size, group_size, window_size)
         entries, cores = num_entries(sizes, CACHE.sinks)
-        pieces = programs - 1
+        pieces = programs - 1  # at least 1: `step_plan` has two parts or more
         size = tl.maximum((entries + pieces - 1) // pieces, TILE.block_n)
         begin = (program - 1) * size
         bounds = (begin, tl.minimum(begin + size, entries))
-        reach = position - CACHE.sinks - cores * group_size
+        reach = position - CACHE.sinks - cores * group_size  # older tokens are in core tokens
         around = (position, slot, reach, ring_size)
         sums = attend_entries(q, cache_of_row, bounds, around, factors, CACHE, TILE)
         store_part(part, sums, TILE)
@@ -139,6 +138,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Tensor
             TILE=plan.tile,
             num_warps=plan.num_warps,
         )
+        # It adds the new token to a length on the device, which no program reads any more.
         merge((acc, lse), out, length if on_device else None)
     return out
 
@@ -163,14 +163,13 @@ def slots_of(
         keys, values, seen, pad, ring_size, tables, *(scales or (None, None)), cache_dtype, masses
     )
     spec = Spec(group_size, window_size, scale, sink_size=sink_size, softcap=softcap or None)
-    if tables:  # only the layout of pairs counts beside them
+    if tables:  # of the rotation only the layout of pairs is read: the tables have its angles
         spec = spec.replace(rotary=Rotary(tables[0], bool(interleaved)))
     return slots, spec
 
 
 def arguments_of(slots: Slots, spec: Spec) -> list[Any]:
-    """Return all but the tokens as an operator of a graph takes them: the arguments of
-    `_decode_op`."""
+    """Return the arguments of `_decode_op`, an operator of a graph, all but the tokens."""
     optional = (slots.key_scales, slots.value_scales, slots.masses)
     on_device = isinstance(slots.seen, Tensor)
     sizes = (spec.group_size, spec.window_size, spec.sink_size, slots.ring_size)
@@ -218,8 +217,7 @@ def _(tokens, *args):
 
 
 def decode_step(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Tensor:
-    """Append one token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to
-    5).
+    """Append a token to each row of a compact cache and attend from it (docs/math.md, eq. 1 to 5).
 
     Args:
         q: [B, H, 1, D], rotary applied.
@@ -228,8 +226,7 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, slots: Slots, spec: Spec) -> Te
             core token without a slot is dropped. A tensor `seen` counts the new token, in place.
 
     Returns:
-        [B, H, 1, D] in the dtype of q. Sums are float32 and the same from run to run. Each visible
-        entry is read once.
+        [B, H, 1, D] in the dtype of q. Sums are float32, the same from run to run.
     """
     if not torch.compiler.is_compiling():
         return _decode(q, k, v, slots, spec)

@@ -270,8 +270,7 @@ def scoring_of(chip: Chip, sizes: StepSizes, index: IndexForm) -> Scoring:
         block_m = max(4 if whole else 8, block_m)
     return Scoring(
         whole=whole,
-        # Instructions of NVIDIA's, whose registers have four neighbouring bytes where whole rows
-        # are loaded.
+        # NVIDIA's instructions: registers have four neighbouring bytes where whole rows are loaded.
         asm=whole and sizes.is_nvidia and sizes.dim % 64 == 0,
         width=max(16, power_of_2(sizes.num_groups)),
         block_m=block_m,

@@ -43,8 +43,7 @@ def select_kernel(
         centre_ptr: The mean key, which was subtracted from the keys of the index, [B, Hkv, D];
             where PAGED, that of `paged.pages.IndexPages`.
         pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
-        scores_ptr: [B H, BLOCK] in float32, without the query's product with the centre, as
-            `score_kernel` writes them.
+        scores_ptr: [B H, BLOCK] in float32 of `score_kernel`, without products with the centre.
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
         slots, places: Where BLOCK_N is not 0, `slots` and `results` of `give_slots`.
@@ -80,8 +79,7 @@ def select_kernel(
             q = tl.load(q_ptr + h * q_strides[1] + dims, mask=dims < TILE.dim, other=0.0)
             # mutant fetch: a step compares heads without their products with the centre
             offset = tl.sum(q.to(tl.float32) * centre, 0) * scale
-            # Scores of groups that are not seen are undefined, and `order_of` drops them; without
-            # a mask four are loaded at once.
+            # No mask, so that four are loaded at once: `order_of` drops those that are not seen.
             largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups) + offset)
         scores = order_of(largest, inside)
         # At least num_chosen scores are >= low, fewer are >= high.

@@ -18,7 +18,7 @@ def close_group(keys, index, sizes, SINKS: tl.constexpr, INDEX: tl.constexpr, TI
 
     Args:
         keys, index: As of `_write_index`.
-        sizes: Position of the new token, counted from the one after the first tokens; group_size,
+        sizes: Position of the new token, counted from the first one behind the sinks; group_size,
             num_centred, and groups that there is room for.
     """
     later, group_size, num_centred, num_groups = sizes
@@ -30,13 +30,13 @@ def close_group(keys, index, sizes, SINKS: tl.constexpr, INDEX: tl.constexpr, TI
 
 @triton.jit
 def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Write the index of a group (`RawStore.put_step`, `low_bits.encode`), and before it the row's
-    centre, if the new token is the last that the centre counts.
+    """Write the index of a group (`low_bits.encode`), and before it the sequence's centre, if the
+    new token is the last that the centre counts.
 
     Args:
-        keys: Pointers to the row's raw keys, from the one after the first tokens on (the new
+        keys: Pointers to the sequence's raw keys, from the first one behind the sinks on (the new
             token's place in them is not read), and to the new key.
-        index: Pointers to the row's codes [M, P, bytes], scales [M, 1 or P] and centre [D], and to
+        index: Pointers to its codes [M, P, bytes], scales [M, 1 or P] and centre [D], and to
             the rotation in float32, its columns by `low_bits.columns_of_codes`.
         place: Position of the new token, counted as the raw keys, the group, group_size, and
             num_centred, at least two groups.

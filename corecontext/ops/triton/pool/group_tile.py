@@ -1,5 +1,4 @@
-"""Share device functions among pooling kernels: tiles of groups, the rotation to a group's middle,
-scores.
+"""Share device functions among pooling kernels: tiles of groups, rotation to the middle, scores.
 
 A tile is the tuple (groups, rows, a, b, num_groups, group_size): the numbers of its groups, of
 their tokens (rows), and of the first (a) and second (b) column of each pair; then how many groups,
@@ -160,8 +159,7 @@ def capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def token_scores(q, k, rows, group_size, factors, HAS_SOFTCAP: tl.constexpr):
-    """Return the scores of tokens under their group's query, [groups, rows], -inf outside, and the
-    slope of the softcap; `factors` are scale and softcap."""
+    """Return tokens' natural scores [groups, rows], -inf outside, and the slope of the softcap."""
     products = tl.sum(q[0][:, None, :] * k[0], 2) + tl.sum(q[1][:, None, :] * k[1], 2)
     z, slope = capped(products * factors[0], factors[1], HAS_SOFTCAP)
     return tl.where((rows < group_size)[None, :], z, -float("inf")), slope

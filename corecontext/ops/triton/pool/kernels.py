@@ -31,7 +31,6 @@ def _mean_weights(query, k, rows, group_size, factors, SHAPE: tl.constexpr):
     Args:
         query: Pointer to the queries of groups' last tokens, their strides, and the tile.
         k: Columns a and b of the keys.
-        factors: scale and softcap.
     """
     BLOCK_M: tl.constexpr = SHAPE.block_m
     BLOCK_G: tl.constexpr = SHAPE.block_g
@@ -45,15 +44,7 @@ def _mean_weights(query, k, rows, group_size, factors, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def pool_fwd_kernel(
-    tokens,
-    cores,
-    tables,
-    numbers,
-    factors,
-    strides,
-    SHAPE: tl.constexpr,
-):
+def pool_fwd_kernel(tokens, cores, tables, numbers, factors, strides, SHAPE: tl.constexpr):
     """Pool whole groups.
 
     Grid: N * ceil(M / block_m). A program owns block_m groups of one sequence, all their tokens
@@ -62,13 +53,10 @@ def pool_fwd_kernel(
     Keys, values, weights and sums are float32 in registers.
 
     Args:
-        tokens: Pointers to the queries of groups' last tokens [N, r, M, D], and to k and v [N, M,
-            g, D].
-        cores: Pointers to the keys and values of core tokens [N, 1, M, D], and to masses [N, 1, M]
-            in float32.
+        tokens: Pointers to queries of groups' last tokens [N, r, M, D], k and v [N, M, g, D].
+        cores: Pointers to keys and values of core tokens [N, 1, M, D], float32 masses [N, 1, M].
         tables: Pointers to cosines and sines of the rotation to the middle, [g, R / 2] in float32.
         numbers: M and g.
-        factors: Scale and softcap.
         strides: Of q, k and v, and those that the keys and values of core tokens both have.
         SHAPE: `launcher.Shape`.
     """
@@ -115,9 +103,8 @@ def pool_bwd_kernel(
     of all its tokens and of q. All sums are float32 in registers.
 
     Args:
-        upstream: Pointers to the gradients of core keys and values [N, 1, M, D], and of masses [N,
-            1, M].
-        tokens, tables, numbers, factors, SHAPE: As of `pool_fwd_kernel`.
+        upstream: Pointers to gradients of core keys and values [N, 1, M, D], and masses [N, 1, M].
+        tokens, tables, numbers, SHAPE: As of `pool_fwd_kernel`.
         gradients: Pointers to those of `tokens`.
         strides: Of the gradients of core keys and values, of tokens, and of their gradients.
         ADD: Whether to add to the gradients of keys and values that are there.
@@ -166,7 +153,7 @@ def pool_bwd_kernel(
         grad_mass = tl.load(place, mask=groups < num_groups, other=0.0) / SHAPE.heads
         grad_probs -= grad_mass[:, None] * tl.log(tl.maximum(weights, TINY))
 
-    # Back through each head's softmax, to its query and to the keys as they are scored.
+    # Back through each head's softmax and the scale, to its query and the keys as they are scored.
     weights = tl.zeros([BLOCK_M, BLOCK_G], tl.float32)
     grad_a = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_P], tl.float32)
     grad_b = tl.zeros([BLOCK_M, BLOCK_G, BLOCK_P], tl.float32)

@@ -1,5 +1,4 @@
-"""Pool groups into core tokens in Triton, and backward: keys and values are read once, no
-intermediate result is kept.
+"""Pool groups into core tokens in Triton, and backward; keys and values are read once.
 
 The equations are those of `ops/reference.py`. Groups too large for registers, where all is float32,
 are pooled by `ops/pooling.py`.
@@ -99,8 +98,7 @@ def _launch(
     """Launch a kernel on groups.
 
     Args:
-        tensors: The kernel's tuples of tensors, in its order, without the rotation's tables, which
-            are its third argument.
+        tensors: The kernel's tuples of tensors, in its order, but its third, the rotation's tables.
         strided: Tensors whose strides the kernel takes.
         constants: ADD of the backward: whether gradients are added to those that are there.
     """
@@ -140,8 +138,7 @@ def pool(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
             not copied as long as the last dimension is contiguous.
 
     Returns:
-        Core tokens in the dtypes of k and of v, summed in float32, and with `spec.core_mass` their
-        masses, [N, 1, M] in float32.
+        Core tokens in the dtypes of k and of v, and with `spec.core_mass` float32 masses [N, 1, M].
     """
     _check(groups)
     if not _holds_groups(groups.k):
@@ -158,7 +155,7 @@ def pool(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
             spec,
             ((q_last, k, v), (core_k, core_v, core_k if mass is None else mass)),
             (q_last, k, v, core_k),
-            spec.core_mass,
+            has_mass=spec.core_mass,
         )
     return Cores(core_k, core_v), mass
 
@@ -179,8 +176,7 @@ def pool_backward(
         into: Tensors of the shape of k and v to add their gradients to, in place.
 
     Returns:
-        In the dtype and shape of q_last, k and v, summed in float32; that of q_last in float32
-        where `into` is given.
+        In the dtype and shape of q_last, k and v; that of q_last in float32 where `into` is given.
     """
     _check(groups)
     if not _holds_groups(groups.k):
@@ -207,7 +203,7 @@ def pool_backward(
             spec,
             ((*upstream, of_masses), (q_last, k, v), gradients),
             (*upstream, q_last, k, v, *gradients),
-            grad_mass is not None,
+            has_mass=grad_mass is not None,
             ADD=into is not None,
         )
     return gradients
@@ -217,7 +213,7 @@ def pool_backward(
 
 
 def _spec(inv_freq: Tensor | None, interleaved: bool, scale: float, softcap: float | None) -> Spec:
-    """Return the settings of a pooling, from those of `pool_op`."""
+    """Return the settings of a pooling, which reads no group_size (1) and no window_size (1)."""
     rotary = None if inv_freq is None else Rotary(inv_freq, interleaved)
     return Spec(1, 1, scale, softcap=softcap, rotary=rotary)
 
