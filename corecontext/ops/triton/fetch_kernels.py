@@ -22,7 +22,7 @@ _MAX_KEY_DIM = 256  # elements of a key that a kernel can score
 
 
 def choose(tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
-    """Choose the groups of each share of a sequence; by PyTorch where keys are too long here.
+    """Choose the groups of each share of a sequence; by PyTorch where keys exceed _MAX_KEY_DIM.
 
     Args:
         tokens: All raw tokens from position 0 on.

@@ -49,7 +49,7 @@ def append_token(
         cache: Pointers to a sequence's keys, values, scales of keys and of values, and masses.
         tables: Pointers to cosines and sines [g, R / 2] of the rotation to a group's middle.
         partial: Pointers to this part's output [heads, D] and log-sum-exp [heads].
-        place: Position, below 0 in padding, and ring slot; capacity, ring_size and group_size.
+        place: New token's position (below 0: padding), ring slot; capacity, ring_size, group_size.
         CACHE, POOLING, TILE: `plan.CacheForm`, `plan.Pooling` and `plan.Tile`.
     """
     q_ptr, q_stride, k_ptr, v_ptr = tokens

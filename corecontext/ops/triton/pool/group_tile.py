@@ -159,7 +159,7 @@ def capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def token_scores(q, k, rows, group_size, factors, HAS_SOFTCAP: tl.constexpr):
-    """Return tokens' natural scores [groups, rows], -inf outside, and the slope of the softcap."""
+    """Return scores of tokens [groups, rows] in natural units, -inf outside, and softcap slopes."""
     products = tl.sum(q[0][:, None, :] * k[0], 2) + tl.sum(q[1][:, None, :] * k[1], 2)
     z, slope = capped(products * factors[0], factors[1], HAS_SOFTCAP)
     return tl.where((rows < group_size)[None, :], z, -float("inf")), slope
