@@ -326,6 +326,9 @@ def test_a_cache_follows_its_tokens(sinks, monkeypatch):
         out = fed(layer, tensors, [5, 1, 1, 20])
         torch.testing.assert_close(out, expected[:, :, :27], rtol=0, atol=1e-11)
         assert max_length or 27 <= layer.ring_size <= 34
+        allocated = layer.allocated_bytes
+        layer.reserve(layer.reserve(27))
+        assert layer.allocated_bytes == allocated, "there is room already"
         for other_length in (None, 90, 50):
             other = CompactLayer(config, ROTARY, max_length=other_length)
             other.load_state_dict(layer.state_dict())
