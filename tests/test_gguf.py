@@ -177,18 +177,17 @@ def test_a_damaged_folder_is_made_again(packed, capfd):
     # Of an older version, and of no version at all.
     manifest = folder / hf_gguf.MANIFEST
     sizes = json.loads(manifest.read_text())["sizes"]
-    wrong = (
-        sizes,
-        {"format": 1, "sizes": sizes},
-        {},
-        [],
-        5,
-        {"format": hf_gguf.FORMAT, "sizes": {}},
-    )
+    wrong = ({"format": 1, "sizes": sizes}, {}, [], 5, {"format": hf_gguf.FORMAT, "sizes": {}})
     for content in wrong:
         manifest.write_text(json.dumps(content))
         assert local_model(packed) == str(folder) and json.loads(manifest.read_text()) not in wrong
     assert capfd.readouterr().err.count("unpacking") == 3 + len(wrong)
+
+
+def test_a_folder_that_cannot_be_replaced_is_named(tmp_path):
+    (tmp_path / "damaged").mkdir()
+    with pytest.raises(UserError, match="damaged' cannot be replaced. Delete it."):
+        hf_gguf._publish(tmp_path / "none", tmp_path / "damaged", tmp_path / "away")
 
 
 def test_a_file_of_any_name_leaves_other_models_alone(packed, tmp_path):

@@ -17,7 +17,6 @@ SLIDING = (
     "caches have no rows that come and go. Use `corecontext generate`, corecontext.inference."
     "Engine, or another model."
 )
-"""Error of a model with sliding-window layers."""
 
 
 def servable_handle(model: Any, full: bool) -> Handle:

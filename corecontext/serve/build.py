@@ -106,7 +106,7 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
     free = free_bytes(device)
     if free is not None:
         return int(CACHE_SHARE * free)
-    return max(1, int(CPU_SHARE * _available_host_bytes(2**32)))
+    return max(1, int(CPU_SHARE * _available_host_bytes(default=2**32)))
 
 
 def _host_bytes(serving: Serving) -> int:
@@ -114,7 +114,7 @@ def _host_bytes(serving: Serving) -> int:
     that is available now."""
     if serving.host_cache_mib is not None:
         return serving.host_cache_mib * 2**20
-    return max(1, int(HOST_SHARE * _available_host_bytes(2**31)))
+    return max(1, int(HOST_SHARE * _available_host_bytes(default=2**31)))
 
 
 def _available_host_bytes(default: int) -> int:

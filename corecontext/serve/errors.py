@@ -91,7 +91,7 @@ def invalid_body(detail: Mapping[str, Any]) -> InvalidRequest:
             "the body must be a JSON object. Send it with the header 'Content-Type: "
             "application/json'."
         )
-    elif kind == "rule":
+    elif kind == "rule":  # raised by protocol.py
         message = f"{field} {detail['msg']}."
     else:
         message = f"{field} is not valid: {detail['msg']}."

@@ -41,8 +41,8 @@ class Guard:
         worker: While it is `draining`, new requests are refused.
         metrics: Has the counter `refused`.
         max_bytes: Of the longest body.
-        local: Whether to refuse host names other than localhost: else a web page could reach this
-            machine by its own host name (DNS rebinding).
+        local: Whether to refuse a Host header other than localhost or an address: a web page could
+            else reach this machine by the page's own host name (DNS rebinding).
     """
 
     def __init__(

@@ -87,6 +87,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, serving: Serving) -> FastAP
         metrics=service.metrics,
         # 1 MiB for settings, and more bytes a token than text has.
         max_bytes=2**20 + 32 * min(scheduler.max_length, MOST_BODY_TOKENS),
+        # A foreign web page has no key; a server on another address may have any host name.
         local=serving.api_key is None and is_loopback(serving.host),
     )
     _add_openai_routes(app, service)
@@ -115,7 +116,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         if body.max_tokens == 0 and not body.echo:
             text = "max_tokens must be at least 1 without echo, got 0."
             raise InvalidRequest(Code.INVALID, text, "max_tokens")
-        limit = 16 if body.max_tokens is None else body.max_tokens
+        limit = 16 if body.max_tokens is None else body.max_tokens  # 16: as the protocol says
         return await service.answer(request, body, body.prompts, limit)
 
     @app.post("/v1/chat/completions", responses=responses, tags=["openai"])
@@ -129,6 +130,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         if body.top_logprobs is not None and not body.logprobs:
             text = "top_logprobs must be given with logprobs, got it without."
             raise InvalidRequest(Code.INVALID, text, "top_logprobs")
+        # Each is at least 1 or None; None of both lets the server choose (`Service.answer`).
         limit = body.max_completion_tokens or body.max_tokens
         return await service.answer(request, body, [prompt], limit)
 

@@ -38,7 +38,8 @@ class CacheMemory:
         """Count the bytes on the device and in host memory of all but beginnings.
 
         Returns:
-            (bytes used, bytes allocated), as `used` and `allocated` count them in the budget.
+            (bytes used, bytes allocated). `used` and `allocated` have them as bytes of the budget,
+            `allocated` with beginnings.
         """
         used_device = used_host = allocated_device = allocated_host = 0
         for pool in list(self.pools):

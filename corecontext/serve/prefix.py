@@ -56,8 +56,8 @@ class Node:
         self.dtypes = [cache.dtype for cache in caches]
         """Of each cache in the layers, before rounding."""
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
-        """For each cache, copies of its buffers: the raw entries (window and sinks) at the chunk's
-        end, and the core tokens that the chunk added."""
+        """For each cache, copies of its buffers [1, Hkv, entries, D]: the raw entries (window and
+        sinks) at the chunk's end, and the core tokens that the chunk added."""
         # mutant serve: a shared beginning without its raw tokens
         self.fetched = [
             cache.store.copy_since(before, self.length) for cache in caches if cache.store
@@ -122,6 +122,7 @@ class PrefixStore:
         """
         layers = [layer.compact for layer in cache.layers]
         limit = min(self.limit, room)
+        # Only a first chunk has no parent; of a later one the chunk before was not kept.
         if (parent is None) != (layers[0].seq_len == self.chunk_size) or limit <= 0:
             return None
         if parent is not None and self._nodes.get(parent.key) is not parent:

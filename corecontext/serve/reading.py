@@ -44,9 +44,10 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     if scored:
         size = min(size, SCORED_CHUNK)
     end = min(len(prompt), start + size)
+    mask, pads = None, [0]  # one row without padding
     # Other requests have other settings, so the model gets this one's for the chunk only.
     with configured(handle_of(model), slot.config):
-        out = read_chunk(model, slot.ids, None, [0], slot.cache, start, end, all_logits=scored)
+        out = read_chunk(model, slot.ids, mask, pads, slot.cache, start, end, all_logits=scored)
     slot.read = end
     if scored:
         add_prompt_logprobs(slot, out.logits[0], start)

@@ -104,7 +104,7 @@ class Slot:
 
     # Its row, while tokens are made
     pool: Any = None
-    """`RowPool` that has a row for it: promised while the prompt is read, then its own."""
+    """The `RowPool` that promises it a row while its prompt is read, and then gives it one."""
     generator: Any = None
     """Its random stream, a `torch.Generator`."""
     last_token: int = 0

@@ -34,9 +34,10 @@ Layer = CompactLayer | HeadsLayer | FullLayer
 
 @dataclass(frozen=True)
 class RowShape:
-    """Sizes of a model's cache."""
+    """Sizes of a model's cache, by which bytes of rows are counted."""
 
     sizes: ModelSizes
+    """Layers, heads and head size."""
     itemsize: int
     """Bytes of a number in the cache before it is rounded."""
     host_rate: float = 0.0
@@ -131,10 +132,11 @@ class RowPool:
     def __post_init__(self) -> None:
         self.layers: list[Layer] = []  # made with the first request
         self._caches: list[CompactLayer | FullLayer] = []  # `_parts` of the layers
-        self._buffers: list[list[Tensor]] = []  # of each cache, all rows
-        self._stores: list[RawStore | None] = []  # of each cache, all rows
-        self._pads = [IDLE] * self.rows
-        self._pad: Any = None  # tensor [rows], shared by all layers
+        # Of each cache with all rows; the cache itself gets those of a step (`hold`).
+        self._buffers: list[list[Tensor]] = []
+        self._stores: list[RawStore | None] = []
+        self._pads = [IDLE] * self.rows  # of each row, on the host
+        self._pad: Any = None  # the same on the device, [rows], shared by all layers
         self.row_bytes = self.shape.row_bytes(self.config, self.max_length)
         """Bytes of a row over all layers."""
         self.reading_bytes = self.shape.reading_bytes(self.config, self.max_length)
@@ -209,12 +211,12 @@ class RowPool:
         kept, so that a later request can try again."""
         device = parts_of(layers[0])[0].buffers[0].device
         self._pad = torch.full((self.rows,), IDLE, dtype=torch.long, device=device)
-        pooled: list[Layer] = []
+        made: list[Layer] = []
         for layer in layers:
             caches: list[Any] = [self._like(cache) for cache in parts_of(layer)]
-            pooled.append(layer.of(caches) if isinstance(layer, HeadsLayer) else caches[0])
-        self.layers = pooled
-        self._caches = self._parts(pooled)
+            made.append(layer.of(caches) if isinstance(layer, HeadsLayer) else caches[0])
+        self.layers = made
+        self._caches = self._parts(made)
         self._stores = [getattr(cache, "store", None) for cache in self._caches]
         self._buffers = [cache.buffers for cache in self._caches]
 
@@ -224,30 +226,28 @@ class RowPool:
         return [cache for layer in layers for cache in parts_of(layer)]
 
     def _like(self, cache: CompactLayer | FullLayer) -> CompactLayer | FullLayer:
-        """Make all rows of a cache from its only row."""
+        """Make a cache of all rows, empty, for a cache of one row."""
         entries = self.shape.entries(cache.config, self.max_length)
         # Zeros, not garbage: a masked NaN would still reach the output as 0 x NaN.
         buffers = [x.new_zeros(self.rows, x.shape[1], entries, x.shape[3]) for x in cache.buffers]
-        pooled: CompactLayer | FullLayer
+        made: CompactLayer | FullLayer
         if isinstance(cache, FullLayer):
-            pooled = FullLayer(self.max_length, fixed=self.fixed)
-            pooled.buffers = buffers
+            made = FullLayer(self.max_length, fixed=self.fixed)
+            made.buffers = buffers
         else:
-            pooled = CompactLayer(
+            made = CompactLayer(
                 cache.config,
                 cache.spec.rotary,
                 max_length=self.max_length if self.fixed else None,
             )
             if cache.store is not None and cache.dtype is not None:
                 like = [x[:, :, :1].expand(self.rows, -1, -1, -1) for x in cache.store.raw]
-                pooled.store = new_store(
-                    cache.config, cache.spec, like, cache.dtype, self.max_length
-                )
-            pooled.adopt(buffers, cache)
-        pooled.seen = 0
+                made.store = new_store(cache.config, cache.spec, like, cache.dtype, self.max_length)
+            made.adopt(buffers, cache)
+        made.seen = 0
         if self.fixed:
-            pooled.seen = torch.zeros((), dtype=torch.long, device=buffers[0].device)
-        return pooled
+            made.seen = torch.zeros((), dtype=torch.long, device=buffers[0].device)
+        return made
 
 
 @dataclass(eq=False)
@@ -258,10 +258,10 @@ class PooledLayer:
     """The same layer of the model in each pool."""
     counts: list[int]
     """Rows of each pool in the step."""
-    # As the attention function asks of any layer:
+    # Attributes of a `CompactLayer`, in whose place this is:
     is_empty: ClassVar = False
     padding_known: ClassVar = True
-    config: ClassVar = None
+    config: ClassVar = None  # no draft is appended here (layer_call.py)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Append a token a row and attend, each pool for its rows; return [B, H, 1, D]."""

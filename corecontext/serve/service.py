@@ -77,7 +77,7 @@ class Service:
 
         Args:
             prompts: Texts, or token numbers; each gets an answer.
-            limit: Most new tokens; None leaves it to the server.
+            limit: Most new tokens; None takes DEFAULT_MAX_TOKENS, or as many as fit.
         """
         # Check the body, and encode its prompts.
         arrived = time.monotonic()
@@ -169,11 +169,11 @@ class Service:
             ids,
             limit,
             Sampling(temperature, body.top_k, body.top_p or 1.0),
-            random.getrandbits(63) if body.seed is None else body.seed,
-            frozenset() if body.ignore_eos else ends,
-            body.group_size,
-            body.window_size,
-            body.fetch_groups,
+            seed=random.getrandbits(63) if body.seed is None else body.seed,
+            eos=frozenset() if body.ignore_eos else ends,
+            group_size=body.group_size,
+            window_size=body.window_size,
+            fetch_groups=body.fetch_groups,
             deadline=arrived + self.serving.time_limit_s,
             arrived=arrived,
             logprobs=body.top,

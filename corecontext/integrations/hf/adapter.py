@@ -20,7 +20,8 @@ OTHER_FORMULAS = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 def add_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Add an adapter to a model's weights, in place: W + (lora_alpha / r) B A for each layer.
+    """Add an adapter to a model's weights, in place: W + (lora_alpha / r) B A for each layer, of
+    matrices A [r, in] ("down") and B [out, r] ("up").
 
     Args:
         model: The model that the adapter was trained on, as it is.

@@ -127,8 +127,8 @@ class CCALayer(CacheLayerMixin):
 
 
 class GivenLayer(CCALayer):
-    """A layer over an object that has `attend`, such as the server's rows of all requests; it keeps
-    count of lengths itself."""
+    """A layer over an object that has `attend` and counts lengths itself, such as the server's rows
+    of all requests."""
 
     def __init__(self, attention) -> None:
         CacheLayerMixin.__init__(self)
@@ -168,7 +168,7 @@ def compact_layer(
     place of transformers' own empty layer.
 
     Args:
-        options: `rollback` of `CompactLayer`.
+        options: `rollback`, tokens that the cache can always take back.
 
     Raises:
         ValueError: the cache already holds tokens of another attention, or was filled with another

@@ -83,8 +83,6 @@ class Handle(AttentionHandle):
         self._saved_settings = getattr(model.config, NAME, None)
 
         # All that may raise comes before the model changes.
-        self.layers = self._layer_configs(config)
-        """The settings of each module in `full`, for this process's heads (tensor parallelism)."""
         self._rotary = None
         if config.core_position == "middle":
             self._rotary = find_rotary(model, self.full[0], self.full[0].layer_idx)
@@ -93,18 +91,15 @@ class Handle(AttentionHandle):
         self.replace_attention(hooks)
         self.add_hook(model, note_draft)  # tells layers which tokens are not a prompt's
 
-    def _layer_configs(self, config: CCAConfig) -> list[CCAConfig]:
-        """Return the settings of each module in `full`, as `layers` has them."""
+    def _set(self, config: CCAConfig) -> None:
+        """Use these settings from now on."""
         layers = layer_configs(config, self.model.config, len(self.full))
         for index, module in enumerate(self.full):
             # mutant plug-in: a layer that rotates no keys has its core keys rotated
             if not rotates(module):
                 layers[index] = dataclasses.replace(layers[index], core_position="token")
-        return [layer.of_process(*_tensor_parallel(self.model)) for layer in layers]
-
-    def _set(self, config: CCAConfig) -> None:
-        """Use these settings from now on."""
-        self.layers = self._layer_configs(config)
+        self.layers = [layer.of_process(*_tensor_parallel(self.model)) for layer in layers]
+        """The settings of each module in `full`, for this process's heads (tensor parallelism)."""
         self.config = config
         self.model.config.cca = config.to_dict()
 

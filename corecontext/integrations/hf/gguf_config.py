@@ -57,17 +57,15 @@ def set_rotation(file: GGUF, config: Any) -> None:
     Raises:
         ValueError: the file has a rotation that is not known here.
     """
-    kinds = rotations_of(config)
-    full = kinds.get("full_attention", kinds.get(""))
+    rotations = rotations_of(config)
+    full = rotations.get("full_attention", rotations.get(""))
+    sliding = rotations.get("sliding_attention")
     if full is None:
         return
-    for key, kind in (
-        ("rope.freq_base", full),
-        ("rope.freq_base_swa", kinds.get("sliding_attention")),
-    ):
-        base = file.own(key)
-        if base is not None and kind is not None:
-            kind["rope_theta"] = float(base)
+    for name, rotation in (("rope.freq_base", full), ("rope.freq_base_swa", sliding)):
+        base = file.own(name)
+        if base is not None and rotation is not None:
+            rotation["rope_theta"] = float(base)
     scaling = _scaling(file, config)
     if scaling:
         full.update(scaling)
@@ -118,6 +116,7 @@ def _scaling(file: GGUF, config: Any) -> dict[str, Any]:
         if (value := file.own(f"rope.scaling.{name}")) is not None:
             scaling[other] = float(value)
     if (value := file.own("rope.scaling.attn_factor")) is not None:
+        # The file's factor comes on top of that of YaRN; transformers takes their product.
         scaling["attention_factor"] = float(value) * (0.1 * math.log(factor) + 1.0)
     return scaling
 

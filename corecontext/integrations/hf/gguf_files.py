@@ -97,7 +97,7 @@ def _unpacked(path: Path, name: str) -> str:
 
 def _publish(target: Path, folder: Path, away: Path) -> None:
     """Rename a whole folder to its place, unless another process was sooner; a damaged one that is
-    there goes to `away`."""
+    there goes to `away` before a second attempt."""
     for _ in range(2):
         try:
             target.rename(folder)
@@ -105,6 +105,7 @@ def _publish(target: Path, folder: Path, away: Path) -> None:
         except OSError:
             if _is_whole(folder):
                 return
+        with contextlib.suppress(OSError):  # another process may have moved it away
             folder.rename(away)
     raise UserError(f"folder '{folder}' cannot be replaced. Delete it.")
 
@@ -146,7 +147,7 @@ def _write(path: Path, target: Path) -> None:
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         try:
             model = load_weights(str(path.parent), config, dtype, **options)
-        except UserError as error:
+        except UserError as error:  # names the file's folder, which transformers was given
             raise UserError(str(error).replace(str(path.parent), str(path), 1)) from None
         check_model(file, model)
         if hasattr(model.config, "quantization_config"):
@@ -161,7 +162,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Let the block read a GGUF file, and silence the libraries.
 
     Raises:
-        UserError: a package is missing, or the file cannot be read.
+        UserError: a package is missing, or a library refuses the file, as by a ValueError or
+            OSError; other errors are bugs and pass (`one_line`).
     """
     try:
         import accelerate  # noqa: F401 (transformers dequantizes with it)
@@ -183,7 +185,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _file_and_config(path: Path) -> tuple[Any, Any]:
-    """Return the fields of a GGUF file (`gguf_config.GGUF`), and its config."""
+    """Return the fields of a GGUF file (`gguf_config.GGUF`), and its config; within `_reading`."""
     import gguf
     import transformers
 
@@ -191,7 +193,7 @@ def _file_and_config(path: Path) -> tuple[Any, Any]:
 
     try:
         file = GGUF(gguf.GGUFReader(path))
-    except IndexError:
+    except IndexError:  # by which the reader refuses, but which `_reading` would let through
         raise ValueError("it ends too soon.") from None
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     set_head_size(file, config)

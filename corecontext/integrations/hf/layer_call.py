@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DRAFT = "cca_draft"
 """Keyword argument of a call: how many of its last tokens are a draft, that is no prompt's: guesses
 that may be taken back, or ALL tokens, those of a text that is scored."""
-ALL = 2**31
+ALL = 2**31  # more than a call has
 
 
 def note_draft(
@@ -148,7 +148,8 @@ def append(
         tensors: q [B, H, n, D], k and v [B, Hkv, n, D].
         attention_mask: [B, L] with 0 for padding, of all tokens so far; None without padding.
         draft: As DRAFT.
-        scale, softcap: As in `cca_attention`.
+        scale: Factor of the scores; None is 1 / sqrt(D).
+        softcap: Scores become softcap * tanh(score / softcap); None leaves them.
 
     Returns:
         [B, H, n, D].
@@ -158,10 +159,11 @@ def append(
     new = tensors[0].shape[2]
     # Tokens to append before the draft; 0 appends all at once.
     length = 0
-    if draft:
+    # Full attention and a server's rows, whose config is None, take nothing back.
+    if draft and compact.config is not None:
         if draft < new:
             length = _length_before_draft(compact, new, draft)
-        if compact.config is not None and reads_prompts_apart(compact.config):
+        if reads_prompts_apart(compact.config):
             # mutant prefill: a draft is read as a prompt
             options_of_draft = {**options, "is_prompt": False}
     if not length:
@@ -179,16 +181,19 @@ def append(
 
 def _length_before_draft(compact: Any, new: int, draft: int) -> int:
     """Return how many of the new tokens are appended before a draft; 0 appends all at once."""
-    config = compact.config
-    if config is not None and reads_prompts_apart(config):
+    if reads_prompts_apart(compact.config):
         # The tokens before the draft are read as a prompt; a single one behind others is a step,
         # which goes with the draft.
         length = new - draft
         return length if length > 1 or compact.is_empty else 0
-    # A filled cache can take back short appends only, so a long beginning is appended first. The
-    # last token before the draft goes with the draft, except as the first of an empty cache.
-    is_long = compact.is_empty or new > UNDO_LIMIT
-    can_split = not torch.is_grad_enabled() and compact.max_length is None
-    if not is_long or not can_split or config.num_groups is not None:
+    # A growing cache can undo its last append, but no first or long one: there the tokens before
+    # the draft go first. A cache of fixed length (`max_length`) takes back `rollback` tokens only.
+    needs_split = compact.max_length is None and (compact.is_empty or new > UNDO_LIMIT)
+    # Gradients reach a first append only; with `num_groups`, which sets g by the length of the
+    # first append, a filled cache takes single tokens only.
+    can_split = not torch.is_grad_enabled() and compact.config.num_groups is None
+    if not needs_split or not can_split:
         return 0
+    # A draft of one token would be a step, which cannot be undone: the token before goes with it,
+    # but for the first of an empty cache.
     return max(new - draft - 1, int(compact.is_empty))

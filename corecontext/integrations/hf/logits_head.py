@@ -35,8 +35,8 @@ class LogitRule(NamedTuple):
         return cls(divisor, getattr(hf_config, "final_logit_softcapping", None))
 
     def divided(self, hidden: Tensor) -> Tensor:
-        """Return hidden / divisor, [..., C], whose products with the head are x / divisor: the many
-        logits need not be divided. The same tensor where the divisor is 1."""
+        """Return hidden / divisor, [..., width], whose products with the head are x / divisor: the
+        many logits need not be divided. The same tensor where the divisor is 1."""
         return hidden if self.divisor == 1 else hidden / self.divisor
 
 
@@ -48,7 +48,7 @@ def has_known_logits(hf_config: Any) -> bool:
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits of last hidden states [..., C], in float32."""
+    """Return the logits of last hidden states [..., width], in float32."""
     rule = LogitRule.of(model.config)
     logits = model.get_output_embeddings()(rule.divided(hidden)).float()
     if rule.softcap is None:

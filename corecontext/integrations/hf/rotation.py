@@ -101,15 +101,15 @@ def rotation_of(model: Any, length: int | None) -> Iterator[None]:
     if module is None or length is None:
         yield
         return
-    before = dict(vars(module)), dict(module._buffers)
+    attributes, buffers = dict(vars(module)), dict(module._buffers)
     try:
         fix_rotation(model, length)
         yield
     finally:
         module._buffers.clear()
-        module._buffers.update(before[1])
+        module._buffers.update(buffers)
         vars(module).clear()
-        vars(module).update(before[0])
+        vars(module).update(attributes)
 
 
 def fix_rotation(model: Any, length: int) -> None:
@@ -120,9 +120,8 @@ def fix_rotation(model: Any, length: int) -> None:
     for name in ("", *(f"{kind}_" for kind in _kinds(module) if kind)):
         # Undo what an earlier, longer text has changed.
         if (first := getattr(module, f"{name}original_inv_freq", None)) is not None:
-            module._buffers[f"{name}inv_freq"] = first.to(
-                module._buffers[f"{name}inv_freq"].device
-            ).clone()
+            buffer = f"{name}inv_freq"
+            module._buffers[buffer] = first.to(module._buffers[buffer].device).clone()
             setattr(module, f"{name}max_seq_len_cached", module.original_max_seq_len)
     # A call for the last position sets the frequencies.
     device = next(iter(module.buffers())).device
