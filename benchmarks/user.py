@@ -234,15 +234,13 @@ def _twin(model: Any, config: CCAConfig) -> Any:
 
 
 def user_markdown(records: Sequence[Record]) -> str:
-    """Return tables of each model on a GPU and on a CPU, the one measured last: lengths by methods,
-    with times over those of full attention in the same run."""
-    newest: dict[tuple[str, bool], str] = {}
-    for record in sorted(records, key=lambda record: record.date):
-        newest[record.params["model"], "NVIDIA" in record.device] = record.device
+    """Return a table of each model on each device: lengths by methods, with times over those of
+    full attention in the same run."""
+    tables: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        tables.setdefault((record.params["model"], record.device), []).append(record)
     return "\n".join(
-        f"**{model}**, {device}\n\n"
-        + _table([r for r in records if r.params["model"] == model and r.device == device])
-        for (model, _), device in newest.items()
+        f"**{model}**, {device}\n\n{_table(rows)}" for (model, device), rows in tables.items()
     )
 
 
