@@ -726,7 +726,7 @@ def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch)
     calls = []
 
     monkeypatch.setattr(chosen, "attend_raw", lambda *given: calls.append("anywhere"))
-    chip = SimpleNamespace(unsupported_reason=lambda q, spec: "capped" if spec.softcap else None)
+    chip = SimpleNamespace(takes=lambda q, spec: spec.softcap is None)
     call = fetched_call(1)
     capped = call._replace(spec=call.spec.replace(softcap=2.0))
     for takes, given, name in (
@@ -745,8 +745,7 @@ def test_fetch_takes_the_kernels_made_for_a_chip_where_they_take_it(monkeypatch)
     assert calls == ["anywhere"]
 
     def gradients(spec: Spec, has_chip: bool = True) -> Any:
-        young = SimpleNamespace(unsupported_reason=chip.unsupported_reason)
-        young.gradients = lambda *given: given[-1]
+        young = SimpleNamespace(takes=chip.takes, gradients=lambda *given: given[-1])
         monkeypatch.setattr(best, "hopper_backward", young if has_chip else None)
         arguments = (None, call.tokens, None, call.cores, spec, None, call.choice)
         return best.gradients(*arguments)
@@ -760,8 +759,8 @@ class _OneChip:
     """Kernels that say they take every call, and must not get one."""
 
     @staticmethod
-    def unsupported_reason(*args: Any) -> None:
-        return None
+    def takes(*args: Any) -> bool:
+        return True
 
     @staticmethod
     def attend_list(*args: Any, **options: Any) -> None:
