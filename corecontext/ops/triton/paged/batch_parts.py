@@ -2,7 +2,7 @@
 
 - For long chunks of prompts `chunk.py` gathers the entries.
 - Whole prompts that see no core token have plain causal attention: the caller may pass a function.
-- Chunks of long prompts with fetch are left to the caller.
+- Steps and chunks of long prompts with fetch (`Kind.SHARING`) are left to the caller.
 - All others go to `attend_pages`, in runs of neighbouring sequences of a kind: decoding tokens
   beside a chunk get tiles of their size.
 
@@ -116,9 +116,11 @@ def attend_parts(
     out: Tensor,
     attend_whole: AttendWhole | None = None,
 ) -> None:
-    """Attend as `attend_pages` does, from the new tokens of all parts.
+    """Attend as `attend_pages` does, from the new tokens of all parts: to core tokens and the
+    window, without fetch.
 
     Args:
+        parts: None of them `Kind.SHARING`.
         tokens: Queries [T, H, D], keys and values [T, Hkv, D] of the new tokens of the whole batch.
         raw, cores: Hold the new tokens and what they complete; their tables have the rows of the
             whole batch.

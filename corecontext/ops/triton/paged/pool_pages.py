@@ -137,7 +137,7 @@ def _pool_pages_kernel(
     TILE: tl.constexpr,
 ):
     """Store the new tokens of a sequence for one KV head, pool one group, if they complete it
-    (docs/math.md, eq. 1 to 3), and write the index that waited for it (`index_pages.py`).
+    (docs/math.md, eq. 1 to 3), and write the index of an earlier one (`index_pages.py` says which).
 
     Grid: (blocks of GROUP new tokens, Hkv). Block i of a sequence has the i-th group that its new
     tokens touch. Keys are read in blocks of BLOCK_G tokens: by each query head for the sums of its
@@ -147,11 +147,11 @@ def _pool_pages_kernel(
         q_ptr: Queries of the new tokens, [T, H, D].
         new: Pointers to their keys, values and slots. They are stored if BLOCK_T is not 0: then a
             sequence has at most BLOCK_T of them, and no more than GROUP.
-        raw: Pointers to keys and values of raw tokens in pages.
-        far: The same in host memory.
+        raw, far: Pointers to keys and values of raw tokens in pages, of the device and of the host.
         cores: Pointers to keys, values and masses of core tokens.
-        index: As of `write_group_index`.
-        slots: Pointers to `GroupSlots`, into which the group is copied.
+        index: Pointers to codes, scales, centres and the rotation of the index.
+        slots: Pointers to the tensors of `GroupSlots`, in their order: tokens in slots, the slot of
+            each core token (-1: none), and what finds a slot, where the group is copied to.
         page_tables: Pointers to the tables of raw tokens and of core tokens.
         tables: Pointers to cosines and sines of the rotation to a group's middle.
         sequences: Pointers to each sequence's first new token and to its length.
@@ -342,7 +342,7 @@ def pool_pages(
     Args:
         q: [T, H, D], of the new tokens, rotary applied.
         raw: Holds the new tokens already, if `new` is None; D is even.
-        spec: One core token for each KV head, pooled by "cca".
+        spec: group_size is one number.
         index: With fetch, where the index is written.
         far: Raw tokens in host memory, where `new` are stored, too. Completed groups are copied
             into slots that are free; slots that sequences before had for their places are released.
