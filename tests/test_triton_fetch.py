@@ -19,6 +19,7 @@ from corecontext.ops.spec import Cores, Spec, Tokens, Upstream
 from corecontext.ops.triton import fetch_kernels as fetch
 from corecontext.ops.triton.attend import best as best_kernels
 from corecontext.ops.triton.attend import chosen, marks, unions
+from corecontext.ops.triton.attend.chosen import Call
 from corecontext.ops.triton.attend.shares import Choosing
 from corecontext.ops.triton.choose import byte_keys
 from corecontext.ops.triton.choose import group_scores as fetch_scores
@@ -393,8 +394,12 @@ def test_unions(share, start, count):
     m = (start + count) // g - sinks
     settings = Choosing((g, s, sinks), 1.0, k, share, start, start + count)
     order = normal(2, settings.num_shares, m).argsort(-1)[..., :k].sort(-1).values
-    call = marks.mark(order.int(), share, sinks * g + m, sinks * g)
-    got = unions.unite(call, sinks * g, (start, count, m), k, (g, s, sinks))
+    kv = torch.zeros(2, 2, start + count, 16, device=DEVICE)
+    tokens = Tokens(torch.zeros(2, 1, count, 16, device=DEVICE), *kv, start)
+    cores = Cores(*torch.zeros(2, 2, 1, m, 16, device=DEVICE))
+    spec = Spec(g, s, 1.0, sink_size=sinks * g)
+    call = Call(tokens, cores, spec, None, Choice(order.int(), share))
+    got = call.unions(call.marks())
     position = start + torch.arange(count, device=DEVICE)
     chosen = order[:, position // share - start // share, :, None] == torch.arange(m, device=DEVICE)
     see = torch.arange(m, device=DEVICE) < ((position + 1 - s).clamp(min=0) // g - sinks)[:, None]
