@@ -53,7 +53,7 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> float:
     The window and the first tokens are left out: they do not grow.
     """
     sizes = ModelSizes.of(config)
-    cca = settings_of(config)
+    cca = settings_of(config)  # without CCA: g = 1, whose core tokens are all tokens
     token = entry_bytes(cca, sizes.head_dim, dtype.itemsize) / cca.group_size
     # A long text, over which the slots of fetch, whose number is fixed, add next to nothing.
     length = 2**24

@@ -14,8 +14,9 @@ class LogprobsWriter:
     Args:
         texts: Gives the text of each token.
         chat: Whether the choice answers a chat.
-        start: Characters of the text before the first token; below 0 where tokens of a prompt have
-            more text than it.
+        start: Characters of the answer's text before the first token. Where the prompt is echoed
+            its tokens come first: the prompt's length less that of its tokens' text, which may be
+            longer: then it is below 0.
     """
 
     def __init__(self, texts: TokenText, chat: bool, start: int) -> None:
@@ -45,6 +46,7 @@ class LogprobsWriter:
             record = self._pending.popleft()
             written.append(record)
             offsets.append(max(0, self.offset))
+            # A special token shows no text.
             self.offset += len(self._decoder.decode(self.texts.shown(record.token)))
         if not written:
             return None

@@ -86,7 +86,8 @@ def gradients(
     spec: Spec,
     mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, through attention and through pooling."""
+    """Return the gradients of q, k and v, through attention and through pooling: on Hopper by
+    kernels that add up those of queries in any order, unless PyTorch is to be deterministic."""
     with on_device(tokens.q):
         grads = best.gradients(upstream, tokens, groups, cores, spec, mass)
         if grads is not None:
