@@ -1,4 +1,5 @@
-"""Choose tile sizes of kernels and splits of a decoding step by tables, never tuned while running.
+"""Choose tile sizes of kernels and splits of a decoding step by tables, never tuned while running;
+the kernels for Hopper have their own.
 
 They depend on head size, dtype and `Chip` alone, so that tests can ask about any chip.
 """

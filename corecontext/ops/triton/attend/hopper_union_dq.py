@@ -1,8 +1,10 @@
 """The gradient of queries through the raw tokens of the union of neighbouring queries' choices, for
 Hopper, written in Triton's Gluon.
 
-Unions, items, the producer, consumers, DIM_TILES, `low`, `high` and barriers are as explained in
-`hopper_union.py`. `dp` is the gradient of weights, `ds` that of scores.
+An item is 32 neighbouring queries of four heads of a KV head, with the union of their groups. A
+producer copies the groups' tokens, each of two consumers has ROWS rows, the queries of two heads;
+`low` and `high` are a result's columns 0 to 63 and 64 to 127 (more in `hopper_union.py`). `dp` is
+the gradient of weights, `ds` that of scores.
 """
 
 from torch import Tensor
@@ -57,12 +59,13 @@ def _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE: gl.constexpr):
 
     Args:
         stats: Log-sum-exp of each row in units of log 2, and delta.
-        bits, query: As of `chosen_by`.
+        bits: For each group of the tile the queries that chose it, as bits: a tuple of numbers.
+        query: Number of each row's query in its union.
     """
     lse, delta = stats
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     grouped = s.reshape([ROWS, GROUPS, GROUP_SIZE])
-    best = gl.max(grouped, 2)
+    best = gl.max(grouped, 2)  # for its layout alone
     groups: gl.constexpr = best.type.layout
     row = gl.convert_layout(lse, gl.SliceLayout(1, groups))
     shift = gl.where(chosen_by(bits, query, GROUPS, groups), row[:, None], float("inf"))
@@ -93,8 +96,10 @@ def _gradients_of_unions(
         results: Pointers to the gradient of queries, in float32, and delta.
         factors: Scale of scores, in units of log 2, and factor of the gradient.
         q_memory: Shared memory of queries and of grad out; barriers `ready` and `free` of both.
-        memory: Of `tile_memory`.
-        shape, unions: As of `union_of_item`.
+        memory: Shared memory of keys and of values, and barriers `ready` and `free` of both.
+        shape: Of the queries, [N, r, T, D].
+        unions: Pointers to each union's groups, to the queries that chose each as bits, and to the
+            number of groups; and the groups there is room for in each union, U.
     """
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr = inputs
     dq_ptr, delta_ptr = results
@@ -203,11 +208,11 @@ def union_dq_hopper(
     """Add the gradient of queries through the raw tokens of chosen groups, times query_scale, to
     dq, in place; write delta = sum(out * grad out) - grad lse of the queries that chose any.
 
-    Grid: as that of `union_fwd_hopper`. All tensors are contiguous.
+    Grid: a program for each multiprocessor, which walks the items. All tensors are contiguous.
 
     Args:
         inputs, results: As of `_gradients_of_unions`.
-        unions, most: As of `union_fwd_hopper`.
+        unions, most: The pointers of its `unions`, and U.
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     DIM_TILES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS

@@ -1,6 +1,6 @@
 """Pool groups into core tokens in Triton, and backward; keys and values are read once.
 
-The equations are those of `ops/reference.py`. Groups too large for registers, where all is float32,
+The equations are those of `ops/reference.py`. A group is held in registers, in float32; larger ones
 are pooled by `ops/pooling.py`.
 """
 
@@ -134,8 +134,9 @@ def pool(groups: Groups, spec: Spec) -> tuple[Cores, Tensor | None]:
     """Pool groups into core tokens (docs/math.md, eq. 1 to 3).
 
     Args:
-        groups: float32, float16 or bfloat16, any strides; k and v, usually views of [N, T, D], are
-            not copied as long as the last dimension is contiguous.
+        groups: q_last, the query of each group's last token [N, r, M, D], and k and v [N, M, g, D];
+            float32, float16 or bfloat16, any strides. k and v, usually views of [N, T, D], are not
+            copied as long as the last dimension is contiguous.
 
     Returns:
         Core tokens in the dtypes of k and of v, and with `spec.core_mass` float32 masses [N, 1, M].
