@@ -102,7 +102,7 @@ class Record:
     """The 20 % quantile of several measurements."""
     q80: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured: method, sizes, dtype."""
+    """Settings of what was measured: method, sizes, dtype."""
     device: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     commit: str | None = None

@@ -65,7 +65,7 @@ class Generated:
     key: str
     """Names the item among those of its task."""
     params: Mapping[str, Any]
-    """What its record says of it, such as the number of passages."""
+    """Params of its record, such as the number of passages."""
     make: Callable[[], Question] = field(repr=False)
     """Builds the prompt on demand: all prompts together may be large."""
     max_new_tokens: int

@@ -61,7 +61,7 @@ class Result:
 
 
 class _Inputs(NamedTuple):
-    """What a run needs besides its settings."""
+    """Hold what a run needs besides its settings."""
 
     hf_config: Any
     tokenizer: Any
