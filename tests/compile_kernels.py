@@ -350,7 +350,8 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         "sequences": ("i32", "i32"),
         "tables": ("fp32", "fp32"),
     }
-    yield Kernel(paged_pool._store_kernel, {**columns, "BLOCK_H": 8, "num_warps": 4}, types)
+    blocks = {"NUM_HEADS": 8, "BLOCK_T": 8, "BLOCK_H": 8, "num_warps": 4}
+    yield Kernel(paged_pool._store_kernel, {**columns, **blocks}, types)
     flags = {"HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
     blocks = {"PAGES": (16, 4), "GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
     sizes = {**columns, **flags, **blocks}

@@ -9,6 +9,9 @@ import torch
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
+from corecontext.cache.host_memory import host_zeros
+from corecontext.integrations.vllm import host_writes
+from corecontext.integrations.vllm.host_writes import HostWrites
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode import merge_parts
@@ -369,6 +372,32 @@ def test_padding_of_a_captured_batch_changes_nothing():
     assert (out - reference(config, halves(), qkv)).abs().max() < 1e-5
     written = (raw.k != 7).any(-1)
     assert int(written.sum()) == 9 + 4  # tokens and core tokens, nothing else
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_few_programs_store_all_tokens_beside_other_work(monkeypatch, kv_heads):
+    """On a GPU to host memory, on a stream of their own, which the last layer waits for."""
+    device = torch.get_default_device()
+    monkeypatch.setattr(paged_pool, "STORED_ROWS", 4)
+    monkeypatch.setattr(host_writes, "PROGRAMS", 2)
+    monkeypatch.setattr(host_writes, "LONG_CHUNK", 8)
+    k, v = torch.randn(2, 50, kv_heads, DIM)
+    places = torch.randperm(64)[:50]
+    places[::7] = -1
+    writes = HostWrites(most_captured=20)
+    assert writes.fewest == 21
+    shape = (3, 2, 16, 4, kv_heads, DIM)
+    for memory, (count, is_last) in zip(
+        host_zeros(shape, k.dtype, device), ((50, False), (20, False), (50, True))
+    ):
+        pages = Pages(memory[0], memory[1], places)
+        writes.store((k, v), places[:count], pages, is_last)
+        assert (writes.stream is not None) == (device.type == "cuda")
+        if is_last or count == 20:
+            wanted = torch.zeros(2, 64, kv_heads, DIM)
+            stored = places[:count] >= 0
+            wanted[:, places[:count][stored]] = torch.stack((k, v))[:, :count][:, stored]
+            assert memory.view(wanted.shape).equal(wanted)
 
 
 def dtypes_of(arguments):

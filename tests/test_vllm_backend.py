@@ -222,6 +222,7 @@ def expected(tokens: list[int], layer: int, config: CCAConfig, prompt: int) -> t
 def step(runner: Runner, requests: list[Request], counts: list[int], config: CCAConfig) -> int:
     """Run a step of all layers, compare its outputs, and return the tokens that were shared."""
     shared = 0
+    runner.manager.new_step_starts()
     for request, count in zip(requests, counts):
         options = {}
         if not request.num_computed_tokens:

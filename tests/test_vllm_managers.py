@@ -3,6 +3,7 @@ find in the block tables the entries that the rule of visibility allows."""
 
 import math
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -239,6 +240,24 @@ def test_a_beginning_whose_first_page_is_lost_is_not_shared(monkeypatch):
         pool = SimpleNamespace(hash_block_size=4, get_cached_block=lambda *given: first and [first])
         given = ([b"a", b"b", b"c"], 12, [0], pool, window)
         assert WindowManager.find_longest_cache_hit(*given) == shared
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_request_waits_for_pages_that_are_complete_at_the_end_of_a_step(monkeypatch, later):
+    """With raw tokens in host memory a request shares what earlier steps wrote, no more."""
+    of = CoreSpec.of
+    monkeypatch.setattr(CoreSpec, "of", partial(of, is_complete_later=later))
+    server = Server(PageLayout(group_size=2, window_size=5, sinks=2, page_size=4), 60, 0)
+    first, second = (server.request(name, [*range(40), ord(name)]) for name in "ab")
+    server.manager.new_step_starts()
+    assert server.step(first, 24, 24)
+    assert server.step(second, 9, 9) != later
+    assert server.hits == (0 if later else 24)
+    assert server.step(server.request("c", [99, 98]), 2, 2)
+    server.manager.new_step_starts()
+    assert server.step(first, 16, 16)
+    assert server.step(server.request("d", [*range(24), 5]), 1, 1)
+    assert server.hits == (24 if later else 48)
 
 
 def test_a_decoding_step_within_its_pages_asks_nothing_of_vllm(monkeypatch):

@@ -9,6 +9,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
 
 from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
 
@@ -127,6 +128,41 @@ class CoreManager(FullAttentionManager):
     """Manage the pages of core tokens: as those of full attention, each shared as a whole."""
 
     supports_fine_grained_hash_lookup = False
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_complete_later = getattr(self.kv_cache_spec, "is_complete_later", False)
+        self.unfinished: set[int] = set()
+        """Pages that this step fills, if they are complete at its end only."""
+
+    def new_step_starts(self) -> None:
+        """Forget the pages of the step before."""
+        self.unfinished.clear()
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
+        """Offer a request's full pages to later ones."""
+        name = request.request_id
+        first = self.num_cached_block.get(name, 0)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+        if self.is_complete_later:
+            pages = self.req_to_blocks[name][first : self.num_cached_block.get(name, 0)]
+            self.unfinished.update(page.block_id for page in pages)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args,
+        **kwargs,
+    ) -> int:
+        """Count the free pages that a step takes: more than there are for a request that shares
+        pages which this step fills, so that vLLM takes it in the next one."""
+        if any(page.block_id in self.unfinished for page in new_computed_blocks):
+            return self.block_pool.num_gpu_blocks + 1
+        return super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, *args, **kwargs
+        )
 
     def _cache_partial_tail_block(self, *args) -> None:
         """Leave out the page at a prompt's end, whose last group may be half pooled."""

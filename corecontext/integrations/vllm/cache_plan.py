@@ -51,6 +51,8 @@ class LayerCache(AttentionLayerBase):
         """Raw tokens in host memory."""
         self.slots: Tensor | None = None
         """Memory of their slots on the device, taken before vLLM measures what is left."""
+        self.is_last = False
+        """Whether it is that of the worker's last layer."""
         self.pages: Any = None
         """Views of this cache and of the layer's own, which the first step makes."""
         self.kv_cache = torch.tensor([])
@@ -147,6 +149,9 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
             layer.get_kv_cache_spec = partial(_spec_of_layer, specs.raw)
             holders.append(layer)
 
+    if cores:
+        cores[max(cores)].is_last = True
+
     # Caches of heads that keep every token. Their names must have no second number between dots:
     # vLLM reads a layer's number from them.
     added = list(cores.values())
@@ -179,7 +184,7 @@ def cache_specs_of(layer: Any) -> CacheSpecs:
         entries = core_entries(impl.config, page_size, impl.head_size, dtype.itemsize)
         padded = {**shape, "page_size_padded": raw.page_size_bytes}
         layout = PageLayout.of(impl.config, page_size, entries)
-        cores = CoreSpec.of(layout, **padded)
+        cores = CoreSpec.of(layout, is_complete_later=impl.config.fetches_from_host, **padded)
         if not impl.config.fetches_from_host:
             return CacheSpecs(None, cores, raw)
         return CacheSpecs(WindowSpec.of(layout, num_drafts(impl.vllm_config), **shape), cores, None)

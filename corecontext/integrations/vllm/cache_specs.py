@@ -53,9 +53,12 @@ class WindowSpec(SlidingWindowSpec):
 class CoreSpec(FullAttentionSpec):
     """Describe the cache of core tokens; `block_size` counts the tokens that a page stands for."""
 
+    is_complete_later: bool = False
+    """Whether what a step writes is complete at its end only: raw tokens in host memory."""
+
     @classmethod
     def of(cls, layout: PageLayout, **shape) -> CoreSpec:
-        """Make the spec of a layout; shape is num_kv_heads, head_size and dtype."""
+        """Make the spec of a layout; shape is num_kv_heads, head_size, dtype and other fields."""
         g = layout.group_size
         return cls(block_size=layout.core_page_tokens, tokens_per_state=g, **shape)
 

@@ -364,12 +364,16 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         tokens.
 
         Args:
-            places: Caches of raw tokens, each with the slots of the new tokens.
+            places: Caches of raw tokens, of the device and of the host, each with the slots of the
+                new tokens.
         """
         if batch.most_new <= min(1 + num_drafts(self.vllm_config), self.spec.group_size):
             return *new, places[0][0]
-        for slots, pages in places:
-            store_tokens(*new, slots, pages)
+        (slots, raw), *far = places
+        store_tokens(*new, slots, raw)
+        cache = self.caches.cores
+        for slots, pages in far:
+            cache.host_pages.writes.store(new, slots, pages, cache.is_last)
         return None
 
     def _attend_fetched(

@@ -76,6 +76,7 @@ def check_kept_pages(specs: Sequence[AttentionSpec]) -> None:
         given = {"num_new_computed_tokens": computed, "new_computed_blocks": shared}
         while computed < tokens:
             count = min(layout.page_size, tokens - computed)
+            manager.new_step_starts()
             manager.allocate_slots(request, count, **given)
             given = {}
             table = manager.get_block_ids(name)[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
-from corecontext.ops.triton.launch import contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.paged.group_slots import PROMPT_TRIES, FarPages, take_slots
 from corecontext.ops.triton.paged.index_pages import write_group_index
 from corecontext.ops.triton.paged.pages import (
@@ -25,24 +25,31 @@ from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.ops.triton.primitives import TINY, integers
 from corecontext.ops.triton.tiles import pool_tiles
 
+STORED_ROWS = 64
+"""Rows of new keys and as many of values that a program stores at once, a row for each KV head of a
+token."""
 
-@triton.jit(do_not_specialize=["num_heads"])
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _store_kernel(
     k_ptr,
     v_ptr,
     keys_ptr,
     values_ptr,
     slots_ptr,
-    num_heads,
+    num_tokens,
     k_strides,
     v_strides,
     page_strides,
     page_size,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store one new token, of all KV heads. Grid: (new tokens,).
+    """Store new tokens, of all KV heads. Grid: (programs,), each of which stores BLOCK_T tokens,
+    then those so many programs further on, up to the last.
 
     Args:
         k_ptr, v_ptr: [T, Hkv, D] of the new tokens.
@@ -50,21 +57,23 @@ def _store_kernel(
         slots_ptr: Where each token goes, page times page_size plus entry; -1 for nowhere.
         page_strides: Page, entry and KV head.
     """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    heads = tl.arange(0, BLOCK_H)
+    row = tl.arange(0, BLOCK_T * BLOCK_H)
+    head = row % BLOCK_H
     dims = tl.arange(0, BLOCK_D)
-    stored = tl.where(slot >= 0, HEAD_DIM, 0)
-    mask = (heads < num_heads)[:, None] & (dims < stored)[None, :]
-    at = token * k_strides[0] + heads[:, None] * k_strides[1] + dims[None, :]
-    k = tl.load(k_ptr + at, mask=mask, other=0.0)
-    at = token * v_strides[0] + heads[:, None] * v_strides[1] + dims[None, :]
-    v = tl.load(v_ptr + at, mask=mask, other=0.0)
-    slot = tl.maximum(slot, 0)
-    at = slot // page_size * page_strides[0] + slot % page_size * page_strides[1]
-    at += heads[:, None] * page_strides[2] + dims[None, :]
-    tl.store(keys_ptr + at, k, mask=mask)
-    tl.store(values_ptr + at, v, mask=mask)
+    for start in range(tl.program_id(0) * BLOCK_T, num_tokens, tl.num_programs(0) * BLOCK_T):
+        token = start + row // BLOCK_H
+        exists = (token < num_tokens) & (head < NUM_HEADS)
+        slot = tl.load(slots_ptr + token, mask=exists, other=-1).to(tl.int64)
+        mask = (slot >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+        token = token.to(tl.int64)
+        at = (token * k_strides[0] + head * k_strides[1])[:, None] + dims[None, :]
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
+        at = (token * v_strides[0] + head * v_strides[1])[:, None] + dims[None, :]
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        at = slot // page_size * page_strides[0] + slot % page_size * page_strides[1]
+        at = (at + head * page_strides[2])[:, None] + dims[None, :]
+        tl.store(keys_ptr + at, k, mask=mask)
+        tl.store(values_ptr + at, v, mask=mask)
 
 
 @triton.jit
@@ -304,23 +313,32 @@ def _pool_pages_kernel(
         )
 
 
-def store_tokens(k: Tensor, v: Tensor, slots: Tensor, pages: Pages) -> None:
+def store_tokens(
+    k: Tensor, v: Tensor, slots: Tensor, pages: Pages, num_programs: int | None = None
+) -> None:
     """Store new tokens in their pages.
 
     Args:
         k, v: [T, Hkv, D], rotary applied.
         slots: Where the first tokens of them go, [at most T] in int64: page times E plus entry, -1
             for nowhere.
+        num_programs: At most so many programs store them, which leave the others of the device to
+            what runs beside; None for as many as there are tiles.
     """
     k, v = map(contiguous_rows, (k, v))
     heads, dim = k.shape[1:]
+    block_h = power_of_2(heads)
+    block_t = max(1, STORED_ROWS // block_h)
+    tiles = ceil_div(slots.shape[0], block_t)
     launch(
         _store_kernel,
-        (slots.shape[0],),
-        (k, v, pages.k, pages.v, slots, heads),
+        (min(tiles, num_programs or tiles),),
+        (k, v, pages.k, pages.v, slots, slots.shape[0]),
         (k.stride()[:2], v.stride()[:2], pages.k.stride()[:3], pages.k.shape[1]),
+        NUM_HEADS=heads,
         HEAD_DIM=dim,
-        BLOCK_H=power_of_2(heads),
+        BLOCK_T=block_t,
+        BLOCK_H=block_h,
         BLOCK_D=power_of_2(dim),
         num_warps=4,
     )
