@@ -1,6 +1,7 @@
 """Declare the tables of fetch: passes of the operator, steps and whole models."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.operator_report import LABELS
 from benchmarks.tables import (
@@ -10,25 +11,22 @@ from benchmarks.tables import (
     grouped,
     key,
     newest,
-    shown_bytes,
     shown_ms,
     shown_us,
 )
 from corecontext.record import Record
 
-OPERATORS = {
-    "sdpa_cudnn": "full attention (cuDNN)",
-    "cca": "CCA",
-    "fetch": "`pairs:2`",
-    "fetch_shared": "shared",
-    "fetch_mean": "`mean`",
-    "fetch_mean_shared": "shared",
+PASS_COLUMNS: dict[str, dict[str, Any]] = {
+    "full attention (cuDNN)": {"method": "sdpa_cudnn"},
+    "each query": {"preset": "default", "fetch_share": 1, "choices": "model"},
+    "shared by 16": {"preset": "default", "fetch_share": 16, "choices": "model"},
+    "each query, random": {"preset": "default", "fetch_share": 1, "choices": "random"},
+    "shared by 16, random": {"preset": "default", "fetch_share": 16, "choices": "random"},
 }
+"""Params of a pass, by the titles of its columns."""
 STEPS = {"sdpa_cudnn": "full attention (cuDNN)", "cca": "CCA", "fetch": "fetch"}
 MODELS = {
     "full_rows": "full attention (this package's decoding step)",
-    "cca": "CCA",
-    "fetch": "fetch, raw tokens on the device",
     "fetch_host": "fetch, raw tokens in host memory",
 }
 PASSES = ("forward", "forward_backward")
@@ -46,31 +44,32 @@ PLACE = (
 """A whole model's method, length and slots."""
 
 
-def fetch_markdown(records: Sequence[Record]) -> str:
-    """Return the tables of the operator's passes, of its decoding step, and of whole models."""
-    models = [r for r in records if r.name.startswith("model.") and r.params["method"] in MODELS]
+def passes_markdown(records: Sequence[Record]) -> str:
+    """Return the tables of the operator's passes under the preset `default`."""
     lines: list[str] = []
     for name in PASSES:
-        timed = f"operator.{name}_ms"
+        timed = [r for r in records if r.name == f"operator.{name}_ms"]
         keys = (Key("", lambda _, name=name: LABELS[name], left=True), *SIZES)  # type: ignore[misc]
-        columns = [newest(title, timed, shown_ms, method=m) for m, title in OPERATORS.items()]
-        # Of passes those without a CUDA graph.
-        passes = [r for r in records if r.name == timed and r.params.get("timer") != "graph"]
-        lines += grouped(keys, columns, passes)[2 * bool(lines) :]
+        columns = [
+            newest(title, f"operator.{name}_ms", shown_ms, **params)
+            for title, params in PASS_COLUMNS.items()
+        ]
+        # Others of the same device, KV heads and length, and like these without a CUDA graph.
+        places = {_place(r) for r in timed if r.params.get("preset") == "default"}
+        lines += grouped(keys, columns, [r for r in timed if _place(r) in places])[
+            2 * bool(lines) :
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def fetch_markdown(records: Sequence[Record]) -> str:
+    """Return the tables of the operator's decoding step, and of whole models in batches."""
     step = "operator.decode_us"
-    lines += ["", "One decoding step of one layer:", ""]
+    lines = ["One decoding step of one layer:", ""]
     columns = [newest(title, step, shown_us, method=method) for method, title in STEPS.items()]
     steps = [r for r in records if r.name == step]
     lines += grouped((*SIZES, key("batch", "batch")), columns, steps)
-    lines += ["", "Llama-3.1-8B's shape, random weights:", ""]
-    columns = [
-        newest("first token", "model.first_token_s", "{:.2f} s".format),
-        newest("next token", "model.next_token_ms", shown_ms),
-        newest("cache on the device", "model.cache_bytes", shown_bytes),
-        newest("in host memory", "model.host_bytes", shown_bytes),
-    ]
-    rates = [r for r in models if r.name == "model.tokens_per_s"]
-    lines += grouped(PLACE, columns, [r for r in models if r not in rates])
+    rates = [r for r in records if r.name == "model.tokens_per_s" and r.params["method"] in MODELS]
     lines += ["", "Tokens per second of decoding, the best batch:", ""]
     columns = [
         Column("batch", lambda row: str(_best(row).params["batch"])),
@@ -78,6 +77,12 @@ def fetch_markdown(records: Sequence[Record]) -> str:
     ]
     lines += grouped(PLACE, columns, rates)
     return "\n".join(lines) + "\n"
+
+
+def _place(record: Record) -> tuple[Any, ...]:
+    """Return what the passes of a row share: device, KV heads, tokens and timer."""
+    p = record.params
+    return record.device, p["kv_heads"], p["length"], p.get("timer")
 
 
 def _best(row: Row) -> Record:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.fetch_tables import fetch_markdown
+from benchmarks.fetch_tables import fetch_markdown, passes_markdown
 from benchmarks.headline import draw_headline, headline_markdown
 from benchmarks.model_figure import draw_model, draw_sweep
 from benchmarks.model_tables import model_markdown
@@ -67,6 +67,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("demo, smollm2", "demo_smollm2", demo_table),
     PageTable("operator", "operator", operator_markdown),
     PageTable("fetch", "fetch", fetch_markdown),
+    PageTable("fetch, passes", "operator", passes_markdown),
     PageTable("model", "model", model_markdown),
     PageTable("training", "training", training_markdown),
     PageTable("vllm", "vllm", vllm_markdown),
