@@ -46,6 +46,7 @@ def vllm_markdown(records: Sequence[Record]) -> str:
     were sent one number.
     """
     runs: dict[str, list[Record]] = {}
+    records = [record for record in records if record.name in QUANTITIES]
     for record in sorted(records, key=lambda record: record.date, reverse=True):
         release = record.versions.get("vllm", "unknown")
         runs.setdefault(f"{record.device}, vLLM {release}", []).append(record)

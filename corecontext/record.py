@@ -72,6 +72,7 @@ UNITS = {
     "vllm.next_token_ms": "ms",
     "vllm.requests_per_s": "requests/s",
     "vllm.cache_tokens": "tokens",
+    "vllm.accuracy": "fraction",
     "checks.failed": "count",
     "demo.first_token_s": "s",
     "demo.next_token_ms": "ms",

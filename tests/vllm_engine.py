@@ -185,6 +185,10 @@ if GPU:
         "kv_cache_memory_bytes": 2 << 30,
         "block_size": 16,
     }
+    # So few groups that a choice leaves most tokens out.
+    preset = {"group_size": 32, "window_size": 160, "sink_size": 16, "fetch_groups": 4}
+    CASES["real, fetch"] = {**CASES["real"], "engine": 16, "fetch": preset}
+    CASES["real, fetch, host"] = {**CASES["real, fetch"], "fetch": {**preset, "store": "host"}}
     few = {2: 2, 18: 2, 20: 0, 24: 0}  # layers and their heads that keep every token
     raw = [tuple(1 if few.get(i) == head else 16 for head in range(3)) for i in range(30)]
     CASES["real, raw heads"] = {**CASES["real"], "layer_group_sizes": tuple(raw)}
@@ -195,9 +199,25 @@ if GPU:
         "num_gpu_blocks_override": 96,
         "speculative_config": NGRAMS,
     }
+    preset = {**preset, "fetch_groups": 64, "prefill": "auto"}
+    CASES["qwen3, 16K"] = {
+        **CASES["real, fetch"],
+        "real": False,
+        "family": "qwen3",
+        "shape": {"head_dim": 128, "num_key_value_heads": 1, "max_position_embeddings": 16640},
+        "spread": 2.0,  # of norms' weights: sharp attention
+        "lengths": (16600, 16384, 8300),
+        "fetch": preset,
+        "max_model_len": 16640,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 1,
+    }
+    CASES["qwen3, 16K, host"] = {**CASES["qwen3, 16K"], "fetch": {**preset, "store": "host"}}
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
 if not GPU or torch.cuda.device_count() > 1:
     CASES["two workers"] = TENSOR_PARALLEL
+    CASES["two workers, fetch"] = {**CASES["fetch"], **TENSOR_PARALLEL}
+    CASES["two workers, fetch, host"] = {**CASES["fetch, host"], **TENSOR_PARALLEL}
     CASES["two workers, raw heads"] = {**TENSOR_PARALLEL, "layer_group_sizes": ((4, 1), 4)}
     CASES["two stages, raw heads"] = {
         "pipeline_parallel_size": 2,
@@ -213,15 +233,18 @@ if GPU:
     CASES["two workers, one GPU"] = SHARED
     CASES["two workers, one GPU, raw heads"] = {**SHARED, "layer_group_sizes": ((4, 1), 4)}
 if GPU and torch.cuda.device_count() > 1:
-    CASES["two workers, captured"] = {**CASES["captured"], **TENSOR_PARALLEL}
+    for name in ("captured", "fetch, captured", "fetch, host, captured"):
+        CASES[f"two workers, {name}"] = {**CASES[name], **TENSOR_PARALLEL}
 
 
-def prompts(requests: int, short: bool) -> list[list[int]]:
+def prompts(requests: int, short: bool, lengths: tuple[int, ...] = ()) -> list[list[int]]:
     """Prompts of many lengths, some of which begin alike; or short ones alone, whose answers need
-    most of the pages."""
+    most of the pages; or prompts of given lengths."""
     draw = random.Random(0)
     begun = [draw.randrange(128) for _ in range(70)]
     texts = [[draw.randrange(128) for _ in range(length)] for length in (1, 7, 61)]
+    if lengths:
+        return [[draw.randrange(128) for _ in range(length)] for length in lengths]
     if short:
         return [begun[i : i + 5] for i in range(4)]
     texts += [[*begun[:66], 1], [*begun, 2, 3]]
@@ -232,9 +255,10 @@ def prompts(requests: int, short: bool) -> list[list[int]]:
 
 
 def checkpoint(
-    folder: str, config: CCAConfig, tied: bool, family: str, shape: dict
+    folder: str, config: CCAConfig, tied: bool, family: str, shape: dict, spread: float = 0.2
 ) -> PreTrainedModel:
-    """Save a random model with these settings, and return it with core context."""
+    """Save a random model with these settings, and return it with core context; weights of norms
+    and biases spread so far."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 128,
@@ -253,7 +277,7 @@ def checkpoint(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases and weights of norms, which begin as constants
-            parameter.data += 0.2 * torch.randn_like(parameter)
+            parameter.data += spread * torch.randn_like(parameter)
     if tied:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.data *= 0.4
@@ -319,6 +343,8 @@ def run(name: str, options: dict) -> dict:
     sizes = options.pop("layer_group_sizes", None)
     mass = options.pop("core_mass", False)
     config = CCAConfig.pooling(**CCA, core_mass=mass, layer_group_sizes=sizes)
+    if real:
+        config = CCAConfig.pooling(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)
     fetch = options.pop("fetch", None)
     if fetch is not None:
         fetch = {
@@ -329,8 +355,6 @@ def run(name: str, options: dict) -> dict:
             **fetch,
         }
         config = config.replace(core_mass=True, **fetch)
-    if real:
-        config = CCAConfig.pooling(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)
     tied = options.pop("tied", False)
     family = options.pop("family", "llama")
     short = options.pop("short", False)
@@ -353,8 +377,9 @@ def run(name: str, options: dict) -> dict:
             model = real_checkpoint(folder, config)
             texts = real_prompts(folder, requests)
         else:
-            model = checkpoint(folder, config, tied, family, options.pop("shape", {}))
-            texts = prompts(requests, short)
+            shape, spread = options.pop("shape", {}), options.pop("spread", 0.2)
+            model = checkpoint(folder, config, tied, family, shape, spread)
+            texts = prompts(requests, short, options.pop("lengths", ()))
         saved = json.loads(Path(folder, "config.json").read_text())
         if options.pop("overrides", False):
             settings["hf_overrides"] = {"cca": config.to_dict()}

@@ -1,12 +1,13 @@
-"""Send mixed requests to `vllm serve` with fetch on a CPU, by the openai client and by `vllm bench
-serve`: `python tests/vllm_serve.py MINUTES`.
+"""Send mixed requests to `vllm serve` with fetch, by the openai client and by `vllm bench serve`:
+`python tests/vllm_serve.py MINUTES [device|host [random|smollm2]]`, the store and the model.
+
+On a GPU decoding steps are captured; without one kernels run in Triton's interpreter.
 
 Prompts of many lengths, half of which begin alike; some clients leave before their answer ends.
 Prints a record of the faults seen: answers that are not those of our Engine, requests and pages in
 use at the end; with the megabytes of the server when it had answered each prompt once and then.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -18,19 +19,27 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import torch
 import vllm
 from openai import OpenAI
-from vllm_engine import CCA, checkpoint
+from vllm_engine import (
+    CCA,
+    DECODING_GRAPHS,
+    GPU,
+    checkpoint,
+    prompts,
+    real_checkpoint,
+    real_prompts,
+)
 
 from corecontext import CCAConfig
 from corecontext.inference import Engine
-from corecontext.record import make_record
+from corecontext.record import device_name, make_record
+from reproduction.real.served import NAME, VLLM, served
 
-PORT = 8123
-URL = f"http://127.0.0.1:{PORT}"
 TOKENS = 12
-CLIENTS = 4
+CLIENTS = 16 if GPU else 4
 LEAVES = 0.2
 """Share of the requests whose client leaves."""
 MODEL = Path(__file__).parent.parent / "corecontext" / "assets" / "demo_model"
@@ -39,66 +48,49 @@ ENTRY_POINTS = {
     "vllm.general_plugins": "core_context = corecontext.integrations.vllm.plugin:register",
 }
 SERVED = (
-    *("--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager"),
-    *("--compilation-config", '{"custom_ops": ["none"]}', "--block-size", "8"),
-    *("--max-model-len", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "4"),
-    *("--kv-cache-memory-bytes", str(8 << 20)),
+    *("--attention-backend", "CUSTOM", "--dtype", "float32", "--max-num-seqs", str(CLIENTS)),
+    *("--gpu-memory-utilization", "0.1", "--compilation-config"),
+    *((json.dumps(DECODING_GRAPHS),) if GPU else ('{"custom_ops": ["none"]}', "--enforce-eager")),
 )
-BENCH = (
-    *("bench", "serve", "--base-url", URL, "--dataset-name", "random", "--num-prompts", "8"),
-    *("--random-input-len", "60", "--random-output-len", "6", "--ignore-eos"),
-)
+SIZES = {
+    "random": "--block-size 8 --max-model-len 256 --max-num-batched-tokens 64",
+    "smollm2": "--block-size 16 --max-model-len 1024 --max-num-batched-tokens 512",
+}
+CACHE_BYTES = {"random": 8 << 20, "smollm2": 2 << 30}
+BENCH = f"""bench serve --model {NAME} --dataset-name random --num-prompts {2 * CLIENTS}
+    --random-input-len 60 --random-output-len 6 --ignore-eos"""
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Write entry points by which vLLM finds its plug-ins; return the environment of its processes,
-    whose kernels run in Triton's interpreter."""
-    for name, version in (("core_context_cpu", "0"), ("vllm", vllm.__version__)):
+    """Write entry points by which vLLM finds its plug-ins; return the environment of its
+    processes."""
+    for name, version in (("core_context_cpu", "0"), ("vllm", vllm.__version__))[: 2 - GPU]:
         made = folder / f"{name}-{version}.dist-info"
         made.mkdir()
         made.joinpath("METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
         if version == "0":
-            lines = [f"[{group}]\n{entry}\n" for group, entry in ENTRY_POINTS.items()]
+            lines = [f"[{group}]\n{entry}\n" for group, entry in list(ENTRY_POINTS.items())[GPU:]]
             made.joinpath("entry_points.txt").write_text("".join(lines))
     here = Path(__file__).parent
-    paths = (str(here.parent), str(here), str(folder))
-    # The test of the engine has it in one process.
-    given = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    return {**os.environ, **given, "OMP_NUM_THREADS": "1"}
+    paths = (str(here.parent), str(here), str(folder), os.environ.get("PYTHONPATH", ""))
+    given = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    # The test of the engine has it in one process, on V1.
+    given |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": str(int(GPU))}
+    return {**os.environ, **given}
 
 
-def megabytes(process: int) -> int:
-    """Return the memory of a process and of those that it started."""
-    status = Path(f"/proc/{process}/status").read_text()
-    kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return kib // 1024 + sum(megabytes(int(child)) for child in children)
+def megabytes(process: int) -> list[int]:
+    """Return the memory of a process with those that it started, and what is used of a GPU."""
+    server = psutil.Process(process)
+    host = sum(each.memory_info().rss for each in (server, *server.children(recursive=True)))
+    free, whole = torch.cuda.mem_get_info() if GPU else (0, 0)
+    return [host >> 20, whole - free >> 20]
 
 
-def metric(name: str) -> float:
+def metric(url: str, name: str) -> float:
     """Return one of the server's metrics."""
-    lines = urllib.request.urlopen(f"{URL}/metrics").read().decode().splitlines()
+    lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
-
-
-@contextlib.contextmanager
-def served(folder: str, environment: dict[str, str], log: Path):
-    """Start the server, and stop it."""
-    program = Path(sys.executable).with_name("vllm")
-    command = [program, "serve", folder, "--served-model-name", "m", "--port", str(PORT), *SERVED]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        try:
-            while True:
-                assert process.poll() is None, log.read_text()[-3000:]
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"{URL}/health")
-                    break
-                time.sleep(1)
-            yield process.pid
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def ask(client: OpenAI, prompt: list[int], leaves: bool) -> list[int] | None:
@@ -106,7 +98,7 @@ def ask(client: OpenAI, prompt: list[int], leaves: bool) -> list[int] | None:
     options = {"max_tokens": TOKENS, "temperature": 0.0}
     more = {"return_token_ids": True, "ignore_eos": True}
     answer = client.completions.create(
-        model="m", prompt=prompt, stream=leaves, extra_body=more, **options
+        model=NAME, prompt=prompt, stream=leaves, extra_body=more, **options
     )
     if leaves:
         for _ in zip(range(3), answer):
@@ -116,70 +108,74 @@ def ask(client: OpenAI, prompt: list[int], leaves: bool) -> list[int] | None:
     return answer.choices[0].token_ids
 
 
-def main(minutes: float) -> dict:
+def main(minutes: float, store: str, name: str) -> dict:
     """Run the server and its clients, and return what was seen."""
-    fetch = {"fetch_groups": 2, "fetch_index": "bits:2", "prefill": "full", "store": "device"}
+    fetch = {"fetch_groups": 2, "fetch_index": "bits:2", "prefill": "full", "store": store}
     config = CCAConfig.pooling(**CCA, core_mass=True).replace(**fetch)
-    draw = random.Random(0)
-    begun = [draw.randrange(256) for _ in range(150)]
-    prompts = [
-        [*begun[: draw.randrange(150) * (i % 2)], *(draw.randrange(256) for _ in range(3 + 2 * i))]
-        for i in range(24)
-    ]
+    if name == "smollm2":
+        config = CCAConfig.preset("device").replace(fetch_groups=4, prefill="full", store=store)
     counts = dict.fromkeys(("requests", "left", "wrong"), 0)
     lock = threading.Lock()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as plugins:
-        model = checkpoint(folder, config, False, "llama", {"vocab_size": 264})
+        if name == "random":
+            model = checkpoint(folder, config, False, "llama", {"vocab_size": 264})
+            for file in MODEL.glob("tokenizer*"):
+                Path(folder, file.name).write_bytes(file.read_bytes())
+            texts = prompts(24, False)
+        else:
+            model = real_checkpoint(folder, config)
+            texts = real_prompts(folder, 96)
         saved = json.loads(Path(folder, "config.json").read_text())
         Path(folder, "config.json").write_text(json.dumps({**saved, "cca": config.to_dict()}))
-        for file in MODEL.glob("tokenizer*"):
-            Path(folder, file.name).write_bytes(file.read_bytes())
         engine = Engine(model)
-        wanted = [
-            engine.generate(torch.tensor([prompt]), max_new_tokens=TOKENS)[0] for prompt in prompts
-        ]
+        inputs = [torch.tensor([text], device=model.device) for text in texts]
+        wanted = [engine.generate(prompt, max_new_tokens=TOKENS)[0] for prompt in inputs]
         environment = install(Path(plugins))
-        with served(folder, environment, Path(plugins, "log")) as server:
-            client = OpenAI(base_url=f"{URL}/v1", api_key="none", timeout=600)
+        sizes = (*SIZES[name].split(), "--kv-cache-memory-bytes", str(CACHE_BYTES[name]))
+        with served(folder, (*SERVED, *sizes), environment) as server:
+            client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
 
             def check(number: int, leaves: bool) -> None:
-                tokens = ask(client, prompts[number], leaves)
+                tokens = ask(client, texts[number], leaves)
                 with lock:
                     counts["requests"] += 1
                     counts["left"] += leaves
                     counts["wrong"] += not leaves and list(tokens) != list(wanted[number])
 
-            for number in range(len(prompts)):
+            for number in range(len(texts)):
                 check(number, False)
-            before = megabytes(server)
+            before = megabytes(server.process)
             end = time.monotonic() + 60 * minutes
 
             def work(seed: int) -> None:
                 own = random.Random(seed)
                 while time.monotonic() < end:
-                    check(own.randrange(len(prompts)), own.random() < LEAVES)
+                    check(own.randrange(len(texts)), own.random() < LEAVES)
 
             threads = [threading.Thread(target=work, args=(seed,)) for seed in range(CLIENTS)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            program = Path(sys.executable).with_name("vllm")
-            bench = [program, *BENCH, "--model", "m", "--tokenizer", folder]
-            done = subprocess.run(bench, env=environment, capture_output=True, text=True)
+            bench = [*VLLM, *BENCH.split(), "--base-url", server.url, "--tokenizer", folder]
+            done = subprocess.run(bench, env=environment, stdout=sys.stderr)
             time.sleep(5)
             return {
                 **counts,
                 "bench_serve": done.returncode,
-                "shared_tokens": metric("prefix_cache_hits_total"),
-                "running": metric("num_requests_running") + metric("num_requests_waiting"),
-                "pages_in_use": metric("kv_cache_usage_perc"),
-                "megabytes": [before, megabytes(server)],
+                "shared_tokens": metric(server.url, "prefix_cache_hits_total"),
+                "running": metric(server.url, "num_requests_running")
+                + metric(server.url, "num_requests_waiting"),
+                "pages_in_use": metric(server.url, "kv_cache_usage_perc"),
+                "megabytes": [before, megabytes(server.process)],
             }
 
 
 if __name__ == "__main__":
-    seen = main(float(sys.argv[1]))
+    minutes, store, model = (*sys.argv[1:], *("device", "random")[len(sys.argv) - 2 :])
+    seen = main(float(minutes), store, model)
     failed = sum(seen[name] != 0 for name in ("bench_serve", "running", "pages_in_use"))
-    params = {"check": "vllm serve", "minutes": float(sys.argv[1]), **seen}
-    print(make_record("checks.failed", failed + seen["wrong"], params).to_json(), flush=True)
+    params = {"check": "vllm serve", "minutes": float(minutes), "store": store, "model": model}
+    device = device_name("cuda" if GPU else "cpu")
+    record = make_record("checks.failed", failed + seen["wrong"], {**params, **seen}, device=device)
+    print(record.to_json(), flush=True)
