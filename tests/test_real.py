@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from reproduction.command import main
 from reproduction.real import attention as real_attention
 from reproduction.real import figure as real_figure
 from reproduction.real import plan as real_plan
+from reproduction.real import served as real_served
 from reproduction.real import tasks as real_tasks
 from reproduction.real.attention import AttentionRun
 from reproduction.real.figure import draw_frontier, draw_presets
@@ -277,6 +279,43 @@ def test_the_gain_is_that_of_the_logarithms():
     assert gain_kept(9.39, 11.65, 7.46) == pytest.approx(0.484, abs=1e-3)
     assert gain_kept(5.760, 7.162, 5.530) == pytest.approx(0.842, abs=1e-3)
     assert gain_kept(7.46, 11.65, 7.46) == 1 and gain_kept(11.65, 11.65, 7.46) == 0
+
+
+SERVER = """
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids = asked["prompt"]
+        first = next(i for i in range(len(ids)) if all(15 <= x < 25 for x in ids[i : i + 7]))
+        answer = [0] * asked["max_tokens"] if "CUSTOM" in sys.argv else ids[first - 1 : first + 7]
+        self.do_GET()
+        self.wfile.write(json.dumps({"choices": [{"token_ids": answer}]}).encode())
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
+"""
+"""In place of vLLM's: without fetch it finds the seven digits of a prompt, tokens 15 to 24."""
+
+
+def test_needles_are_asked_by_http(data, model, tmp_path, monkeypatch, capsys):
+    program, output = tmp_path / "vllm.py", tmp_path / "vllm.jsonl"
+    program.write_text(SERVER)
+    monkeypatch.setattr(real_served, "VLLM", (sys.executable, str(program)))
+    command = ["served", "--model", model, "--data", str(data), "--needle-length", "320"]
+    command += ["--output", str(output), "--needles", "2"]
+    assert main([*command, "--method", "full", "--method", "default"]) == 0
+    values = {r.params.get("preset"): (r.name, r.value) for r in read_records(output)}
+    assert values == {None: ("vllm.accuracy", 1), "default": ("vllm.accuracy", 0)}
+    program.write_text("raise SystemExit('no such option')")
+    assert main(command) == 2
+    assert "no such option" in capsys.readouterr().err
 
 
 def far(method: str, value: float, **params) -> object:

@@ -27,8 +27,10 @@ CASES += ["fetch, host", "fetch, host, shared choices"]
 CASES += ["raw heads", "raw heads, small cache", "raw heads, drafts", "raw pairs"]
 CASES += ["llama 2", "llama 3", "mistral", "qwen2", "qwen3", "two workers"]
 CASES += ["two workers, raw heads", "two stages, raw heads"]
+CASES += ["two workers, fetch", "two workers, fetch, host"]
 GPU_CASES = ["captured", "graphs", "many", "real", "raw heads, captured", "real, raw heads"]
 GPU_CASES += ["fetch, captured", "fetch, host, captured", "fetch, many"]
+GPU_CASES += ["real, fetch", "real, fetch, host", "qwen3, 16K", "qwen3, 16K, host"]
 CASES += [pytest.param(case, marks=ON_GPU) for case in GPU_CASES]
 
 

@@ -15,7 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 RUNNER = (*sys.argv, "V1")[1]
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -51,7 +50,6 @@ if not GPU:  # before modules of vLLM take the platform's object; in its workers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
 
 from corecontext import CCAConfig, enable
 from corecontext.inference import Engine
@@ -64,21 +62,6 @@ from corecontext.ops.triton.paged import chunk as paged_chunk
 prompt_rule.STEP_LENGTHS.clear()
 prompt_rule.WHOLE_TOKENS.clear()
 LONG_CHUNK = paged_chunk.LONG_CHUNK
-
-
-class SharedWorker(DeviceWorker):
-    """vLLM's worker on the first GPU, which others use too.
-
-    gloo connects them, since NCCL takes one process for each GPU.
-    """
-
-    def init_device(self):
-        os.environ |= {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-        vllm.platforms.current_platform.dist_backend = "gloo"
-        self.local_rank = 0
-        # vLLM wants as many GPUs as workers.
-        with mock.patch("torch.accelerator.device_count", lambda: self.parallel_config.world_size):
-            super().init_device()
 
 
 NGRAMS = {
@@ -224,14 +207,6 @@ if not GPU or torch.cuda.device_count() > 1:
         "layer_group_sizes": ((1, 4), 1, 4),
         "shape": {"num_hidden_layers": 3},
     }
-if GPU:
-    SHARED = {
-        **TENSOR_PARALLEL,
-        "distributed_executor_backend": "mp",
-        "worker_cls": f"{__name__}.SharedWorker",
-    }
-    CASES["two workers, one GPU"] = SHARED
-    CASES["two workers, one GPU, raw heads"] = {**SHARED, "layer_group_sizes": ((4, 1), 4)}
 if GPU and torch.cuda.device_count() > 1:
     for name in ("captured", "fetch, captured", "fetch, host, captured"):
         CASES[f"two workers, {name}"] = {**CASES[name], **TENSOR_PARALLEL}
