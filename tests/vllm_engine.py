@@ -170,7 +170,9 @@ if GPU:
     }
     # So few groups that a choice leaves most tokens out.
     preset = {"group_size": 32, "window_size": 160, "sink_size": 16, "fetch_groups": 4}
-    CASES["real, fetch"] = {**CASES["real"], "engine": 16, "fetch": preset}
+    # The host holds 8 times the bytes of a page.
+    few = {"engine": 16, "max_num_seqs": 16, "kv_cache_memory_bytes": 768 << 20}
+    CASES["real, fetch"] = {**CASES["real"], **few, "fetch": preset}
     CASES["real, fetch, host"] = {**CASES["real, fetch"], "fetch": {**preset, "store": "host"}}
     few = {2: 2, 18: 2, 20: 0, 24: 0}  # layers and their heads that keep every token
     raw = [tuple(1 if few.get(i) == head else 16 for head in range(3)) for i in range(30)]
@@ -194,6 +196,7 @@ if GPU:
         "max_model_len": 16640,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 1,
+        "kv_cache_memory_bytes": 128 << 20,
     }
     CASES["qwen3, 16K, host"] = {**CASES["qwen3, 16K"], "fetch": {**preset, "store": "host"}}
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}

@@ -56,7 +56,7 @@ SIZES = {
     "random": "--block-size 8 --max-model-len 256 --max-num-batched-tokens 64",
     "smollm2": "--block-size 16 --max-model-len 1024 --max-num-batched-tokens 512",
 }
-CACHE_BYTES = {"random": 8 << 20, "smollm2": 2 << 30}
+CACHE_BYTES = {"random": 8 << 20, "smollm2": 768 << 20}
 BENCH = f"""bench serve --model {NAME} --dataset-name random --num-prompts {2 * CLIENTS}
     --random-input-len 60 --random-output-len 6 --ignore-eos"""
 
