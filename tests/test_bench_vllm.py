@@ -172,6 +172,7 @@ def test_the_table_has_the_newest_of_both_methods():
         record("vllm.next_token_ms", 9.0, "cca", "1", **alone),
         record("vllm.next_token_ms", 6.0, "full", "1", **alone),
         record("vllm.cache_tokens", 7e6, "cca", "1", length=33792),
+        record("vllm.accuracy", 0.9, "cca", "1", length=7900),
         record("vllm.requests_per_s", 2.0, "cca", "4", **together, requests=64, weights="fp8"),
         record("vllm.next_token_ms", 2.0, "cca", "3", **alone, weights="fp8", compiled=True),
         record(
