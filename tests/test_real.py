@@ -287,17 +287,15 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Answers(BaseHTTPRequestHandler):
-    def do_GET(self):
+    def do_GET(self, answer=()):
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"token_ids": answer}]}).encode())
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        ids = asked["prompt"]
+        ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
         first = next(i for i in range(len(ids)) if all(15 <= x < 25 for x in ids[i : i + 7]))
-        answer = [0] * asked["max_tokens"] if "CUSTOM" in sys.argv else ids[first - 1 : first + 7]
-        self.do_GET()
-        self.wfile.write(json.dumps({"choices": [{"token_ids": answer}]}).encode())
+        self.do_GET([] if "CUSTOM" in sys.argv else ids[first - 1 : first + 7])
 
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
 """

@@ -71,6 +71,7 @@ NGRAMS = {
     "prompt_lookup_min": 2,
 }
 CCA = {"group_size": 4, "window_size": 10, "sink_size": 4}
+FETCH = {"fetch_groups": 2, "fetch_index": "bits:2", "prefill": "full", "store": "device"}
 START = time.perf_counter()
 COUNTS = {"accepted": 0, "preempted": 0}
 CASES = {
@@ -80,11 +81,8 @@ CASES = {
     "small cache": {"tokens": 30, "short": True, "num_gpu_blocks_override": 13},
     "fetch": {"fetch": {}, "tokens": 8, "alone": 5},
     "fetch, small cache": {"fetch": {}, "tokens": 30, "short": True, "num_gpu_blocks_override": 26},
-    "drafts": {
-        "tokens": 16,
-        "tied": True,  # the last token is a likely next one, and so are drafts
-        "speculative_config": NGRAMS,
-    },
+    # Tied: the last token is a likely next one, and so are drafts.
+    "drafts": {"tokens": 16, "tied": True, "speculative_config": NGRAMS},
 }
 # Chunks begin at multiples of a share where requests run one by one.
 CASES["fetch, shared choices"] = {
@@ -113,11 +111,8 @@ CASES["raw heads, small cache"] = {
     "num_gpu_blocks_override": 44,
 }
 CASES["raw heads, drafts"] = {**CASES["drafts"], "layer_group_sizes": ((1, 4), (4, 1))}
-CASES["raw pairs"] = {
-    "layer_group_sizes": ((1, 4, 4, 1), 1),
-    "overrides": True,
-    "shape": {"num_key_value_heads": 4},
-}
+FOUR_HEADS = {"shape": {"num_key_value_heads": 4}}
+CASES["raw pairs"] = {**FOUR_HEADS, "layer_group_sizes": ((1, 4, 4, 1), 1), "overrides": True}
 LLAMA_3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -126,26 +121,21 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-CASES["llama 2"] = {"shape": {"num_key_value_heads": 4}}
+CASES["llama 2"] = FOUR_HEADS
 CASES["llama 3"] = {"shape": {"rope_parameters": LLAMA_3}}
 CASES["mistral"] = {"family": "mistral", "shape": {"sliding_window": None}}
 CASES["qwen2"] = {"family": "qwen2"}
 CASES["qwen3"] = {"family": "qwen3", "shape": {"head_dim": 32}}
 DECODING_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 if GPU:
-    CASES["raw heads, captured"] = {
-        **CASES["raw heads"],
-        "enforce_eager": False,
-        "compilation_config": DECODING_GRAPHS,
-    }
     CASES["captured"] = {"enforce_eager": False, "compilation_config": DECODING_GRAPHS}
+    CASES["raw heads, captured"] = {**CASES["raw heads"], **CASES["captured"]}
     CASES["graphs"] = {"enforce_eager": False, "compilation_config": {}}
     CASES["many"] = {
+        **CASES["captured"],
         "tokens": 24,
         "requests": 64,
         "engine": 16,
-        "enforce_eager": False,
-        "compilation_config": DECODING_GRAPHS,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 96,
         "num_gpu_blocks_override": 400,
@@ -154,14 +144,13 @@ if GPU:
     CASES["fetch, host, captured"] = {**CASES["fetch, host"], **CASES["captured"]}
     CASES["fetch, many"] = {**CASES["many"], "fetch": {}, "num_gpu_blocks_override": 600}
     CASES["real"] = {
+        **CASES["captured"],
         "real": True,
         "long_chunk": 256,
         "tokens": 24,
         "requests": 64,
         "engine": 4,
         "alone": 4,
-        "enforce_eager": False,
-        "compilation_config": DECODING_GRAPHS,
         "max_model_len": 1024,
         "max_num_batched_tokens": 512,
         "max_num_seqs": 64,
@@ -171,23 +160,15 @@ if GPU:
     # So few groups that a choice leaves most tokens out.
     preset = {"group_size": 32, "window_size": 160, "sink_size": 16, "fetch_groups": 4}
     # The host holds 8 times the bytes of a page.
-    few = {"engine": 16, "max_num_seqs": 16, "kv_cache_memory_bytes": 768 << 20}
-    CASES["real, fetch"] = {**CASES["real"], **few, "fetch": preset}
+    sizes = {"engine": 16, "max_num_seqs": 16, "kv_cache_memory_bytes": 768 << 20}
+    CASES["real, fetch"] = {**CASES["real"], **sizes, "fetch": preset}
     CASES["real, fetch, host"] = {**CASES["real, fetch"], "fetch": {**preset, "store": "host"}}
     few = {2: 2, 18: 2, 20: 0, 24: 0}  # layers and their heads that keep every token
     raw = [tuple(1 if few.get(i) == head else 16 for head in range(3)) for i in range(30)]
     CASES["real, raw heads"] = {**CASES["real"], "layer_group_sizes": tuple(raw)}
-    CASES["real, small cache, drafts"] = {
-        **CASES["real"],
-        "engine": 0,
-        "alone": 0,
-        "num_gpu_blocks_override": 96,
-        "speculative_config": NGRAMS,
-    }
     preset = {**preset, "fetch_groups": 64, "prefill": "auto"}
     CASES["qwen3, 16K"] = {
-        **CASES["real, fetch"],
-        "real": False,
+        **CASES["fetch, captured"],
         "family": "qwen3",
         "shape": {"head_dim": 128, "num_key_value_heads": 1, "max_position_embeddings": 16640},
         "spread": 2.0,  # of norms' weights: sharp attention
@@ -197,22 +178,19 @@ if GPU:
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 1,
         "kv_cache_memory_bytes": 128 << 20,
+        "block_size": 16,
     }
     CASES["qwen3, 16K, host"] = {**CASES["qwen3, 16K"], "fetch": {**preset, "store": "host"}}
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
 if not GPU or torch.cuda.device_count() > 1:
-    CASES["two workers"] = TENSOR_PARALLEL
-    CASES["two workers, fetch"] = {**CASES["fetch"], **TENSOR_PARALLEL}
-    CASES["two workers, fetch, host"] = {**CASES["fetch, host"], **TENSOR_PARALLEL}
+    for name in [name for name in CASES if name.startswith(("plain", "captured", "fetch"))]:
+        CASES[f"two workers, {name}"] = {**CASES[name], **TENSOR_PARALLEL}
     CASES["two workers, raw heads"] = {**TENSOR_PARALLEL, "layer_group_sizes": ((4, 1), 4)}
     CASES["two stages, raw heads"] = {
         "pipeline_parallel_size": 2,
         "layer_group_sizes": ((1, 4), 1, 4),
         "shape": {"num_hidden_layers": 3},
     }
-if GPU and torch.cuda.device_count() > 1:
-    for name in ("captured", "fetch, captured", "fetch, host, captured"):
-        CASES[f"two workers, {name}"] = {**CASES[name], **TENSOR_PARALLEL}
 
 
 def prompts(requests: int, short: bool, lengths: tuple[int, ...] = ()) -> list[list[int]]:
@@ -325,14 +303,7 @@ def run(name: str, options: dict) -> dict:
         config = CCAConfig.pooling(16, 64, sink_size=16, core_mass=True, layer_group_sizes=sizes)
     fetch = options.pop("fetch", None)
     if fetch is not None:
-        fetch = {
-            "fetch_groups": 2,
-            "fetch_index": "bits:2",
-            "prefill": "full",
-            "store": "device",
-            **fetch,
-        }
-        config = config.replace(core_mass=True, **fetch)
+        config = config.replace(core_mass=True, **{**FETCH, **fetch})
     tied = options.pop("tied", False)
     family = options.pop("family", "llama")
     short = options.pop("short", False)

@@ -22,16 +22,9 @@ from pathlib import Path
 import psutil
 import torch
 import vllm
+import vllm_engine
 from openai import OpenAI
-from vllm_engine import (
-    CCA,
-    DECODING_GRAPHS,
-    GPU,
-    checkpoint,
-    prompts,
-    real_checkpoint,
-    real_prompts,
-)
+from vllm_engine import GPU
 
 from corecontext import CCAConfig
 from corecontext.inference import Engine
@@ -47,11 +40,11 @@ ENTRY_POINTS = {
     "vllm.platform_plugins": "interpreted = vllm_cpu:platform",
     "vllm.general_plugins": "core_context = corecontext.integrations.vllm.plugin:register",
 }
-SERVED = (
-    *("--attention-backend", "CUSTOM", "--dtype", "float32", "--max-num-seqs", str(CLIENTS)),
-    *("--gpu-memory-utilization", "0.1", "--compilation-config"),
-    *((json.dumps(DECODING_GRAPHS),) if GPU else ('{"custom_ops": ["none"]}', "--enforce-eager")),
-)
+STEPS = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
+if not GPU:
+    STEPS = '{"custom_ops":["none"]} --enforce-eager'
+SERVED = f"""--attention-backend CUSTOM --dtype float32 --gpu-memory-utilization 0.1
+    --max-num-seqs {CLIENTS} --compilation-config {STEPS}"""
 SIZES = {
     "random": "--block-size 8 --max-model-len 256 --max-num-batched-tokens 64",
     "smollm2": "--block-size 16 --max-model-len 1024 --max-num-batched-tokens 512",
@@ -95,11 +88,9 @@ def metric(url: str, name: str) -> float:
 
 def ask(client: OpenAI, prompt: list[int], leaves: bool) -> list[int] | None:
     """Return the tokens of an answer, or leave before it ends."""
-    options = {"max_tokens": TOKENS, "temperature": 0.0}
+    options = {"model": NAME, "max_tokens": TOKENS, "temperature": 0.0}
     more = {"return_token_ids": True, "ignore_eos": True}
-    answer = client.completions.create(
-        model=NAME, prompt=prompt, stream=leaves, extra_body=more, **options
-    )
+    answer = client.completions.create(prompt=prompt, stream=leaves, extra_body=more, **options)
     if leaves:
         for _ in zip(range(3), answer):
             pass
@@ -110,29 +101,29 @@ def ask(client: OpenAI, prompt: list[int], leaves: bool) -> list[int] | None:
 
 def main(minutes: float, store: str, name: str) -> dict:
     """Run the server and its clients, and return what was seen."""
-    fetch = {"fetch_groups": 2, "fetch_index": "bits:2", "prefill": "full", "store": store}
-    config = CCAConfig.pooling(**CCA, core_mass=True).replace(**fetch)
+    fetch = {**vllm_engine.FETCH, "store": store}
+    config = CCAConfig.pooling(**vllm_engine.CCA).replace(core_mass=True, **fetch)
     if name == "smollm2":
         config = CCAConfig.preset("device").replace(fetch_groups=4, prefill="full", store=store)
     counts = dict.fromkeys(("requests", "left", "wrong"), 0)
     lock = threading.Lock()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as plugins:
         if name == "random":
-            model = checkpoint(folder, config, False, "llama", {"vocab_size": 264})
+            model = vllm_engine.checkpoint(folder, config, False, "llama", {"vocab_size": 264})
             for file in MODEL.glob("tokenizer*"):
                 Path(folder, file.name).write_bytes(file.read_bytes())
-            texts = prompts(24, False)
+            texts = vllm_engine.prompts(24, False)
         else:
-            model = real_checkpoint(folder, config)
-            texts = real_prompts(folder, 96)
+            model = vllm_engine.real_checkpoint(folder, config)
+            texts = vllm_engine.real_prompts(folder, 96)
         saved = json.loads(Path(folder, "config.json").read_text())
         Path(folder, "config.json").write_text(json.dumps({**saved, "cca": config.to_dict()}))
         engine = Engine(model)
         inputs = [torch.tensor([text], device=model.device) for text in texts]
         wanted = [engine.generate(prompt, max_new_tokens=TOKENS)[0] for prompt in inputs]
         environment = install(Path(plugins))
-        sizes = (*SIZES[name].split(), "--kv-cache-memory-bytes", str(CACHE_BYTES[name]))
-        with served(folder, (*SERVED, *sizes), environment) as server:
+        options = f"{SERVED} {SIZES[name]} --kv-cache-memory-bytes {CACHE_BYTES[name]}"
+        with served(folder, options.split(), environment) as server:
             client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
 
             def check(number: int, leaves: bool) -> None:
