@@ -123,7 +123,7 @@ def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
     with_stored = tl.zeros([BLOCK_P], tl.float32)
     cols = tl.arange(0, BLOCK_C)
     UPPER: tl.constexpr = 2 ** (BITS - 1)
-    for i in tl.static_range(EACH):
+    for i in tl.range(EACH, num_stages=2):
         x = _rotated(parts_of_means, rotation_ptr, i, INDEX, TILE)  # [P, bytes]
         x = x / rms[:, None]
         # A code is the number of edges, halfway between neighbouring levels, that x is above.
@@ -158,8 +158,8 @@ def _rotated(parts, rotation_ptr, first, INDEX: tl.constexpr, TILE: tl.constexpr
     mask = tile_mask(dims, TILE.dim, cols, BYTES)
     at = (first * TILE.dim + dims)[:, None] * BYTES + cols[None, :]
     rotation = tl.load(rotation_ptr + at, mask=mask, other=0.0)
-    size = tl.max(tl.max(rotation, 1), 0)
     signs = (rotation > 0).to(tl.float32) - (rotation < 0).to(tl.float32)
     signs = signs.to(tl.bfloat16)
     high, middle, low = parts
+    size = tl.abs(tl.load(rotation_ptr))
     return (dot(low, signs) + dot(middle, signs) + dot(high, signs)) * size
