@@ -27,6 +27,8 @@ from reproduction.real.tables import (
 from reproduction.rivals.tables import rivals_markdown
 
 SMOLLM2 = ("model", "smollm2-135m-instruct")
+ADAPTED = ("model", "smollm2-135m-instruct-adapted")
+"""The model with the package's adapter in its weights."""
 TABLES: Sequence[PageTable] = (
     PageTable("quality", "quality", quality_markdown),
     PageTable("quality, scratch", "quality", scratch_markdown),
@@ -34,6 +36,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("quality, short", "quality", partial(quality_markdown, names=SHORT)),
     PageTable("real, as it is", "real", partial(real_markdown, trained=False), SMOLLM2),
     PageTable("real, trained", "real", partial(real_markdown, trained=True), SMOLLM2),
+    PageTable("real, adapter", "real", partial(real_markdown, trained=False), ADAPTED),
     PageTable("real, tries", "real", tries_markdown, SMOLLM2),
     PageTable("real, short", "real", partial(real_markdown, trained=False, short=True), SMOLLM2),
     PageTable("real, indices", "real", index_markdown, SMOLLM2),

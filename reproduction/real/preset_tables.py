@@ -146,10 +146,11 @@ def _gain(title: str, model: str, length: int) -> Column:
 
 
 def _is_default(params: dict[str, Any]) -> bool:
-    """Whether a row differs from `default` by its number of groups alone."""
+    """Whether a row of MODELS differs from `default` by its number of groups alone."""
     default = PRESETS["default"]
     names = {"group_size": "group_size", "window_size": "window_size", "index": "fetch_index"}
-    return not params["trained_tokens"] and all(
+    is_untrained = params["model"] in MODELS and not params["trained_tokens"]
+    return is_untrained and all(
         params[name] == getattr(default, field) for name, field in names.items()
     )
 
