@@ -30,9 +30,8 @@ def _side_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect garbage now and none within the block: a graph that is freed while another one is
-    captured breaks the capture."""
-    gc.collect()
+    """Collect no garbage within the block: a graph that is freed while another one is captured
+    breaks the capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -96,7 +96,8 @@ def test_a_step_is_recorded_after_its_warm_up_and_then_replayed(cuda):
 
 
 def test_nothing_is_collected_while_a_step_is_recorded(cuda):
-    """A graph of before, in a cycle that nobody holds, would spoil the one that is captured."""
+    """A graph of before, in a cycle that nobody holds, would spoil the one that is captured. Nor
+    is anything collected before it, which takes as long as many steps."""
     events = []
 
     class Old:
@@ -114,9 +115,9 @@ def test_nothing_is_collected_while_a_step_is_recorded(cuda):
     step = CapturedStep(function, warm_up=0)
     Old("before")
     step.record()
-    assert events[:2] == ["before", "ran"] and gc.isenabled()
+    assert events[:1] == ["ran"] and gc.isenabled()
     gc.collect()
-    assert events == ["before", "ran", "now"]
+    assert set(events) == {"ran", "before", "now"}
 
 
 def test_streams_wait_for_each_other_around_a_warm_up(cuda, monkeypatch):
