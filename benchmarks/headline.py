@@ -64,8 +64,9 @@ def headline_markdown(records: Sequence[Record]) -> str:
     least = shown_ms(comparison.floors["model.next_token_ms", "full"])
     note = (
         f"{comparison.params['dtype']}, g = {comparison.params['group_size']}, s = "
-        f"{comparison.params['window_size']}, one sequence, random weights. Full attention is the "
-        "fastest that was measured, by the kernel in brackets.\n"
+        f"{comparison.params['window_size']}, one sequence, random weights. CCA by the paper's "
+        "rule, without masses. Full attention is the fastest that was measured, by the kernel in "
+        "brackets.\n"
         f"Lower bound for full attention's next token: {least} (weights and cache read once at "
         "peak bandwidth)."
     )

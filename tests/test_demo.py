@@ -275,7 +275,7 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
     assert json.loads(records.read_text().splitlines()[0])["name"] == "demo.first_token_s"
 
 
-@pytest.mark.parametrize("token_s, count", [(0.01, 3), (0.02, 2), (0.2, 1)])
+@pytest.mark.parametrize("token_s, count", [(0.01, 3), (0.015, 2), (0.2, 1)])
 def test_a_slow_machine_asks_fewer_questions(of_a_user, monkeypatch, capsys, token_s, count):
     """As many as the time allows, at least one, and as many as asked for."""
     pace = Pace(COST, 1.0, token_s / 2000, 0.0, 0.0)
@@ -290,7 +290,7 @@ def test_a_slow_machine_asks_fewer_questions(of_a_user, monkeypatch, capsys, tok
     seconds = round(4 * (1 + (readings + count / 10) * length * token_s))
     shown = capsys.readouterr().err
     assert f"{length} tokens: about {seconds} seconds" in shown
-    assert seconds < 96 or count == 1
+    assert seconds <= compare.BUDGET_S or count == 1
     asked = dataclasses.replace(of_a_user, num_questions=3)
     assert len(compare._within_budget(asked, plan(asked), methods)) == 3
 
