@@ -11,7 +11,7 @@ test:
 	$(PYTHON) -m pytest
 
 slow:
-	$(PYTHON) -m pytest -m slow
+	$(PYTHON) -m pytest -m slow --dist worksteal
 
 lowest:
 	python3.10 tests/lowest.py
