@@ -77,11 +77,12 @@ class RowShape:
             heads = self.sizes.layers * self.sizes.kv_heads
             return CacheBytes(heads * max_length * 2 * dim * self.itemsize, 0)
         device = host = 0
-        for index in range(self.sizes.layers):
-            layer = config.of_layer(index)
+        layers = Counter(config.of_layer(index) for index in range(self.sizes.layers))
+        for layer, count in layers.items():
             group_sizes = layer.head_group_sizes or (layer.group_size,) * self.sizes.kv_heads
-            for g, heads in Counter(group_sizes).items():
-                # Bytes of one KV head with this g, of which the layer has `heads`.
+            for g, heads_of_layer in Counter(group_sizes).items():
+                heads = count * heads_of_layer
+                # Bytes of one KV head with this g, of which these layers have `heads`.
                 head = layer.replace(head_group_sizes=None, group_size=g)
                 entries = self.entries(head, max_length)
                 store = store_bytes(head, max_length, dim, self.itemsize)
