@@ -350,8 +350,10 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         "sequences": ("i32", "i32"),
         "tables": ("fp32", "fp32"),
     }
-    blocks = {"NUM_HEADS": 8, "BLOCK_T": 8, "BLOCK_H": 8, "num_warps": 4}
-    yield Kernel(paged_pool._store_kernel, {**columns, **blocks}, types)
+    tile = paged_pool.stored_tile(8, dim, dtype.itemsize)
+    blocks = dict(zip(("BLOCK_T", "BLOCK_H", "BLOCK_D"), tile))
+    sizes = {"NUM_HEADS": 8, "HEAD_DIM": dim, **blocks, "num_warps": 4}
+    yield Kernel(paged_pool._store_kernel, sizes, types)
     flags = {"HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
     blocks = {"PAGES": (16, 4), "GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
     sizes = {**columns, **flags, **blocks}

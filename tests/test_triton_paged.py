@@ -378,7 +378,7 @@ def test_padding_of_a_captured_batch_changes_nothing():
 def test_few_programs_store_all_tokens_beside_other_work(monkeypatch, kv_heads):
     """On a GPU to host memory, on a stream of their own, which the last layer waits for."""
     device = torch.get_default_device()
-    monkeypatch.setattr(paged_pool, "STORED_ROWS", 4)
+    monkeypatch.setattr(paged_pool, "STORED_BYTES", 256)
     monkeypatch.setattr(host_writes, "PROGRAMS", 2)
     monkeypatch.setattr(host_writes, "LONG_CHUNK", 8)
     k, v = torch.randn(2, 50, kv_heads, DIM)

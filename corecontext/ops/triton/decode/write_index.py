@@ -123,7 +123,9 @@ def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
     with_stored = tl.zeros([BLOCK_P], tl.float32)
     cols = tl.arange(0, BLOCK_C)
     UPPER: tl.constexpr = 2 ** (BITS - 1)
-    for i in tl.range(EACH, num_stages=2):
+    # Two tiles of a rotation of 256 columns are more than AMD's chips hold.
+    STAGES: tl.constexpr = 2 if TILE.block_d <= 128 else 1
+    for i in tl.range(EACH, num_stages=STAGES):
         x = _rotated(parts_of_means, rotation_ptr, i, INDEX, TILE)  # [P, bytes]
         x = x / rms[:, None]
         # A code is the number of edges, halfway between neighbouring levels, that x is above.

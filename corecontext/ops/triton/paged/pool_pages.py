@@ -25,9 +25,8 @@ from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.ops.triton.primitives import TINY, integers
 from corecontext.ops.triton.tiles import pool_tiles
 
-STORED_ROWS = 64
-"""Rows of new keys and as many of values that a program stores at once, a row for each KV head of a
-token."""
+STORED_BYTES = 16384
+"""Bytes of new keys and as many of values that a program stores at once."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -327,8 +326,7 @@ def store_tokens(
     """
     k, v = map(contiguous_rows, (k, v))
     heads, dim = k.shape[1:]
-    block_h = power_of_2(heads)
-    block_t = max(1, STORED_ROWS // block_h)
+    block_t, block_h, block_d = stored_tile(heads, dim, k.element_size())
     tiles = ceil_div(slots.shape[0], block_t)
     launch(
         _store_kernel,
@@ -339,9 +337,15 @@ def store_tokens(
         HEAD_DIM=dim,
         BLOCK_T=block_t,
         BLOCK_H=block_h,
-        BLOCK_D=power_of_2(dim),
+        BLOCK_D=block_d,
         num_warps=4,
     )
+
+
+def stored_tile(heads: int, dim: int, itemsize: int) -> tuple[int, int, int]:
+    """Return the tokens, KV heads and columns of a tile of `store_tokens`."""
+    block_h, block_d = power_of_2(heads), power_of_2(dim)
+    return max(1, STORED_BYTES // (block_h * block_d * itemsize)), block_h, block_d
 
 
 def pool_pages(
