@@ -31,6 +31,8 @@ from corecontext.ops.fetch.prompt_rule import NO_END
 from corecontext.record import Record, device_name, make_record
 
 FULL = "full"
+METHODS = {name: CCAConfig.preset(name) for name in PRESETS} | {"exact": CCAConfig(prefill="full")}
+"""Settings by name: the presets, and the default that reads its prompts exactly."""
 ENGINE = "full_engine"
 NAMES = ("user.first_token_s", "user.next_token_ms", "user.device_bytes", "user.host_bytes")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -52,7 +54,7 @@ class UserBench:
     lengths: tuple[int, ...] = option(CPU_LENGTHS, gpu=LENGTHS, name="length")
     """Tokens of the prompt (repeatable)."""
     methods: tuple[str, ...] = option(("default", "small"), name="method")
-    """Presets to compare with full attention (repeatable)."""
+    """Presets, or exact prompts under the default, to compare with full attention (repeatable)."""
     new_tokens: int = 24
     """Tokens made behind each prompt."""
     repeats: int = 5
@@ -67,7 +69,7 @@ class UserBench:
 
     def __post_init__(self) -> None:
         check_positive(lengths=self.lengths, new_tokens=self.new_tokens, repeats=self.repeats)
-        check_choices("method", self.methods, tuple(PRESETS))
+        check_choices("method", self.methods, tuple(METHODS))
         check_choice("dtype", self.dtype, DTYPES)
         if self.hit_share is not None and not 0 <= self.hit_share <= 1:
             raise ValueError(f"hit_share must be in 0 .. 1, got {self.hit_share}.")
@@ -145,7 +147,7 @@ def run_user_bench(
     model, of_model = make_model(bench.model, bench.dtype, bench.device)
     of_model["model"] = of_model.pop("shape").removesuffix(".gguf")
     # Models that share the weights, each under one method.
-    twins = {name: _twin(model, CCAConfig.preset(name)) for name in bench.methods}
+    twins = {name: _twin(model, METHODS[name]) for name in bench.methods}
     twins[ENGINE] = _twin(model, CCAConfig())
     records: list[Record] = []
     for length in bench.lengths:
