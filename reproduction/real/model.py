@@ -377,7 +377,7 @@ class RealModel:
         """Return the hit rate of the first window by the number of slots: k, 2 k, 4 k, 8 k and that
         of a GPU."""
         slots = {factor * attention.fetch_groups for factor in (1, 2, 4, 8)}
-        slots.add(attention.num_slots)
+        slots.add(attention.slots_for(self.sizes.length))
         steps = self.protocol.hit_steps
         rates = hit_rates(loaded, attention, self.test_windows[0].ids, steps, sorted(slots))
         asked = {**params, "task": "hits", "steps": steps}
