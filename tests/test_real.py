@@ -268,10 +268,10 @@ def test_the_command_measures_last_tokens_by_the_reading_of_their_prompt(data, m
     assert gains == {name: gain_kept(values["fetch", name], *ends) for name in READINGS}
     assert main(command) == 0  # nothing is measured again
     assert len(read_records(output)) == len(records)
-    # Far halves are measured besides.
-    assert main([*command, "--next-tokens", "0"]) == 0
+    # Far halves are measured besides, and hits by the number of slots.
+    assert main([*command, "--next-tokens", "0", "--hit-steps", "8"]) == 0
     names = [r.name for r in read_records(output)[len(records) :]]
-    assert names == [*3 * ["real.perplexity"], "real.gain_kept"]
+    assert names == [*3 * ["real.perplexity"], *4 * ["real.hit_share"], "real.gain_kept"]
 
 
 def test_the_gain_is_that_of_the_logarithms():

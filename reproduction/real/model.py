@@ -374,12 +374,11 @@ class RealModel:
         ]
 
     def _hit_records(self, loaded: Loaded, attention: Any, params: dict[str, Any]) -> list[Record]:
-        """Return the hit rate of the first window by the number of slots: k, 2 k, 4 k, 8 k and that
-        of a GPU."""
-        slots = {factor * attention.fetch_groups for factor in (1, 2, 4, 8)}
-        slots.add(attention.slots_for(self.sizes.length))
+        """Return the hit rate of the first window by the number of slots."""
+        k = attention.fetch_groups
+        slots = [k, 3 * k // 2, 2 * k, 4 * k]
         steps = self.protocol.hit_steps
-        rates = hit_rates(loaded, attention, self.test_windows[0].ids, steps, sorted(slots))
+        rates = hit_rates(loaded, attention, self.test_windows[0].ids, steps, slots)
         asked = {**params, "task": "hits", "steps": steps}
         return [
             self._record("real.hit_share", rate, {**asked, "slots": count})
