@@ -61,6 +61,11 @@ class Figure(NamedTuple):
     draw: Callable[[Sequence[Record], str], None]
 
 
+def _of_presets(records: Sequence[Record]) -> str:
+    """Return the tables of presets: exact prompts are a sentence of docs/fetch.md."""
+    return user_markdown([record for record in records if record.params["method"] != "exact"])
+
+
 TABLES: Sequence[PageTable] = (
     PageTable("headline", "operator model", headline_markdown),
     PageTable("demo", "demo", demo_table),
@@ -71,7 +76,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("model", "model", model_markdown),
     PageTable("training", "training", training_markdown),
     PageTable("vllm", "vllm", vllm_markdown),
-    PageTable("user", "user", user_markdown),
+    PageTable("user", "user", _of_presets),
 )
 FIGURES: Sequence[Figure] = (
     Figure("headline", "model operator", draw_headline),
