@@ -26,9 +26,8 @@ from corecontext.measure import package_path
 from corecontext.ops.fetch.prompt_rule import reading_of
 from corecontext.visibility import num_sinks
 
-IMPORT = "import time, corecontext.demo.measure_method; print(time.process_time())"
-IMPORTS = [sys.executable, "-W", "ignore", "-c", IMPORT]
-"""A command that prints the CPU seconds in which a process imports the code of a method."""
+IMPORTS = [sys.executable, "-W", "ignore", "-c", "import corecontext.demo.measure_method"]
+"""A command that imports the code of a method."""
 BEGINNING = 512
 """Tokens of the first beginning."""
 SECOND_S = 2.0
@@ -70,15 +69,13 @@ class Pace:
         """Measure a model under full attention."""
         import torch
 
-        # This process has imported the code already: a fresh one measures how long that takes.
-        child = None
-        if pick_device(device) == "cpu":
-            child = subprocess.Popen(IMPORTS, stdout=subprocess.PIPE, env=package_path())
-        before = time.process_time()
+        on_cpu = pick_device(device) == "cpu"
+        begin = time.perf_counter()
+        if on_cpu:
+            # This process has imported the code already.
+            subprocess.run(IMPORTS, env=package_path(), check=True)
         loaded = load(model, method="full", dtype=dtype, device=device)
-        start_s = 0.0
-        if child is not None:
-            start_s = time.process_time() - before + float(child.communicate()[0])
+        start_s = time.perf_counter() - begin if on_cpu else 0.0
         cost = ModelCost.of(loaded.model.config, loaded.model)
         with torch.inference_mode():
             ids = token_ids[:BEGINNING]
