@@ -69,6 +69,7 @@ def _of_presets(records: Sequence[Record]) -> str:
 TABLES: Sequence[PageTable] = (
     PageTable("headline", "operator model", headline_markdown),
     PageTable("demo", "demo", demo_table),
+    PageTable("demo, whole", "demo_whole", demo_table),
     PageTable("demo, smollm2", "demo_smollm2", demo_table),
     PageTable("operator", "operator", operator_markdown),
     PageTable("fetch", "fetch", fetch_markdown),

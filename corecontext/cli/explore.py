@@ -44,8 +44,8 @@ def demo(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Cut the document to this many tokens. Default: all of it; with --model on a CPU "
-            "2560."
+            help="Cut the document to this many tokens. Default: all of it; on a CPU 22528, with "
+            "--model 2560."
         ),
     ] = None,
     questions: Annotated[

@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,14 +20,14 @@ from corecontext.demo.measure_method import (
     read,
     step,
 )
+from corecontext.demo.prompts import Prompt
 from corecontext.loading import load, pick_device
 from corecontext.measure import package_path
 from corecontext.ops.fetch.prompt_rule import reading_of
 from corecontext.visibility import num_sinks
 
-IMPORT = "import time, corecontext.demo.measure_method; print(time.process_time())"
-IMPORTS = [sys.executable, "-W", "ignore", "-c", IMPORT]
-"""A command that prints the CPU seconds in which a process imports the code of a method."""
+IMPORTS = [sys.executable, "-W", "ignore", "-c", "import corecontext.demo.measure_method"]
+"""A command that imports the code of a method."""
 BEGINNING = 512
 """Tokens of the first beginning."""
 SECOND_S = 2.0
@@ -68,15 +69,13 @@ class Pace:
         """Measure a model under full attention."""
         import torch
 
-        # This process has imported the code already: a fresh one measures how long that takes.
-        child = None
-        if pick_device(device) == "cpu":
-            child = subprocess.Popen(IMPORTS, stdout=subprocess.PIPE, env=package_path())
-        before = time.process_time()
+        on_cpu = pick_device(device) == "cpu"
+        begin = time.perf_counter()
+        if on_cpu:
+            # This process has imported the code already.
+            subprocess.run(IMPORTS, env=package_path(), check=True)
         loaded = load(model, method="full", dtype=dtype, device=device)
-        start_s = 0.0
-        if child is not None:
-            start_s = time.process_time() - before + float(child.communicate()[0])
+        start_s = time.perf_counter() - begin if on_cpu else 0.0
         cost = ModelCost.of(loaded.model.config, loaded.model)
         with torch.inference_mode():
             ids = token_ids[:BEGINNING]
@@ -117,16 +116,18 @@ class Pace:
         cache_bytes = cost.config_bytes(config, length).device
         return Work(attention + cost.num_layers * fetch, cache_bytes)
 
-    def seconds(self, work: Work, prompts: int, length: int) -> float:
-        """Estimate how long `measure_method` takes for a method: to start, to read `prompts`
-        prompts of `length` tokens, to compute their perplexity, to decode and to answer."""
+    def seconds(self, work: Work, prompts: Sequence[Prompt]) -> float:
+        """Estimate how long `measure_method` takes for a method: to start, to read prompts of one
+        length, to compute their perplexity, to decode and to answer."""
         cost = self.cost
+        length = len(prompts[0].token_ids)
         reading = self.weights_s * _weights(cost, length) + self.attention_s * work.attention
-        readings = max(prompts, min(PREFILLS, int(PREFILL_BUDGET_S / reading)))
+        readings = max(len(prompts), min(PREFILLS, int(PREFILL_BUDGET_S / reading)))
         perplexity = self.weights_s * 2 * cost.head_weights * length
-        steps = DECODE_STEPS + DECODE_WARM_UP + prompts * ANSWER_STEPS
+        questions = sum(len(prompt.questions) for prompt in prompts)
+        steps = DECODE_STEPS + DECODE_WARM_UP + questions * ANSWER_STEPS
         answers = steps * self.byte_s * (cost.weight_bytes() + work.cache_bytes)
-        return self.start_s + readings * reading + prompts * perplexity + answers
+        return self.start_s + readings * reading + len(prompts) * perplexity + answers
 
 
 def rates_of(
