@@ -31,9 +31,9 @@ from corecontext.ops.fetch.prompt_rule import NO_END
 from corecontext.record import Record, device_name, make_record
 
 FULL = "full"
+ENGINE = "full_engine"
 METHODS = {name: CCAConfig.preset(name) for name in PRESETS} | {"exact": CCAConfig(prefill="full")}
 """Settings by name: the presets, and the default that reads its prompts exactly."""
-ENGINE = "full_engine"
 NAMES = ("user.first_token_s", "user.next_token_ms", "user.device_bytes", "user.host_bytes")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CPU_LENGTHS = (512, 1024, 2048, 4096)
