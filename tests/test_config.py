@@ -38,7 +38,7 @@ def test_each_preset_states_the_same_fields_and_has_one_line():
     assert CCAConfig.preset("default") == CCAConfig()
     assert CCAConfig.preset("device") == CCAConfig(store="device")
     assert CCAConfig.preset("small", window_size=9) == CCAConfig(
-        window_size=9, fetch_index="pairs:2"
+        group_size=64, window_size=9, fetch_groups=32, fetch_index="pairs:2"
     )
     assert CCAConfig.preset("pooling") == CCAConfig.pooling()
     assert CCAConfig.preset("paper", group_size=3) == CCAConfig.paper(3)

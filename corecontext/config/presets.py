@@ -33,8 +33,9 @@ _POOLING = {
 PRESETS = {
     "default": Preset("Any model as it is: fetch, with the raw tokens in host memory.", _FETCH),
     "small": Preset(
-        "The same with half of the index: the least bytes on the device.",
-        _FETCH | {"fetch_index": "pairs:2"},
+        "The same raw tokens in groups of 64: half of the bytes on the device.",
+        _FETCH
+        | {"group_size": 64, "window_size": 192, "fetch_groups": 32, "fetch_index": "pairs:2"},
     ),
     "device": Preset(
         "The same with the raw tokens on the device: for caches that fit there.",
