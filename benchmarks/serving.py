@@ -116,9 +116,15 @@ def run_serve_bench(
 
 
 def warm_up(bench: ServeBench, url: str) -> None:
-    """Send a few requests at once, so that compiling, capturing and allocating is not measured."""
-    short = replace(bench, new_tokens=min(bench.new_tokens, 16))
-    asyncio.run(_replay(short, url, [0.0] * 4, first_number=-4))
+    """Send other requests at once, so that compiling, capturing and allocating is not measured: a
+    few short ones, or all of a saturated server's, whose steps are captured for 1, 4, 16, 17, ...
+    rows."""
+    count = 4
+    if bench.mode == "saturated":
+        count = bench.requests
+    else:
+        bench = replace(bench, new_tokens=min(bench.new_tokens, 16))
+    asyncio.run(_replay(bench, url, [0.0] * count, first_number=-count))
 
 
 async def _replay(

@@ -52,6 +52,24 @@ def test_percentiles():
     assert percentile([5.0], 0.99) == 5.0 and percentile([3, 1, 2], 0.5) == 2
 
 
+def test_a_server_is_warmed_up_by_other_prompts_and_a_saturated_one_by_its_whole_load(monkeypatch):
+    """Else its captures of steps over many rows would be measured."""
+    sent = []
+
+    async def replayed(url, model, due, prompts, new_tokens, on_done):
+        sent.append((len(due), new_tokens, [prompts(number) for number in range(len(due))]))
+        return []
+
+    monkeypatch.setattr(serving, "replay", replayed)
+    for mode, count, new_tokens in (("rising", 4, 16), ("saturated", 9, 40)):
+        bench = ServeBench(mode=mode, requests=9, prompt_length=5, new_tokens=40)
+        serving.warm_up(bench, "")
+        asyncio.run(serving._replay(bench, "", [0.0] * 9))
+        (few, short, warming), (*_, measured) = sent[-2:]
+        assert (few, short) == (count, new_tokens)
+        assert not {tuple(x) for x in warming} & {tuple(x) for x in measured}
+
+
 def test_a_server_that_is_not_there_is_an_error_of_each_request():
     seen = asyncio.run(
         replay("http://127.0.0.1:9", "x", [0.0, 0.01], lambda n: [1], 3, lambda one: None)
