@@ -19,7 +19,7 @@ from corecontext.cache import host_memory
 from corecontext.cache.full import FullLayer
 from corecontext.cost import CacheBytes, entry_bytes
 from corecontext.files import UserError
-from corecontext.inference import Load, TablePolicy
+from corecontext.inference import Load, TablePolicy, fuse
 from corecontext.inference.sampling import INVALID, InvalidLogits
 from corecontext.model_sizes import ModelSizes
 from corecontext.serve import build, prefix, reading, step
@@ -582,6 +582,16 @@ def test_a_device_that_is_broken_ends_no_request_alone(model, monkeypatch):
     with pytest.raises(torch.AcceleratorError):
         scheduler.run_turn()
     assert slot.end_reason is None
+
+
+def test_prompts_and_steps_run_norms_by_kernels_as_in_the_engine(model, monkeypatch):
+    monkeypatch.setattr(fuse, "_has_kernels", lambda model: True)
+    scheduler, norm, seen = Scheduler(model), model.model.norm, []
+    norm.register_forward_pre_hook(lambda *args: seen.append(norm._compiled_call_impl))
+    scheduler.submit(Request([1, 2, 3], 3))
+    while scheduler.run_turn():
+        pass
+    assert len(seen) == 3 and all(seen) and norm._compiled_call_impl is None
 
 
 def test_four_prompts_are_read_at_once_in_alternation(model, monkeypatch):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from corecontext.inference.chunk_size import SERVED_CHUNK
+from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
@@ -82,6 +83,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
+        self.fused = Fused(self.model, "kernels")  # as the Engine's default
         positive = ("cache_bytes", "host_bytes", "max_rows", "rows_per_pool", "chunk_size")
         for name in (*positive, "max_length", "queue_limit", "client_sizes"):
             least = 0 if name in ("queue_limit", "client_sizes") else 1
@@ -211,8 +213,9 @@ class Scheduler:
         """Run one turn; return whether there was anything to do."""
         self._drop_cancelled_and_expired()
         self._admit()
-        has_read = self._read()
-        has_decoded = self._decode()
+        with self.fused:
+            has_read = self._read()
+            has_decoded = self._decode()
         return has_read or has_decoded
 
     def _in_rows(self) -> list[Slot]:
