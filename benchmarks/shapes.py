@@ -51,7 +51,7 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
     """Return the model and its params in records.
 
     Args:
-        shape: A name of SHAPES, or a checkpoint's folder or identifier.
+        shape: A name of SHAPES, or a checkpoint's folder, GGUF file, name or identifier.
 
     Raises:
         UserError: a checkpoint is missing, broken or of an unsupported architecture.
@@ -60,6 +60,7 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
     from transformers.utils import logging
 
     from corecontext.integrations.hf.attention_interface import full_attention
+    from corecontext.integrations.hf.gguf_files import local_model
     from corecontext.loading import check_architecture, load_config, one_line
 
     logging.set_verbosity_error()
@@ -74,6 +75,7 @@ def make_model(shape: str, dtype: str, device: str) -> tuple[Any, dict[str, Any]
                     config, dtype=torch_dtype, attn_implementation="sdpa"
                 ).eval()
     else:
+        shape = local_model(shape)  # a GGUF file is unpacked
         config = load_config(shape)
         check_architecture(config)
         with one_line(f"model '{shape}' cannot be loaded"):

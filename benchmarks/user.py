@@ -145,7 +145,7 @@ def run_user_bench(
 ) -> list[Record]:
     """Measure each length: full attention and the presets in turn."""
     model, of_model = make_model(bench.model, bench.dtype, bench.device)
-    of_model["model"] = of_model.pop("shape").removesuffix(".gguf")
+    of_model["model"] = of_model.pop("shape")
     # Models that share the weights, each under one method.
     twins = {name: _twin(model, METHODS[name]) for name in bench.methods}
     twins[ENGINE] = _twin(model, CCAConfig())

@@ -19,6 +19,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, PreTrainedTokenizerFast
 
+from benchmarks.shapes import make_model
 from corecontext.cli import main
 from corecontext.files import UserError
 from corecontext.integrations.hf import gguf_files as hf_gguf
@@ -141,6 +142,9 @@ def test_a_file_is_a_model_with_its_tokenizer(packed, tmp_path, capfd):
         tokenizer.decode(tokenizer("the sea")["input_ids"], skip_special_tokens=True) == "the sea"
     )
     assert capfd.readouterr().err.count("unpacking") == 1
+    measured, params = make_model(packed, "float32", "cpu")
+    assert params["shape"] == "tiny" and params["weights"] == "checkpoint"
+    assert next(measured.parameters()).equal(next(loaded.model.parameters()))
 
 
 @pytest.mark.parametrize(
