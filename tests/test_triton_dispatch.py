@@ -35,7 +35,6 @@ from budgets import (  # noqa: E402
 from corecontext import Rotary, cca_attention, pool_core_tokens  # noqa: E402
 from corecontext.ops import compose  # noqa: E402
 from corecontext.ops.batch import complete_groups  # noqa: E402
-from corecontext.ops.fetch import attend as fetch  # noqa: E402
 from corecontext.ops.fetch.choice import Choice  # noqa: E402
 from corecontext.ops.fetch.index import index_of  # noqa: E402
 from corecontext.ops.mass import if_any  # noqa: E402
@@ -278,27 +277,6 @@ def test_an_output_that_is_given_is_written_in_place(layout, dtype):
     assert written is out
     assert torch.equal(out, wanted) and torch.equal(own_lse, lse)
     assert (buffer[:, :, [0, -1]] == 7.0).all()
-
-
-def test_without_fetch_the_kernels_write_an_output_that_is_given(monkeypatch):
-    """It is not copied: each chunk of a prompt would be read and written once more."""
-    given = []
-
-    def attend_list(tokens, far, spec, marks, out):
-        given.append(out)
-        return kernels(tokens, far, spec, marks, out)
-
-    kernels = best.attend_list
-    monkeypatch.setattr(best, "attend_list", attend_list)
-    q = torch.randn(2, 2, 9, 16, device=DEVICE)
-    k, v = torch.randn(2, 2, 40, 16, device=DEVICE)
-    cores = Cores(*torch.randn(2, 2, 1, 7, 16, device=DEVICE))
-    tokens = Tokens(q, k, v, 31)
-    out = torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
-    results, lse, choice = fetch.attend(backend, tokens, cores, Spec(5, 6, 0.25), out=out)
-    assert results is out and given == [out] and choice is None
-    wanted, wanted_lse = backend.attend(tokens, cores, Spec(5, 6, 0.25))
-    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))

@@ -1,8 +1,7 @@
 """Attend to one sequence by a backend, with fetch where the settings and the sequence have it.
 
 A backend may have an attribute `fetch`, a module with its own `encode`, `choose`, `attend`,
-`attend_backward` and `gradients`; its `attend` without fetch takes an output, too. For others
-`query_blocks` has the same functions.
+`attend_backward` and `gradients`. For others `query_blocks` has the same functions.
 """
 
 from types import ModuleType
@@ -44,8 +43,6 @@ def attend(
         where nothing can be fetched.
     """
     if not _fetches(cores, spec):
-        if hasattr(backend, "fetch"):
-            return *backend.attend(tokens, cores, spec, mass, out), None
         return *_written(backend.attend(tokens, cores, spec, mass), out), None
     if not hasattr(backend, "attend_backward"):  # the reference has fetch itself
         return *_written(backend.attend(tokens, cores, spec, mass, choice), out), choice

@@ -53,16 +53,12 @@ def unsupported_reason(q: Tensor) -> str | None:
 
 
 def attend(
-    tokens: Tokens,
-    cores: Cores,
-    spec: Spec,
-    mass: Tensor | None = None,
-    out: Tensor | None = None,
+    tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, which is written in place
-    where one of any strides is given, and log-sum-exp [N, r, T] in float32."""
+    """Attend as `packed.attend` does: out [N, r, T, D] in the dtype of q, log-sum-exp [N, r, T] in
+    float32."""
     with on_device(tokens.q):
-        return best.attend(tokens, cores, spec, mass, out=out)
+        return best.attend(tokens, cores, spec, mass)
 
 
 def attend_list(
