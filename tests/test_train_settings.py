@@ -226,6 +226,7 @@ def test_an_option_replaces_a_recipes_setting(options, settings, tmp_path, monke
         ("window", ("--no-core-mass",), False),
         ("window", ("--fetch-groups", "0"), True),
         ("window", ("--fetch-groups", "64"), False),
+        ("window", ("--preset", "default"), False),
         ("window", ("--preset", "small"), False),
         ("cca", ("--preset", "small"), True),
         ("cca", ("--sinks", "8"), True),

@@ -15,6 +15,7 @@ from corecontext.files import UserError
 from corecontext.methods import PRESET, PRESET_HELP
 from corecontext.train.train_config import (
     DEFAULT_RECIPE,
+    METHODS,
     RECIPES,
     SCHEDULE,
     TrainConfig,
@@ -56,12 +57,10 @@ def train_command() -> Callable[..., None]:
             if PRESET in given:
                 check_choice(PRESET, given[PRESET], tuple(PRESETS))
                 given = PRESETS[given.pop(PRESET)].settings | given
+            base = TrainConfig() if recipe is None else load_recipe(recipe)
+            _check_used(given, given.get("method", base.method))
             given = _default_fit_memory(given, recipe) | given
-            if recipe is None:
-                config = _default_config(given)
-            else:
-                config = load_recipe(recipe).replace(**given)
-        _check_used(given, config.method)
+            config = _default_config(given) if recipe is None else base.replace(**given)
         config = config.replace(model=local_model(config.model))
         from corecontext.train.run import train as run
 
@@ -122,7 +121,7 @@ def _check_used(given: dict[str, Any], method: str) -> None:
     TrainConfig does not know which options were given. g, s and a `fetch_groups` of 0 may be given
     for any method; TrainConfig itself refuses `layer_group_sizes`.
     """
-    if method == "cca":
+    if method == "cca" or method not in METHODS:  # TrainConfig refuses others
         return
     names = {setting.name for setting in fields(CCAConfig)}
     names -= {"fetch_groups", "layer_group_sizes", "group_size", "window_size"}
