@@ -33,7 +33,7 @@ _POOLING = {
 PRESETS = {
     "default": Preset("Any model as it is: fetch, with the raw tokens in host memory.", _FETCH),
     "small": Preset(
-        "The same raw tokens in groups of 64: half of the bytes on the device.",
+        "The same number of raw tokens in groups of 64: the least bytes on the device.",
         _FETCH
         | {"group_size": 64, "window_size": 192, "fetch_groups": 32, "fetch_index": "pairs:2"},
     ),

@@ -83,7 +83,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
-        self.fused = Fused(self.model, "kernels")  # of steps
+        self.fused = Fused(self.model, "kernels")  # in decoding steps, as the Engine
         positive = ("cache_bytes", "host_bytes", "max_rows", "rows_per_pool", "chunk_size")
         for name in (*positive, "max_length", "queue_limit", "client_sizes"):
             least = 0 if name in ("queue_limit", "client_sizes") else 1
