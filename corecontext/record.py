@@ -61,6 +61,8 @@ UNITS = {
     "real.recall": "fraction",
     "real.training_s": "s",
     "real.training_bytes": "bytes",
+    "choices.gain_kept": "fraction",
+    "choices.accuracy": "fraction",
     "serve.first_token_s": "s",
     "serve.next_token_ms": "ms",
     "serve.requests_per_s": "requests/s",

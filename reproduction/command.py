@@ -83,7 +83,8 @@ def reproduce(
 
     `python -m reproduction real` measures attentions on a pretrained model, `python -m
     reproduction rivals` beside kvpress, `python -m reproduction compare` on RULER, MMLU and
-    LongBench-E, `python -m reproduction served` behind `vllm serve`.
+    LongBench-E, `python -m reproduction served` behind `vllm serve`, `python -m reproduction
+    choices` rules by which fetch chooses.
     """
     from pathlib import Path
 
@@ -171,18 +172,19 @@ def reproduce(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the reproduction, or a measurement on a pretrained model: `real`, its
-    `indices`, `rivals` beside kvpress, `compare` on suites, `layers`, or `served` by vLLM; returns
+    """Run the reproduction, or a measurement on a pretrained model: `real`, its `indices` and
+    `choices`, `rivals` beside kvpress, `compare` on suites, `layers`, or `served` by vLLM; returns
     the exit code."""
     from reproduction.indices.command import indices
     from reproduction.layers_command import layers
+    from reproduction.real.choices_command import choices
     from reproduction.real.command import real
     from reproduction.real.served_command import served
     from reproduction.rivals.command import rivals
     from reproduction.suites.command import compare
 
     measurements = {"real": real, "rivals": rivals, "indices": indices, "compare": compare}
-    measurements |= {"layers": layers, "served": served}
+    measurements |= {"layers": layers, "served": served, "choices": choices}
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: Any = reproduce
     program = "python -m reproduction"

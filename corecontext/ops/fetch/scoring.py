@@ -53,14 +53,20 @@ def group_keys(keys: Tensor, spec: Spec, count: int) -> Tensor:
     return keys[:, spec.sinks : end].unflatten(1, (count, spec.group_size))
 
 
-def scores(stored: tuple[Tensor, ...], queries: Queries, spec: Spec) -> Tensor:
-    """Return the scores of groups, the largest of their keys', [N, r, T, M] in float32 or wider.
+def key_scores(stored: tuple[Tensor, ...], queries: Queries, spec: Spec) -> Tensor:
+    """Return the scores of the keys of groups, [N, r, T, M, P] in float32 or wider.
 
     Args:
         stored: What the index has stored of the groups, each [N, M, ...].
     """
-    each = spec.index.products(stored, queries.mapped)  # [N, r, T, M, P]
+    each = spec.index.products(stored, queries.mapped)
     if queries.offset is not None:
         # mutant fetch: heads are compared without their products with the centre, PyTorch
         each = each + queries.offset[..., None, None]
-    return (each * spec.scale).amax(-1)
+    return each * spec.scale
+
+
+def scores(stored: tuple[Tensor, ...], queries: Queries, spec: Spec) -> Tensor:
+    """Return the scores of groups, the largest of their keys', [N, r, T, M] in float32 or wider;
+    arguments as of `key_scores`."""
+    return key_scores(stored, queries, spec).amax(-1)
