@@ -17,7 +17,6 @@ from reproduction.command import main
 from reproduction.real import choice_rules
 from reproduction.real.attention import AttentionRun
 from reproduction.real.choice_rules import Chooser, Rule
-from reproduction.real.gains import gain_kept
 from reproduction.real.material import Material
 from reproduction.real.model import far_half
 
@@ -101,7 +100,9 @@ def test_all_kv_heads_of_a_layer_have_one_choice(method):
 
 def test_groups_below_the_threshold_are_left_out():
     """By exact keys their shares are those of full attention."""
-    groups, mean = choice_of(f"adaptive:{GROUPS}:0.02", SPEC.replace(fetch_index="oracle", fetch_groups=GROUPS))
+    groups, mean = choice_of(
+        f"adaptive:{GROUPS}:0.02", SPEC.replace(fetch_index="oracle", fetch_groups=GROUPS)
+    )
     shares, _ = softmax()
     expected = shares.amax(1) >= 0.02
     assert torch.equal(to_marks(groups, GROUPS), expected)

@@ -20,7 +20,13 @@ from corecontext.ops.fetch.index import products
 from corecontext.ops.fetch.mean import Mean
 from corecontext.ops.fetch.scoring import Queries, centre_of, group_keys, key_scores, scores
 from corecontext.ops.spec import Cores, Spec, Tokens
-from corecontext.visibility import local_start, num_visible_cores, sees_core, sees_token
+from corecontext.visibility import (
+    first_core_query,
+    local_start,
+    num_visible_cores,
+    sees_core,
+    sees_token,
+)
 
 ELEMENTS = 1 << 27
 """Most scores of keys at once."""
@@ -167,12 +173,14 @@ class Chooser:
         keys = spec.index.num_keys(spec.group_size)
         size = max(1, ELEMENTS // (n * heads * num_groups * keys))
         settings = [] if self.rule.setting is None else [self.rule.setting]
-        numbers = []
-        for start in range(0, length, size):
+        shape = (n, length, spec.fetch_groups)
+        groups = torch.full(shape, -1, dtype=torch.int32, device=tokens.q.device)
+        # From the first query on that sees a group.
+        first = spec.sinks + first_core_query(spec.group_size, spec.window_size) - tokens.q_start
+        for start in range(max(0, first), length, size):
             queries = tokens.after(start).until(min(size, length - start))
             block = self._block(queries, stored, centre, spec)
-            numbers.append(METHODS[self.rule.method](block, *settings))
-        groups = torch.cat(numbers, 1)
+            groups[:, start : start + size] = METHODS[self.rule.method](block, *settings)
         far = groups[:, length // 2 :]
         self._num_groups = self._num_groups + (far >= 0).sum()
         self._num_choices += far.shape[0] * far.shape[1]
@@ -185,8 +193,7 @@ class Chooser:
         g, window = spec.group_size, spec.window_size
         end = tokens.q_start + tokens.q.shape[2]
         first = spec.sinks // g
-        # A group that none of them sees, in place of no group.
-        count = max(1, num_visible_cores(end - 1, g, window) - first)
+        count = num_visible_cores(end - 1, g, window) - first
         positions = torch.arange(tokens.q_start, end, device=tokens.q.device)
         groups = torch.arange(first, first + count, device=tokens.q.device)
         visible = sees_core(groups, positions[:, None], g, window)
