@@ -17,6 +17,7 @@ from reproduction.quality_tables import (
     quality_markdown,
     scratch_markdown,
 )
+from reproduction.real.choice_tables import choices_markdown
 from reproduction.real.figure import draw_frontier, draw_presets
 from reproduction.real.preset_tables import groups_markdown, presets_markdown, prompts_markdown
 from reproduction.real.tables import (
@@ -45,6 +46,7 @@ TABLES: Sequence[PageTable] = (
     PageTable("presets, short", "real user?", partial(presets_markdown, short=True)),
     PageTable("presets, groups", "real", groups_markdown),
     PageTable("presets, prompts", "real", prompts_markdown),
+    PageTable("choices", "choices", choices_markdown),
     PageTable("rivals, as it is", "rivals", partial(rivals_markdown, trained=False)),
     PageTable("rivals, trained", "rivals", partial(rivals_markdown, trained=True)),
 )

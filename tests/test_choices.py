@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_eval import write_lines
-from tiny_model import save_tiny_model
+from test_real import data, model  # noqa: F401
 
 from corecontext import cca_attention
 from corecontext.baselines.sink_methods import StreamingLLM
@@ -12,11 +12,12 @@ from corecontext.files import UserError
 from corecontext.ops.fetch import query_blocks
 from corecontext.ops.fetch.choice import to_marks
 from corecontext.ops.spec import Spec, Tokens
-from corecontext.record import read_records
+from corecontext.record import make_record, read_records
 from reproduction.command import main
 from reproduction.real import choice_rules
 from reproduction.real.attention import AttentionRun
 from reproduction.real.choice_rules import Chooser, Rule
+from reproduction.real.choice_tables import choices_markdown
 from reproduction.real.material import Material
 from reproduction.real.model import far_half
 
@@ -132,8 +133,8 @@ def test_other_rules_are_refused(text):
         Rule.parse(text)
 
 
-def test_the_command(tmp_path, capsys):
-    model = save_tiny_model(tmp_path / "Tiny")
+def test_the_command(model, tmp_path, capsys):  # noqa: F811
+    model = str(model)
     texts = [f"Text {i}: " + " ".join(str(7 * i + j) for j in range(300)) for i in range(2)]
     write_lines(tmp_path / "lm_test.jsonl", [{"text": text} for text in texts])
     output = str(tmp_path / "choices.jsonl")
@@ -146,6 +147,7 @@ def test_the_command(tmp_path, capsys):
     assert records[0].params["mean_groups"] == 3 and records[0].params["windows"] == 2
     assert records[1].params["threshold"] == 0.05 and records[2].params["candidates"] == 6
     assert 0 < records[1].params["mean_groups"] < 4
+    assert [record.name for record in records] == 3 * ["choices.gain_kept"]
     # The package's own path.
     material = Material(model, str(tmp_path), device="cpu")
     windows = [window.ids for window in material.windows("lm_test", 1024, 2, most=1)]
@@ -158,3 +160,32 @@ def test_the_command(tmp_path, capsys):
     assert "length must have more groups than K" in capsys.readouterr().err
     assert main([*base, *rules, "--length", "512"]) == 2
     assert "length must be at least 1024" in capsys.readouterr().err
+
+
+def test_needles_by_the_command(data, model, tmp_path):  # noqa: F811
+    output = str(tmp_path / "choices.jsonl")
+    base = ["choices", "--model", str(model), "--data", str(data), "--output", output]
+    base += ["--windows", "0", "--needles", "2", "--needle-length", "320", "--device", "cpu"]
+    assert main([*base, "--choice", "per_head:2", "--choice", "one_a_layer:2"]) == 0
+    records = read_records(output)
+    assert [record.name for record in records] == 2 * ["choices.accuracy"]
+    places = [(r.params["task"], r.params["needles"], r.params["length"]) for r in records]
+    assert places == 2 * [("needles", 2, 320)] and 0 < records[0].params["mean_groups"] < 2
+
+
+def test_the_table_has_a_row_for_each_rule_and_its_newest_gain():
+    def record(value, text, name="gemma-3-270m"):
+        params = {"model": name, "length": 8192, "mean_groups": 100 * value}
+        return make_record("choices.gain_kept", value, {**params, **Rule.parse(text).params()})
+
+    records = [record(0.5, "two_levels:64:128"), record(0.3, "adaptive:128:0.001")]
+    records += [record(0.9, "per_head:64", "smollm2-135m-instruct"), record(0.7, "per_head:64")]
+    records += [record(0.4, "adaptive:128:0.002"), record(0.6, "two_levels:64:128")]
+    head, _, *rows = choices_markdown(records).splitlines()
+    assert head.startswith("| choice | groups, SmolLM2, 8,192 | gain, SmolLM2, 8,192 | groups, Gem")
+    assert rows == [
+        "| each KV head, k = 64 | 90.0 | 90.0 % | 70.0 | 70.0 % |  |  |",
+        "| each KV head, shares of at least 0.001, k = 128 at most |  |  | 30.0 | 30.0 % |  |  |",
+        "| each KV head, shares of at least 0.002, k = 128 at most |  |  | 40.0 | 40.0 % |  |  |",
+        "| each KV head, of 128 groups by mean keys, k = 64 |  |  | 60.0 | 60.0 % |  |  |",
+    ]

@@ -10,8 +10,10 @@ from reproduction.real.choice_rules import FORMS, Rule
 from reproduction.real.methods import Sizes
 
 DEFAULT_CHOICES = (
-    *("per_head:64", "per_head:48", "per_head:32", "one_a_layer:64", "largest_a_layer:64"),
-    *("adaptive:128:0.001", "adaptive:128:0.003", "two_levels:64:128", "two_levels:64:256"),
+    *("per_head:64", "per_head:48", "per_head:32", "per_head:16"),
+    *("one_a_layer:64", "one_a_layer:32", "largest_a_layer:64", "largest_a_layer:32"),
+    *("adaptive:128:0.0005", "adaptive:128:0.001", "adaptive:128:0.002"),
+    *("two_levels:64:256", "two_levels:64:128", "two_levels:32:64"),
 )
 
 
