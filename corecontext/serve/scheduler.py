@@ -83,7 +83,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.handle = servable_handle(self.model, self.full)
-        self.fused = Fused(self.model, "kernels")  # in decoding steps, as the Engine
+        self.fused = Fused(self.model, "kernels")  # as the Engine
         positive = ("cache_bytes", "host_bytes", "max_rows", "rows_per_pool", "chunk_size")
         for name in (*positive, "max_length", "queue_limit", "client_sizes"):
             least = 0 if name in ("queue_limit", "client_sizes") else 1
@@ -213,8 +213,8 @@ class Scheduler:
         """Run one turn; return whether there was anything to do."""
         self._drop_cancelled_and_expired()
         self._admit()
-        has_read = self._read()
         with self.fused:
+            has_read = self._read()
             has_decoded = self._decode()
         return has_read or has_decoded
 
