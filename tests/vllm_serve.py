@@ -1,5 +1,5 @@
 """Send mixed requests to `vllm serve` with fetch, by the openai client and by `vllm bench serve`:
-`PYTHONPATH=. python tests/vllm_serve.py MINUTES [device|host [random|smollm2]]`: the store, the model.
+`PYTHONPATH=. python tests/vllm_serve.py MINUTES [device|host [random|smollm2]]`, store and model.
 
 On a GPU decoding steps are captured; without one kernels run in Triton's interpreter.
 
