@@ -18,11 +18,9 @@ from corecontext.ops.triton.decode import merge_parts
 from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import batch_parts
 from corecontext.ops.triton.paged import chunk as paged_chunk
-from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
 from corecontext.ops.triton.paged.batch_parts import Kind, attend_parts, parts_of
-from corecontext.ops.triton.paged.chunk import attend_longest_chunk
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.pages import Batch, Pages, alignment_of
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
@@ -278,7 +276,7 @@ def test_a_chunk_gets_each_entry_once(past, sinks, mass):
         entries = of_cores[core_table[0].long()].flatten(0, 1)[group]
         wanted = torch.cat((before[: span.sinks], entries))
         assert torch.equal(listed, wanted.transpose(0, 1))
-    if not groups > 0 or not mass:
+    if not mass:
         assert far.mass is None
         return
     wanted = masses[core_table[0].long()].flatten(0, 1)[group].T
@@ -434,41 +432,6 @@ def test_no_batch_needs_a_kernel_that_was_not_compiled(monkeypatch, heads, dtype
         batch = Batch(torch.zeros(sequences + 1, dtype=torch.int32), lengths, most_new, longest)
         attend_pages(q[: most_new + sequences - 1], batch, raw, cores, spec)
     assert len(needed) > 4 and needed <= compiled
-
-
-@pytest.mark.parametrize("mass", [True, False])
-def test_no_chunk_needs_a_kernel_that_was_not_compiled(monkeypatch, mass):
-    """The first tokens of a prompt, and chunks behind any past."""
-    needed = set()
-
-    def launch(kernel, grid, arguments, specialized=(), **constants):
-        needed.add((kernel, *dtypes_of(arguments), specialized, *constants.items()))
-
-    def attend_list(tokens, far, spec, out):
-        needed.add(("attend", far.mass is None))
-
-    monkeypatch.setattr(paged_gather, "launch", launch)
-    monkeypatch.setattr(paged_chunk.backend, "attend_list", attend_list)
-    config = CCAConfig.pooling(group_size=16, window_size=1024, sink_size=16, core_mass=mass)
-    spec = Spec.of(config, halves(), 1.0)
-    longest, most_new = 32768, 8192
-    q = torch.empty(most_new, 16, 128, device="meta")
-    attend_longest_chunk(q, 2, 16, longest, spec)
-    compiled, needed = needed, set()
-
-    page = torch.empty(1, 16, 2, 128, device="meta")
-    pages = Pages(page, page, torch.empty(1, longest // 16, dtype=torch.int32, device="meta"))
-    cores = pages._replace(mass=torch.empty(1, 16, 2, device="meta") if mass else None)
-    batch = Batch(torch.empty(0), torch.empty(0), most_new, longest)
-    draw = random.Random(0)
-    for _ in range(100):
-        count = draw.randrange(paged_chunk.LONG_CHUNK, most_new)
-        past = int(2 ** draw.uniform(0, 14)) * draw.randrange(2)
-        starts = [0, count]
-        [part] = parts_of(starts, [past + count], batch)
-        new = (torch.empty(count, n, 128, device="meta") for n in (16, 2, 2))
-        attend_parts(tuple(new), [part], pages, cores, spec, q[:count])
-    assert len(needed) == 4 - 2 * (not mass) and needed <= compiled
 
 
 def test_compiling_for_any_batch_touches_no_page():

@@ -79,8 +79,9 @@ class Spec:
 
     def of_full(self, end: int) -> Spec:
         """Return settings under which tokens before position `end` have full attention: a window
-        that no token leaves."""
-        return self.replace(window_size=end, sink_size=0, fetch_groups=0)
+        that no token leaves, a multiple of 16, as Triton compiles kernels for those and for
+        others."""
+        return self.replace(window_size=-(-end // 16) * 16, sink_size=0, fetch_groups=0)
 
     def for_length(self, seq_len: int) -> Spec:
         """Return a copy whose group size is that of a sequence of this length."""

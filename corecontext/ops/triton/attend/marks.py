@@ -70,14 +70,12 @@ def marked_keys(marks, entries):
 
 
 @triton.jit
-def _mark_kernel(
-    chosen_ptr, words_ptr, numbers, num_chosen, BY_ENTRY: tl.constexpr, BLOCK: tl.constexpr
-):
+def _mark_kernel(chosen_ptr, words_ptr, numbers, BY_ENTRY: tl.constexpr, BLOCK: tl.constexpr):
     """Set the bits of one share's groups.
 
     Grid: (N C,). With BY_ENTRY words are those of `EntryMarks`, else of `Marks`.
     """
-    num_words, first_entry, num_entries, num_shares = integers(numbers)
+    num_words, first_entry, num_entries, num_shares, num_chosen = integers(numbers)
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, BLOCK)  # among the k groups of the share
     group = tl.load(chosen_ptr + row * num_chosen + ranks, mask=ranks < num_chosen, other=-1)
@@ -120,8 +118,7 @@ def _words(
     launch(
         _mark_kernel,
         (n * count,),
-        (chosen, words, ints(shape[2], first_entry, num_entries, count)),
-        (k,),
+        (chosen, words, ints(shape[2], first_entry, num_entries, count, k)),
         BY_ENTRY=by_entry,
         BLOCK=power_of_2(k),
         num_warps=1,

@@ -12,7 +12,7 @@ MASS_PARTS = 16
 _ROWS = 128
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit(do_not_specialize=["num_entries", "mass_stride"])
 def mass_parts_kernel(
     mass_ptr, parts_ptr, num_entries, scale, mass_stride, PARTS: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -41,8 +41,7 @@ def mass_parts(mass: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     launch(
         mass_parts_kernel,
         (ceil_div(num_entries, _ROWS), n),
-        (mass, terms, num_entries, scale),
-        (mass.stride(0),),
+        (mass, terms, num_entries, scale, mass.stride(0)),
         PARTS=MASS_PARTS,
         ROWS=_ROWS,
         num_warps=4,

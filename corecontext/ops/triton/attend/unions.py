@@ -6,6 +6,7 @@ groups of one choice: a kernel reads it once for all of them, and masks each row
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -98,7 +99,9 @@ def unite(
     shares = min(QUERIES, ceil_div(QUERIES - 1, marks.share) + 1)
     shape = (n, ceil_div(num_queries, QUERIES))
     most = max(1, min(num_groups, shares * num_chosen))
-    groups, queries = marks.words.new_empty((2, *shape, most))
+    # Tensors of their own, which begin at a multiple of 16 bytes: one kernel takes all.
+    groups = marks.words.new_empty((*shape, most))
+    queries = torch.empty_like(groups)
     counts = marks.words.new_empty(shape)
     launch(
         union_kernel,

@@ -144,7 +144,8 @@ def to_bytes(q: Tensor, keys: Tensor, centre: Tensor | None, scale: float) -> By
         centre = q.new_zeros(n, dim)
     whole = block_of(num_keys) * ceil_div(num_groups, block_of(num_keys))
     queries = torch.empty((n, r, count, block_d), dtype=torch.int8, device=q.device)
-    units, offsets = torch.empty((2, n, r, count), dtype=torch.float32, device=q.device)
+    units = torch.empty((n, r, count), dtype=torch.float32, device=q.device)
+    offsets = torch.empty_like(units)  # begins at a multiple of 16 bytes, too
     stored = torch.empty((n, 1, whole * num_keys, block_d), dtype=torch.int8, device=q.device)
     group_units = torch.empty((n, whole), dtype=torch.float32, device=q.device)
     launch(

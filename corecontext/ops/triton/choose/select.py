@@ -28,7 +28,6 @@ _MOST_SELECTED = 8192  # most scores that one program selects from
 def _select_kernel(
     pointers,
     numbers,
-    num_chosen,
     share,
     rule,
     RUN: tl.constexpr,
@@ -46,11 +45,12 @@ def _select_kernel(
             runs for each share, read with FROM_RUNS only; and to the choice.
         numbers: M, first share and end of the queries as of `groups_of_share`; first_row and
             num_rows, the shares that have scores; stride_row and stride_n, elements between the
-            scores of two shares, and between the choices of two sequences.
-        num_chosen: k.
+            scores of two shares, and between the choices of two sequences; k.
     """
     scores_ptr, runs_ptr, chosen_ptr = pointers
-    num_groups, first_share, q_end, first_row, num_rows, stride_row, stride_n = integers(numbers)
+    values = integers(numbers)
+    num_groups, first_share, q_end, first_row, num_rows = values[:5]
+    stride_row, stride_n, num_chosen = values[5:]
     n = (tl.program_id(0) // num_rows).to(tl.int64)
     row = tl.program_id(0) % num_rows
     offs = tl.arange(0, BLOCK)
@@ -189,9 +189,9 @@ def _launch_select(
         (n * rows,),
         (
             (scores, chosen if runs is None else runs, chosen),
-            ints(*places, rows, width, chosen.stride(0)),
+            ints(*places, rows, width, chosen.stride(0), k),
         ),
-        (k, settings.share, settings.rule),
+        (settings.share, settings.rule),
         RUN=1 if of_groups else RUN,
         FROM_RUNS=runs is not None,
         BLOCK=block,

@@ -181,7 +181,7 @@ def gather_chunk(
     num_near = span.end - span.low
     total = num_near + num_far
     gathered = torch.empty((2, kv_heads, total, dim), dtype=k.dtype, device=k.device)
-    has_mass = num_far > 0 and cores.mass is not None
+    has_mass = cores.mass is not None  # also where the list is empty: one kernel less
     gathered_mass = gathered
     if has_mass:
         gathered_mass = torch.empty((kv_heads, num_far), dtype=torch.float32, device=k.device)
