@@ -31,17 +31,26 @@ from corecontext.integrations.vllm.fetch_pages import index_pages_of
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.row_buffers import RowBuffers
-from corecontext.integrations.vllm.shared_chunks import attend_longest, attend_sharing
+from corecontext.integrations.vllm.shared_chunks import (
+    attend_longest,
+    attend_sharing,
+    compile_for_any_length,
+)
 from corecontext.integrations.vllm.start_check import check_group, check_table
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.capability import is_captured
 from corecontext.ops.fetch.prompt_rule import NO_END, reading_of
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import chunk as paged_chunk
-from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
-from corecontext.ops.triton.paged.attend_rows import Work, attend_rows, rotations_of
+from corecontext.ops.triton.paged.attend_pages import (
+    attend_pages,
+    compile_for_any_batch,
+    compile_merges,
+)
+from corecontext.ops.triton.paged.attend_rows import MOST_PARTS, Work, attend_rows, rotations_of
 from corecontext.ops.triton.paged.batch_parts import AttendWhole, Kind, Part, attend_parts, parts_of
-from corecontext.ops.triton.paged.chunk import attend_longest_chunk
+from corecontext.ops.triton.paged.chunk import attend_longest_chunk, compile_chunk
+from corecontext.ops.triton.paged.first_prompt import compile_for_any_prompt
 from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
@@ -249,6 +258,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         self.raw_heads = raw_heads_of(hf_config, ranks)
         self.caches: LayerCaches | None = None
+        self.most_stored = min(1 + num_drafts(self.vllm_config), self.spec.group_size)
+        self.is_prepared = False
         self.is_compiled = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -298,7 +309,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             raw = (kv_cache, attn_metadata)
             cores = (cores.kv_cache, metadata[cores.layer_name])
             if self.spec.fetch_groups:
-                self._attend_fetched(*tensors, raw, cores)
+                self._attend_fetched(*tensors, raw, cores, compiles)
             else:
                 self._attend_compact(*tensors, raw, cores, compiles)
         for cache, share in self.caches.raw:
@@ -351,23 +362,28 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         raw, cores, *_ = self._pages(window, cores, query.dtype)
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec)
+            compile_for_any_prompt(query, (key, value, step.slots), raw, cores, self.spec)
         new = self._stored((key, value), [(step.slots, raw)], step.batch)
-        pool_pages(query, step.batch, raw, cores, self.spec, new=new)
+        pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, new=new)
         tokens = (query, key, value)
         attend_step(tokens, step, (raw, cores), self.spec, out)
+
+    def _pooled(self, batch: Batch) -> Batch:
+        """Return a batch for `pool_pages`, whose kernel is compiled for its most new tokens: the
+        same in all steps."""
+        return batch._replace(most_new=self.most_stored)
 
     def _stored(
         self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Store keys and values and return None, or return them with their slots for `pool_pages`
-        to store: only in decoding steps, since its kernel is compiled for each number of new
-        tokens.
+        to store: only in decoding steps, whose sequences have `most_stored` new tokens at most.
 
         Args:
             places: Caches of raw tokens, of the device and of the host, each with the slots of the
                 new tokens.
         """
-        if batch.most_new <= min(1 + num_drafts(self.vllm_config), self.spec.group_size):
+        if batch.most_new <= self.most_stored:
             return *new, places[0][0]
         (slots, raw), *far = places
         store_tokens(*new, slots, raw)
@@ -384,16 +400,23 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         out: Tensor,
         raw: tuple[Tensor, StepMetadata],
         cores: tuple[Tensor, StepMetadata],
+        compiles: bool,
     ) -> None:
         """Attend from prompts by their rule, and from each token of an answer by its own choice."""
         step = raw[1]
         core_slots = cores[1].slots
         raw, cores, index, host = self._pages(raw, cores, query.dtype)
+        if compiles:
+            of_pages = (raw, cores, self.spec, index, host)
+            compile_for_any_prompt(query, (key, value, step.slots), *of_pages)
+            if host is None and step.attend_whole is None:
+                compile_for_any_batch(query, raw, raw, self.raw_spec)
+                compile_chunk((query, key, value), raw, raw, self.raw_spec)
         places = [(step.slots, raw)]
         if host is not None:
             places.append((core_slots, host.pages))
         new = self._stored((key, value), places, step.batch)
-        pool_pages(query, step.batch, raw, cores, self.spec, index, host, new)
+        pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, index, host, new)
 
         def choose(tokens: slice) -> None:
             rows = step.rows.part(tokens)
@@ -437,6 +460,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         query, key, value = (self._select(x, share.heads) for x in (query, key, value))
         if compiles:
             compile_for_any_batch(query, pages, pages, self.raw_spec)
+            compile_chunk((query, key, value), pages, pages, self.raw_spec)
         store_tokens(key, value, step.slots, pages)
         results = torch.empty_like(query, memory_format=torch.contiguous_format)
         attend_step((query, key, value), step, (pages, pages), self.raw_spec, results)
@@ -474,13 +498,18 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         """Take the memory of the last chunk of the longest prompt, then of a step in which the most
         requests decode."""
         reading = reading_of(self.config, query.device.type, True)
+        sizes = (self.num_kv_heads, self.vllm_config.cache_config.block_size, self.longest)
         if reading.full_until < self.longest or self.config.fetches_from_host:
-            sizes = (self.num_kv_heads, self.vllm_config.cache_config.block_size, self.longest)
             attend_longest(query, *sizes, self.spec, reading)
         most = self.vllm_config.scheduler_config.max_num_seqs
         most *= 1 + num_drafts(self.vllm_config)
         self.caches.cores.take_slots(query.device)
         rotations_of(self.spec.index.bits, self.head_size, query.dtype, query.device)
+        if self.caches.cores.is_last and not self.is_prepared:
+            # Once, by one layer: all layers have the same kernels.
+            compile_for_any_length(query, *sizes, self.spec, reading)
+            compile_merges(query, self.num_kv_heads, MOST_PARTS)
+            self.is_prepared = True
         Work.of(query[:most], self.num_kv_heads, self.longest, self.spec)
 
 

@@ -68,3 +68,22 @@ def attend_longest(
     new = pages[0].k.new_zeros(q.shape[0], *pages[0].k.shape[2:])
     past = max(0, longest - q.shape[0])
     attend_sharing((q, new, new), past, pages, spec, reading, torch.empty_like(q))
+
+
+def compile_for_any_length(
+    q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec, reading: Reading
+) -> None:
+    """Compile the kernels among which `attend_sharing` chooses by the length of a prompt: for the
+    first of the queries q as its last token. Arguments as of `attend_longest`."""
+    for length in lengths_of_kernels(longest, spec, reading):
+        attend_longest(q[:1], kv_heads, page_size, length, spec, reading)
+
+
+def lengths_of_kernels(longest: int, spec: Spec, reading: Reading) -> list[int]:
+    """Return lengths of prompts whose last tokens need all kernels: one that sees all tokens, the
+    first that chooses, and those before which each power of 2 of groups is reached and passed,
+    since these are the sizes of tiles of scores."""
+    first = reading.full_until + 1
+    counts = [count for i in range(31) for count in (1 << i, (1 << i) + 1)]
+    ends = [spec.sinks + spec.window_size + count * spec.group_size for count in counts]
+    return [x for x in (1, first, *ends, longest) if x == 1 or first <= x <= longest]

@@ -300,9 +300,15 @@ def compile_for_any_batch(q: Tensor, raw: Pages, cores: Pages, spec: Spec) -> No
     for tiles in all_tiles:
         for num_parts in (1, 2):
             _launch(q, batch, (raw, cores), spec, out, tiles, num_parts)
-    for exponent in range(2, power_of_2(MOST_SPLITS).bit_length()):
-        acc, lse = _parts(q, kv_heads, 1 << exponent)
-        merge((acc, lse), out)
+    compile_merges(q, kv_heads, MOST_SPLITS)
+
+
+def compile_merges(q: Tensor, kv_heads: int, most: int) -> None:
+    """Compile the kernels that merge 2 to `most` parts of the softmax, for the first of the queries
+    q [T, H, D]."""
+    q = q[:1]
+    for exponent in range(1, power_of_2(most).bit_length()):
+        merge(_parts(q, kv_heads, 1 << exponent), torch.empty_like(q))
 
 
 def _tiles_of(q: Tensor, kv_heads: int, most_new: int) -> Tiles:

@@ -56,7 +56,7 @@ from corecontext.ops.triton.primitives import (
 )
 from corecontext.ops.triton.tiles import Chip, chip_of
 
-_MOST_PARTS = 32
+MOST_PARTS = 32
 
 
 @triton.jit
@@ -290,7 +290,7 @@ def parts_of_rows(chip: Chip, rows: int, tiles: int) -> int:
     once, three on a multiprocessor, but three where these are fewer than two. On an H100 22
     requests of 32K take 117 us in two parts, 133 in three."""
     fitting = 3 * chip.multiprocessors // rows
-    return min(_MOST_PARTS, tiles, fitting if fitting > 1 else 3)
+    return min(MOST_PARTS, tiles, fitting if fitting > 1 else 3)
 
 
 class Work(NamedTuple):

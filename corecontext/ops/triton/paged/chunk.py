@@ -31,6 +31,17 @@ def attend_longest_chunk(
     attend_chunk((q[few], new[few], new[few]), 0, raw, cores, spec, out[few])
 
 
+def compile_chunk(new: tuple[Tensor, Tensor, Tensor], raw: Pages, cores: Pages, spec: Spec) -> None:
+    """Compile the kernels that read these pages for a chunk, by its first token as a whole
+    sequence: no page is read.
+
+    Args:
+        new: As of `attend_chunk`, of any sequence.
+    """
+    q, k, v = (x[:1] for x in new)
+    attend_chunk((q, k, v), 0, raw, cores, spec, torch.empty_like(q))
+
+
 def longest_pages(
     q: Tensor, kv_heads: int, page_size: int, longest: int, spec: Spec
 ) -> tuple[Pages, Pages]:
