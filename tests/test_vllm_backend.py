@@ -575,13 +575,18 @@ def test_decoding_sequences_have_as_many_tokens_as_drafts_allow(monkeypatch):
 
 def test_the_first_step_compiles_what_later_ones_may_need(make_layers, monkeypatch):
     """Once for core tokens and once for heads that keep every token, in no graph's capture."""
-    compiled = []
+    compiled, prompts = [], []
     capturing = [True] * LAYERS
     monkeypatch.setattr(paged_backend, "is_captured", lambda x: bool(capturing and capturing.pop()))
     monkeypatch.setattr(
         paged_backend,
         "compile_for_any_batch",
         lambda q, raw, cores, spec: compiled.append(spec.window_size),
+    )
+    monkeypatch.setattr(
+        paged_backend,
+        "compile_for_any_prompt",
+        lambda q, new, raw, cores, spec: prompts.append(spec.window_size),
     )
     sizes = ((1, 3), 3)
     config = vllm_config(layer_group_sizes=sizes)
@@ -593,6 +598,7 @@ def test_the_first_step_compiles_what_later_ones_may_need(make_layers, monkeypat
         step(runner, [request], [count], settings)
         assert len(compiled) == after
     assert sorted(compiled) == [4, 4, 128]
+    assert prompts == [4, 4]
 
 
 def test_a_layer_keeps_no_cache_that_vllm_frees(make_layers):
