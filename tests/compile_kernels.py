@@ -501,7 +501,7 @@ def hopper_kernels(dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     if dim > 128:
         return
     descriptors = {
-        **dict.fromkeys(("q_desc", "grad_desc"), tile(unions.QUERIES, 64)),
+        **dict.fromkeys(("q_desc", "grad_desc"), tile(unions.QUERIES // 2, 64)),
         **dict.fromkeys(("k_desc", "v_desc"), tile(32, 64)),
     }
     united = {**descriptors, "unions": ("i32", "i32", "i32")}

@@ -623,7 +623,7 @@ def test_what_hoppers_kernels_of_a_union_get(unions_for_hopper, monkeypatch, wit
     forward, backward, _, launches = unions_for_hopper
     call = fetched_call(16, start=48)
     out, lse = torch.zeros_like(call.tokens.q), torch.zeros(2, 8, 100)
-    unions = Unions(*torch.zeros(2, 2, 4, 6, dtype=torch.int32), torch.zeros(2, 4).int())
+    unions = Unions(*torch.zeros(2, 2, 4, 6, dtype=torch.int32), torch.zeros(2, 4, 3).int())
     forward.attend(call, unions, out, lse)
     monkeypatch.setattr(Call, "marks", lambda call: None)
     monkeypatch.setattr(Call, "unions", lambda call, marks: unions)
@@ -641,7 +641,7 @@ def test_what_hoppers_kernels_of_a_union_get(unions_for_hopper, monkeypatch, wit
         assert (given.most, given.sink_groups) == (6, 1)
         assert all(map(operator.is_, given.unions, unions))
         assert given.scale == pytest.approx(0.5 / math.log(2))
-        assert given.q_desc.block_shape == [1, 1, 32, 64]
+        assert given.q_desc.block_shape == [1, 1, 16, 64]
         assert given.k_desc.block_shape == given.v_desc.block_shape == [1, 1, 16, 64]
         assert (constants["GROUP_SIZE"], constants["HEAD_DIM"]) == (16, 128)
     first, second = (given for _, _, given, _ in launches)
@@ -652,7 +652,7 @@ def test_what_hoppers_kernels_of_a_union_get(unions_for_hopper, monkeypatch, wit
     wanted = (out, out, lse, grad_lse if with_lse else lse)
     assert all(map(operator.is_, second.inputs, wanted))
     assert launches[1][3]["HAS_GRAD_LSE"] == with_lse
-    many = torch.zeros(2, 100, dtype=torch.int32)
+    many = torch.zeros(2, 100, 3, dtype=torch.int32)
     forward.attend(call, Unions(unions.groups, unions.queries, many), out, lse)
     assert launches[2][1] == (132,)  # no more than the chip has
 

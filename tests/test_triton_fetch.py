@@ -387,9 +387,12 @@ def test_marks_by_entry():
     assert marked == {(0, 4, 0), (0, 9, 0), (0, 6, 1), (0, 9, 2), (0, 44, 2)}
 
 
-@pytest.mark.parametrize("share, start, count", [(1, 0, 50), (5, 13, 70), (64, 64, 40)])
+@pytest.mark.parametrize(
+    "share, start, count", [(1, 0, 50), (5, 13, 70), (16, 600, 64), (64, 64, 40)]
+)
 def test_unions(share, start, count):
-    """Of 32 queries each: their groups, rising, and which of them chose and sees each."""
+    """Of 32 queries each: the groups of the first half, of both, of the second, and who chose and
+    sees each."""
     g, s, sinks, k = 4, 9, 1, 3
     m = (start + count) // g - sinks
     settings = Choosing((g, s, sinks), 1.0, k, share, start, start + count)
@@ -403,12 +406,16 @@ def test_unions(share, start, count):
     position = start + torch.arange(count, device=DEVICE)
     chosen = order[:, position // share - start // share, :, None] == torch.arange(m, device=DEVICE)
     see = torch.arange(m, device=DEVICE) < ((position + 1 - s).clamp(min=0) // g - sinks)[:, None]
-    for n, item in itertools.product(range(2), range(got.counts.shape[1])):
+    for n, item in itertools.product(range(2), range(got.ends.shape[1])):
         rows = (chosen.any(2) & see)[n, item * unions.QUERIES : (item + 1) * unions.QUERIES]
-        number = int(got.counts[n, item])
-        assert got.groups[n, item, :number].tolist() == rows.any(0).nonzero()[:, 0].tolist()
+        first, second = rows[: unions.QUERIES // 2].any(0), rows[unions.QUERIES // 2 :].any(0)
+        lists = [x.nonzero()[:, 0] for x in (first & ~second, first & second, second & ~first)]
+        groups = torch.cat(lists)
+        number = len(groups)
+        assert got.ends[n, item].tolist() == list(itertools.accumulate(map(len, lists)))
+        assert torch.equal(got.groups[n, item, :number], groups.int())
         bits = got.queries[n, item, :number, None] >> torch.arange(len(rows), device=DEVICE)
-        assert torch.equal((bits & 1).bool().mT, rows[:, rows.any(0)])
+        assert torch.equal((bits & 1).bool().mT, rows[:, groups])
 
 
 # The operator

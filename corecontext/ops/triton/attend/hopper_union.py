@@ -5,8 +5,13 @@ QUERIES neighbouring queries of one KV head chose, with those that chose each as
 An item is those queries of HEADS query heads with their union; programs go through the items.
 
 A program is three groups of warps: the producer copies the tokens of a union's groups into shared
-memory by the tensor memory accelerator; two consumers own 64 rows each, queries of two heads,
-multiply with asynchronous warpgroup instructions, in turns. A row sees only its query's groups.
+memory by the tensor memory accelerator; two consumers own 64 rows each, half of the queries of four
+heads, multiply with asynchronous warpgroup instructions, in turns. A row sees only its query's
+groups.
+
+Tiles at the beginning of a union have groups that only the first consumer's queries chose, those at
+its end groups of the second one alone (`unions.Unions`). As many as are at both ends, *pairs*, are
+read in turns, each by its own consumer while the other one lets it pass; both read all others.
 
 Tiles in shared memory have 64 of the head's D columns, so a head takes DIM_TILES of them, 1 or 2;
 `low` and `high` are a result's columns 0 to 63 and 64 to 127. Groups of 8 tokens or more lie there
@@ -43,11 +48,13 @@ from corecontext.ops.triton.tensor_memory import (
 )
 
 QUERIES = gl.constexpr(UNION_QUERIES)
-ROWS = gl.constexpr(64)  # of a consumer: QUERIES queries of two heads
+ROWS = gl.constexpr(64)  # of a consumer: half of the queries, of HEADS heads
 HEADS = gl.constexpr(4)  # query heads of an item
+HALF = gl.constexpr(UNION_QUERIES // 2)  # queries of a consumer
 TOKENS = gl.constexpr(128)  # of a tile of keys or values: 128 / g groups
 COLUMNS = gl.constexpr(64)  # of a head, in a tile in shared memory
-STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory at a time
+K_STAGES = gl.constexpr(2)  # tiles of keys in shared memory at a time
+V_STAGES = gl.constexpr(4)  # tiles of values, which are read a tile later
 
 
 @gluon.jit
@@ -58,20 +65,64 @@ def num_items_of(shape):
 
 
 @gluon.jit
-def union_of_item(item, shape, unions):
+def union_of_item(item, shape, unions, GROUPS: gl.constexpr):
     """Return of an item its sequence n, its first query head, the number of its union in n, where
-    the groups of that union begin in memory, and how many they are.
+    the groups of that union begin in memory, how many they are, and its pairs of tiles.
 
     Args:
         shape: Of the queries, [N, r, T, D].
         unions: Pointers to the tensors of `Unions`, and the groups there is room for in each, U.
+        GROUPS: Groups of a tile.
     """
     num_unions = (shape[2] + QUERIES - 1) // QUERIES
     row_blocks = (shape[1] + HEADS - 1) // HEADS
     union = item // row_blocks
-    count = gl.load(unions[2] + union)
+    ends_ptr = unions[2] + 3 * union
+    only_first = gl.load(ends_ptr)
+    not_second = gl.load(ends_ptr + 1)
+    count = gl.load(ends_ptr + 2)
+    only_second = num_tiles(count, GROUPS) - num_tiles(not_second, GROUPS)
+    pairs = gl.minimum(only_first // GROUPS, only_second)
     first = union.to(gl.int64) * unions[3]
-    return union // num_unions, item % row_blocks * HEADS, union % num_unions, first, count
+    head = item % row_blocks * HEADS
+    return union // num_unions, head, union % num_unions, first, count, pairs
+
+
+@gluon.jit
+def num_tiles(count, GROUPS: gl.constexpr):
+    """Return the tiles of so many groups."""
+    return (count + GROUPS - 1) // GROUPS
+
+
+@gluon.jit
+def tile_of(i, CONSUMER: gl.constexpr, pairs, total):
+    """Return the number of a consumer's i-th tile among the `total` tiles of a union."""
+    tile = i
+    if CONSUMER == 1:
+        tile = gl.where(i < pairs, total - pairs + i, i)
+    return tile
+
+
+@gluon.jit
+def place_of(i, CONSUMER: gl.constexpr, pairs):
+    """Return the place of a consumer's i-th tile in the order in which tiles are copied."""
+    return gl.where(i < pairs, 2 * i + CONSUMER, i + pairs)
+
+
+@gluon.jit
+def let_pass(i, CONSUMER: gl.constexpr, pairs, step, ready, free, STAGES: gl.constexpr):
+    """Give back the tile between a consumer's tiles i - 1 and i that only the other one reads, if
+    there is one. Nobody waits long for it: tile i is copied later.
+
+    Args:
+        step: Tiles copied for all items before.
+        ready, free: Barriers of keys or of values, which have STAGES slots.
+    """
+    pair = i - 1 + CONSUMER
+    if (pair >= 0) & (pair < pairs):
+        place = step + 2 * pair + 1 - CONSUMER
+        mbarrier.wait(ready.index(place % STAGES), place // STAGES & 1)
+        mbarrier.arrive(free.index(place % STAGES))
 
 
 @gluon.jit
@@ -85,11 +136,27 @@ def _copy_groups(desc, smem, slot, ready, tokens, n, DIM_TILES: gl.constexpr, GR
 
 
 @gluon.jit
+def _tokens_of_tile(place, unions, first, count, pairs, sinks, end, group_size, GROUPS: gl.constexpr):
+    """Return where the groups begin of the tile that is copied as number `place` of a union; behind
+    the last group `end`, where only zeros are read."""
+    total = num_tiles(count, GROUPS)
+    tile = gl.where(place % 2 == 0, place // 2, total - pairs + place // 2)
+    tile = gl.where(place < 2 * pairs, tile, place - pairs)
+    tokens = ()
+    for j in gl.static_range(GROUPS):
+        at = tile * GROUPS + j
+        group = gl.load(unions[0] + first + at, mask=at < count, other=0)
+        tokens = tokens + (gl.where(at < count, (sinks + group) * group_size, end),)
+    return tokens
+
+
+@gluon.jit
 def copy_unions(
     DIM_TILES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     descs,
     queries,
     memory,
@@ -99,6 +166,8 @@ def copy_unions(
     """Copy the queries of each item, then the tokens of its union's groups: the producer warp.
 
     Args:
+        STAGES: Slots of keys and of values.
+        AHEAD: Tiles, 0 or 1, by which keys are copied before the values of the same tile.
         descs: Descriptors of keys and values.
         queries: Descriptors of queries, and of other tensors that have their shape, and the shared
             memory of each; then barriers `ready` and `free` of both consumers.
@@ -109,37 +178,45 @@ def copy_unions(
     q_descs, places, q_ready, q_free = queries
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
     shape = q_descs[0].shape
-    num_bytes: gl.constexpr = len(q_descs) * 2 * DIM_TILES * q_descs[0].block_type.nbytes
-    step = 0  # key tiles so far, of all items
+    end = k_desc.shape[2]
+    boxes: gl.constexpr = HEADS * DIM_TILES  # of a consumer's queries
+    num_bytes: gl.constexpr = len(q_descs) * boxes * q_descs[0].block_type.nbytes
+    step = 0  # tiles so far, of all items
     count = 0  # items so far
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
-        n, head, union, first, num_groups = union_of_item(item, shape, unions)
+        n, head, union, first, num_groups, pairs = union_of_item(item, shape, unions, GROUPS)
         if num_groups > 0:
+            of_union = (unions, first, num_groups, pairs, sink_groups, end)
+            tokens = _tokens_of_tile(0, *of_union, GROUP_SIZE, GROUPS)
             for consumer in gl.static_range(2):
                 mbarrier.wait(q_free.index(consumer), (count & 1) ^ 1)
                 mbarrier.expect(q_ready.index(consumer), num_bytes)
                 for i in gl.static_range(len(q_descs)):
-                    for j in gl.static_range(2 * DIM_TILES):
-                        row = union * q_descs[i].block_type.shape[2]
-                        at = [n, head + 2 * consumer + j % 2, row, j // 2 * COLUMNS]
-                        place = places[i].index(consumer * 2 * DIM_TILES + j)
+                    for j in gl.static_range(boxes):
+                        row = union * QUERIES + consumer * HALF
+                        at = [n, head + j % HEADS, row, j // HEADS * COLUMNS]
+                        place = places[i].index(consumer * boxes + j)
                         copy_in(q_descs[i], at, q_ready.index(consumer), place)
             count += 1
-            for i in range((num_groups + GROUPS - 1) // GROUPS):
-                tokens = ()
-                for j in gl.static_range(GROUPS):
-                    inside = i * GROUPS + j < num_groups
-                    group = gl.load(unions[0] + first + i * GROUPS + j, mask=inside, other=0)
-                    # Behind the last token zeros are read.
-                    token = gl.where(inside, (sink_groups + group) * GROUP_SIZE, k_desc.shape[2])
-                    tokens = tokens + (token,)
-                slot = step % STAGES
-                phase = (step // STAGES & 1) ^ 1  # parity
-                mbarrier.wait(k_free.index(slot), phase)
-                _copy_groups(k_desc, k_smem, slot, k_ready, tokens, n, DIM_TILES, GROUPS)
-                mbarrier.wait(v_free.index(slot), phase)
-                _copy_groups(v_desc, v_smem, slot, v_ready, tokens, n, DIM_TILES, GROUPS)
-                step += 1
+            total = num_tiles(num_groups, GROUPS)
+            before = tokens
+            for i in range(total + AHEAD):
+                # The next tile's groups are on the way while this one's slots become free.
+                upcoming = _tokens_of_tile(i + 1, *of_union, GROUP_SIZE, GROUPS)
+                if i < total:
+                    slot = (step + i) % STAGES[0]
+                    mbarrier.wait(k_free.index(slot), ((step + i) // STAGES[0] & 1) ^ 1)
+                    _copy_groups(k_desc, k_smem, slot, k_ready, tokens, n, DIM_TILES, GROUPS)
+                if AHEAD == 0:
+                    before = tokens
+                if i >= AHEAD:
+                    copied = step + i - AHEAD
+                    slot = copied % STAGES[1]
+                    mbarrier.wait(v_free.index(slot), (copied // STAGES[1] & 1) ^ 1)
+                    _copy_groups(v_desc, v_smem, slot, v_ready, before, n, DIM_TILES, GROUPS)
+                before = tokens
+                tokens = upcoming
+            step += total
 
 
 @gluon.jit
@@ -255,56 +332,70 @@ def _attend_unions(
     dtype: gl.constexpr = q_smem.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
     q = reinterpreted(q_smem, dtype, [2 * DIM_TILES, ROWS, COLUMNS], tile)
-    k = reinterpreted(k_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
-    v = reinterpreted(v_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
+    k = reinterpreted(k_smem, dtype, [DIM_TILES * K_STAGES, TOKENS, COLUMNS], tile)
+    v = reinterpreted(v_smem, dtype, [DIM_TILES * V_STAGES, TOKENS, COLUMNS], tile)
     my_turn = turns.index(CONSUMER)
     other_turn = turns.index(1 - CONSUMER)
     zero = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
     lanes = gl.arange(0, ROWS, rows)
-    query = lanes % (ROWS // 2)
+    query = lanes % HALF + CONSUMER * HALF
     dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
     heads, num_queries = shape[1], shape[2]
-    step = 0  # key tiles so far, of all items
+    step = 0  # tiles copied so far, of all items
+    turn = 0  # this consumer's tiles so far
     count = 0  # items so far
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
-        n, first_head, union, first_group, num_groups = union_of_item(item, shape, unions)
+        n, first_head, union, first_group, num_groups, pairs = union_of_item(
+            item, shape, unions, GROUPS
+        )
         if num_groups > 0:
             chosen = unions[1] + first_group
+            total = num_tiles(num_groups, GROUPS)
+            own = total - pairs
             running_max = gl.full([ROWS], -float("inf"), gl.float32, rows)
             sums = (running_max, gl.zeros([ROWS], gl.float32, rows))
             low = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
             high = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
 
             # The first tile has only scores.
-            bits = load_bits(chosen, 0, num_groups, GROUPS)
+            bits = load_bits(chosen, tile_of(0, CONSUMER, pairs, total), num_groups, GROUPS)
             mbarrier.wait(q_ready.index(CONSUMER), count & 1)
-            mbarrier.wait(k_ready.index(step % STAGES), step // STAGES & 1)
-            mbarrier.wait(my_turn, (step & 1) ^ (1 - CONSUMER))
-            s = products(q, k, CONSUMER, step % STAGES, zero, DIM_TILES)
+            let_pass(0, CONSUMER, pairs, step, k_ready, k_free, K_STAGES)
+            place = step + place_of(0, CONSUMER, pairs)
+            slot = place % K_STAGES
+            mbarrier.wait(k_ready.index(slot), place // K_STAGES & 1)
+            mbarrier.wait(my_turn, (turn & 1) ^ (1 - CONSUMER))
+            s = products(q, k, CONSUMER, slot, zero, DIM_TILES)
             mbarrier.arrive(other_turn)
             s = warpgroup_mma_wait(0, [s])
-            mbarrier.arrive(k_free.index(step % STAGES))
+            mbarrier.arrive(k_free.index(slot))
             weights, fade, sums = _softmax(s, sums, bits, query, scale, GROUP_SIZE, s_layout)
             p = gl.convert_layout(weights.to(dtype), p_layout)
 
             # Scores of a tile and output of the one before.
-            for i in range(1, (num_groups + GROUPS - 1) // GROUPS):
-                before = step % STAGES
-                phase = step // STAGES & 1
-                step += 1
-                slot = step % STAGES
-                bits = load_bits(chosen, i, num_groups, GROUPS)
-                mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
-                mbarrier.wait(my_turn, (step & 1) ^ (1 - CONSUMER))
+            for i in range(1, own):
+                turn += 1
+                before = place
+                place = step + place_of(i, CONSUMER, pairs)
+                slot = place % K_STAGES
+                v_slot = before % V_STAGES
+                number = tile_of(i, CONSUMER, pairs, total)
+                bits = load_bits(chosen, number, num_groups, GROUPS)
+                let_pass(i, CONSUMER, pairs, step, k_ready, k_free, K_STAGES)
+                mbarrier.wait(k_ready.index(slot), place // K_STAGES & 1)
+                mbarrier.wait(my_turn, (turn & 1) ^ (1 - CONSUMER))
                 s = products(q, k, CONSUMER, slot, zero, DIM_TILES)
-                mbarrier.wait(v_ready.index(before), phase)
-                low, high = add_values(p, v, before, low, high, DIM_TILES)
+                let_pass(i - 1, CONSUMER, pairs, step, v_ready, v_free, V_STAGES)
+                mbarrier.wait(v_ready.index(v_slot), before // V_STAGES & 1)
+                low, high = add_values(p, v, v_slot, low, high, DIM_TILES)
                 mbarrier.arrive(other_turn)
                 s = warpgroup_mma_wait(DIM_TILES, [s])
                 mbarrier.arrive(k_free.index(slot))
-                weights, fade, sums = _softmax(s, sums, bits, query, scale, GROUP_SIZE, s_layout)
+                weights, fade, sums = _softmax(
+                    s, sums, bits, query, scale, GROUP_SIZE, s_layout
+                )
                 low, high = wait_values(low, high, DIM_TILES)
-                mbarrier.arrive(v_free.index(before))
+                mbarrier.arrive(v_free.index(v_slot))
                 factor = gl.convert_layout(fade, o_rows)[:, None]
                 low = low * factor
                 high = high * factor
@@ -312,11 +403,13 @@ def _attend_unions(
 
             # The output of the last tile, while the results so far are read.
             mbarrier.arrive(q_free.index(CONSUMER))
-            slot = step % STAGES
-            mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
+            let_pass(own, CONSUMER, pairs, step, k_ready, k_free, K_STAGES)
+            let_pass(own - 1, CONSUMER, pairs, step, v_ready, v_free, V_STAGES)
+            slot = place % V_STAGES
+            mbarrier.wait(v_ready.index(slot), place // V_STAGES & 1)
             low, high = add_values(p, v, slot, low, high, DIM_TILES)
-            head = first_head + 2 * CONSUMER + lanes // (ROWS // 2)
-            row = union * (ROWS // 2) + query
+            head = first_head + lanes // HALF
+            row = union * QUERIES + query
             exists = (head < heads) & (row < num_queries)
             flat = (n.to(gl.int64) * heads + head) * num_queries + row
             lse = gl.load(lse_ptr + flat, mask=exists, other=0.0) * LOG2E
@@ -329,7 +422,9 @@ def _attend_unions(
             before_low = gl.load(out_ptr + place, mask=has_low, other=0.0).to(gl.float32)
             low, high = wait_values(low, high, DIM_TILES)
             mbarrier.arrive(v_free.index(slot))
-            step += 1
+            let_pass(own, CONSUMER, pairs, step, v_ready, v_free, V_STAGES)
+            step += total
+            turn += 1
             count += 1
 
             # Merge two parts (docs/math.md, eq. 8); the one in out always has a key.
@@ -354,12 +449,12 @@ def _attend_unions(
 def tile_memory(k_desc, v_desc, STAGES: gl.constexpr, TILES: gl.constexpr):
     """Return shared memory of STAGES tiles of keys and of values, each of TILES copies, and
     barriers of both: the producer arrives at `ready`, both consumers at `free`."""
-    k_smem = tiles(k_desc, STAGES * TILES)
-    v_smem = tiles(v_desc, STAGES * TILES)
-    k_ready = barriers(STAGES, 1)
-    k_free = barriers(STAGES, 2)
-    v_ready = barriers(STAGES, 1)
-    v_free = barriers(STAGES, 2)
+    k_smem = tiles(k_desc, STAGES[0] * TILES)
+    v_smem = tiles(v_desc, STAGES[1] * TILES)
+    k_ready = barriers(STAGES[0], 1)
+    k_free = barriers(STAGES[0], 2)
+    v_ready = barriers(STAGES[1], 1)
+    v_free = barriers(STAGES[1], 2)
     return k_smem, v_smem, k_ready, k_free, v_ready, v_free
 
 
@@ -389,7 +484,8 @@ def union_fwd_hopper(
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     DIM_TILES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    q_smem = tiles(q_desc, 4 * DIM_TILES)
+    STAGES: gl.constexpr = (K_STAGES, V_STAGES)
+    q_smem = tiles(q_desc, 2 * HEADS * DIM_TILES)
     memory = tile_memory(k_desc, v_desc, STAGES, DIM_TILES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
@@ -406,7 +502,7 @@ def union_fwd_hopper(
         [
             (_attend_unions, (0, DIM_TILES, GROUP_SIZE, HEAD_DIM) + consumers),
             (_attend_unions, (1, DIM_TILES, GROUP_SIZE, HEAD_DIM) + consumers),
-            (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES) + producer),
+            (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES, 1) + producer),
         ],
         [4, 1],  # warps of the second consumer and of the producer
         [240, 24],  # registers of their threads
@@ -440,12 +536,12 @@ def launch_items(
     k, v = (aligned(x[:, None]) for x in call.tokens[1:3])
     _, r, _, dim = call.tokens.q.shape
     group_size, _, sink_groups = rule_of(call.spec)
-    num_items = unions.counts.numel() * ceil_div(r, HEADS.value)
+    num_items = unions.ends[..., 0].numel() * ceil_div(r, HEADS.value)
     launch(
         kernel,
         (min(num_programs(k.device), num_items),),
         (
-            *(descriptor(x, QUERIES.value, COLUMNS.value) for x in queries),
+            *(descriptor(x, HALF.value, COLUMNS.value) for x in queries),
             *(descriptor(x, group_size, COLUMNS.value) for x in (k, v)),
             *(*pointers, tuple(unions), unions.groups.shape[2], sink_groups, *factors),
         ),

@@ -2,8 +2,7 @@
 Hopper, written in Triton's Gluon.
 
 An item is 32 neighbouring queries of four heads of a KV head, with the union of their groups. A
-producer copies the groups' tokens, each of two consumers has ROWS rows, the queries of two heads;
-`low` and `high` are a result's columns 0 to 63 and 64 to 127 (more in `hopper_union.py`). `dp` is
+producer copies the groups' tokens, each of two consumers has ROWS rows, half of the queries; `low` and `high` are a result's columns 0 to 63 and 64 to 127 (more in `hopper_union.py`). `dp` is
 the gradient of weights, `ds` that of scores.
 """
 
@@ -20,15 +19,22 @@ from corecontext.ops.spec import Upstream
 from corecontext.ops.triton.attend.chosen import Call
 from corecontext.ops.triton.attend.hopper_union import (
     COLUMNS,
+    HALF,
+    HEADS,
+    QUERIES,
     ROWS,
     add_values,
     chosen_by,
     copy_unions,
     launch_items,
+    let_pass,
     load_bits,
     num_items_of,
+    num_tiles,
+    place_of,
     products,
     tile_memory,
+    tile_of,
     union_of_item,
     wait_values,
 )
@@ -36,7 +42,8 @@ from corecontext.ops.triton.primitives import LOG2E
 from corecontext.ops.triton.tensor_memory import aligned, barriers, reinterpreted, tiles
 
 TOKENS = gl.constexpr(64)  # of a tile of keys or values
-STAGES = gl.constexpr(3)  # tiles of keys, and of values, in shared memory
+K_STAGES = gl.constexpr(4)  # tiles of keys in shared memory, which are read twice
+V_STAGES = gl.constexpr(3)  # tiles of values
 
 
 @gluon.jit
@@ -98,8 +105,7 @@ def _gradients_of_unions(
         q_memory: Shared memory of queries and of grad out; barriers `ready` and `free` of both.
         memory: Shared memory of keys and of values, and barriers `ready` and `free` of both.
         shape: Of the queries, [N, r, T, D].
-        unions: Pointers to each union's groups, to the queries that chose each as bits, and to the
-            number of groups; and the groups there is room for in each union, U.
+        unions: As of `union_of_item`.
     """
     out_ptr, grad_ptr, lse_ptr, grad_lse_ptr = inputs
     dq_ptr, delta_ptr = results
@@ -115,21 +121,25 @@ def _gradients_of_unions(
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
     q = reinterpreted(q_smem, dtype, [2 * DIM_TILES, ROWS, COLUMNS], tile)
     grad = reinterpreted(grad_smem, dtype, [2 * DIM_TILES, ROWS, COLUMNS], tile)
-    k = reinterpreted(k_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
-    v = reinterpreted(v_smem, dtype, [DIM_TILES * STAGES, TOKENS, COLUMNS], tile)
+    k = reinterpreted(k_smem, dtype, [DIM_TILES * K_STAGES, TOKENS, COLUMNS], tile)
+    v = reinterpreted(v_smem, dtype, [DIM_TILES * V_STAGES, TOKENS, COLUMNS], tile)
     zero = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
     lanes = gl.arange(0, ROWS, rows)
-    query = lanes % (ROWS // 2)
+    query = lanes % HALF + CONSUMER * HALF
     dims = gl.arange(0, COLUMNS, gl.SliceLayout(0, o_layout))
     heads, num_queries = shape[1], shape[2]
-    step = 0  # key tiles so far, of all items
+    step = 0  # tiles copied so far, of all items
     count = 0  # items so far
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
-        n, first_head, union, first_group, num_groups = union_of_item(item, shape, unions)
+        n, first_head, union, first_group, num_groups, pairs = union_of_item(
+            item, shape, unions, GROUPS
+        )
         if num_groups > 0:
             chosen = unions[1] + first_group
-            head = first_head + 2 * CONSUMER + lanes // (ROWS // 2)
-            row = union * (ROWS // 2) + query
+            total = num_tiles(num_groups, GROUPS)
+            own = total - pairs
+            head = first_head + lanes // HALF
+            row = union * QUERIES + query
             exists = (head < heads) & (row < num_queries)
             flat = (n.to(gl.int64) * heads + head) * num_queries + row
             place = gl.convert_layout(flat, gl.SliceLayout(1, o_layout))
@@ -143,31 +153,39 @@ def _gradients_of_unions(
             low = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
             high = gl.zeros([ROWS, COLUMNS], gl.float32, o_layout)
             # The first tile has only the gradients of scores.
-            slot = step % STAGES
-            bits = load_bits(chosen, 0, num_groups, GROUPS)
+            bits = load_bits(chosen, tile_of(0, CONSUMER, pairs, total), num_groups, GROUPS)
             mbarrier.wait(q_ready.index(CONSUMER), count & 1)
-            mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
+            let_pass(0, CONSUMER, pairs, step, k_ready, k_free, K_STAGES)
+            let_pass(0, CONSUMER, pairs, step, v_ready, v_free, V_STAGES)
+            copied = step + place_of(0, CONSUMER, pairs)
+            slot = copied % K_STAGES
+            v_slot = copied % V_STAGES
+            mbarrier.wait(k_ready.index(slot), copied // K_STAGES & 1)
             s = products(q, k, CONSUMER, slot, zero, DIM_TILES)
-            mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
-            dp = products(grad, v, CONSUMER, slot, zero, DIM_TILES)
+            mbarrier.wait(v_ready.index(v_slot), copied // V_STAGES & 1)
+            dp = products(grad, v, CONSUMER, v_slot, zero, DIM_TILES)
             s, dp = warpgroup_mma_wait(0, [s, dp])
-            mbarrier.arrive(v_free.index(slot))
+            mbarrier.arrive(v_free.index(v_slot))
             ds = _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE)
             rounded_ds = gl.convert_layout(ds.to(dtype), p_layout)
 
             # Gradients of scores of a tile, and of queries by the tile before.
-            for i in range(1, (num_groups + GROUPS - 1) // GROUPS):
+            for i in range(1, own):
                 before = slot
-                step += 1
-                slot = step % STAGES
-                bits = load_bits(chosen, i, num_groups, GROUPS)
-                mbarrier.wait(k_ready.index(slot), step // STAGES & 1)
+                copied = step + place_of(i, CONSUMER, pairs)
+                slot = copied % K_STAGES
+                v_slot = copied % V_STAGES
+                number = tile_of(i, CONSUMER, pairs, total)
+                bits = load_bits(chosen, number, num_groups, GROUPS)
+                let_pass(i, CONSUMER, pairs, step, k_ready, k_free, K_STAGES)
+                let_pass(i, CONSUMER, pairs, step, v_ready, v_free, V_STAGES)
+                mbarrier.wait(k_ready.index(slot), copied // K_STAGES & 1)
                 s = products(q, k, CONSUMER, slot, zero, DIM_TILES)
-                mbarrier.wait(v_ready.index(slot), step // STAGES & 1)
-                dp = products(grad, v, CONSUMER, slot, zero, DIM_TILES)
+                mbarrier.wait(v_ready.index(v_slot), copied // V_STAGES & 1)
+                dp = products(grad, v, CONSUMER, v_slot, zero, DIM_TILES)
                 low, high = add_values(rounded_ds, k, before, low, high, DIM_TILES)
                 s, dp = warpgroup_mma_wait(DIM_TILES, [s, dp])
-                mbarrier.arrive(v_free.index(slot))
+                mbarrier.arrive(v_free.index(v_slot))
                 ds = _grad_scores(s, dp, stats, bits, query, scale, GROUP_SIZE)
                 low, high = wait_values(low, high, DIM_TILES)
                 mbarrier.arrive(k_free.index(before))
@@ -176,7 +194,9 @@ def _gradients_of_unions(
             low, high = wait_values(low, high, DIM_TILES)
             mbarrier.arrive(k_free.index(slot))
             mbarrier.arrive(q_free.index(CONSUMER))
-            step += 1
+            let_pass(own, CONSUMER, pairs, step, k_ready, k_free, K_STAGES)
+            let_pass(own, CONSUMER, pairs, step, v_ready, v_free, V_STAGES)
+            step += total
             count += 1
 
             at = dq_ptr + (place * HEAD_DIM)[:, None] + dims[None, :]
@@ -216,8 +236,9 @@ def union_dq_hopper(
     """
     GROUPS: gl.constexpr = TOKENS // GROUP_SIZE
     DIM_TILES: gl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
-    q_smem = tiles(q_desc, 4 * DIM_TILES)
-    grad_smem = tiles(grad_desc, 4 * DIM_TILES)
+    STAGES: gl.constexpr = (K_STAGES, V_STAGES)
+    q_smem = tiles(q_desc, 2 * HEADS * DIM_TILES)
+    grad_smem = tiles(grad_desc, 2 * HEADS * DIM_TILES)
     memory = tile_memory(k_desc, v_desc, STAGES, DIM_TILES * GROUPS)
     q_ready = barriers(2, 1)
     q_free = barriers(2, 1)
@@ -233,7 +254,7 @@ def union_dq_hopper(
         [
             (_gradients_of_unions, (0, DIM_TILES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
             (_gradients_of_unions, (1, DIM_TILES, GROUP_SIZE, HEAD_DIM, HAS_GRAD_LSE) + consumers),
-            (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES) + producer),
+            (copy_unions, (DIM_TILES, GROUP_SIZE, GROUPS, STAGES, 0) + producer),
         ],
         [4, 1],  # warps of the second consumer and of the producer
         [240, 24],  # registers of their threads
