@@ -199,7 +199,8 @@ def copy_unions(
                         copy_in(q_descs[i], at, q_ready.index(consumer), place)
             count += 1
             total = num_tiles(num_groups, GROUPS)
-            before = tokens
+            # Made anew: Triton does not carry `before` through the loop if it is `tokens` first.
+            before = _tokens_of_tile(0, *of_union, GROUP_SIZE, GROUPS)
             for i in range(total + AHEAD):
                 # The next tile's groups are on the way while this one's slots become free.
                 upcoming = _tokens_of_tile(i + 1, *of_union, GROUP_SIZE, GROUPS)
