@@ -399,10 +399,9 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
     names = ("chosen_ptr", "places_ptr", "core_table_ptr", "sequences_ptr")
     types = {**dict.fromkeys(names, "i32"), "slots": ("", "i32", "i32", "i64", "i64", "i64")}
-    types |= {"far": ("", ""), "numbers": 4, "far_strides": 3}
+    types["numbers"] = 4
     for claims in (False, True):
-        sizes = {"PAGES": (4, 64), "CLAIMS": claims, "GROUP": 16, "HEAD_DIM": dim, "BLOCK_K": 64}
-        sizes |= {"BLOCK_G": 16, "BLOCK_D": power_of_2(dim), "num_warps": 4 if claims else 1}
+        sizes = {"PAGE": 4, "CLAIMS": claims, "BLOCK_K": 64, "num_warps": 1}
         yield Kernel(group_slots._slots_kernel, sizes, types)
     types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
     types |= {"new": ("", "", "i64"), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}

@@ -55,8 +55,8 @@ def attend_sharing(
         # mutant vllm: neighbours of a prompt choose each by itself
         spec = reading.settings(spec)
         mass = None if far.mass is None else far.mass[:, None]
-        results = fetch.attend(backend, tokens.after(num_full), cores, spec, mass)[0]
-        grouped_out[:, :, num_full:] = results
+        rest = grouped_out[:, :, num_full:]
+        fetch.attend(backend, tokens.after(num_full), cores, spec, mass, out=rest)
 
 
 def attend_longest(

@@ -4,7 +4,8 @@ depend on shapes only:
 rotate, score, select   as in a decoding step without pages (`decode/step_with_fetch.py`)
 mark, claim             slots for chosen groups from host memory (`group_slots.py`)
 attend                  to first tokens, core tokens of groups not chosen, raw tokens of chosen
-                        groups and of the window, as one list; several programs split a long one
+                        groups and of the window, as one list; several programs split a long one;
+                        fill the slots that were claimed
 merge                   the parts of the softmax
 
 A token that sees all tokens raw has no far past here: its window begins with its sequence.
@@ -35,7 +36,7 @@ from corecontext.ops.triton.decode.plan import (
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
 from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
-from corecontext.ops.triton.paged.group_slots import FarPages, find_places
+from corecontext.ops.triton.paged.group_slots import CLAIMED, FarPages, find_places
 from corecontext.ops.triton.paged.pages import (
     IndexPages,
     Pages,
@@ -61,7 +62,8 @@ MOST_PARTS = 32
 
 @triton.jit
 def _raw_tile(first, lists, raw, choice, tables, strides, SIZES: tl.constexpr):
-    """Return pointers to the keys of a tile of raw tokens, from entry `first` of their list on.
+    """Return pointers to the keys of a tile of raw tokens, from entry `first` of their list on, and
+    whether groups of it claimed a slot, as a number.
 
     Each run of neighbours is in one page. They are looked up a tile ahead: where a turn of the loop
     loads its own addresses, the compiler has fewer tiles on the way.
@@ -83,6 +85,7 @@ def _raw_tile(first, lists, raw, choice, tables, strides, SIZES: tl.constexpr):
     RUN: tl.constexpr = gcd(N, GROUP, SINKS, SIZES[7], SIZES[9])
     members = tl.arange(0, N)
     k_at = raw[0] + members
+    claims = first * 0
     for i in tl.static_range(N // RUN):
         entry = first + i * RUN
         is_fetched = entry < num_fetched
@@ -108,8 +111,32 @@ def _raw_tile(first, lists, raw, choice, tables, strides, SIZES: tl.constexpr):
             slot_at = (slot.to(tl.int64) * GROUP + entry % GROUP) * (2 * SIZES[3])
             run = tl.where(slot >= 0, raw[2] + slot_at, run)
             stride = tl.where(slot >= 0, 2 * SIZES[3], stride)
+            claims += (slot <= CLAIMED).to(tl.int32)
         k_at = tl.where(members // RUN == i, run + members % RUN * stride, k_at)
-    return tl.multiple_of(k_at, SIZES[6])
+    return tl.multiple_of(k_at, SIZES[6]), claims
+
+
+@triton.jit
+def _fill_slots(first, num_fetched, tile, slots_ptr, places_ptr, SIZES: tl.constexpr):
+    """Write those groups of a tile of raw tokens to slots that claimed one.
+
+    Args:
+        first, num_fetched, SIZES: As of `_raw_tile`.
+        tile: Keys and values of the tile, [N, D] each.
+        slots_ptr: Slots of the KV head.
+        places_ptr: Places of the row's chosen groups.
+    """
+    k, v = tile
+    GROUP: tl.constexpr = SIZES[1]
+    DIM: tl.constexpr = SIZES[3]
+    entry = first + tl.arange(0, SIZES[0])
+    place = tl.load(places_ptr + entry // GROUP, mask=entry < num_fetched, other=-1)
+    at = ((-place + CLAIMED).to(tl.int64) * GROUP + entry % GROUP) * (2 * DIM)
+    at = tl.multiple_of(slots_ptr + at, SIZES[6])
+    dims = tl.arange(0, k.shape[1])
+    mask = (place <= CLAIMED)[:, None] & (dims < DIM)[None, :]
+    tl.store(at[:, None] + dims[None, :], k, mask=mask)
+    tl.store(at[:, None] + (DIM + dims)[None, :], v, mask=mask)
 
 
 @triton.jit
@@ -143,20 +170,26 @@ def _core_tile(first, end, cores, marks_ptr, table_ptr, strides, SIZES: tl.const
 
 
 @triton.jit
-def _attend_tile(state, q, k_at, inside, bias, scale, TILE: tl.constexpr):
-    """Continue an online softmax over a tile of entries.
-
-    Args:
-        state: Output so far, running sum and running maximum of each row.
-        k_at: Pointers to the keys of the entries, of which those that are `inside` are read.
-        bias: Added to their scores; -inf where they are not seen.
-    """
-    acc, running_sum, running_max = state
+def _load_tile(k_at, inside, TILE: tl.constexpr):
+    """Load keys and values of a tile of entries, by pointers to their keys; 0 outside."""
     dims = tl.arange(0, TILE.block_d)
     mask = inside[:, None] & (dims < TILE.dim)[None, :]
     at = k_at[:, None] + dims[None, :]
     k = tl.load(at, mask=mask, other=0.0)
-    v = tl.load(at + TILE.dim, mask=mask, other=0.0)
+    return k, tl.load(at + TILE.dim, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend_tile(state, q, tile, bias, scale, TILE: tl.constexpr):
+    """Continue an online softmax over a tile of entries.
+
+    Args:
+        state: Output so far, running sum and running maximum of each row.
+        tile: Keys and values of the entries.
+        bias: Added to their scores; -inf where they are not seen.
+    """
+    acc, running_sum, running_max = state
+    k, v = tile
     products = tile_products(q, k, TILE.vector)
     scores, _ = log2_scores(products, scale, bias[None, :], 1.0, False)
     weights, fade, running_max, running_sum = softmax_step(scores, running_max, running_sum, True)
@@ -251,14 +284,18 @@ def _attend_rows_kernel(
     of_raw = (page_strides, far_strides)
     both = (table_ptr, core_table_ptr)
     SIZES: tl.constexpr = (N, GROUP, SINKS, TILE.dim, HAS_FAR, HAS_SLOTS, ALIGNMENT) + PAGES
-    k_at = _raw_tile(begin * N, lists, raw, chosen, both, of_raw, SIZES)
-    for tile in tl.range(begin, tl.minimum(end, raw_tiles)):
-        inside = tile * N + members < num_raw
+    k_at, claims = _raw_tile(begin * N, lists, raw, chosen, both, of_raw, SIZES)
+    for number in tl.range(begin, tl.minimum(end, raw_tiles)):
+        inside = number * N + members < num_raw
         bias = tl.where(inside, 0.0, -float("inf"))
+        tile = _load_tile(k_at, inside, TILE)
         acc, running_sum, running_max = _attend_tile(
-            (acc, running_sum, running_max), q, k_at, inside, bias, scale, TILE
+            (acc, running_sum, running_max), q, tile, bias, scale, TILE
         )
-        k_at = _raw_tile(tile * N + N, lists, raw, chosen, both, of_raw, SIZES)
+        if HAS_SLOTS:
+            if claims > 0:
+                _fill_slots(number * N, num_fetched, tile, raw[2], chosen[1], SIZES)
+        k_at, claims = _raw_tile(number * N + N, lists, raw, chosen, both, of_raw, SIZES)
     begin = BEFORE + (tl.maximum(begin, raw_tiles) - raw_tiles) * N
     end = BEFORE + (end - raw_tiles) * N
     of_cores = (core_strides, mass_strides)
@@ -266,8 +303,9 @@ def _attend_rows_kernel(
     k_at, bias = _core_tile(begin, end_core, cores, marks_ptr, core_table_ptr, of_cores, FORM)
     for first in tl.range(begin, end, N):
         inside = (first + members >= FIRST) & (first + members < end_core)
+        tile = _load_tile(k_at, inside, TILE)
         acc, running_sum, running_max = _attend_tile(
-            (acc, running_sum, running_max), q, k_at, inside, bias, scale, TILE
+            (acc, running_sum, running_max), q, tile, bias, scale, TILE
         )
         k_at, bias = _core_tile(
             first + N, end_core, cores, marks_ptr, core_table_ptr, of_cores, FORM
@@ -429,7 +467,7 @@ def attend_rows(
     if slots is not None:
         choice = (*work.choice, torch.empty_like(work.choice[0]))
         kept, num_slots = slots.tokens, slots.owner.shape[1]
-        find_places(slots, choice, cores, far, rows.sequences, spec.sinks)
+        find_places(slots, choice, cores, rows.sequences, spec.sinks)
     launch(
         _attend_rows_kernel,
         (count, work.partial[0].shape[1]),

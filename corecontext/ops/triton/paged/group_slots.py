@@ -3,9 +3,10 @@
 A group is known by the place of its core token, page times E plus entry: so sequences that share
 pages share slots. The launch that pools keeps the groups that new tokens complete, if slots are
 free or were not read for long: so a prompt that fits reads nothing from host memory. A step marks
-the slots of the groups that it chose as read, gives the groups without one slots that it does not
-read, and loads them. Programs take slots at the same time, so two sequences may load the same group
-in a step, each for itself.
+the slots of the groups that it chose as read, and gives the groups without one slots that it does
+not read. The launch that attends to these groups, from host memory, fills the slots: so the bus and
+the device's memory are busy at the same time. Programs take slots at the same time, so two
+sequences may load the same group in a step, each for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.triton.launch import ints, launch, power_of_2
-from corecontext.ops.triton.paged.pages import Pages, page_offsets
+from corecontext.ops.triton.paged.pages import Pages
 from corecontext.ops.triton.primitives import integers
 
 _TRIES = tl.constexpr(8)
@@ -29,6 +30,9 @@ PROMPT_TRIES = tl.constexpr(4)
 """Those that a group tries when it is pooled: the last must not have been read in 16 steps."""
 NOT_KEPT = tl.constexpr(-2)
 """Stands for the slot of a group that has none: it is read from host memory. -1 is no group."""
+CLAIMED = tl.constexpr(-3)
+"""CLAIMED - n stands for slot n, where the group belongs from this step on: it is read from host
+memory and written there."""
 
 
 class GroupSlots(NamedTuple):
@@ -124,36 +128,29 @@ def _slots_kernel(
     chosen_ptr,
     places_ptr,
     slots,
-    far,
     core_table_ptr,
     sequences_ptr,
     numbers,
     num_chosen,
-    far_strides,
-    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
     CLAIMS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     """Find the slots of the groups that a token has chosen, and mark them as read; where CLAIMS, a
-    second launch, give the groups without a slot one and load them.
+    second launch, give the groups without a slot one.
 
     Grid: (T Hkv,).
 
     Args:
         chosen_ptr: Groups behind the sinks, [T Hkv, num_chosen] in int32, -1 for none.
-        places_ptr: Their slots, as chosen_ptr; -1 for no group, NOT_KEPT for one without a slot.
+        places_ptr: Their slots, as chosen_ptr; -1 for no group, NOT_KEPT for one without a slot, or
+            as of CLAIMED.
         slots: Pointers to `GroupSlots`.
-        far: Pointers to keys and values of all raw tokens, in host memory.
-        core_table_ptr: Table of core tokens, by which `far` is paged, too.
+        core_table_ptr: Table of core tokens.
         sequences_ptr: Row of the table of each token.
         numbers: KV heads, slots of a KV head, the first group with a core token, stride of the
             table's rows.
-        far_strides: Page, token and KV head of `far`.
-        PAGES: Entries of a page of core tokens, tokens of a page of `far`.
+        PAGE: Entries of a page of core tokens.
     """
     kv_heads, num_slots, first_group, table_stride = integers(numbers)
     n = tl.program_id(0).to(tl.int64)
@@ -165,8 +162,8 @@ def _slots_kernel(
     exists = group >= 0
     entry = group + first_group
     core_table_ptr += tl.load(sequences_ptr + n // kv_heads).to(tl.int64) * table_stride
-    page = tl.load(core_table_ptr + entry // PAGES[0], mask=exists, other=0)
-    core = page * PAGES[0] + entry % PAGES[0]
+    page = tl.load(core_table_ptr + entry // PAGE, mask=exists, other=0)
+    core = page * PAGE + entry % PAGE
     if not CLAIMS:
         core_at = core.to(tl.int64) * kv_heads
         slot = tl.load(slots[1] + core_at + head, mask=exists, other=-1)
@@ -179,66 +176,41 @@ def _slots_kernel(
     else:
         place = tl.load(places_ptr + at, mask=inside, other=-1)
         slot = take_slots(slots[1:], core, place == NOT_KEPT, (head, kv_heads, num_slots), _TRIES)
-        is_taken = slot >= 0
-        tl.store(places_ptr + at, slot, mask=is_taken)
-
-        # Load the groups one after the other: the programs of all tokens keep the bus busy.
-        order = tl.cumsum(is_taken.to(tl.int32), 0) - 1
-        rows = tl.arange(0, BLOCK_G)
-        dims = tl.arange(0, BLOCK_D)
-        mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        for number in range(tl.sum(is_taken.to(tl.int32), 0)):
-            is_this = is_taken & (order == number)
-            token = tl.sum(tl.where(is_this, entry, 0), 0) * GROUP + rows
-            far_at = page_offsets(core_table_ptr, token, rows < GROUP, far_strides, PAGES[1])
-            far_at = (far_at + head * far_strides[2])[:, None] + dims[None, :]
-            kept = head * num_slots + tl.sum(tl.where(is_this, slot, 0), 0)
-            kept_at = slots[0] + kept * (GROUP * 2 * HEAD_DIM)
-            kept_at += rows[:, None] * (2 * HEAD_DIM) + dims[None, :]
-            k = tl.load(far[0] + far_at, mask=mask)
-            v = tl.load(far[1] + far_at, mask=mask)
-            # mutant vllm: a group that a step loads is not kept
-            tl.store(kept_at, k, mask=mask)
-            tl.store(kept_at + HEAD_DIM, v, mask=mask)
+        # mutant vllm: a group that a step loads is not kept
+        tl.store(places_ptr + at, -slot + CLAIMED, mask=slot >= 0)
 
 
 def find_places(
     slots: GroupSlots,
     choice: tuple[Tensor, ...],
     cores: Pages,
-    far: Pages,
     sequences: Tensor,
     sinks: int,
 ) -> None:
-    """Write the slots of the groups that new tokens have chosen; first load those that had none, as
+    """Write the slots of the groups that new tokens have chosen; those that had none get one, as
     far as slots are free.
 
     Args:
         choice: Groups [T Hkv, k], -1 for none; their marks, not read; the slots that are written,
-            as the groups: -1 for no group, NOT_KEPT for one without a slot.
-        cores, far: Core tokens, and all raw tokens in host memory; tables are those of all
-            sequences.
+            as the groups: -1 for no group, NOT_KEPT for one without a slot, or as of CLAIMED.
+        cores: Core tokens; the table is that of all sequences.
         sequences: Row of the table of each new token.
         sinks: First tokens, which have no core tokens.
     """
     chosen, _, places = choice
     num_chosen = chosen.shape[1]
-    g, dim = slots.tokens.shape[2], far.k.shape[3]
+    g = slots.tokens.shape[2]
     for claims in (False, True):
         launch(
             _slots_kernel,
             (chosen.shape[0],),
             (
-                *(chosen, places, tuple(slots), (far.k, far.v), cores.table, sequences),
+                *(chosen, places, tuple(slots), cores.table, sequences),
                 ints(*slots.owner.shape, sinks // g, cores.table.stride(0)),
             ),
-            (num_chosen, far.k.stride()[:3]),
-            PAGES=(cores.k.shape[1], far.k.shape[1]),
+            (num_chosen,),
+            PAGE=cores.k.shape[1],
             CLAIMS=claims,
-            GROUP=g,
-            HEAD_DIM=dim,
             BLOCK_K=power_of_2(num_chosen),
-            BLOCK_G=power_of_2(g),
-            BLOCK_D=power_of_2(dim),
-            num_warps=4 if claims or num_chosen > 64 else 1,
+            num_warps=4 if num_chosen > 64 else 1,
         )

@@ -148,8 +148,9 @@ def _pool_pages_kernel(
     (docs/math.md, eq. 1 to 3), and write the index of an earlier one (`index_pages.py` says which).
 
     Grid: (blocks of GROUP new tokens, Hkv). Block i of a sequence has the i-th group that its new
-    tokens touch. Keys are read in blocks of BLOCK_G tokens: by each query head for the sums of its
-    softmax, then once more with the values, for the weighted tokens. All sums are float32.
+    tokens touch. Keys are read in blocks of BLOCK_G tokens: with the values, for the weighted
+    tokens; where a group has several blocks, before that by each query head for the sums of its
+    softmax. All sums are float32.
 
     Args:
         q_ptr: Queries of the new tokens, [T, H, D].
@@ -215,11 +216,12 @@ def _pool_pages_kernel(
         q_ptr += last * q_strides[0] + head * HEADS * q_strides[1]
         row = tl.arange(0, 1)
 
-        # The maximum and the sum of each query head's softmax.
+        # The maximum and the sum of each query head's softmax, over several blocks.
+        IS_ONE: tl.constexpr = GROUP <= BLOCK_G
         heads = tl.arange(0, BLOCK_R)
         maxima = tl.zeros([BLOCK_R], tl.float32)
         sums = tl.zeros([BLOCK_R], tl.float32)
-        for h in range(HEADS):
+        for h in range(0 if IS_ONE else HEADS):
             q_a, q_b = _load_pairs(q_ptr + h * q_strides[1], row, a, b, in_dims)
             running_max = -float("inf")
             running_sum = 0.0
@@ -251,11 +253,15 @@ def _pool_pages_kernel(
             k_a, k_b = _load_pairs(keys_ptr, at, a, b, mask)
             v_a, v_b = _load_pairs(values_ptr, at, a, b, mask)
             weights = tl.zeros([BLOCK_G], tl.float32)
-            for h in range(HEADS):
+            for h in tl.range(HEADS, loop_unroll_factor=4):
                 q_a, q_b = _load_pairs(q_ptr + h * q_strides[1], row, a, b, in_dims)
                 z = _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP)
-                maximum = tl.sum(tl.where(heads == h, maxima, 0.0), 0)
-                total = tl.sum(tl.where(heads == h, sums, 0.0), 0)
+                if IS_ONE:
+                    maximum = tl.max(z, 0)
+                    total = tl.sum(tl.exp(z - maximum), 0)
+                else:
+                    maximum = tl.sum(tl.where(heads == h, maxima, 0.0), 0)
+                    total = tl.sum(tl.where(heads == h, sums, 0.0), 0)
                 weights += tl.exp(z - maximum) / total
             weights /= HEADS
             w = weights[:, None]
