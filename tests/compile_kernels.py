@@ -395,7 +395,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types |= {"raw": ("", "", ""), "choice": ("i32", "i8", "i32")}
     sizes = {"PAGES": (16, 4, 64), "GROUP": 16, "SINKS": 16, "WIDTH": plan.scoring.width}
     sizes |= dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS"), True) | {"ALIGNMENT": 16}
-    sizes |= {"TILE": plan.tile, **plan.attend_options}
+    sizes |= {"BLOCK_K": 64, "TILE": plan.tile, **plan.attend_options}
     yield Kernel(paged_attend_rows._attend_rows_kernel, sizes, types)
     names = ("chosen_ptr", "places_ptr", "core_table_ptr", "sequences_ptr")
     types = {**dict.fromkeys(names, "i32"), "slots": ("", "i32", "i32", "i64", "i64", "i64")}

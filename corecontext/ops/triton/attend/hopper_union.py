@@ -136,9 +136,15 @@ def _copy_groups(desc, smem, slot, ready, tokens, n, DIM_TILES: gl.constexpr, GR
 
 
 @gluon.jit
-def _tokens_of_tile(place, unions, first, count, pairs, sinks, end, group_size, GROUPS: gl.constexpr):
-    """Return where the groups begin of the tile that is copied as number `place` of a union; behind
-    the last group `end`, where only zeros are read."""
+def _tokens_of_tile(place, unions, first, count, pairs, rule, GROUPS: gl.constexpr):
+    """Return where the groups begin of the tile that is copied as number `place` of a union.
+
+    Args:
+        unions, first, count, pairs: As of `union_of_item`.
+        rule: The groups that are sinks, tokens of a group, and of the sequence: behind these only
+            zeros are read.
+    """
+    sinks, group_size, end = rule
     total = num_tiles(count, GROUPS)
     tile = gl.where(place % 2 == 0, place // 2, total - pairs + place // 2)
     tile = gl.where(place < 2 * pairs, tile, place - pairs)
@@ -178,7 +184,7 @@ def copy_unions(
     q_descs, places, q_ready, q_free = queries
     k_smem, v_smem, k_ready, k_free, v_ready, v_free = memory
     shape = q_descs[0].shape
-    end = k_desc.shape[2]
+    rule = (sink_groups, GROUP_SIZE, k_desc.shape[2])
     boxes: gl.constexpr = HEADS * DIM_TILES  # of a consumer's queries
     num_bytes: gl.constexpr = len(q_descs) * boxes * q_descs[0].block_type.nbytes
     step = 0  # tiles so far, of all items
@@ -186,8 +192,8 @@ def copy_unions(
     for item in range(gl.program_id(0), num_items_of(shape), gl.num_programs(0)):
         n, head, union, first, num_groups, pairs = union_of_item(item, shape, unions, GROUPS)
         if num_groups > 0:
-            of_union = (unions, first, num_groups, pairs, sink_groups, end)
-            tokens = _tokens_of_tile(0, *of_union, GROUP_SIZE, GROUPS)
+            of_union = (unions, first, num_groups, pairs, rule)
+            tokens = _tokens_of_tile(0, *of_union, GROUPS)
             for consumer in gl.static_range(2):
                 mbarrier.wait(q_free.index(consumer), (count & 1) ^ 1)
                 mbarrier.expect(q_ready.index(consumer), num_bytes)
@@ -200,10 +206,10 @@ def copy_unions(
             count += 1
             total = num_tiles(num_groups, GROUPS)
             # Made anew: Triton does not carry `before` through the loop if it is `tokens` first.
-            before = _tokens_of_tile(0, *of_union, GROUP_SIZE, GROUPS)
+            before = _tokens_of_tile(0, *of_union, GROUPS)
             for i in range(total + AHEAD):
                 # The next tile's groups are on the way while this one's slots become free.
-                upcoming = _tokens_of_tile(i + 1, *of_union, GROUP_SIZE, GROUPS)
+                upcoming = _tokens_of_tile(i + 1, *of_union, GROUPS)
                 if i < total:
                     slot = (step + i) % STAGES[0]
                     mbarrier.wait(k_free.index(slot), ((step + i) // STAGES[0] & 1) ^ 1)
@@ -392,9 +398,7 @@ def _attend_unions(
                 mbarrier.arrive(other_turn)
                 s = warpgroup_mma_wait(DIM_TILES, [s])
                 mbarrier.arrive(k_free.index(slot))
-                weights, fade, sums = _softmax(
-                    s, sums, bits, query, scale, GROUP_SIZE, s_layout
-                )
+                weights, fade, sums = _softmax(s, sums, bits, query, scale, GROUP_SIZE, s_layout)
                 low, high = wait_values(low, high, DIM_TILES)
                 mbarrier.arrive(v_free.index(v_slot))
                 factor = gl.convert_layout(fade, o_rows)[:, None]

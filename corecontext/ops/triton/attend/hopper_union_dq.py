@@ -2,8 +2,9 @@
 Hopper, written in Triton's Gluon.
 
 An item is 32 neighbouring queries of four heads of a KV head, with the union of their groups. A
-producer copies the groups' tokens, each of two consumers has ROWS rows, half of the queries; `low` and `high` are a result's columns 0 to 63 and 64 to 127 (more in `hopper_union.py`). `dp` is
-the gradient of weights, `ds` that of scores.
+producer copies the groups' tokens, each of two consumers has ROWS rows, half of the queries; `low`
+and `high` are a result's columns 0 to 63 and 64 to 127 (more in `hopper_union.py`). `dp` is the
+gradient of weights, `ds` that of scores.
 """
 
 from torch import Tensor

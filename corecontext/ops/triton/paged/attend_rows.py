@@ -4,8 +4,8 @@ depend on shapes only:
 rotate, score, select   as in a decoding step without pages (`decode/step_with_fetch.py`)
 mark, claim             slots for chosen groups from host memory (`group_slots.py`)
 attend                  to first tokens, core tokens of groups not chosen, raw tokens of chosen
-                        groups and of the window, as one list; several programs split a long one;
-                        fill the slots that were claimed
+                        groups and of the window, as one list; several programs split a long one,
+                        and each first fills the slots that its groups claimed
 merge                   the parts of the softmax
 
 A token that sees all tokens raw has no far past here: its window begins with its sequence.
@@ -32,6 +32,7 @@ from corecontext.ops.triton.decode.plan import (
     FetchPlan,
     StepSizes,
     fetch_plan,
+    scoring_splits,
 )
 from corecontext.ops.triton.decode.score_index import rotate_kernel, score_kernel
 from corecontext.ops.triton.decode.select_groups import select_kernel
@@ -62,8 +63,7 @@ MOST_PARTS = 32
 
 @triton.jit
 def _raw_tile(first, lists, raw, choice, tables, strides, SIZES: tl.constexpr):
-    """Return pointers to the keys of a tile of raw tokens, from entry `first` of their list on, and
-    whether groups of it claimed a slot, as a number.
+    """Return pointers to the keys of a tile of raw tokens, from entry `first` of their list on.
 
     Each run of neighbours is in one page. They are looked up a tile ahead: where a turn of the loop
     loads its own addresses, the compiler has fewer tiles on the way.
@@ -85,7 +85,6 @@ def _raw_tile(first, lists, raw, choice, tables, strides, SIZES: tl.constexpr):
     RUN: tl.constexpr = gcd(N, GROUP, SINKS, SIZES[7], SIZES[9])
     members = tl.arange(0, N)
     k_at = raw[0] + members
-    claims = first * 0
     for i in tl.static_range(N // RUN):
         entry = first + i * RUN
         is_fetched = entry < num_fetched
@@ -108,35 +107,54 @@ def _raw_tile(first, lists, raw, choice, tables, strides, SIZES: tl.constexpr):
             stride = tl.where(is_far, far_strides[1], stride)
         if SIZES[5]:
             slot = tl.load(choice[1] + entry // GROUP, mask=is_fetched, other=-1)
+            slot = tl.where(slot <= CLAIMED, -slot + CLAIMED, slot)
             slot_at = (slot.to(tl.int64) * GROUP + entry % GROUP) * (2 * SIZES[3])
             run = tl.where(slot >= 0, raw[2] + slot_at, run)
             stride = tl.where(slot >= 0, 2 * SIZES[3], stride)
-            claims += (slot <= CLAIMED).to(tl.int32)
         k_at = tl.where(members // RUN == i, run + members % RUN * stride, k_at)
-    return tl.multiple_of(k_at, SIZES[6]), claims
+    return tl.multiple_of(k_at, SIZES[6])
 
 
 @triton.jit
-def _fill_slots(first, num_fetched, tile, slots_ptr, places_ptr, SIZES: tl.constexpr):
-    """Write those groups of a tile of raw tokens to slots that claimed one.
+def _fill_slots(entries, raw, choice, num_chosen, table_ptr, strides, SIZES, BLOCK_K: tl.constexpr):
+    """Copy tokens of chosen groups from host memory to the slots that these have claimed, as far as
+    they are among some entries of the list of raw tokens.
+
+    While a program waits for the bus, others attend.
 
     Args:
-        first, num_fetched, SIZES: As of `_raw_tile`.
-        tile: Keys and values of the tile, [N, D] each.
-        slots_ptr: Slots of the KV head.
-        places_ptr: Places of the row's chosen groups.
+        entries: The first of these entries, and the one behind the last.
+        raw, choice, SIZES: As of `_raw_tile`.
+        table_ptr: The table of core tokens of the row's sequence.
+        strides: Of pages in host memory.
     """
-    k, v = tile
+    begin, end = entries
     GROUP: tl.constexpr = SIZES[1]
     DIM: tl.constexpr = SIZES[3]
-    entry = first + tl.arange(0, SIZES[0])
-    place = tl.load(places_ptr + entry // GROUP, mask=entry < num_fetched, other=-1)
-    at = ((-place + CLAIMED).to(tl.int64) * GROUP + entry % GROUP) * (2 * DIM)
-    at = tl.multiple_of(slots_ptr + at, SIZES[6])
-    dims = tl.arange(0, k.shape[1])
-    mask = (place <= CLAIMED)[:, None] & (dims < DIM)[None, :]
-    tl.store(at[:, None] + dims[None, :], k, mask=mask)
-    tl.store(at[:, None] + (DIM + dims)[None, :], v, mask=mask)
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    number = tl.arange(0, BLOCK_K)
+    place = tl.load(choice[1] + number, mask=number < num_chosen, other=-1)
+    is_mine = (number * GROUP < end) & (number * GROUP + GROUP > begin) & (place <= CLAIMED)
+    order = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+    within = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    for i in range(tl.sum(is_mine.to(tl.int32), 0)):
+        is_this = is_mine & (order == i)
+        this = tl.sum(tl.where(is_this, number, 0), 0)
+        slot = tl.sum(tl.where(is_this, -place + CLAIMED, 0), 0).to(tl.int64)
+        token = SIZES[2] + tl.load(choice[0] + this) * GROUP + within
+        entry = this * GROUP + within
+        exists = (within < GROUP) & (entry >= begin) & (entry < end)
+        far_at = page_offsets(table_ptr, token, exists, strides, SIZES[9])[:, None] + dims[None, :]
+        slot_at = ((slot * GROUP + within) * (2 * DIM))[:, None] + dims[None, :]
+        mask = exists[:, None] & (dims < DIM)[None, :]
+        # Values are right behind their keys.
+        k = tl.load(raw[1] + far_at, mask=mask)
+        v = tl.load(raw[1] + far_at + DIM, mask=mask)
+        # mutant vllm: a group that a step loads is not kept
+        tl.store(raw[2] + slot_at, k, mask=mask)
+        tl.store(raw[2] + slot_at + DIM, v, mask=mask)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -170,26 +188,20 @@ def _core_tile(first, end, cores, marks_ptr, table_ptr, strides, SIZES: tl.const
 
 
 @triton.jit
-def _load_tile(k_at, inside, TILE: tl.constexpr):
-    """Load keys and values of a tile of entries, by pointers to their keys; 0 outside."""
-    dims = tl.arange(0, TILE.block_d)
-    mask = inside[:, None] & (dims < TILE.dim)[None, :]
-    at = k_at[:, None] + dims[None, :]
-    k = tl.load(at, mask=mask, other=0.0)
-    return k, tl.load(at + TILE.dim, mask=mask, other=0.0)
-
-
-@triton.jit
-def _attend_tile(state, q, tile, bias, scale, TILE: tl.constexpr):
+def _attend_tile(state, q, k_at, inside, bias, scale, TILE: tl.constexpr):
     """Continue an online softmax over a tile of entries.
 
     Args:
         state: Output so far, running sum and running maximum of each row.
-        tile: Keys and values of the entries.
+        k_at: Pointers to the keys of the entries, of which those that are `inside` are read.
         bias: Added to their scores; -inf where they are not seen.
     """
     acc, running_sum, running_max = state
-    k, v = tile
+    dims = tl.arange(0, TILE.block_d)
+    mask = inside[:, None] & (dims < TILE.dim)[None, :]
+    at = k_at[:, None] + dims[None, :]
+    k = tl.load(at, mask=mask, other=0.0)
+    v = tl.load(at + TILE.dim, mask=mask, other=0.0)
     products = tile_products(q, k, TILE.vector)
     scores, _ = log2_scores(products, scale, bias[None, :], 1.0, False)
     weights, fade, running_max, running_sum = softmax_step(scores, running_max, running_sum, True)
@@ -218,6 +230,7 @@ def _attend_rows_kernel(
     HAS_FAR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Attend from the query heads of a KV head, of one new token, to an even part of the tiles
@@ -284,18 +297,18 @@ def _attend_rows_kernel(
     of_raw = (page_strides, far_strides)
     both = (table_ptr, core_table_ptr)
     SIZES: tl.constexpr = (N, GROUP, SINKS, TILE.dim, HAS_FAR, HAS_SLOTS, ALIGNMENT) + PAGES
-    k_at, claims = _raw_tile(begin * N, lists, raw, chosen, both, of_raw, SIZES)
-    for number in tl.range(begin, tl.minimum(end, raw_tiles)):
-        inside = number * N + members < num_raw
+    if HAS_SLOTS:
+        last = tl.minimum(end, raw_tiles) * N
+        places = (num_chosen, core_table_ptr, far_strides)
+        _fill_slots((begin * N, last), raw, chosen, *places, SIZES, BLOCK_K)
+    k_at = _raw_tile(begin * N, lists, raw, chosen, both, of_raw, SIZES)
+    for tile in tl.range(begin, tl.minimum(end, raw_tiles)):
+        inside = tile * N + members < num_raw
         bias = tl.where(inside, 0.0, -float("inf"))
-        tile = _load_tile(k_at, inside, TILE)
         acc, running_sum, running_max = _attend_tile(
-            (acc, running_sum, running_max), q, tile, bias, scale, TILE
+            (acc, running_sum, running_max), q, k_at, inside, bias, scale, TILE
         )
-        if HAS_SLOTS:
-            if claims > 0:
-                _fill_slots(number * N, num_fetched, tile, raw[2], chosen[1], SIZES)
-        k_at, claims = _raw_tile(number * N + N, lists, raw, chosen, both, of_raw, SIZES)
+        k_at = _raw_tile(tile * N + N, lists, raw, chosen, both, of_raw, SIZES)
     begin = BEFORE + (tl.maximum(begin, raw_tiles) - raw_tiles) * N
     end = BEFORE + (end - raw_tiles) * N
     of_cores = (core_strides, mass_strides)
@@ -303,9 +316,8 @@ def _attend_rows_kernel(
     k_at, bias = _core_tile(begin, end_core, cores, marks_ptr, core_table_ptr, of_cores, FORM)
     for first in tl.range(begin, end, N):
         inside = (first + members >= FIRST) & (first + members < end_core)
-        tile = _load_tile(k_at, inside, TILE)
         acc, running_sum, running_max = _attend_tile(
-            (acc, running_sum, running_max), q, tile, bias, scale, TILE
+            (acc, running_sum, running_max), q, k_at, inside, bias, scale, TILE
         )
         k_at, bias = _core_tile(
             first + N, end_core, cores, marks_ptr, core_table_ptr, of_cores, FORM
@@ -362,6 +374,9 @@ class Work(NamedTuple):
         shape = (q.dtype, count, heads, dim, entries, num_groups, num_chosen, is_nvidia)
         plan = fetch_plan(chip, StepSizes(*shape), spec)
         scoring = plan.scoring
+        # With one program a multiprocessor has too few warps.
+        splits = scoring_splits(2, num_groups, scoring.block_n)
+        plan = plan._replace(num_scoring=max(plan.num_scoring, splits))
         num_parts = parts_of_rows(chip, count, ceil_div(min(entries, longest), plan.tile.block_n))
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -488,6 +503,7 @@ def attend_rows(
         HAS_FAR=has_far,
         HAS_SLOTS=slots is not None,
         ALIGNMENT=alignment_of(raw.k, cores.k, far.k, kept),
+        BLOCK_K=power_of_2(num_chosen),
         TILE=plan.tile,
         num_stages=plan.tile.stages,
         **plan.attend_options,

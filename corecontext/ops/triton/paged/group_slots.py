@@ -4,7 +4,7 @@ A group is known by the place of its core token, page times E plus entry: so seq
 pages share slots. The launch that pools keeps the groups that new tokens complete, if slots are
 free or were not read for long: so a prompt that fits reads nothing from host memory. A step marks
 the slots of the groups that it chose as read, and gives the groups without one slots that it does
-not read. The launch that attends to these groups, from host memory, fills the slots: so the bus and
+not read. The launch that attends to these groups fills the slots from host memory: so the bus and
 the device's memory are busy at the same time. Programs take slots at the same time, so two
 sequences may load the same group in a step, each for itself.
 """
@@ -31,8 +31,8 @@ PROMPT_TRIES = tl.constexpr(4)
 NOT_KEPT = tl.constexpr(-2)
 """Stands for the slot of a group that has none: it is read from host memory. -1 is no group."""
 CLAIMED = tl.constexpr(-3)
-"""CLAIMED - n stands for slot n, where the group belongs from this step on: it is read from host
-memory and written there."""
+"""CLAIMED - n stands for slot n, where the group belongs from this step on: it has yet to be copied
+there from host memory."""
 
 
 class GroupSlots(NamedTuple):
@@ -176,7 +176,6 @@ def _slots_kernel(
     else:
         place = tl.load(places_ptr + at, mask=inside, other=-1)
         slot = take_slots(slots[1:], core, place == NOT_KEPT, (head, kv_heads, num_slots), _TRIES)
-        # mutant vllm: a group that a step loads is not kept
         tl.store(places_ptr + at, -slot + CLAIMED, mask=slot >= 0)
 
 
