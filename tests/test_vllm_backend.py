@@ -1,7 +1,6 @@
 """The attention of layers in vLLM, with its caches and its manager of pages, against the reference:
 on the GPU where there is one, else in Triton's interpreter."""
 
-import contextlib
 import gc
 import itertools
 import weakref
@@ -39,7 +38,6 @@ from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
 from corecontext.integrations.vllm import cache_plan, capacity, host_pages, paged_backend, plugin
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
-from corecontext.integrations.vllm.side_stream import SideStream
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.fetch.prompt_rule import reading_of
@@ -382,9 +380,8 @@ def causal_within(q, k, v, batch, spec, out) -> None:
 def test_whole_prompts_that_see_no_core_token_have_causal_attention(
     make_layers, monkeypatch, sizes
 ):
-    """Up to six tokens with a window of four and groups of three, alone and beside other kinds.
-    Alone they are stored and pooled beside their layers, for which the last layer waits."""
-    taken, beside = [], []
+    """Up to six tokens with a window of four and groups of three, alone and beside other kinds."""
+    taken = []
 
     def attend(q, k, v, batch, spec, out):
         taken.append(batch.starts.diff().tolist())
@@ -392,13 +389,6 @@ def test_whole_prompts_that_see_no_core_token_have_causal_attention(
 
     monkeypatch.setattr(paged_backend, "flash_attention", lambda *inputs: attend)
     monkeypatch.setattr(paged_chunk, "LONG_CHUNK", 9)
-
-    def running(side, inputs, is_last):
-        beside.append(is_last)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(SideStream, "takes", lambda side, tokens: True)
-    monkeypatch.setattr(SideStream, "beside", running)
     config = vllm_config(layer_group_sizes=None if sizes == 3 else sizes)
     make_layers(config)
     settings = CCAConfig.saved_in(config.model_config.hf_text_config)
@@ -412,16 +402,14 @@ def test_whole_prompts_that_see_no_core_token_have_causal_attention(
     calls = LAYERS if sizes == 3 else LAYERS + 1
     assert step(runner, requests[:1], [6], settings) == 0
     assert taken == [[6]] * calls
-    assert beside == [False] * (LAYERS - 1) + [True]
     taken.clear()
-    beside.clear()
     requests[0].append_output_token_ids([3])
     # A chunk of six tokens behind none is whole as long as it is all of its sequence.
     step(runner, requests, [1, 7, 2, 6, 6], settings)
     assert taken == [[2, 6, 6]] * calls
     taken.clear()
     step(runner, requests[-1:], [8], settings)
-    assert not taken and not beside
+    assert not taken
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's FlashAttention needs a GPU")
