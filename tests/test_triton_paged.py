@@ -10,10 +10,9 @@ pytest.importorskip("triton", reason="the triton backend needs triton")
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache.host_memory import host_zeros
-from corecontext.integrations.vllm import host_writes, side_stream
-from corecontext.integrations.vllm.host_writes import store_beside
+from corecontext.integrations.vllm import host_writes
+from corecontext.integrations.vllm.host_writes import HostWrites
 from corecontext.integrations.vllm.page_layout import PageLayout
-from corecontext.integrations.vllm.side_stream import SideStream
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode import merge_parts
 from corecontext.ops.triton.paged import attend_pages as paged_attend
@@ -379,19 +378,19 @@ def test_few_programs_store_all_tokens_beside_other_work(monkeypatch, kv_heads):
     device = torch.get_default_device()
     monkeypatch.setattr(paged_pool, "STORED_BYTES", 256)
     monkeypatch.setattr(host_writes, "PROGRAMS", 2)
-    monkeypatch.setattr(side_stream, "LONG_CHUNK", 8)
+    monkeypatch.setattr(host_writes, "LONG_CHUNK", 8)
     k, v = torch.randn(2, 50, kv_heads, DIM)
     places = torch.randperm(64)[:50]
     places[::7] = -1
-    side = SideStream(most_captured=20)
-    assert side.fewest == 21
+    writes = HostWrites(most_captured=20)
+    assert writes.fewest == 21
     shape = (3, 2, 16, 4, kv_heads, DIM)
     for memory, (count, is_last) in zip(
         host_zeros(shape, k.dtype, device), ((50, False), (20, False), (50, True))
     ):
         pages = Pages(memory[0], memory[1], places)
-        store_beside(side, (k[:count], v[:count]), places[:count], pages, is_last)
-        assert (side.stream is not None) == (device.type == "cuda")
+        writes.store((k, v), places[:count], pages, is_last)
+        assert (writes.stream is not None) == (device.type == "cuda")
         if is_last or count == 20:
             wanted = torch.zeros(2, 64, kv_heads, DIM)
             stored = places[:count] >= 0

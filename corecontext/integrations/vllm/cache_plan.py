@@ -24,7 +24,6 @@ from corecontext.integrations.vllm.engine_options import num_drafts
 from corecontext.integrations.vllm.host_pages import HostPages, HostTokens
 from corecontext.integrations.vllm.page_layout import PageLayout, core_entries
 from corecontext.integrations.vllm.raw_heads import RawShare
-from corecontext.integrations.vllm.side_stream import SideStream
 from corecontext.integrations.vllm.start_check import check_layout, check_start
 
 
@@ -52,8 +51,6 @@ class LayerCache(AttentionLayerBase):
         """Raw tokens in host memory."""
         self.slots: Tensor | None = None
         """Memory of their slots on the device, taken before vLLM measures what is left."""
-        self.side: SideStream | None = None
-        """Of the worker, for core tokens."""
         self.is_last = False
         """Whether it is that of the worker's last layer."""
         self.pages: Any = None
@@ -152,11 +149,8 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
             layer.get_kv_cache_spec = partial(_spec_of_layer, specs.raw)
             holders.append(layer)
 
-    captured = first.impl.vllm_config.compilation_config.max_cudagraph_capture_size
-    side = SideStream(captured or 0)
-    for number, cache in cores.items():
-        cache.side = side
-        cache.is_last = number == max(cores)
+    if cores:
+        cores[max(cores)].is_last = True
 
     # Caches of heads that keep every token. Their names must have no second number between dots:
     # vLLM reads a layer's number from them.

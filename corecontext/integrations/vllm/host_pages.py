@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from corecontext.cache.host_memory import available_bytes, host_zeros
 from corecontext.integrations.vllm.cache_specs import CoreSpec
+from corecontext.integrations.vllm.host_writes import HostWrites
 from corecontext.integrations.vllm.page_layout import SLOTS_SHARE
 from corecontext.ops.triton.paged.group_slots import GroupSlots
 from corecontext.ops.triton.paged.token_rows import clock_of
@@ -63,6 +64,8 @@ class HostPages:
         self.has_room = False
         self.num_slots = num_slots * vllm_config.scheduler_config.max_num_seqs
         self.group = (spec.tokens_per_state, 2 * spec.head_size)
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size
+        self.writes = HostWrites(captured or 0)
 
     def slots(self, device: torch.device) -> Tensor | None:
         """Return memory for the slots of a layer, [Hkv, n, g, 2 D]; None without slots."""

@@ -3,9 +3,10 @@ bus takes a tenth of the time of these."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from corecontext.integrations.vllm.side_stream import SideStream
+from corecontext.ops.triton.paged.chunk import LONG_CHUNK
 from corecontext.ops.triton.paged.pages import Pages
 from corecontext.ops.triton.paged.pool_pages import store_tokens
 
@@ -14,23 +15,44 @@ PROGRAMS = 8
 (docs/tuning-notes.md)."""
 
 
-def store_beside(
-    side: SideStream, new: tuple[Tensor, Tensor], slots: Tensor, pages: Pages, is_last: bool
-) -> None:
-    """Store new tokens in host memory.
+class HostWrites:
+    """Store new tokens on a stream of their own, for all layers of a worker.
 
-    What a step writes is there when the step ends. No token of the same step reads it: one that
-    shares it waits for the next step (`cache_managers.CoreManager`), and all others have it in the
-    window or as new tokens.
+    What a step writes is in host memory when the step ends, since its last layer waits. No token of
+    the same step reads it there: one that shares it waits for the next step
+    (`cache_managers.CoreManager`), and all others have it in the window or as new tokens.
 
     Args:
-        new: Keys and values [T, Hkv, D].
-        slots: As of `store_tokens`.
-        pages: In host memory.
-        is_last: Whether no later layer of the worker stores in this step.
+        most_captured: Most new tokens of a step whose parts between attention are replayed. Replays
+            of later layers write where such a step has its keys and values, so they are stored at
+            once.
     """
-    if not side.takes(new[0]):
-        store_tokens(*new, slots, pages)
-        return
-    with side.beside(new, is_last):
-        store_tokens(*new, slots, pages, PROGRAMS)
+
+    def __init__(self, most_captured: int) -> None:
+        self.fewest = max(LONG_CHUNK, most_captured + 1)
+        self.stream: torch.cuda.Stream | None = None
+
+    def store(self, new: tuple[Tensor, Tensor], slots: Tensor, pages: Pages, is_last: bool) -> None:
+        """Store new tokens.
+
+        Args:
+            new: Keys and values [T, Hkv, D].
+            slots: As of `store_tokens`.
+            pages: In host memory.
+            is_last: Whether no later layer of the worker stores in this step.
+        """
+        k, v = new
+        if k.device.type != "cuda" or slots.shape[0] < self.fewest:
+            store_tokens(k, v, slots, pages)
+            return
+        current = torch.cuda.current_stream(k.device)
+        if self.stream is None:
+            # Its programs start before those of products that wait for a multiprocessor.
+            self.stream = torch.cuda.Stream(k.device, priority=-1)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            store_tokens(k, v, slots, pages, PROGRAMS)
+        for x in new:
+            x.record_stream(self.stream)
+        if is_last:
+            current.wait_stream(self.stream)

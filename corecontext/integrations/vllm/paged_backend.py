@@ -8,7 +8,6 @@ the caches. Needs vLLM.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from corecontext.integrations.vllm.cache_plan import LayerCaches, plan_caches
 from corecontext.integrations.vllm.cache_specs import CoreSpec, WindowSpec
 from corecontext.integrations.vllm.engine_options import check_server, num_drafts
 from corecontext.integrations.vllm.fetch_pages import index_pages_of
-from corecontext.integrations.vllm.host_writes import store_beside
 from corecontext.integrations.vllm.model_settings import raw_heads_of, settings_of, spec_of
 from corecontext.integrations.vllm.raw_heads import RawShare
 from corecontext.integrations.vllm.row_buffers import RowBuffers
@@ -365,37 +363,15 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec)
             compile_for_any_prompt(query, (key, value, step.slots), raw, cores, self.spec)
+        new = self._stored((key, value), [(step.slots, raw)], step.batch)
+        pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, new=new)
         tokens = (query, key, value)
-        self._write(tokens, step, [(step.slots, raw)], cores)
         attend_step(tokens, step, (raw, cores), self.spec, out)
 
-    def _write(
-        self,
-        tokens: tuple[Tensor, Tensor, Tensor],
-        step: StepMetadata,
-        places: list[tuple[Tensor, Pages]],
-        cores: Pages,
-        index: IndexPages | None = None,
-        host: FarPages | None = None,
-    ) -> None:
-        """Store the new tokens and pool the groups that they complete: beside the layer, where all
-        sequences are whole prompts, which read no page.
-
-        Args:
-            tokens: Queries, keys and values.
-            places: As of `_stored`.
-        """
-        query, *new = tokens
-        # The kernel is compiled for the most new tokens of a sequence: the same in all steps.
-        batch = step.batch._replace(most_new=self.most_stored)
-        cache = self.caches.cores
-        running = contextlib.nullcontext()
-        is_whole = step.parts and all(part.kind is Kind.WHOLE for part in step.parts)
-        if is_whole and cache.side.takes(query):
-            running = cache.side.beside(tokens, cache.is_last)
-        with running:
-            stored = self._stored(tuple(new), places, step.batch)
-            pool_pages(query, batch, places[0][1], cores, self.spec, index, host, stored)
+    def _pooled(self, batch: Batch) -> Batch:
+        """Return a batch for `pool_pages`, whose kernel is compiled for its most new tokens: the
+        same in all steps."""
+        return batch._replace(most_new=self.most_stored)
 
     def _stored(
         self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
@@ -413,7 +389,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         store_tokens(*new, slots, raw)
         cache = self.caches.cores
         for slots, pages in far:
-            store_beside(cache.side, new, slots, pages, cache.is_last)
+            cache.host_pages.writes.store(new, slots, pages, cache.is_last)
         return None
 
     def _attend_fetched(
@@ -439,7 +415,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         places = [(step.slots, raw)]
         if host is not None:
             places.append((core_slots, host.pages))
-        self._write((query, key, value), step, places, cores, index, host)
+        new = self._stored((key, value), places, step.batch)
+        pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, index, host, new)
 
         def choose(tokens: slice) -> None:
             rows = step.rows.part(tokens)
