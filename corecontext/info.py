@@ -1,5 +1,4 @@
-"""Estimate the costs and savings of CCA for a model on a GPU, by arithmetic alone: no weights are
-loaded. There numbers are cached in the checkpoint's dtype, and fetched groups have slots."""
+"""Estimate the costs and savings of CCA for a model, by arithmetic alone: no weights are loaded."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,7 +31,7 @@ def print_info(
     with_vllm: bool = False,
 ) -> None:
     """Print which preset fits at the largest length, and operations and cache bytes for full
-    attention and CCA by length.
+    attention and CCA by length, as on a GPU: in the checkpoint's dtype, with slots.
 
     Args:
         name: The model, as `load` takes it.
