@@ -31,7 +31,7 @@ def print_info(
     with_vllm: bool = False,
 ) -> None:
     """Print which preset fits at the largest length, and operations and cache bytes for full
-    attention and CCA by length.
+    attention and CCA by length, as on a GPU: in the checkpoint's dtype, with slots.
 
     Args:
         name: The model, as `load` takes it.
@@ -110,7 +110,10 @@ def preset_advice(
     if saved is not None:
         configs = {OWN: saved, **configs}
     full = mean_bytes(cost, FULL_ATTENTION, length)
-    costs = {label: mean_bytes(cost, config, length) for label, config in configs.items()}
+    costs = {
+        label: mean_bytes(cost, _with_slots(config, length), length)
+        for label, config in configs.items()
+    }
     table = _advice_table({"full attention": full, **costs}, length, room)
     if room is None:
         fitting = "default" if saved is None else OWN
@@ -125,9 +128,10 @@ def preset_advice(
             table,
         )
     device, host = costs[fitting]
+    slots = ", slots included" if configs[fitting].fetches_from_host else ""
     verdict = (
         f"{fitting}{'' if room is None else ' fits'}: {length} tokens take {_bytes(device)} on the "
-        f"device, where full attention takes {_bytes(full.device)}"
+        f"device{slots}, where full attention takes {_bytes(full.device)}"
     )
     if host:
         verdict += f", and {_bytes(host)} in host memory"
@@ -137,7 +141,7 @@ def preset_advice(
 
 def _advice_table(costs: Mapping[str, CacheBytes], length: int, room: int | None) -> Table:
     """Make the table of the bytes that each of the settings takes, full attention first."""
-    title = f"the cache of {length} tokens"
+    title = f"the cache of {length} tokens, slots included"
     if room is not None:
         title += f", with room for {_bytes(room)}"
     table = Table(title=title, box=SIMPLE_HEAD)
@@ -177,15 +181,18 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     title += f", s = {config.window_size}"
     if sinks:
         title += f", the first {sinks} tokens raw"
+        if sinks != config.sink_size:
+            title += f" (sink_size {config.sink_size}, in whole groups)"
     if config.core_mass:
         title += ", with masses"
     if config.fetch_groups:
         title += f", {config.fetch_groups} groups fetched by {config.fetch_index}"
         title += f", raw tokens on the {config.store}"
+    caption = "operations: a multiplication or an addition each"
+    if config.fetches_from_host:
+        caption += "; cache: slots included"
     # Three columns a quantity: full attention, CCA, and their ratio.
-    table = Table(
-        title=title, box=SIMPLE_HEAD, caption="operations: a multiplication or an addition each"
-    )
+    table = Table(title=title, box=SIMPLE_HEAD, caption=caption)
     table.add_column("length", justify="right", no_wrap=True)
     for quantity in ("attention", "first token", "cache"):
         for column in (f"{quantity}\nfull", "\nCCA", ""):
@@ -198,7 +205,8 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
         full = _costs(cost, length, FULL_ATTENTION)
         compact = [0.0, 0.0, 0.0, 0.0]  # the mean of `_costs` over KV heads
         for g, fraction in fractions.items():
-            costs = _costs(cost, length, config.replace(group_size=g, num_groups=None))
+            sized = _with_slots(config, length).replace(group_size=g, num_groups=None)
+            costs = _costs(cost, length, sized)
             compact = [total + fraction * value for total, value in zip(compact, costs)]
         *compared, host = compact
         cells = []
@@ -208,6 +216,11 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
             cells.append(_bytes(host))
         table.add_row(str(length), *cells)
     return table
+
+
+def _with_slots(config: CCAConfig, length: int) -> CCAConfig:
+    """Return the settings with the slots of a GPU, whatever this machine has."""
+    return config.replace(fetch_slots=config.slots_for(length, on_gpu=True))
 
 
 def _fractions(cost: ModelCost, config: CCAConfig) -> dict[int, float]:

@@ -210,7 +210,9 @@ def test_a_large_cache_has_fewer_slots(monkeypatch):
     for has_gpu, slots in ((True, [128, 128, 96]), (False, [0, 0, 0])):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         assert [config.slots_for(length) for length in (1, 81920, 81921)] == slots
-        assert config.replace(fetch_slots=70).slots_for(81921) == 70
+        assert config.slots_for(81921, on_gpu=True) == 96
+        assert config.slots_for(1, on_gpu=False) == 0
+        assert config.replace(fetch_slots=70).slots_for(81921, on_gpu=False) == 70
 
 
 @pytest.mark.parametrize(

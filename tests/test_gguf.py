@@ -163,10 +163,14 @@ def test_weights_are_those_of_the_file(tmp_path, kind, dtype):
     assert torch.equal(saved, expected.to(saved.dtype))
 
 
-def test_info_reads_the_config_alone(tmp_path, cache, capfd):
-    path = str(write_gguf(tmp_path / "tiny.gguf", add=scale("linear", factor=8.0)))
+@pytest.mark.parametrize("kind, bits", [("Q8_0", 16), ("F32", 32)])
+def test_info_reads_the_config_alone(tmp_path, cache, capfd, kind, bits):
+    """Its numbers are those of the folder into which the file is unpacked."""
+    path = str(write_gguf(tmp_path / "tiny.gguf", kind=kind, add=scale("linear", factor=8.0)))
     assert main(["info", "--model", path]) == 0
-    assert "built for 4096 tokens" in capfd.readouterr().out and not cache.exists()
+    shown = " ".join(capfd.readouterr().out.split())
+    assert f"cache in {bits}-bit numbers; the model was built for 4096 tokens" in shown
+    assert not cache.exists()
 
 
 def test_a_damaged_folder_is_made_again(packed, capfd):

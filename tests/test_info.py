@@ -108,11 +108,16 @@ def test_what_is_fetched_costs_operations_and_bytes():
     raw = heads * 1000 * 2 * 16 * 4
     assert rows[plain][8] == info._bytes(heads * 263 * 128)
     assert rows[device][8] == info._bytes(heads * (263 * 128 + 250 * 64) + raw)
-    assert rows[host][8] == info._bytes(heads * (263 * 128 + 250 * 64))
+    slots = 6 * (4 * 128 + 12) + 4 * 251  # as on a GPU: 2 k slots, and a table of the groups
+    assert rows[host][8] == info._bytes(heads * (263 * 128 + 250 * 64 + slots))
+    assert cells(host.replace(fetch_slots=0), 1000)[8] == info._bytes(
+        heads * (263 * 128 + 250 * 64)
+    )
     assert len(rows[device]) == 10 and rows[host][10] == info._bytes(raw)
     title = info.info_table(COST, host.replace(sink_size=6), [1000], "llama").title
     assert title.endswith(
-        "g = 4, s = 10, the first 8 tokens raw, 3 groups fetched by mean, raw tokens on the host"
+        "g = 4, s = 10, the first 8 tokens raw (sink_size 6, in whole groups), 3 groups fetched by "
+        "mean, raw tokens on the host"
     )
     masses = info.info_table(COST, CCAConfig.pooling(4, 10), [1000], "llama").title
     assert masses.endswith("g = 4, s = 10, the first 16 tokens raw, with masses")
@@ -141,10 +146,11 @@ def test_the_limit_has_the_scaling_of_the_rotation_and_dynamic_scaling_is_said(t
 def test_the_first_settings_whose_cache_fits_are_advised():
     """The fastest first, those of the checkpoint before all, and none where none fits."""
     length = 100_000
-    costs = {
-        name: COST.config_bytes(CCAConfig.preset(name), length)
-        for name in ("device", "default", "small")
-    }
+    costs = {}
+    for name in ("device", "default", "small"):
+        config = CCAConfig.preset(name)
+        slots = 96 if name == "default" else 48 if name == "small" else 0  # those of a GPU
+        costs[name] = COST.config_bytes(config.replace(fetch_slots=slots), length)
     own = CCAConfig.pooling(64, 100)
     least = COST.config_bytes(own, length).device
     assert costs["device"].device > costs["default"].device > costs["small"].device > least
@@ -153,6 +159,7 @@ def test_the_first_settings_whose_cache_fits_are_advised():
         assert advice.verdict.startswith(f"{name} fits: 100000 tokens take {info._bytes(device)} ")
         assert advice.way == f"run: corecontext serve --model m --preset {name}"
         assert (f"and {info._bytes(host)} in host memory" in advice.verdict) is (host > 0)
+        assert (" on the device, slots included, where " in advice.verdict) is (host > 0)
         fits = [*advice.table.columns[-1].cells]
         assert fits.count("yes") == [*costs][::-1].index(name) + 1 + (name == "device")
     too_small = costs["small"].device - 1

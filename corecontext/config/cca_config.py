@@ -196,17 +196,22 @@ class CCAConfig:
         """Whether a cache keeps raw tokens in host memory."""
         return self.fetch_groups > 0 and self.store == "host"
 
-    def slots_for(self, length: int) -> int:
+    def slots_for(self, length: int, *, on_gpu: bool | None = None) -> int:
         """Return the slots of a row and KV head, in a cache with room for `length` tokens.
 
         By default a GPU has 2 k, in which a step on real text finds 96 % of its groups, and in a
         large cache 3 k / 2, in which it finds 93 % (docs/fetch-results.md).
+
+        Args:
+            on_gpu: Whether the cache is on a GPU; None: whether this machine has one.
         """
         if self.fetch_slots is not None:
             return self.fetch_slots
-        import torch  # imported here: help texts of commands need no tensors
+        if on_gpu is None:
+            import torch  # imported here: help texts of commands need no tensors
 
-        if not torch.cuda.is_available():
+            on_gpu = torch.cuda.is_available()
+        if not on_gpu:
             return 0
         return self.fetch_groups * (4 if length <= _MANY_SLOTS_TOKENS else 3) // 2
 

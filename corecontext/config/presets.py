@@ -49,8 +49,9 @@ PRESETS = {
         _POOLING | {"sink_size": 0, "core_mass": False},
     ),
 }
-"""The presets by name. All but the paper's rule keep 16 first tokens raw: pretrained models direct
-much of their attention at these, and lose most of their quality where they are pooled."""
+"""The presets by name. All but the paper's rule keep the first 16 tokens raw, in whole groups:
+pretrained models direct much of their attention at these, and lose most of their quality where they
+are pooled."""
 DEFAULTS = PRESETS["default"].settings
 """The defaults of the fields of `CCAConfig`."""
 PAPER_RULE = PRESETS["paper"].settings

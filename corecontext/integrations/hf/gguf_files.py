@@ -127,16 +127,11 @@ def _is_whole(folder: Path) -> bool:
 def _write(path: Path, target: Path) -> None:
     """Write the model, its tokenizer and chat template as a folder in the Hugging Face format."""
     with _reading(path):
-        import torch
         import transformers
 
         from corecontext.integrations.hf.gguf_check import UPDATE, check_model, check_tokenizer
 
         file, config = _file_and_config(path)
-        largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
-        # Weights of fewer bits lose nothing to speak of in bfloat16.
-        exact = {"F32": torch.float32, "F16": torch.float16}
-        dtype = exact.get(largest.tensor_type.name, torch.bfloat16)
         options: dict[str, Any] = {"gguf_file": path.name}
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
@@ -146,7 +141,7 @@ def _write(path: Path, target: Path) -> None:
         if hasattr(transformers, "GgufConfig"):  # newer releases dequantize only if told to
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         try:
-            model = load_weights(str(path.parent), config, dtype, **options)
+            model = load_weights(str(path.parent), config, config.dtype, **options)
         except UserError as error:  # names the file's folder, which transformers was given
             raise UserError(str(error).replace(str(path.parent), str(path), 1)) from None
         check_model(file, model)
@@ -185,8 +180,10 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _file_and_config(path: Path) -> tuple[Any, Any]:
-    """Return the fields of a GGUF file (`gguf_config.GGUF`), and its config; within `_reading`."""
+    """Return the fields of a GGUF file (`gguf_config.GGUF`), and its config, whose dtype is that of
+    the folder; within `_reading`."""
     import gguf
+    import torch
     import transformers
 
     from corecontext.integrations.hf.gguf_config import GGUF, set_head_size, set_rotation
@@ -198,4 +195,8 @@ def _file_and_config(path: Path) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     set_head_size(file, config)
     set_rotation(file, config)
+    largest = max(file.tensors.values(), key=lambda tensor: tensor.n_elements)
+    # Weights of fewer bits lose nothing to speak of in bfloat16.
+    exact = {"F32": torch.float32, "F16": torch.float16}
+    config.dtype = exact.get(largest.tensor_type.name, torch.bfloat16)
     return file, config
