@@ -110,6 +110,38 @@ def _copy_rows(
 
 
 @triton.jit
+def _keep_group(slots, tokens, core, sizes, SIZES: tl.constexpr):
+    """Copy a group's tokens to a slot, if one is free, and release the one that a sequence before
+    had for its place.
+
+    Args:
+        slots: Pointers to the tensors of `GroupSlots`.
+        tokens: Pointers to keys and values in pages, for one KV head, and to the sequence's table;
+            the group's first token; strides of pages.
+        core: Its core token, page times E plus entry.
+        sizes: As of `take_slots`.
+        SIZES: Tokens of a page, GROUP, HEAD_DIM, BLOCK_G, BLOCK_P.
+    """
+    keys_ptr, values_ptr, table_ptr, begin, page_strides = tokens
+    head, kv_heads, num_slots = sizes
+    GROUP: tl.constexpr = SIZES[1]
+    DIM: tl.constexpr = SIZES[2]
+    zero = tl.arange(0, 1)
+    core += zero
+    # mutant vllm: a page of another sequence keeps the slots of the one before
+    tl.store(slots[1] + core * kv_heads + head, zero - 1)
+    slot = tl.max(take_slots(slots[1:], core, zero == 0, sizes, PROMPT_TRIES), 0)
+    kept_ptr = slots[0] + (head * num_slots + slot) * (GROUP * 2 * DIM)
+    for start in range(0, tl.where(slot >= 0, GROUP, 0), SIZES[3]):
+        rows = start + tl.arange(0, SIZES[3])
+        inside = rows < GROUP
+        at = page_offsets(table_ptr, begin + rows, inside, page_strides, SIZES[0])
+        kept_at = rows * (2 * DIM)
+        _copy_rows(keys_ptr, at, kept_ptr, kept_at, inside, DIM, SIZES[4])
+        _copy_rows(values_ptr, at, kept_ptr, kept_at + DIM, inside, DIM, SIZES[4])
+
+
+@triton.jit
 def _pool_pages_kernel(
     q_ptr,
     new,
@@ -287,21 +319,10 @@ def _pool_pages_kernel(
             mass_at = page * mass_strides[0] + entry * mass_strides[1] + head * mass_strides[2]
             tl.store(mass_ptr + mass_at, mass)
         if HAS_SLOTS:
-            zero = tl.arange(0, 1)
-            core = page * PAGES[1] + entry + zero
-            # mutant vllm: a page of another sequence keeps the slots of the one before
-            tl.store(slots[1] + core * tl.num_programs(1) + head, zero - 1)
-            sizes = (head, tl.num_programs(1), num_slots)
-            slot = tl.max(take_slots(slots[1:], core, zero == 0, sizes, PROMPT_TRIES), 0)
-            kept_ptr = slots[0] + (head * num_slots + slot) * (GROUP * 2 * HEAD_DIM)
-            for start in range(0, tl.where(slot >= 0, GROUP, 0), BLOCK_G):
-                rows = start + tl.arange(0, BLOCK_G)
-                inside = rows < GROUP
-                at = page_offsets(table_ptr, begin + rows, inside, page_strides, PAGES[0])
-                kept_at = rows * (2 * HEAD_DIM)
-                _copy_rows(keys_ptr, at, kept_ptr, kept_at, inside, HEAD_DIM, BLOCK_P)
-                kept_at += HEAD_DIM
-                _copy_rows(values_ptr, at, kept_ptr, kept_at, inside, HEAD_DIM, BLOCK_P)
+            tokens = (keys_ptr, values_ptr, table_ptr, begin, page_strides)
+            core = page * PAGES[1] + entry
+            SIZES: tl.constexpr = (PAGES[0], GROUP, HEAD_DIM, BLOCK_G, BLOCK_P)
+            _keep_group(slots, tokens, core, (head, tl.num_programs(1), num_slots), SIZES)
     if HAS_INDEX:
         write_group_index(
             keys_ptr,
