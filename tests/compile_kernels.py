@@ -416,8 +416,9 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes |= {"PAGES": (16, 4, 64), "BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p}
     sizes["num_warps"] = 4
     sizes |= {"INDEX": plan.index, "TILE": plan.tile._replace(block_m=1, block_n=1, heads=1)}
-    for block_t in (0, 1):
-        yield Kernel(paged_pool._pool_pages_kernel, {**sizes, "BLOCK_T": block_t}, types)
+    for block_t, splits in ((0, False), (0, True), (1, False)):
+        blocks = {"BLOCK_T": block_t, "SPLITS": splits}
+        yield Kernel(paged_pool._pool_pages_kernel, {**sizes, **blocks}, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}
     types = {**dict.fromkeys(names, "i32"), "clock_ptr": "i64", "numbers": 3}

@@ -14,6 +14,7 @@ from corecontext.ops.fetch.prompt_rule import Reading
 from corecontext.ops.fetch.scoring import centre_of, group_keys
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import attend_rows as paged_rows
+from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
 from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
@@ -327,3 +328,17 @@ def test_an_index_is_written_as_the_reference_encodes_it():
         entries = stored[pages].flatten(0, 1)[first : first + count]  # [M, Hkv, numbers]
         wanted = wanted.flatten(2).transpose(0, 1)
         torch.testing.assert_close(entries, wanted, rtol=1e-3, atol=0)
+
+
+def test_programs_that_share_the_work_of_a_group_write_the_same(monkeypatch):
+    """One pools, one keeps the tokens in a slot, one writes the index."""
+    caches = []
+    for most in (0, 1000):
+        monkeypatch.setattr(paged_pool, "_SPLIT", most)
+        config = CCAConfig(**FETCH, core_position="token")
+        caches.append(check(config, STEPS, has_far=True, num_slots=20)[1])
+    for name in ("cores", "index"):
+        written = [getattr(cache, name) for cache in caches]
+        for got, expected in zip(*(x[:2] for x in written), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert all((cache.kept.slots.table >= 0).any() for cache in caches)

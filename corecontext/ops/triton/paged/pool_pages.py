@@ -2,6 +2,7 @@
 keeps of such groups: an index, and a copy of their tokens in a slot. One launch does it all, where
 no sequence has more new tokens than a group has; else `store_tokens` goes first."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,8 +24,10 @@ from corecontext.ops.triton.paged.pages import (
 from corecontext.ops.triton.pool.group_tile import capped, column_pairs, table_rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.ops.triton.primitives import TINY, integers
-from corecontext.ops.triton.tiles import pool_tiles
+from corecontext.ops.triton.tiles import chip_of, pool_tiles
 
+_SPLIT = 4
+"""Programs of a multiprocessor up to which a group's work is split."""
 STORED_BYTES = 16384
 """Bytes of new keys and as many of values that a program stores at once."""
 
@@ -142,6 +145,43 @@ def _keep_group(slots, tokens, core, sizes, SIZES: tl.constexpr):
 
 
 @triton.jit
+def _softmax_sums(queries, keys_ptr, tokens, columns, factors, FORM: tl.constexpr):
+    """Return the maximum and the sum of each query head's softmax over a group, [BLOCK_R] each.
+
+    Args:
+        queries: Pointer to the queries of the group's last token, and a head's stride.
+        tokens: Pointer to the table of raw tokens; the group's first token; strides of pages.
+        columns: Columns a and b of each pair, and which pairs exist, [1, pairs].
+        factors: Scale, softcap and whether there is a softcap.
+        FORM: Tokens of a page, GROUP, BLOCK_G, HEADS, BLOCK_R.
+    """
+    table_ptr, begin, page_strides = tokens
+    a, b, in_dims = columns
+    scale, softcap, HAS_SOFTCAP = factors
+    heads = tl.arange(0, FORM[4])
+    maxima = tl.zeros([FORM[4]], tl.float32)
+    sums = tl.zeros([FORM[4]], tl.float32)
+    row = tl.arange(0, 1)
+    for h in range(FORM[3]):
+        q_a, q_b = _load_pairs(queries[0] + h * queries[1], row, a, b, in_dims)
+        running_max = -float("inf")
+        running_sum = 0.0
+        for start in range(0, FORM[1], FORM[2]):
+            rows = start + tl.arange(0, FORM[2])
+            inside = rows < FORM[1]
+            at = page_offsets(table_ptr, begin + rows, inside, page_strides, FORM[0])
+            k_a, k_b = _load_pairs(keys_ptr, at, a, b, inside[:, None] & in_dims)
+            z = _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP)
+            new_max = tl.maximum(running_max, tl.max(z, 0))
+            fade = tl.exp(running_max - new_max)
+            running_sum = running_sum * fade + tl.sum(tl.exp(z - new_max), 0)
+            running_max = new_max
+        maxima = tl.where(heads == h, running_max, maxima)
+        sums = tl.where(heads == h, running_sum, sums)
+    return maxima, sums
+
+
+@triton.jit
 def _pool_pages_kernel(
     q_ptr,
     new,
@@ -168,6 +208,7 @@ def _pool_pages_kernel(
     HAS_FAR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -179,10 +220,12 @@ def _pool_pages_kernel(
     """Store the new tokens of a sequence for one KV head, pool one group, if they complete it
     (docs/math.md, eq. 1 to 3), and write the index of an earlier one (`index_pages.py` says which).
 
-    Grid: (blocks of GROUP new tokens, Hkv). Block i of a sequence has the i-th group that its new
-    tokens touch. Keys are read in blocks of BLOCK_G tokens: with the values, for the weighted
-    tokens; where a group has several blocks, before that by each query head for the sums of its
-    softmax. All sums are float32.
+    Grid: (blocks of GROUP new tokens, Hkv, duties). Block i of a sequence has the i-th group that
+    its new tokens touch. Where SPLITS, one program pools, one keeps the tokens in a slot, the last
+    one writes the index, as far as there are slots and an index: few programs end sooner so. Keys
+    are read in blocks of BLOCK_G tokens: with the values, for the weighted tokens; where a group
+    has several blocks, before that by each query head for the sums of its softmax. All sums are
+    float32.
 
     Args:
         q_ptr: Queries of the new tokens, [T, H, D].
@@ -239,8 +282,16 @@ def _pool_pages_kernel(
             _copy_rows(new[1], new_v_at, far[1], far_at, is_new, HEAD_DIM, BLOCK_P)
         tl.debug_barrier()
     # mutant vllm: a group is pooled before its last token
-    completed = begin + GROUP <= length
-    if completed & (begin >= SINKS):
+    completed = (begin + GROUP <= length) & (begin >= SINKS)
+    pools = completed
+    keeps = completed
+    indexes = True
+    if SPLITS:
+        duty = tl.program_id(2)
+        pools = completed & (duty == 0)
+        keeps = completed & (duty == 1)
+        indexes = duty == tl.num_programs(2) - 1
+    if pools:
         pairs, a, b = column_pairs(BLOCK_P, HEAD_DIM, HALF, INTERLEAVED)
         in_dims = (pairs < HEAD_DIM // 2)[None, :]
         # The query of the group's last token, one row for each head.
@@ -248,27 +299,17 @@ def _pool_pages_kernel(
         q_ptr += last * q_strides[0] + head * HEADS * q_strides[1]
         row = tl.arange(0, 1)
 
-        # The maximum and the sum of each query head's softmax, over several blocks.
+        # A group of several blocks needs the sums of each query head's softmax before.
         IS_ONE: tl.constexpr = GROUP <= BLOCK_G
         heads = tl.arange(0, BLOCK_R)
-        maxima = tl.zeros([BLOCK_R], tl.float32)
-        sums = tl.zeros([BLOCK_R], tl.float32)
-        for h in range(0 if IS_ONE else HEADS):
-            q_a, q_b = _load_pairs(q_ptr + h * q_strides[1], row, a, b, in_dims)
-            running_max = -float("inf")
-            running_sum = 0.0
-            for start in range(0, GROUP, BLOCK_G):
-                rows = start + tl.arange(0, BLOCK_G)
-                inside = rows < GROUP
-                at = page_offsets(table_ptr, begin + rows, inside, page_strides, PAGES[0])
-                k_a, k_b = _load_pairs(keys_ptr, at, a, b, inside[:, None] & in_dims)
-                z = _scores(q_a, q_b, k_a, k_b, inside, scale, softcap, HAS_SOFTCAP)
-                new_max = tl.maximum(running_max, tl.max(z, 0))
-                fade = tl.exp(running_max - new_max)
-                running_sum = running_sum * fade + tl.sum(tl.exp(z - new_max), 0)
-                running_max = new_max
-            maxima = tl.where(heads == h, running_max, maxima)
-            sums = tl.where(heads == h, running_sum, sums)
+        if not IS_ONE:
+            of_tokens = (table_ptr, begin, page_strides)
+            columns = (a, b, in_dims)
+            factors = (scale, softcap, HAS_SOFTCAP)
+            FORM: tl.constexpr = (PAGES[0], GROUP, BLOCK_G, HEADS, BLOCK_R)
+            maxima, sums = _softmax_sums(
+                (q_ptr, q_strides[1]), keys_ptr, of_tokens, columns, factors, FORM
+            )
 
         # Sums of the tokens by the mean of the heads' weights, keys rotated to the group's middle,
         # and the entropy of these weights.
@@ -318,25 +359,33 @@ def _pool_pages_kernel(
         if HAS_MASS:
             mass_at = page * mass_strides[0] + entry * mass_strides[1] + head * mass_strides[2]
             tl.store(mass_ptr + mass_at, mass)
-        if HAS_SLOTS:
+    if HAS_SLOTS:
+        if keeps:
             tokens = (keys_ptr, values_ptr, table_ptr, begin, page_strides)
-            core = page * PAGES[1] + entry
+            page = tl.load(core_table_ptr + group // PAGES[1]).to(tl.int64)
+            core = page * PAGES[1] + group % PAGES[1]
             SIZES: tl.constexpr = (PAGES[0], GROUP, HEAD_DIM, BLOCK_G, BLOCK_P)
             _keep_group(slots, tokens, core, (head, tl.num_programs(1), num_slots), SIZES)
     if HAS_INDEX:
-        write_group_index(
-            keys_ptr,
-            index,
-            (table_ptr, core_table_ptr),
-            (head, group, length, past),
-            num_centred,
-            (page_strides, strides[8], strides[9], strides[10]),
-            PAGES,
-            SINKS,
-            GROUP,
-            INDEX,
-            TILE,
-        )
+        if indexes:
+            write_group_index(
+                keys_ptr,
+                index,
+                (table_ptr, core_table_ptr),
+                (head, group, length, past),
+                num_centred,
+                (page_strides, strides[8], strides[9], strides[10]),
+                PAGES,
+                SINKS,
+                GROUP,
+                INDEX,
+                TILE,
+            )
+
+
+def most_split(device: torch.device) -> int:
+    """Return up to how many groups of KV heads the work for each is split among programs."""
+    return _SPLIT * chip_of(device).multiprocessors
 
 
 def store_tokens(
@@ -420,9 +469,13 @@ def pool_pages(
     # Writing an index needs the head's size alone of a tile.
     tile = Tile(1, dim, 1, 1, max(16, power_of_2(dim)), vector=False, stages=1)
     sequences = batch.lengths.shape[0]
+    blocks = num_blocks(q.shape[0], sequences, g)
+    # A program that stores new tokens must pool them, too.
+    splits = new is None and blocks * kv_heads <= most_split(q.device)
+    duties = 1 + (slots is not None) + (index is not None) if splits else 1
     launch(
         _pool_pages_kernel,
-        (num_blocks(q.shape[0], sequences, g), kv_heads),
+        (blocks, kv_heads, duties),
         (
             *(
                 q,
@@ -455,6 +508,7 @@ def pool_pages(
         HAS_FAR=far is not None,
         HAS_SLOTS=slots is not None,
         HAS_INDEX=index is not None,
+        SPLITS=splits,
         GROUP=g,
         BLOCK_T=0 if new is None else power_of_2(batch.most_new),
         BLOCK_R=power_of_2(heads),
