@@ -677,6 +677,13 @@ def test_what_hoppers_kernel_of_scores_gets(unions_for_hopper):
         assert (constants["PARTS"], constants["BLOCK_D"]) == (4, 128)
         assert given.q_desc.block_shape == [1, 1, 64, 128]
         assert given.k_desc.block_shape == [1, 1, 128, 128]
+    for blocks, row_tiles, segments in (
+        (128, 32, 16),  # a chunk of 8,192 tokens behind 24,576: four items for each of 132 programs
+        (30, 32, 8),  # of four blocks at least
+        (512, 512, 4),  # of 128 at most
+        (1, 8192, 1),
+    ):
+        assert module.segments_of(blocks, row_tiles, 132) == segments
     for index, g, dim, takes in (
         ("bits:2", 32, 128, True),
         ("bits:2", 32, 136, False),

@@ -7,8 +7,8 @@ producer copies tiles of keys into shared memory by the tensor memory accelerato
 lie so that the largest of a group is found within a thread (`byte_keys.keys_kernel`).
 
 Groups are counted in runs of 8, in blocks (`byte_keys.block_of`), whose keys fill whole tiles, and
-in segments of up to 128 blocks. A program takes one item after the other: 128 shares of one KV head
-and the segment of groups that they are scored against.
+in segments of blocks (`segments_of`). A program takes one item after the other: 128 shares of one
+KV head and the segment of groups that they are scored against.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,9 @@ ROWS = gl.constexpr(64)  # shares of a consumer: rows of q and of scores
 KEYS = gl.constexpr(TILE_KEYS)  # keys of a tile
 RUN = gl.constexpr(GROUP_RUN)
 MOST_HEADS = 4  # query heads whose queries are in shared memory
-_SEGMENT = 128  # most blocks of groups of an item
+_MOST_BLOCKS = 128  # of groups, of a segment
+_LEAST_BLOCKS = 4  # for which a program does not wait long for its queries
+_TURNS = 4  # items of a program, where shorter segments can make as many
 STAGES = gl.constexpr(8)  # tiles of keys in shared memory
 
 
@@ -298,8 +300,9 @@ class ByteScorer(NamedTuple):
         n, r = q.shape[:2]
         rows, width = scores.shape[1:]
         blocks = width // block_of(numbers.num_keys)
-        segments = ceil_div(blocks, _SEGMENT)
-        num_items = n * segments * ceil_div(rows, 2 * ROWS.value)
+        row_tiles = n * ceil_div(rows, 2 * ROWS.value)
+        segments = segments_of(blocks, row_tiles, num_programs(q.device))
+        num_items = segments * row_tiles
         for first_head in range(0, r, MOST_HEADS):
             launch(
                 score_bytes_hopper,
@@ -319,6 +322,13 @@ class ByteScorer(NamedTuple):
                 BLOCK_D=q.shape[3],
                 num_warps=4,
             )
+
+
+def segments_of(blocks: int, row_tiles: int, programs: int) -> int:
+    """Return into how many segments blocks of groups are divided, for so many tiles of shares of
+    all KV heads: a chunk of a prompt has few, which would leave programs idle."""
+    for_all = min(_TURNS * programs // row_tiles, ceil_div(blocks, _LEAST_BLOCKS))
+    return max(for_all, ceil_div(blocks, _MOST_BLOCKS))
 
 
 def takes(index: Index, group_size: int, dim: int) -> bool:
