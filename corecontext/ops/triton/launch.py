@@ -30,7 +30,7 @@ def launch(
 
     Args:
         kernel: Its constants come last, in the order given here.
-        grid: Programs along one or two dimensions.
+        grid: Programs along up to three dimensions.
         arguments: Tensors, tuples of tensors, descriptors, floats, `ints`, and integers that the
             kernel has in `do_not_specialize`. Descriptors of other tiles or dtypes need a constant,
             or a tensor, that tells them apart. Tensors that begin anywhere belong in

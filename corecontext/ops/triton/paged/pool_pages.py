@@ -262,13 +262,18 @@ def _pool_pages_kernel(
     core_table_ptr = page_tables[1] + sequence.to(tl.int64) * table_strides[1]
     keys_ptr += head * page_strides[2]
     values_ptr += head * page_strides[2]
+    duty = tl.program_id(2)
     if BLOCK_T > 0:
         first_slot = tl.load(new[2] + first, mask=past < length, other=-1)
         # mutant vllm: a step without places stores its tokens
         length = tl.where(first_slot < 0, past, length)
-        # So few tokens complete one group at most, the first block's, which stores them all.
+    # mutant vllm: a group is pooled before its last token
+    completed = (begin + GROUP <= length) & (begin >= SINKS)
+    if BLOCK_T > 0:
+        # So few tokens complete one group at most, the first block's, which stores them all. Each
+        # program that reads the group stores them for itself, the same as the others.
         token = past + tl.arange(0, BLOCK_T)
-        is_new = token < tl.where(block == 0, length, past)
+        is_new = token < tl.where((block == 0) & (completed | (duty == 0)), length, past)
         new_row = (first + token - past).to(tl.int64)
         new_k_at = new_row * k_strides[0] + head * k_strides[1]
         new_v_at = new_row * v_strides[0] + head * v_strides[1]
@@ -276,18 +281,16 @@ def _pool_pages_kernel(
         _copy_rows(new[0], new_k_at, keys_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
         _copy_rows(new[1], new_v_at, values_ptr, new_at, is_new, HEAD_DIM, BLOCK_P)
         if HAS_FAR:
+            is_new = token < tl.where((block == 0) & (duty == 0), length, past)
             far_at = page_offsets(core_table_ptr, token, is_new, far_strides, PAGES[2])
             far_at += head * far_strides[2]
             _copy_rows(new[0], new_k_at, far[0], far_at, is_new, HEAD_DIM, BLOCK_P)
             _copy_rows(new[1], new_v_at, far[1], far_at, is_new, HEAD_DIM, BLOCK_P)
         tl.debug_barrier()
-    # mutant vllm: a group is pooled before its last token
-    completed = (begin + GROUP <= length) & (begin >= SINKS)
     pools = completed
     keeps = completed
     indexes = True
     if SPLITS:
-        duty = tl.program_id(2)
         pools = completed & (duty == 0)
         keeps = completed & (duty == 1)
         indexes = duty == tl.num_programs(2) - 1
@@ -470,12 +473,12 @@ def pool_pages(
     tile = Tile(1, dim, 1, 1, max(16, power_of_2(dim)), vector=False, stages=1)
     sequences = batch.lengths.shape[0]
     blocks = num_blocks(q.shape[0], sequences, g)
-    # A program that stores new tokens must pool them, too.
-    splits = new is None and blocks * kv_heads <= most_split(q.device)
-    duties = 1 + (slots is not None) + (index is not None) if splits else 1
+    duties = 1 + (slots is not None) + (index is not None)
+    # Of a decoding step few sequences complete a group.
+    splits = duties > 1 and (new is not None or blocks * kv_heads <= most_split(q.device))
     launch(
         _pool_pages_kernel,
-        (blocks, kv_heads, duties),
+        (blocks, kv_heads, duties if splits else 1),
         (
             *(
                 q,
