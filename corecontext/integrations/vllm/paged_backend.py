@@ -363,7 +363,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec)
             compile_for_any_prompt(query, (key, value, step.slots), raw, cores, self.spec)
-        new = self._stored((key, value), [(step.slots, raw)], step.batch)
+        new = self._stored(key, value, step, raw)
         pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, new=new)
         tokens = (query, key, value)
         attend_step(tokens, step, (raw, cores), self.spec, out)
@@ -374,22 +374,14 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         return batch._replace(most_new=self.most_stored)
 
     def _stored(
-        self, new: tuple[Tensor, Tensor], places: list[tuple[Tensor, Pages]], batch: Batch
+        self, key: Tensor, value: Tensor, step: StepMetadata, raw: Pages
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Store keys and values and return None, or return them with their slots for `pool_pages`
-        to store: only in decoding steps, whose sequences have `most_stored` new tokens at most.
-
-        Args:
-            places: Caches of raw tokens, of the device and of the host, each with the slots of the
-                new tokens.
-        """
-        if batch.most_new <= self.most_stored:
-            return *new, places[0][0]
-        (slots, raw), *far = places
-        store_tokens(*new, slots, raw)
-        cache = self.caches.cores
-        for slots, pages in far:
-            cache.host_pages.writes.store(new, slots, pages, cache.is_last)
+        """Store keys and values in pages of raw tokens and return None, or return them with their
+        slots for `pool_pages` to store: only in decoding steps, whose sequences have `most_stored`
+        new tokens at most."""
+        if step.batch.most_new <= self.most_stored:
+            return key, value, step.slots
+        store_tokens(key, value, step.slots, raw)
         return None
 
     def _attend_fetched(
@@ -412,10 +404,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             if host is None and step.attend_whole is None:
                 compile_for_any_batch(query, raw, raw, self.raw_spec)
                 compile_chunk((query, key, value), raw, raw, self.raw_spec)
-        places = [(step.slots, raw)]
-        if host is not None:
-            places.append((core_slots, host.pages))
-        new = self._stored((key, value), places, step.batch)
+        new = self._stored(key, value, step, raw)
         pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, index, host, new)
 
         def choose(tokens: slice) -> None:
@@ -442,6 +431,10 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             else:
                 tokens = (query, key, value)
                 attend_parts(tokens, [run], raw, raw, self.raw_spec, out)
+        if host is not None and new is None:
+            # Beside the layer's products: attention has launches that wait for single programs.
+            cache = self.caches.cores
+            cache.host_pages.writes.store((key, value), core_slots, host.pages, cache.is_last)
 
     def _attend_raw(
         self,
