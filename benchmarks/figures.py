@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.fetch_tables import fetch_markdown, passes_markdown
-from benchmarks.headline import draw_headline, headline_markdown
+from benchmarks.headline import headline_markdown
 from benchmarks.model_figure import draw_model, draw_sweep
 from benchmarks.model_tables import model_markdown
 from benchmarks.operator_figure import draw_operator
@@ -27,7 +27,6 @@ from corecontext.record import Record, read_records
 
 __all__ = [
     "demo_table",
-    "draw_headline",
     "draw_model",
     "draw_operator",
     "draw_sweep",
@@ -80,7 +79,6 @@ TABLES: Sequence[PageTable] = (
     PageTable("user", "user", _of_presets),
 )
 FIGURES: Sequence[Figure] = (
-    Figure("headline", "model operator", draw_headline),
     Figure("operator", "operator", draw_operator),
     Figure("model", "model", draw_model),
     Figure("model_sweep", "model", draw_sweep),

@@ -1,11 +1,9 @@
-"""Draw README's table and figure: CCA against full attention at 128K tokens on one GPU."""
+"""Write the first table of docs/benchmarks.md: CCA and full attention, 128K tokens, one GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks import plotting
-from benchmarks.drawing import CCA, FLOOR, FULL, pyplot, save
-from benchmarks.model_report import Comparison, by_model, comparisons, main_comparisons
+from benchmarks.model_report import Comparison, comparisons, main_comparisons
 from benchmarks.operator_report import KERNEL_TITLES, Row, decode_rows, time_rows
 from benchmarks.tables import (
     Column,
@@ -22,7 +20,6 @@ DEVICE = "NVIDIA H200"
 LENGTH = 131_072
 KV_HEADS = 8  # as the model of the table has them
 TABLE_SHAPE = "llama3.1-8b"
-FIGURE_SHAPE = "llama2-7b"  # measured at the most lengths
 PASSES = {
     "forward": "attention of a layer, forward",
     "forward_backward": "attention of a layer, forward + backward",
@@ -53,7 +50,7 @@ class Line(NamedTuple):
 
 
 def headline_markdown(records: Sequence[Record]) -> str:
-    """Return README's table; full attention is the fastest that was measured."""
+    """Return the table; full attention is the fastest that was measured."""
     comparison = _comparison(records)
     columns = [
         Column(f"{shown_tokens(LENGTH)} tokens, one {DEVICE}", lambda line: line.label, left=True),
@@ -112,42 +109,3 @@ def _model_lines(comparison: Comparison) -> Iterator[Line]:
         elif name == "model.next_token_ms":
             kernel += ", transformers' cache"
         yield Line(label, full[1], cca, show, kernel)
-
-
-def draw_headline(records: Sequence[Record], path: str) -> None:
-    """Draw the time to the first token by prompt length, on linear axes."""
-    name = "model.first_token_s"
-    models = by_model(main_comparisons(comparisons(records)))
-    of_model = next(
-        group
-        for (device, shape, _), group in models.items()
-        if (device, shape) == (DEVICE, FIGURE_SHAPE)
-    )
-    full = {
-        comparison.length: best[1]
-        for comparison in of_model
-        if (best := comparison.best_full(name))
-    }
-    least = {comparison.length: comparison.floors.get((name, "full")) for comparison in of_model}
-    cca = {comparison.length: comparison.best_cca(name) for comparison in of_model}
-    last = of_model[-1].length
-    figure, axis = pyplot().subplots(figsize=(7, 3.4), layout="constrained")
-    plotting.draw_line(axis, full, f"full attention, {full[last]:.1f} s", FULL)
-    plotting.draw_line(
-        axis, least, f"least possible with full attention, {least[last]:.1f} s", FLOOR, ":"
-    )
-    plotting.draw_line(axis, cca, f"CCA, {cca[last]:.1f} s", CCA)
-    params = of_model[-1].params
-    settings = (
-        f"Seconds to the first token: {params['shape']} ({params['weights']} weights), "
-        f"{params['dtype']}, g = {params['group_size']}, s = {params['window_size']}, {DEVICE}"
-    )
-    plotting.finish(axis, settings, "tokens of the prompt", log_x=False, log_y=False)
-    figure.suptitle(
-        f"The first token of a {shown_tokens(last)} prompt comes after {cca[last]:.1f} s instead "
-        f"of {full[last]:.1f} s",
-        fontsize=11,
-        x=0.01,
-        ha="left",
-    )
-    save(figure, path)

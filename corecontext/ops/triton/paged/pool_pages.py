@@ -222,10 +222,9 @@ def _pool_pages_kernel(
 
     Grid: (blocks of GROUP new tokens, Hkv, duties). Block i of a sequence has the i-th group that
     its new tokens touch. Where SPLITS, one program pools, one keeps the tokens in a slot, the last
-    one writes the index, as far as there are slots and an index: few programs end sooner so. Keys
-    are read in blocks of BLOCK_G tokens: with the values, for the weighted tokens; where a group
-    has several blocks, before that by each query head for the sums of its softmax. All sums are
-    float32.
+    one writes the index, as far as there are both: few programs end sooner so. Keys are read in
+    blocks of BLOCK_G tokens: with the values, for the weighted tokens; where a group has several
+    blocks, before that by each query head for the sums of its softmax. All sums are float32.
 
     Args:
         q_ptr: Queries of the new tokens, [T, H, D].
@@ -270,8 +269,7 @@ def _pool_pages_kernel(
     # mutant vllm: a group is pooled before its last token
     completed = (begin + GROUP <= length) & (begin >= SINKS)
     if BLOCK_T > 0:
-        # So few tokens complete one group at most, the first block's, which stores them all. Each
-        # program that reads the group stores them for itself, the same as the others.
+        # So few tokens complete one group at most, the first block's: who reads it stores them.
         token = past + tl.arange(0, BLOCK_T)
         is_new = token < tl.where((block == 0) & (completed | (duty == 0)), length, past)
         new_row = (first + token - past).to(tl.int64)
