@@ -50,6 +50,7 @@ from corecontext.ops.triton.paged import attend_rows as paged_attend_rows
 from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import group_slots
 from corecontext.ops.triton.paged import pool_pages as paged_pool
+from corecontext.ops.triton.paged import store_tokens as paged_store
 from corecontext.ops.triton.paged import token_rows as paged_rows
 from corecontext.ops.triton.pool import kernels as pool_kernels
 from corecontext.ops.triton.pool import launcher as pool
@@ -151,7 +152,7 @@ PAGED_FETCH = (
     group_slots._slots_kernel,
 )
 PAGED = (
-    paged_pool._store_kernel,
+    paged_store._store_kernel,
     paged_pool._pool_pages_kernel,
     paged_attend._attend_pages_kernel,
     paged_gather._gather_kernel,
@@ -350,10 +351,10 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
         "sequences": ("i32", "i32"),
         "tables": ("fp32", "fp32"),
     }
-    tile = paged_pool.stored_tile(8, dim, dtype.itemsize)
+    tile = paged_store.stored_tile(8, dim, dtype.itemsize)
     blocks = dict(zip(("BLOCK_T", "BLOCK_H", "BLOCK_D"), tile))
     sizes = {"NUM_HEADS": 8, "HEAD_DIM": dim, **blocks, "num_warps": 4}
-    yield Kernel(paged_pool._store_kernel, sizes, types)
+    yield Kernel(paged_store._store_kernel, sizes, types)
     flags = {"HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
     blocks = {"PAGES": (16, 4), "GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
     sizes = {**columns, **flags, **blocks}

@@ -40,7 +40,8 @@ from corecontext.ops.triton.paged.chunk import attend_longest_chunk
 from corecontext.ops.triton.paged.first_prompt import compile_for_any_prompt
 from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
 from corecontext.ops.triton.paged.pages import Batch, Pages
-from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
+from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.paged.token_rows import clock_of, write_rows
 from corecontext.ops.triton.tiles import Chip
 

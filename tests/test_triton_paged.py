@@ -19,11 +19,13 @@ from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import batch_parts
 from corecontext.ops.triton.paged import chunk as paged_chunk
 from corecontext.ops.triton.paged import pool_pages as paged_pool
+from corecontext.ops.triton.paged import store_tokens as paged_store
 from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
 from corecontext.ops.triton.paged.batch_parts import Kind, attend_parts, parts_of
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.pages import Batch, Pages, alignment_of
-from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
+from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.tiles import Chip, PoolTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -376,7 +378,7 @@ def test_padding_of_a_captured_batch_changes_nothing():
 def test_few_programs_store_all_tokens_beside_other_work(monkeypatch, kv_heads):
     """On a GPU to host memory, on a stream of their own, which the last layer waits for."""
     device = torch.get_default_device()
-    monkeypatch.setattr(paged_pool, "STORED_BYTES", 256)
+    monkeypatch.setattr(paged_store, "STORED_BYTES", 256)
     monkeypatch.setattr(host_writes, "PROGRAMS", 2)
     monkeypatch.setattr(host_writes, "LONG_CHUNK", 8)
     k, v = torch.randn(2, 50, kv_heads, DIM)

@@ -18,7 +18,8 @@ from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
 from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
-from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
+from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.paged.token_rows import clock_of, write_rows
 from corecontext.visibility import local_start
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from corecontext.ops.triton.paged.chunk import LONG_CHUNK
 from corecontext.ops.triton.paged.pages import Pages
-from corecontext.ops.triton.paged.pool_pages import store_tokens
+from corecontext.ops.triton.paged.store_tokens import store_tokens
 
 PROGRAMS = 8
 """Programs that store to host memory: enough for the bus, and most multiprocessors stay free

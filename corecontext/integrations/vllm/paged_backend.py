@@ -53,7 +53,8 @@ from corecontext.ops.triton.paged.chunk import attend_longest_chunk, compile_chu
 from corecontext.ops.triton.paged.first_prompt import compile_for_any_prompt
 from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
-from corecontext.ops.triton.paged.pool_pages import pool_pages, store_tokens
+from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.paged.token_rows import Rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.visibility import first_core_query

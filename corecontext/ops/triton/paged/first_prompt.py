@@ -8,7 +8,8 @@ from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
-from corecontext.ops.triton.paged.pool_pages import most_split, pool_pages, store_tokens
+from corecontext.ops.triton.paged.pool_pages import most_split, pool_pages
+from corecontext.ops.triton.paged.store_tokens import store_tokens
 
 
 def compile_for_any_prompt(

@@ -1,6 +1,6 @@
-"""Store new tokens in their pages, then pool the groups that they complete, and write what fetch
-keeps of such groups: an index, and a copy of their tokens in a slot. One launch does it all, where
-no sequence has more new tokens than a group has; else `store_tokens` goes first."""
+"""Pool the groups that new tokens complete, and write what fetch keeps of such groups: an index,
+and a copy of their tokens in a slot. Where no sequence has more new tokens than a group has, one
+launch stores them in their pages, too; else `store_tokens` goes first."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.launch import contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.paged.group_slots import PROMPT_TRIES, FarPages, take_slots
 from corecontext.ops.triton.paged.index_pages import write_group_index
 from corecontext.ops.triton.paged.pages import (
@@ -28,54 +28,6 @@ from corecontext.ops.triton.tiles import chip_of, pool_tiles
 
 _SPLIT = 4
 """Programs of a multiprocessor up to which a group's work is split."""
-STORED_BYTES = 16384
-"""Bytes of new keys and as many of values that a program stores at once."""
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _store_kernel(
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
-    slots_ptr,
-    num_tokens,
-    k_strides,
-    v_strides,
-    page_strides,
-    page_size,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Store new tokens, of all KV heads. Grid: (programs,), each of which stores BLOCK_T tokens,
-    then those so many programs further on, up to the last.
-
-    Args:
-        k_ptr, v_ptr: [T, Hkv, D] of the new tokens.
-        keys_ptr, values_ptr: Pages.
-        slots_ptr: Where each token goes, page times page_size plus entry; -1 for nowhere.
-        page_strides: Page, entry and KV head.
-    """
-    row = tl.arange(0, BLOCK_T * BLOCK_H)
-    head = row % BLOCK_H
-    dims = tl.arange(0, BLOCK_D)
-    for start in range(tl.program_id(0) * BLOCK_T, num_tokens, tl.num_programs(0) * BLOCK_T):
-        token = start + row // BLOCK_H
-        exists = (token < num_tokens) & (head < NUM_HEADS)
-        slot = tl.load(slots_ptr + token, mask=exists, other=-1).to(tl.int64)
-        mask = (slot >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
-        token = token.to(tl.int64)
-        at = (token * k_strides[0] + head * k_strides[1])[:, None] + dims[None, :]
-        k = tl.load(k_ptr + at, mask=mask, other=0.0)
-        at = (token * v_strides[0] + head * v_strides[1])[:, None] + dims[None, :]
-        v = tl.load(v_ptr + at, mask=mask, other=0.0)
-        at = slot // page_size * page_strides[0] + slot % page_size * page_strides[1]
-        at = (at + head * page_strides[2])[:, None] + dims[None, :]
-        tl.store(keys_ptr + at, k, mask=mask)
-        tl.store(values_ptr + at, v, mask=mask)
 
 
 @triton.jit
@@ -387,42 +339,6 @@ def _pool_pages_kernel(
 def most_split(device: torch.device) -> int:
     """Return up to how many groups of KV heads the work for each is split among programs."""
     return _SPLIT * chip_of(device).multiprocessors
-
-
-def store_tokens(
-    k: Tensor, v: Tensor, slots: Tensor, pages: Pages, num_programs: int | None = None
-) -> None:
-    """Store new tokens in their pages.
-
-    Args:
-        k, v: [T, Hkv, D], rotary applied.
-        slots: Where the first tokens of them go, [at most T] in int64: page times E plus entry, -1
-            for nowhere.
-        num_programs: At most so many programs store them, which leave the others of the device to
-            what runs beside; None for as many as there are tiles.
-    """
-    k, v = map(contiguous_rows, (k, v))
-    heads, dim = k.shape[1:]
-    block_t, block_h, block_d = stored_tile(heads, dim, k.element_size())
-    tiles = ceil_div(slots.shape[0], block_t)
-    launch(
-        _store_kernel,
-        (min(tiles, num_programs or tiles),),
-        (k, v, pages.k, pages.v, slots, slots.shape[0]),
-        (k.stride()[:2], v.stride()[:2], pages.k.stride()[:3], pages.k.shape[1]),
-        NUM_HEADS=heads,
-        HEAD_DIM=dim,
-        BLOCK_T=block_t,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
-
-
-def stored_tile(heads: int, dim: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the tokens, KV heads and columns of a tile of `store_tokens`."""
-    block_h, block_d = power_of_2(heads), power_of_2(dim)
-    return max(1, STORED_BYTES // (block_h * block_d * itemsize)), block_h, block_d
 
 
 def pool_pages(
