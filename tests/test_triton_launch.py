@@ -49,7 +49,7 @@ def test_the_second_launch_is_lean(kernel):
     run(kernel, x)
     run(kernel, x)
     assert kernel.own == [((5,), (x, 7, 0.5, 64, 1), {"BLOCK": 32, "num_warps": 4})]
-    assert kernel.lean == [((5, 1, 1), (x, 7, 0.5, 64, 1, 32))]
+    assert kernel.lean == [((5, 1, 1), (x.data_ptr(), 7, 0.5, 64, 1, 32))]
 
 
 @pytest.mark.parametrize(

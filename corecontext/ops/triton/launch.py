@@ -54,13 +54,21 @@ def launch(
         return
     pointers = 0  # the addresses joined by "or": a multiple of 16 if all are
     dtypes = []
+    # With addresses in place of tensors: of a tensor Triton would ask the driver for its address.
+    given: list[Any] = []
     any_alignment = _any_alignment(kernel)
     for i, x in enumerate(arguments):
-        for tensor in x if isinstance(x, tuple) else (x,):
-            if isinstance(tensor, Tensor):
+        parts = []
+        for part in x if isinstance(x, tuple) else (x,):
+            if isinstance(part, Tensor):
+                address = part.data_ptr()
                 if i not in any_alignment:
-                    pointers |= tensor.data_ptr()
-                dtypes.append(tensor.dtype)
+                    pointers |= address
+                dtypes.append(part.dtype)
+                parts.append(address)
+            else:
+                parts.append(part)
+        given.append(tuple(parts) if isinstance(x, tuple) else parts[0])
     if pointers % 16 or triton.knobs.runtime.interpret:
         # The interpreter takes any number.
         assert num_warps & (num_warps - 1) == 0, f"num_warps must be a power of 2, got {num_warps}"
@@ -75,7 +83,7 @@ def launch(
             _COMPILED.clear()
         _COMPILED[key] = kernel[grid](*arguments, *specialized, **constants, **options)
     else:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *specialized, *constants.values())
+        compiled[(*grid, 1, 1)[:3]](*given, *specialized, *constants.values())
 
 
 @functools.cache
