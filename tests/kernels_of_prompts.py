@@ -40,7 +40,7 @@ from corecontext.ops.triton.paged.chunk import attend_longest_chunk
 from corecontext.ops.triton.paged.first_prompt import compile_for_any_prompt
 from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
 from corecontext.ops.triton.paged.pages import Batch, Pages
-from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.paged.token_rows import clock_of, write_rows
 from corecontext.ops.triton.tiles import Chip
@@ -172,7 +172,8 @@ class Server(NamedTuple):
             new = None
             for pages in (raw, far):
                 store_tokens(k, v, slots, pages)
-        pool_pages(q, batch, raw, cores, self.spec, self.index, self.far, new)
+        plan = PoolPlan.of(raw, cores, self.spec, q.shape[1], self.index, self.far)
+        pool_pages(q, batch, (raw.table, cores.table), plan, new)
         if not self.config.fetch_groups:
             parts = parts_of(starts.tolist(), lengths, batch)
             if any(part.kind is Kind.LONG for part in parts):

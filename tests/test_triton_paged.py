@@ -24,7 +24,7 @@ from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_
 from corecontext.ops.triton.paged.batch_parts import Kind, attend_parts, parts_of
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.pages import Batch, Pages, alignment_of
-from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.tiles import Chip, PoolTiles, Tiles
 
@@ -133,7 +133,8 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
         new = (k, v, slots) if batch.most_new <= spec.group_size else None
         if new is None:
             store_tokens(k, v, slots, raw)
-        pool_pages(q, batch, raw, cores, spec, new=new)
+        plan = PoolPlan.of(raw, cores, spec, q.shape[1])
+        pool_pages(q, batch, (raw.table, cores.table), plan, new)
         parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         attend_parts((q, k, v), parts, raw, cores, spec, out)
@@ -367,7 +368,8 @@ def test_padding_of_a_captured_batch_changes_nothing():
     slots = torch.tensor([*cache.slots(0, 0, 9), -1, -1, -1])
     batch = Batch(torch.tensor([0, 9, 9, 9]).int(), torch.tensor([9, 0, 0]).int(), 9, 9)
     store_tokens(k, v, slots, raw)
-    pool_pages(q, batch, raw, cores, spec)
+    plan = PoolPlan.of(raw, cores, spec, q.shape[1])
+    pool_pages(q, batch, (raw.table, cores.table), plan)
     out = attend_pages(q, batch, raw, cores, spec)[:9]
     assert (out - reference(config, halves(), qkv)).abs().max() < 1e-5
     written = (raw.k != 7).any(-1)

@@ -18,7 +18,7 @@ from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
 from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
-from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.paged.token_rows import clock_of, write_rows
 from corecontext.visibility import local_start
@@ -180,11 +180,13 @@ def served(
                 store_tokens(k, v, torch.tensor([*itertools.chain(*places)]), far.pages)
             for i, (a, _) in spans.items():
                 cache.keep_window(i, a, spec)
+        tables = (raw.table, cores.table)
+        plan = PoolPlan.of(raw, cores, spec, q.shape[1], cache.index, far)
         if padding and new:
             none = (k * torch.nan, v, slots * 0 - 1)  # a step without places, of first tokens
             begins = batch._replace(lengths=counts.diff().int())
-            pool_pages(q, begins, raw, cores, spec, cache.index, far, none)
-        pool_pages(q, batch, raw, cores, spec, cache.index, far, new)
+            pool_pages(q, begins, tables, plan, none)
+        pool_pages(q, batch, tables, plan, new)
         if kept:
             others = {} if reuses else dict(enumerate(computed))
             kept.hide({**others, **{i: b for i, (_, b) in spans.items()}})

@@ -53,7 +53,7 @@ from corecontext.ops.triton.paged.chunk import attend_longest_chunk, compile_chu
 from corecontext.ops.triton.paged.first_prompt import compile_for_any_prompt
 from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
-from corecontext.ops.triton.paged.pool_pages import pool_pages
+from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.paged.token_rows import Rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
@@ -324,9 +324,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         raw: tuple[Tensor, StepMetadata],
         cores: tuple[Tensor, StepMetadata],
         dtype: torch.dtype,
-    ) -> tuple[Pages, Pages, IndexPages | None, FarPages | None]:
+    ) -> tuple[Pages, Pages, IndexPages | None, FarPages | None, PoolPlan]:
         """Return the pages of raw tokens and of core tokens; with fetch the index, for queries of
-        this dtype, and the raw tokens in host memory.
+        this dtype, and the raw tokens in host memory; and how groups are pooled among them.
 
         Views are made once, since that takes the host longer than a launch; only the block tables
         are those of the step.
@@ -339,11 +339,14 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             host = None
             if cache.host is not None:
                 host = FarPages(pages_of(cache.host.tokens, cores[1].table), cache.host.slots)
-            cache.pages = (pages_of(raw[0], raw[1].table), placed, index, host)
-        raw_pages, core_pages, index, host = cache.pages
+            of_raw = pages_of(raw[0], raw[1].table)
+            plan = PoolPlan.of(of_raw, placed, self.spec, self.num_heads, index, host)
+            cache.pages = (of_raw, placed, index, host, plan)
+        raw_pages, core_pages, index, host, plan = cache.pages
         table = cores[1].table
         host = host and host._replace(pages=host.pages._replace(table=table))
-        return raw_pages._replace(table=raw[1].table), core_pages._replace(table=table), index, host
+        raw_pages = raw_pages._replace(table=raw[1].table)
+        return raw_pages, core_pages._replace(table=table), index, host, plan
 
     def _attend_compact(
         self,
@@ -360,12 +363,12 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         pages have room for them.
         """
         step = window[1]
-        raw, cores, *_ = self._pages(window, cores, query.dtype)
+        raw, cores, _, _, plan = self._pages(window, cores, query.dtype)
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec)
             compile_for_any_prompt(query, (key, value, step.slots), raw, cores, self.spec)
         new = self._stored(key, value, step, raw)
-        pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, new=new)
+        pool_pages(query, self._pooled(step.batch), (raw.table, cores.table), plan, new)
         tokens = (query, key, value)
         attend_step(tokens, step, (raw, cores), self.spec, out)
 
@@ -398,7 +401,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         """Attend from prompts by their rule, and from each token of an answer by its own choice."""
         step = raw[1]
         core_slots = cores[1].slots
-        raw, cores, index, host = self._pages(raw, cores, query.dtype)
+        raw, cores, index, host, plan = self._pages(raw, cores, query.dtype)
         if compiles:
             of_pages = (raw, cores, self.spec, index, host)
             compile_for_any_prompt(query, (key, value, step.slots), *of_pages)
@@ -406,7 +409,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
                 compile_for_any_batch(query, raw, raw, self.raw_spec)
                 compile_chunk((query, key, value), raw, raw, self.raw_spec)
         new = self._stored(key, value, step, raw)
-        pool_pages(query, self._pooled(step.batch), raw, cores, self.spec, index, host, new)
+        pool_pages(query, self._pooled(step.batch), (raw.table, cores.table), plan, new)
 
         def choose(tokens: slice) -> None:
             rows = step.rows.part(tokens)
@@ -416,7 +419,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         if not step.parts:
             choose(slice(None))
         for run in step.parts:
-            q, k, v, results = (x[run.tokens] for x in (query, key, value, out))
+            q, k, v, results = query, key, value, out
+            if len(step.parts) > 1:
+                q, k, v, results = (x[run.tokens] for x in (query, key, value, out))
             if run.kind is Kind.DECODING:
                 choose(run.tokens)
             elif run.kind is Kind.SHARING:

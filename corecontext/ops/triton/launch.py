@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +10,20 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+
+
+class Fixed:
+    """Hold tensors that many launches have as one argument, a tuple: they are looked at once.
+
+    Their memory must not move.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self.addresses = tuple(x.data_ptr() for x in tensors)
+        self.dtypes = [x.dtype for x in tensors]
+        self.joined = functools.reduce(operator.or_, self.addresses)
+
 
 _COMPILED: dict[tuple, CompiledKernel] = {}
 _MOST = 4096  # entries of _COMPILED; many of them are the same kernel
@@ -31,9 +46,9 @@ def launch(
     Args:
         kernel: Its constants come last, in the order given here.
         grid: Programs along up to three dimensions.
-        arguments: Tensors, tuples of tensors, descriptors, floats, `ints`, and integers that the
-            kernel has in `do_not_specialize`. Descriptors of other tiles or dtypes need a constant,
-            or a tensor, that tells them apart. Tensors that begin anywhere belong in
+        arguments: Tensors, tuples of tensors, `Fixed`, descriptors, floats, `ints`, and integers
+            that the kernel has in `do_not_specialize`. Descriptors of other tiles or dtypes need a
+            constant, or a tensor, that tells them apart. Tensors that begin anywhere belong in
             `do_not_specialize_on_alignment`: others are launched by Triton where they are not
             aligned.
         specialized: The arguments after them, for each of whose values Triton may compile another
@@ -50,7 +65,8 @@ def launch(
     if not enable_fp_fusion:
         options["enable_fp_fusion"] = False
     if torch.compiler.is_compiling():
-        _launch_outside_graph(kernel, grid, arguments + specialized, {**constants, **options})
+        plain = (*_plain(arguments), *specialized)
+        _launch_outside_graph(kernel, grid, plain, {**constants, **options})
         return
     pointers = 0  # the addresses joined by "or": a multiple of 16 if all are
     dtypes = []
@@ -58,22 +74,28 @@ def launch(
     given: list[Any] = []
     any_alignment = _any_alignment(kernel)
     for i, x in enumerate(arguments):
-        parts = []
-        for part in x if isinstance(x, tuple) else (x,):
-            if isinstance(part, Tensor):
-                address = part.data_ptr()
+        if isinstance(x, Fixed):
+            if i not in any_alignment:
+                pointers |= x.joined
+            dtypes += x.dtypes
+            given.append(x.addresses)
+            continue
+        members = []
+        for member in x if isinstance(x, tuple) else (x,):
+            if isinstance(member, Tensor):
+                address = member.data_ptr()
                 if i not in any_alignment:
                     pointers |= address
-                dtypes.append(part.dtype)
-                parts.append(address)
+                dtypes.append(member.dtype)
+                members.append(address)
             else:
-                parts.append(part)
-        given.append(tuple(parts) if isinstance(x, tuple) else parts[0])
+                members.append(member)
+        given.append(tuple(members) if isinstance(x, tuple) else members[0])
     if pointers % 16 or triton.knobs.runtime.interpret:
         # The interpreter takes any number.
         assert num_warps & (num_warps - 1) == 0, f"num_warps must be a power of 2, got {num_warps}"
         # Triton compiles a kernel for each choice of unaligned tensors.
-        kernel[grid](*arguments, *specialized, **constants, **options)
+        kernel[grid](*_plain(arguments), *specialized, **constants, **options)
         return
     chosen = (*constants.values(), *options.values())
     key = (kernel, torch.cuda.current_device(), *dtypes, *specialized, *chosen)
@@ -81,9 +103,14 @@ def launch(
     if compiled is None:
         if len(_COMPILED) >= _MOST:
             _COMPILED.clear()
-        _COMPILED[key] = kernel[grid](*arguments, *specialized, **constants, **options)
+        _COMPILED[key] = kernel[grid](*_plain(arguments), *specialized, **constants, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*given, *specialized, *constants.values())
+
+
+def _plain(arguments: tuple) -> tuple:
+    """Return a launch's arguments as Triton takes them."""
+    return tuple(x.tensors if isinstance(x, Fixed) else x for x in arguments)
 
 
 @functools.cache

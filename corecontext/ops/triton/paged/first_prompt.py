@@ -8,7 +8,7 @@ from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
-from corecontext.ops.triton.paged.pool_pages import most_split, pool_pages
+from corecontext.ops.triton.paged.pool_pages import PoolPlan, most_split, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
 
 
@@ -27,7 +27,7 @@ def compile_for_any_prompt(
     Args:
         q, new: Of any step; new are keys, values and slots. Their dtypes and strides are compiled
             for, as those of the pages.
-        raw, cores, index, far: As of `pool_pages`.
+        raw, cores, index, far: As of `PoolPlan.of`.
     """
     q, k, v, slots = (x[:1] for x in (q, *new))
     pages, kept = far or FarPages(raw)
@@ -35,6 +35,7 @@ def compile_for_any_prompt(
         store_tokens(k, v, torch.full_like(slots, -1), places)
     starts = torch.zeros(2, dtype=torch.int32, device=q.device)
     many = (1 + most_split(q.device)) * spec.group_size
+    plan = PoolPlan.of(raw, cores, spec, q.shape[1], index, far)
     for tokens in (q, q.expand(many, -1, -1)):
-        pool_pages(tokens, Batch(starts, starts[:1], 1, 1), raw, cores, spec, index, far)
+        pool_pages(tokens, Batch(starts, starts[:1], 1, 1), (raw.table, cores.table), plan)
     gather_chunk((k, v), Span.of(0, 1, spec), pages, cores, spec, kept)

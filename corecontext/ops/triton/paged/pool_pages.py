@@ -2,6 +2,10 @@
 and a copy of their tokens in a slot. Where no sequence has more new tokens than a group has, one
 launch stores them in their pages, too; else `store_tokens` goes first."""
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
-from corecontext.ops.triton.launch import contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.launch import Fixed, contiguous_rows, ints, launch, power_of_2
 from corecontext.ops.triton.paged.group_slots import PROMPT_TRIES, FarPages, take_slots
 from corecontext.ops.triton.paged.index_pages import write_group_index
 from corecontext.ops.triton.paged.pages import (
@@ -19,7 +23,6 @@ from corecontext.ops.triton.paged.pages import (
     num_blocks,
     owned_block,
     page_offsets,
-    strides_of,
 )
 from corecontext.ops.triton.pool.group_tile import capped, column_pairs, table_rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
@@ -160,14 +163,14 @@ def _pool_pages_kernel(
     HAS_FAR: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
-    SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     INDEX: tl.constexpr,
     TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     """Store the new tokens of a sequence for one KV head, pool one group, if they complete it
     (docs/math.md, eq. 1 to 3), and write the index of an earlier one (`index_pages.py` says which).
@@ -341,97 +344,148 @@ def most_split(device: torch.device) -> int:
     return _SPLIT * chip_of(device).multiprocessors
 
 
+class PoolPlan(NamedTuple):
+    """Hold what all launches of `pool_pages` for the caches of a layer have in common."""
+
+    raw: Fixed
+    """Keys and values of raw tokens in pages; the other fields as `_pool_pages_kernel` has them."""
+    far: Fixed
+    cores: Fixed
+    index: Fixed
+    slots: Fixed
+    rotation: Fixed
+    strides: tuple[tuple[tuple[int, ...], ...], ...]
+    """Of pages, and of the index."""
+    numbers: tuple[int, int]
+    """Slots of a KV head, tokens that the centre of the index counts."""
+    scale: float
+    softcap: float
+    kv_heads: int
+    duties: int
+    """Programs among which the work for a group may be split."""
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        raw: Pages,
+        cores: Pages,
+        spec: Spec,
+        num_heads: int,
+        index: IndexPages | None = None,
+        far: FarPages | None = None,
+    ) -> PoolPlan:
+        """Return the plan of caches, whose memory must not move.
+
+        Args:
+            raw, cores: Tables are not read. D is even.
+            spec: group_size is one number.
+            num_heads: Query heads.
+            index: With fetch, where the index is written.
+            far: Raw tokens in host memory, where new ones are stored, too. Completed groups are
+                copied into slots that are free; slots that sequences before had for their places
+                are released.
+        """
+        kv_heads, dim = raw.k.shape[2:]
+        g = spec.group_size
+        # Only block_g, block_p and num_warps count: here each program has one group.
+        tiles = pool_tiles(g, dim)
+        # Kernels do not touch the tensors that stand in for missing ones.
+        tables = rotation_tables(spec.rotary, g, raw.k.device) or (raw.k, raw.k)
+        mass = cores.k if cores.mass is None else cores.mass
+        far_pages, slots = far or FarPages(raw)
+        slot_tensors, index_tensors, form = (raw.k,) * 6, (raw.k,) * 4, None
+        if slots is not None:
+            slot_tensors = tuple(slots)
+        if index is not None:
+            index_tensors = (*index[:3], index.rotations[1])
+            form = index_form(spec, dim)
+        of_index = (*(x.stride()[:3] for x in index_tensors[:2]), index_tensors[2].stride()[:2])
+        num_slots = 0 if slots is None else slots.owner.shape[1]
+        constants = {
+            "PAGES": (raw.k.shape[1], cores.k.shape[1], far_pages.k.shape[1]),
+            "SINKS": spec.sinks,
+            "HEADS": num_heads // kv_heads,
+            "HEAD_DIM": dim,
+            "HALF": 0 if spec.rotary is None else tables[0].shape[1],
+            "INTERLEAVED": spec.rotary is not None and spec.rotary.interleaved,
+            "HAS_MASS": cores.mass is not None,
+            "HAS_SOFTCAP": spec.softcap is not None,
+            "HAS_FAR": far is not None,
+            "HAS_SLOTS": slots is not None,
+            "HAS_INDEX": index is not None,
+            "GROUP": g,
+            "BLOCK_R": power_of_2(num_heads // kv_heads),
+            "BLOCK_G": tiles.block_g,
+            "BLOCK_P": tiles.block_p,
+            "INDEX": form,
+            # Writing an index needs the head's size alone of a tile.
+            "TILE": Tile(1, dim, 1, 1, max(16, power_of_2(dim)), vector=False, stages=1),
+            "num_warps": tiles.num_warps if index is None else max(4, tiles.num_warps),
+        }
+        return cls(
+            raw=Fixed(raw.k, raw.v),
+            far=Fixed(*far_pages[:2]),
+            cores=Fixed(cores.k, cores.v, mass),
+            index=Fixed(*index_tensors),
+            slots=Fixed(*slot_tensors),
+            rotation=Fixed(*tables),
+            strides=(
+                (raw.k.stride()[:3], cores.k.stride()[:3], mass.stride()[:3]),
+                (far_pages.k.stride()[:3],),
+                of_index,
+            ),
+            numbers=(num_slots, spec.num_centred),
+            scale=float(spec.scale),
+            softcap=float(spec.softcap or 1.0),
+            kv_heads=kv_heads,
+            duties=1 + (slots is not None) + (index is not None),
+            constants=constants,
+        )
+
+
 def pool_pages(
     q: Tensor,
     batch: Batch,
-    raw: Pages,
-    cores: Pages,
-    spec: Spec,
-    index: IndexPages | None = None,
-    far: FarPages | None = None,
+    tables: tuple[Tensor, Tensor],
+    plan: PoolPlan,
     new: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the core tokens, and with `cores.mass` the masses, of the groups that new tokens
+    """Write the core tokens, and where the plan has masses these, of the groups that new tokens
     complete (docs/math.md, eq. 1 to 3 and 14).
 
     Args:
         q: [T, H, D], of the new tokens, rotary applied.
-        raw: Holds the new tokens already, if `new` is None; D is even.
-        spec: group_size is one number.
-        index: With fetch, where the index is written.
-        far: Raw tokens in host memory, where `new` are stored, too. Completed groups are copied
-            into slots that are free; slots that sequences before had for their places are released.
+        tables: Of raw tokens, which hold the new ones already if `new` is None, and of core tokens.
         new: Keys, values and slots to store, as of `store_tokens`; no sequence has more than g.
             Those of a sequence whose first slot is -1 are neither stored nor counted: a server's
             step may be there only to keep ranks together.
     """
     q = contiguous_rows(q)
-    kv_heads, dim = raw.k.shape[2:]
-    heads = q.shape[1] // kv_heads
-    g = spec.group_size
-    # Only block_g, block_p and num_warps count: here each program has one group.
-    tiles = pool_tiles(g, dim)
-    # Kernels do not touch the tensors that stand in for missing ones.
-    tables = rotation_tables(spec.rotary, g, q.device) or (raw.k, raw.k)
-    mass = cores.k if cores.mass is None else cores.mass
-    k, v, places = new or (raw.k, raw.v, raw.k)
-    k, v = map(contiguous_rows, (k, v))
-    far_pages, slots = far or FarPages(raw)
-    slot_tensors, index_tensors, form = (raw.k,) * 6, (raw.k,) * 4, None
-    if slots is not None:
-        slot_tensors = tuple(slots)
-    if index is not None:
-        index_tensors = (*index[:3], index.rotations[1])
-        form = index_form(spec, dim)
-    # Writing an index needs the head's size alone of a tile.
-    tile = Tile(1, dim, 1, 1, max(16, power_of_2(dim)), vector=False, stages=1)
+    stored: tuple[Tensor, Tensor, Tensor] | Fixed = plan.raw
+    of_new = ((0, 0), (0, 0))
+    if new is not None:
+        k, v, places = new
+        k, v = map(contiguous_rows, (k, v))
+        stored = (k, v, places)
+        of_new = (k.stride()[:2], v.stride()[:2])
     sequences = batch.lengths.shape[0]
-    blocks = num_blocks(q.shape[0], sequences, g)
-    duties = 1 + (slots is not None) + (index is not None)
+    blocks = num_blocks(q.shape[0], sequences, plan.constants["GROUP"])
     # Of a decoding step few sequences complete a group.
-    splits = duties > 1 and (new is not None or blocks * kv_heads <= most_split(q.device))
+    few = new is not None or blocks * plan.kv_heads <= most_split(q.device)
+    splits = few and plan.duties > 1
+    of_pages, of_far, of_index = plan.strides
+    of_tables = (tables[0].stride(0), tables[1].stride(0))
     launch(
         _pool_pages_kernel,
-        (blocks, kv_heads, duties if splits else 1),
+        (blocks, plan.kv_heads, plan.duties if splits else 1),
         (
-            *(
-                q,
-                (k, v, places),
-                (raw.k, raw.v),
-                far_pages[:2],
-                (cores.k, cores.v, mass),
-                index_tensors,
-            ),
-            *(slot_tensors, (raw.table, cores.table), tables, (batch.starts, batch.lengths)),
-            ints(sequences, 0 if slots is None else slots.owner.shape[1], spec.num_centred),
-            *(float(spec.scale), float(spec.softcap or 1.0)),
+            *(q, stored, plan.raw, plan.far, plan.cores, plan.index, plan.slots, tables),
+            *(plan.rotation, (batch.starts, batch.lengths), ints(sequences, *plan.numbers)),
+            *(plan.scale, plan.softcap),
         ),
-        (
-            (
-                *(q.stride()[:2], *strides_of(raw, cores, mass), far_pages.k.stride()[:3]),
-                *(k.stride()[:2], v.stride()[:2]),
-                *(x.stride()[:3] for x in index_tensors[:2]),
-                index_tensors[2].stride()[:2],
-            ),
-        ),
-        PAGES=(raw.k.shape[1], cores.k.shape[1], far_pages.k.shape[1]),
-        SINKS=spec.sinks,
-        HEADS=heads,
-        HEAD_DIM=dim,
-        HALF=0 if spec.rotary is None else tables[0].shape[1],
-        INTERLEAVED=spec.rotary is not None and spec.rotary.interleaved,
-        HAS_MASS=cores.mass is not None,
-        HAS_SOFTCAP=spec.softcap is not None,
-        HAS_FAR=far is not None,
-        HAS_SLOTS=slots is not None,
-        HAS_INDEX=index is not None,
+        ((q.stride()[:2], *of_pages, of_tables, *of_far, *of_new, *of_index),),
+        **plan.constants,
         SPLITS=splits,
-        GROUP=g,
         BLOCK_T=0 if new is None else power_of_2(batch.most_new),
-        BLOCK_R=power_of_2(heads),
-        BLOCK_G=tiles.block_g,
-        BLOCK_P=tiles.block_p,
-        INDEX=form,
-        TILE=tile,
-        num_warps=tiles.num_warps if index is None else max(4, tiles.num_warps),
     )
