@@ -41,7 +41,6 @@ from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plain_step import arguments_of, slots_of
 from corecontext.ops.triton.decode.plan import (
     ROTATE_WARPS,
-    SCORE_WARPS,
     FetchPlan,
     StepSizes,
     cache_form,
@@ -249,7 +248,7 @@ def _score(step: _Step) -> None:
         INDEX=step.plan.index,
         SCORING=step.plan.scoring,
         TILE=step.plan.tile,
-        num_warps=SCORE_WARPS,
+        num_warps=step.plan.scoring.warps,
     )
 
 
