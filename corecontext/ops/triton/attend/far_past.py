@@ -7,11 +7,16 @@ as `visibility.num_far_entries` counts (docs/math.md, eq. 13), so a kernel needs
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.triton.launch import ceil_div, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.primitives import integers
 from corecontext.visibility import local_start
+
+_ROWS = 32  # entries of a program
 
 
 class FarPast(NamedTuple):
@@ -25,6 +30,56 @@ class FarPast(NamedTuple):
     """Added to the scores, [N, E] in float32, contiguous, 0 for first tokens; None for zeros."""
 
 
+@triton.jit
+def list_kernel(
+    first,
+    cores,
+    results,
+    numbers,
+    strides,
+    HAS_MASS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Copy first tokens, then core tokens, to the entries of a far past.
+
+    Grid: (tiles of ROWS entries, N).
+
+    Args:
+        first: Pointers to keys and values of the first tokens, [N, n, D].
+        cores: Pointers to keys and values of core tokens [N, M, D] and to their masses [N, M].
+        results: Pointers to keys and values [N, n + M, D] and masses [N, n + M] in float32.
+        numbers: n, M.
+        strides: Of sequences and tokens, of both of `first`, then of both keys and values of
+            `cores`; then of sequences in masses.
+    """
+    num_first, num_cores = integers(numbers)
+    n = tl.program_id(1).to(tl.int64)
+    num_entries = num_first + num_cores
+    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    is_core = entry >= num_first
+    core = (entry - num_first).to(tl.int64)
+    inside = (dims < HEAD_DIM)[None, :]
+    has_core = (is_core & (entry < num_entries))[:, None] & inside
+    has_first = (entry < num_first)[:, None] & inside
+    place = (n * num_entries + entry)[:, None] * HEAD_DIM + dims[None, :]
+    for i in tl.static_range(2):  # keys, then values
+        at = n * strides[i][0] + entry.to(tl.int64)[:, None] * strides[i][1] + dims[None, :]
+        rows = tl.load(first[i] + at, mask=has_first, other=0.0)
+        tl.store(results[i] + place, rows, mask=has_first)
+        at = n * strides[2 + i][0] + core[:, None] * strides[2 + i][1] + dims[None, :]
+        rows = tl.load(cores[i] + at, mask=has_core, other=0.0)
+        rows = rows.to(results[i].dtype.element_ty)
+        tl.store(results[i] + place, rows, mask=has_core)
+    if HAS_MASS:
+        exists = entry < num_entries
+        # mutant sinks: masses of core tokens added to them, Triton
+        mass = tl.load(cores[2] + n * strides[4] + core, mask=is_core & exists, other=0.0)
+        tl.store(results[2] + n * num_entries + entry, mass.to(tl.float32), mask=exists)
+
+
 def far_past(tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> FarPast:
     """List the entries of the far past.
 
@@ -32,14 +87,40 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> F
         cores: Core tokens of the groups after the first n = `spec.sinks` tokens.
         mass: Of the core tokens, [N, 1, M].
     """
-    k, v = (x[:, 0] for x in cores)
-    if spec.sinks:
-        pairs = zip(_sinks(tokens, spec.sinks), (k, v))
-        k, v = (torch.cat((raw, core.to(raw.dtype)), 1) for raw, core in pairs)
+    core_k, core_v = (x[:, 0] for x in cores)
     if mass is not None:
-        # mutant sinks: masses of core tokens added to them, Triton
-        mass = F.pad(mass[:, 0].float(), (k.shape[1] - cores.k.shape[2], 0)).contiguous()
-    return FarPast(k, v, mass)
+        mass = mass[:, 0]
+    if not spec.sinks:
+        return FarPast(core_k, core_v, None if mass is None else mass.float().contiguous())
+    sink_k, sink_v = _sinks(tokens, spec.sinks)
+    sources = tuple(map(contiguous_rows, (sink_k, sink_v, core_k, core_v)))
+    batch, num_first, dim = sink_k.shape
+    num_entries = num_first + core_k.shape[1]
+    k = sink_k.new_empty(batch, num_entries, dim)
+    v = sink_v.new_empty(batch, num_entries, dim)
+    masses = None
+    if mass is not None:
+        mass = contiguous_rows(mass)
+        masses = k.new_empty(batch, num_entries, dtype=torch.float32)
+    # Without masses the kernel reads and writes none: any tensor stands for them.
+    given_mass, listed_mass = (k, k) if mass is None else (mass, masses)
+    launch(
+        list_kernel,
+        (ceil_div(num_entries, _ROWS), batch),
+        (
+            sources[:2],
+            (*sources[2:], given_mass),
+            (k, v, listed_mass),
+            ints(num_first, core_k.shape[1]),
+        ),
+        ((*(x.stride()[:2] for x in sources), given_mass.stride(0)),),
+        HAS_MASS=mass is not None,
+        HEAD_DIM=dim,
+        BLOCK_D=power_of_2(dim),
+        ROWS=_ROWS,
+        num_warps=4,
+    )
+    return FarPast(k, v, masses)
 
 
 def near_past(tokens: Tokens, spec: Spec) -> Tokens:
