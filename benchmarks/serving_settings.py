@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks.options import check_choices, check_positive, option
 from benchmarks.shapes import SHAPES
+from corecontext.config import PRESETS
 
 MODES = ("day", "rising", "saturated")
 LLAMA_31 = {
@@ -37,7 +38,7 @@ class ServeBench:
     """day: a day-shaped curve; rising: rate after rate until the median wait for the first token
     passes the limit; saturated: all requests at once."""
     variants: tuple[str, ...] = option(("elastic", "fixed"), name="variant")
-    """elastic, fixed (the model's g and s), cca:G:S or full."""
+    """elastic, fixed (the model's g and s), a preset, cca:G:S or full (repeatable)."""
     model: str | None = None
     """As for serve."""
     shape: str | None = None
@@ -120,9 +121,14 @@ class ServeBench:
             return ["--method", "full"]
         if variant in ("elastic", "fixed"):
             return ["--policy", variant, *self.options("group_size", "window_size")]
+        if variant in PRESETS:
+            return ["--policy", "fixed", "--preset", variant]
         kind, *sizes = variant.split(":")
         if kind != "cca" or len(sizes) != 2 or not all(x.isdigit() and int(x) > 0 for x in sizes):
-            raise ValueError(f"variant must be elastic, fixed, full or cca:G:S, got {variant!r}.")
+            raise ValueError(
+                f"variant must be elastic, fixed, full, {', '.join(PRESETS)} or cca:G:S, got "
+                f"{variant!r}."
+            )
         return ["--policy", "fixed", "--group-size", sizes[0], "--window-size", sizes[1]]
 
     def options(self, *names: str) -> list[str]:

@@ -29,7 +29,7 @@ from corecontext.ops.fetch import low_bits
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton import rotate
 from corecontext.ops.triton.attend import anywhere as attend
-from corecontext.ops.triton.attend import marks, unions
+from corecontext.ops.triton.attend import far_past, marks, unions
 from corecontext.ops.triton.attend import raw as fetch_kernels
 from corecontext.ops.triton.choose import byte_keys
 from corecontext.ops.triton.choose import index_keys as fetch_index_keys
@@ -203,6 +203,7 @@ NUMBERS = {
     select_groups.select_kernel: 7,
     paged_attend._attend_pages_kernel: 2,
     paged_gather._gather_kernel: 7,
+    far_past.list_kernel: 2,
     pool_kernels.pool_fwd_kernel: 2,
     pool_kernels.pool_bwd_kernel: 2,
 }
@@ -270,7 +271,7 @@ def plain_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
 
 
 def kernels_of_pooling(dim: int) -> Iterator[Kernel]:
-    """Those of pooling, with the tiles of their launches."""
+    """Those of pooling, with the tiles of their launches, and the list of what they made."""
     tiles = pool_tiles(16, dim)
     blocks = (tiles.block_m, tiles.block_g, tiles.block_p)
     shape = pool.Shape(HEADS, dim, dim // 2, False, False, True, *blocks)
@@ -280,6 +281,9 @@ def kernels_of_pooling(dim: int) -> Iterator[Kernel]:
     yield Kernel(pool_kernels.pool_fwd_kernel, sizes, types)
     types = {**types, "strides": (3,) * 8}
     yield Kernel(pool_kernels.pool_bwd_kernel, {**sizes, "ADD": True}, types)
+    flags = {"HAS_MASS": True, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "ROWS": 32}
+    lists = {"first": ("", ""), "results": ("", "", "fp32"), "strides": (2, 2, 2, 2, "int")}
+    yield Kernel(far_past.list_kernel, {**flags, "num_warps": 4}, {**types, **lists})
 
 
 def fetch_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:

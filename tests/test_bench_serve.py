@@ -103,6 +103,7 @@ def test_variants_become_options_of_the_server():
     own = ["--group-size", "8", "--window-size", "64"]
     assert bench.server_options("elastic") == ["--policy", "elastic", *own]
     assert bench.server_options("full") == ["--method", "full"]
+    assert bench.server_options("small") == ["--policy", "fixed", "--preset", "small"]
     assert bench.server_options("cca:4:99") == [
         "--policy",
         "fixed",
