@@ -392,9 +392,9 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
         yield Kernel(score_index.rotate_kernel, sizes, STEP_TYPES)
     types = {**STEP_TYPES, "index": ("u8", "fp16")}
     types |= {"pages": ("i32", "i32"), "page_strides": (3, 3, 1)}
-    for page, tile in ((0, plan.scoring), (4, plan.scoring.one_warp())):
-        sizes = {**place, **scoring, "SCORING": tile, "PAGE": page, "num_warps": tile.warps}
-        yield Kernel(score_index.score_kernel, sizes, types)
+    sizes = {**place, **scoring, "num_warps": decode_plan.SCORE_WARPS}
+    for page in (0, 4):
+        yield Kernel(score_index.score_kernel, {**sizes, "PAGE": page}, types)
     types = {**STEP_TYPES, "rows": ("i32",) * 3, "strides": (2, 3, 3, 3, 2, 3)}
     types |= {"cores": ("", "fp32"), "tables": ("i32", "i32"), "numbers": 3}
     types |= {"raw": ("", "", ""), "choice": ("i32", "i8", "i32")}

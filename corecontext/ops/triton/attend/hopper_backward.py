@@ -241,140 +241,15 @@ def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _query_marks(marks, row, SHARE: gl.constexpr):
+def _query_marks(marks, row, exists, SHARE: gl.constexpr):
     """Load the marks of queries row .. row + BLOCK_M - 1: a tuple of words [keys], one for every 32
     shares; the first bit is that of the first query's share."""
     first = row // SHARE
     words = ()
     for j in gl.static_range((BLOCK_M // SHARE + 31) // 32):
-        word = gl.load(marks + first // 32 + j)
+        word = gl.load(marks + first // 32 + j, mask=exists, other=0)
         words = words + (word >> first % 32,)
     return words
-
-
-@gluon.jit
-def _seeing_queries(key, is_far, places):
-    """Return the first query that sees a key, and one past the last; both grow with the key."""
-    num_queries, group_size, window_size, sink_groups = places
-    if is_far:
-        first = first_query_of_entry(key, group_size, window_size, sink_groups)
-        end = key * 0 + num_queries
-    else:
-        first = key
-        end = gl.minimum(last_query_of_token(key, group_size, window_size), num_queries)
-    return first, end
-
-
-@gluon.jit
-def _sum_gradients(
-    HALF: gl.constexpr,
-    HAS_MASS: gl.constexpr,
-    SHARE: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    sum_smem,
-    dscores,
-    sum_desc,
-    entries,
-    places,
-    scale,
-    memory,
-    tile,
-):
-    """Return the gradients of a consumer's keys (over `scale`), of its values and of its masses,
-    and add the queries' gradients to their sums.
-
-    Args:
-        entries: Pointers to the keys' masses and marks, [keys].
-        sum_smem, dscores, sum_desc, places, scale, memory, tile: As of `_key_gradients`.
-    """
-    mass_ptrs, marks = entries
-    dscores_smem, dscores_ready, dscores_free = dscores
-    tiles_smem, stats_smem, ready, free = memory
-    n, first_head, num_heads, key, is_far, last_row, tiles = tile
-    key += HALF_N * HALF
-    whole_low, _ = _seeing_queries(key + HALF_N - 1, is_far, places)
-    _, whole_high = _seeing_queries(key, is_far, places)
-    sizes: gl.constexpr = (HALF, BLOCK_D)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    dtype: gl.constexpr = tiles_smem.dtype
-    k = tiles_smem.index(2 * STAGES + HALF).reshape([HALF_N, BLOCK_D])
-    v = tiles_smem.index(2 * STAGES + 2 + HALF).reshape([HALF_N, BLOCK_D])
-    zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, s_layout)
-    dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
-    dv = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
-    dmass = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
-    products = (tiles_smem, dscores_smem, sum_smem, dscores_ready, dscores_free)
-    if HAS_MASS:
-        mass = gl.load(mass_ptrs) * LOG2E
-    mbarrier.wait(ready.index(STAGES), 0)
-    row = last_row
-    head = first_head
-    # Not the values of row and head: Triton 3.6 takes two names of one value for one loop variable.
-    row_before = last_row + BLOCK_M
-    head_before = first_head - 1
-    for step in range(num_heads * tiles):
-        stage = step % STAGES
-        phase = step // STAGES & 1
-        q = tiles_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
-        grad = tiles_smem.index(STAGES + stage).reshape([BLOCK_M, BLOCK_D])
-
-        # Weights, from the scores and the queries' log-sum-exp.
-        words = ()
-        if SHARE > 0:
-            words = _query_marks(marks, row, SHARE)
-        mbarrier.wait(ready.index(stage), phase)
-        s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, grad.permute([1, 0]), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, [s])
-        stats = stats_smem.index(stage).reshape([2 * BLOCK_M])
-        start = stats.slice(0, BLOCK_M).load(columns)
-        s = s * scale + start[None, :]
-        if HAS_MASS:
-            s += mass[:, None]
-        p = gl.exp2(s)
-        if (row < whole_low) | (row + BLOCK_M > whole_high):
-            keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, s_layout))
-            low, high = _seeing_queries(keys, is_far, places)
-            position = row + gl.arange(0, BLOCK_M, columns)
-            inside = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
-            p = gl.where(inside, p, 0.0)
-        if SHARE > 0:
-            p = fill_marked(p, words, 0.0, SHARE, BLOCK_M, s_layout)
-
-        # The scores' gradients, handed to the other consumer too.
-        dp = warpgroup_mma_wait(0, [dp])
-        ds = p * (dp + stats.slice(BLOCK_M, BLOCK_M).load(columns)[None, :])
-        if HAS_MASS:
-            dmass += gl.sum(ds, 1)
-        p_half = gl.convert_layout(p.to(dtype), p_layout)
-        ds_half = ds.to(dtype)
-        dv = warpgroup_mma(p_half, grad, dv, is_async=True)
-        ring = step % 2
-        mbarrier.wait(dscores_free.index(ring), (step // 2 & 1) ^ 1)
-        dscores_smem.index(2 * ring + HALF).store(ds_half)
-        fence_async_shared()
-        mbarrier.arrive(dscores_ready.index(ring))
-        dk = warpgroup_mma(gl.convert_layout(ds_half, p_layout), q, dk, is_async=True)
-        if step > 0:
-            place = (n, head_before, row_before)
-            _add_query_gradients(products, sum_desc, place, step - 1, sizes)
-
-        # Go on to the next tile, then to the next head.
-        dv, dk = warpgroup_mma_wait(0, [dv, dk])
-        mbarrier.arrive(free.index(stage))
-        row_before = row
-        head_before = head
-        row -= BLOCK_M
-        if row <= last_row - BLOCK_M * tiles:
-            row = last_row
-            head += 1
-    if tiles > 0:
-        place = (n, head_before, row_before)
-        _add_query_gradients(products, sum_desc, place, num_heads * tiles - 1, sizes)
-    return dk, dv, dmass
 
 
 @gluon.jit
@@ -410,22 +285,109 @@ def _key_gradients(
         places: num_queries, group_size, window_size, sink_groups.
         memory, tile: As of `_copy_queries`.
     """
+    dscores_smem, dscores_ready, dscores_free = dscores
     sum_desc, far_grad_ptr, grad_k_ptr, grad_v_ptr, dmass_ptr = results
     mass_ptr, marks_ptr, num_words = inputs
     offset, value_offset, num_keys = keys_of
-    _, _, _, key, is_far, _, _ = tile
+    num_queries, group_size, window_size, sink_groups = places
+    tiles_smem, stats_smem, ready, free = memory
+    n, first_head, num_heads, key, is_far, last_row, tiles = tile
+    sizes: gl.constexpr = (HALF, BLOCK_D)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    dtype: gl.constexpr = tiles_smem.dtype
     key += HALF_N * HALF
+    k = tiles_smem.index(2 * STAGES + HALF).reshape([HALF_N, BLOCK_D])
+    v = tiles_smem.index(2 * STAGES + 2 + HALF).reshape([HALF_N, BLOCK_D])
+    zero = gl.zeros([HALF_N, BLOCK_M], gl.float32, s_layout)
+    dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
+    dv = gl.zeros([HALF_N, BLOCK_D], gl.float32, d_layout)
+    dmass = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
+    # Queries low <= t < high see a key; whole_low <= t < whole_high see all keys of the consumer.
     keys = key + gl.arange(0, HALF_N, gl.SliceLayout(1, s_layout))
-    place = gl.minimum(keys, num_keys - 1)
-    entries = (mass_ptr + place, marks_ptr + place.to(gl.int64) * num_words)
-    common = (sum_smem, dscores, sum_desc, entries, places, scale, memory, tile)
-    # Raw tokens have no masses and no marks.
-    if is_far & (HAS_MASS or SHARE > 0):
-        dk, dv, dmass = _sum_gradients(HALF, HAS_MASS, SHARE, BLOCK_D, *common)
+    if is_far:
+        low = first_query_of_entry(keys, group_size, window_size, sink_groups)
+        high = keys * 0 + num_queries
+        whole_low = first_query_of_entry(key + HALF_N - 1, group_size, window_size, sink_groups)
+        whole_high = num_queries
     else:
-        dk, dv, dmass = _sum_gradients(HALF, False, 0, BLOCK_D, *common)
+        low = keys
+        high = gl.minimum(last_query_of_token(keys, group_size, window_size), num_queries)
+        whole_low = key + HALF_N - 1
+        whole_high = gl.minimum(last_query_of_token(key, group_size, window_size), num_queries)
+    products = (tiles_smem, dscores_smem, sum_smem, dscores_ready, dscores_free)
+    mass = gl.zeros([HALF_N], gl.float32, gl.SliceLayout(1, s_layout))
+    if HAS_MASS:
+        exists = (keys < num_keys) & is_far
+        mass = gl.load(mass_ptr + keys, mask=exists, other=0.0) * LOG2E
+    is_marked = (keys < num_keys) & is_far
+    marks = marks_ptr + keys.to(gl.int64) * num_words
+    mbarrier.wait(ready.index(STAGES), 0)
+    row = last_row
+    head = first_head
+    # Not the values of row and head: Triton 3.6 takes two names of one value for one loop variable.
+    row_before = last_row + BLOCK_M
+    head_before = first_head - 1
+    for step in range(num_heads * tiles):
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        q = tiles_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+        grad = tiles_smem.index(STAGES + stage).reshape([BLOCK_M, BLOCK_D])
+
+        # Weights, from the scores and the queries' log-sum-exp.
+        words = ()
+        if SHARE > 0:
+            words = _query_marks(marks, row, is_marked, SHARE)
+        mbarrier.wait(ready.index(stage), phase)
+        s = warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, grad.permute([1, 0]), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, [s])
+        stats = stats_smem.index(stage).reshape([2 * BLOCK_M])
+        start = stats.slice(0, BLOCK_M).load(columns)
+        s = s * scale + start[None, :]
+        if HAS_MASS:
+            s += mass[:, None]
+        p = gl.exp2(s)
+        if (row < whole_low) | (row + BLOCK_M > whole_high):
+            position = row + gl.arange(0, BLOCK_M, columns)
+            seen = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+            p = gl.where(seen, p, 0.0)
+        if SHARE > 0:
+            if is_far:
+                p = fill_marked(p, words, 0.0, SHARE, BLOCK_M, s_layout)
+
+        # The scores' gradients, handed to the other consumer too.
+        dp = warpgroup_mma_wait(0, [dp])
+        ds = p * (dp + stats.slice(BLOCK_M, BLOCK_M).load(columns)[None, :])
+        if HAS_MASS:
+            dmass += gl.sum(ds, 1)
+        p_half = gl.convert_layout(p.to(dtype), p_layout)
+        ds_half = ds.to(dtype)
+        dv = warpgroup_mma(p_half, grad, dv, is_async=True)
+        ring = step % 2
+        mbarrier.wait(dscores_free.index(ring), (step // 2 & 1) ^ 1)
+        dscores_smem.index(2 * ring + HALF).store(ds_half)
+        fence_async_shared()
+        mbarrier.arrive(dscores_ready.index(ring))
+        dk = warpgroup_mma(gl.convert_layout(ds_half, p_layout), q, dk, is_async=True)
+        if step > 0:
+            place = (n, head_before, row_before)
+            _add_query_gradients(products, sum_desc, place, step - 1, sizes)
+
+        # Go on to the next tile, then to the next head.
+        dv, dk = warpgroup_mma_wait(0, [dv, dk])
+        mbarrier.arrive(free.index(stage))
+        row_before = row
+        head_before = head
+        row -= BLOCK_M
+        if row <= last_row - BLOCK_M * tiles:
+            row = last_row
+            head += 1
+    if tiles > 0:
+        place = (n, head_before, row_before)
+        _add_query_gradients(products, sum_desc, place, num_heads * tiles - 1, sizes)
 
     # Write the keys' gradients: of the far past in float32 for pooling, of raw ones in their dtype.
     if HAS_MASS:
@@ -440,8 +402,8 @@ def _key_gradients(
         gl.store(far_grad_ptr + at, dk, mask=mask)
         gl.store(far_grad_ptr + value_offset + at, dv, mask=mask)
     else:
-        gl.store(grad_k_ptr + at, dk.to(grad_k_ptr.dtype.element_ty), mask=mask)
-        gl.store(grad_v_ptr + at, dv.to(grad_v_ptr.dtype.element_ty), mask=mask)
+        gl.store(grad_k_ptr + at, dk.to(dtype), mask=mask)
+        gl.store(grad_v_ptr + at, dv.to(dtype), mask=mask)
     wait_out(0)
 
 

@@ -123,7 +123,7 @@ def _copy_tiles(
             is_far = i < far_tiles
             token = local - k_start + (i - far_tiles) * BLOCK_N
             mbarrier.wait(k_free.index(stage), phase)
-            if HAS_MASSES & (is_far | (i == 0)):
+            if HAS_MASSES:
                 num_bytes: gl.constexpr = k_desc.block_type.nbytes + mass_desc.block_type.nbytes
                 mbarrier.expect(k_ready.index(stage), num_bytes)
                 # Raw tokens have mass 0, which is read behind the last entry.
@@ -148,7 +148,7 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _softmax(s, sums, tile, rows, scale, words, is_far, kind: gl.constexpr):
+def _softmax(s, sums, tile, rows, scale, words, kind: gl.constexpr):
     """Take a key tile into the online softmax; return weights, fade, the new maximum and sum.
 
     Args:
@@ -158,7 +158,6 @@ def _softmax(s, sums, tile, rows, scale, words, is_far, kind: gl.constexpr):
         rows: All rows see the entries before `whole` and the raw tokens seen_by_all .. first; then
             groups and entries of each row's far past, the rows' positions, and group_size.
         words: From `_tile_marks`, used where HAS_MARKS.
-        is_far: Whether the tile is one of the far past; a constant where that is known.
         kind: HAS_MASSES, HAS_MARKS, BLOCK_N and the layout of scores.
     """
     HAS_MARKS: gl.constexpr = kind[1]
@@ -167,6 +166,7 @@ def _softmax(s, sums, tile, rows, scale, words, is_far, kind: gl.constexpr):
     running_max, running_sum = sums
     i, far_tiles, local = tile
     whole, seen_by_all, first, groups, entries, position, group_size = rows
+    is_far = i < far_tiles
     start = gl.where(is_far, i * BLOCK_N, local + (i - far_tiles) * BLOCK_N)
     begin = gl.where(is_far, 0, seen_by_all)
     end = gl.where(is_far, whole, first + 1)
@@ -251,68 +251,6 @@ def _scores(q, mine, ring, stage, zero, kind: gl.constexpr, BLOCK_D: gl.constexp
 
 
 @gluon.jit
-def _attend_tiles(
-    begin,
-    end,
-    IS_FAR: gl.constexpr,
-    running,
-    item,
-    mine,
-    scale,
-    ring,
-    HALF: gl.constexpr,
-    kind: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
-    """Attend to key tiles begin .. end - 1, of the far past or raw: begin the scores of each with
-    the output of the one before; return what is running.
-
-    Args:
-        running: Key tiles so far, of all items; maximum and sum so far, output so far, and weights
-            of the tile before.
-        item: Number of far tiles and first raw token; `rows` of `_softmax`; the rows' marks.
-        mine, ring: As of `_attend_rows`.
-    """
-    BLOCK_N: gl.constexpr = kind[2]
-    s_layout: gl.constexpr = kind[3]
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    kind_of_tiles: gl.constexpr = (kind[0] and IS_FAR, kind[1] and IS_FAR, BLOCK_N, s_layout)
-    step, running_max, running_sum, acc, p = running
-    places, seen, marks = item
-    far_tiles, local = places
-    q_smem, _, _, _, my_turn, other_turn, _ = mine
-    _, v_smem, _, k_ready, k_free, v_ready, v_free = ring
-    q = q_smem.reshape([BLOCK_M, BLOCK_D])
-    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
-    for i in range(begin, end):
-        before = step % STAGES
-        phase = step // STAGES & 1
-        step += 1
-        stage = step % STAGES
-        words = _tile_marks(marks, i, far_tiles, kind_of_tiles[1], BLOCK_N)
-        mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
-        mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
-        s = _scores(q, mine, ring, stage, zero, kind_of_tiles, BLOCK_D)
-        mbarrier.wait(v_ready.index(before), phase)
-        v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        mbarrier.arrive(other_turn)
-        s = warpgroup_mma_wait(1, [s])
-        mbarrier.arrive(k_free.index(stage))
-        sums = (running_max, running_sum)
-        tile = (i, far_tiles, local)
-        weights, fade, running_max, running_sum = _softmax(
-            s, sums, tile, seen, scale, words, IS_FAR, kind_of_tiles
-        )
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(v_free.index(before))
-        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, o_layout))[:, None]
-        p = gl.convert_layout(weights.to(q_smem.dtype), p_layout)
-    return step, running_max, running_sum, acc, p
-
-
-@gluon.jit
 def _attend_rows(
     HALF: gl.constexpr,
     HAS_MASSES: gl.constexpr,
@@ -393,22 +331,35 @@ def _attend_rows(
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_free.index(step % STAGES))
         sums = (running_max, running_sum)
-        weights, _, running_max, running_sum = _softmax(
-            s, sums, (0, far_tiles, local), seen, scale, words, far_tiles > 0, kind
+        weights, fade, running_max, running_sum = _softmax(
+            s, sums, (0, far_tiles, local), seen, scale, words, kind
         )
         p = gl.convert_layout(weights.to(dtype), p_layout)
 
-        # The other tiles of the far past, then the other raw tokens, which have no masses.
-        running = (step, running_max, running_sum, acc, p)
-        item = ((far_tiles, local), seen, marks)
-        running = _attend_tiles(
-            1, far_tiles, True, running, item, mine, scale, ring, HALF, kind, BLOCK_D
-        )
-        begin = gl.maximum(far_tiles, 1)
-        running = _attend_tiles(
-            begin, tiles, False, running, item, mine, scale, ring, HALF, kind, BLOCK_D
-        )
-        step, running_max, running_sum, acc, p = running
+        # Scores of a tile and output of the one before.
+        for i in range(1, tiles):
+            before = step % STAGES
+            phase = step // STAGES & 1
+            step += 1
+            stage = step % STAGES
+            words = _tile_marks(marks, i, far_tiles, HAS_MARKS, BLOCK_N)
+            mbarrier.wait(k_ready.index(stage), step // STAGES & 1)
+            mbarrier.wait(my_turn, (step & 1) ^ (1 - HALF))
+            s = _scores(q, mine, ring, stage, zero, kind, BLOCK_D)
+            mbarrier.wait(v_ready.index(before), phase)
+            v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            mbarrier.arrive(other_turn)
+            s = warpgroup_mma_wait(1, [s])
+            mbarrier.arrive(k_free.index(stage))
+            sums = (running_max, running_sum)
+            weights, fade, running_max, running_sum = _softmax(
+                s, sums, (i, far_tiles, local), seen, scale, words, kind
+            )
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(v_free.index(before))
+            acc = acc * gl.convert_layout(fade, o_rows)[:, None]
+            p = gl.convert_layout(weights.to(dtype), p_layout)
 
         # The output of the last tile.
         if OWN_OUT:

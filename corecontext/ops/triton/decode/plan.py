@@ -17,7 +17,7 @@ from corecontext.ops.triton.tiles import Chip, decode_splits, decode_tiles
 
 # Warps of a program.
 ROTATE_WARPS = 8
-_SCORE_WARPS = 2
+SCORE_WARPS = 2
 _SELECT_WARPS = 16  # at most
 _ATTEND_REGISTERS = 168  # of a thread: with four warps a program, three programs run at once
 # Programs that run on a multiprocessor: those that score run beside those that attend to entries.
@@ -109,15 +109,6 @@ class Scoring(NamedTuple):
     """Keys of a group."""
     stages: int
     """Tiles that are loaded ahead."""
-    warps: int
-    """Warps of a program."""
-
-    def one_warp(self) -> "Scoring":
-        """Return the tile of programs of one warp, where codes are multiplied as whole numbers:
-        nothing waits for another warp, and with as many programs as run at once more warps do."""
-        if not self.whole:
-            return self
-        return self._replace(block_n=max(1, self.block_n // self.warps), warps=1)
 
 
 class Plan(NamedTuple):
@@ -263,7 +254,7 @@ def index_form(spec: Spec, dim: int) -> IndexForm:
 
 
 def scoring_of(chip: Chip, sizes: StepSizes, index: IndexForm) -> Scoring:
-    """Return the tile of scoring, by _SCORE_WARPS warps.
+    """Return the tile of scoring, by SCORE_WARPS warps.
 
     Two warps hold the keys of a tile as the left operand of a matrix product needs them, so that
     bytes become levels in registers.
@@ -286,7 +277,6 @@ def scoring_of(chip: Chip, sizes: StepSizes, index: IndexForm) -> Scoring:
         block_n=max(1, keys // block_p),
         block_p=block_p,
         stages=3,
-        warps=_SCORE_WARPS,
     )
 
 

@@ -41,6 +41,7 @@ from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plain_step import arguments_of, slots_of
 from corecontext.ops.triton.decode.plan import (
     ROTATE_WARPS,
+    SCORE_WARPS,
     FetchPlan,
     StepSizes,
     cache_form,
@@ -248,7 +249,7 @@ def _score(step: _Step) -> None:
         INDEX=step.plan.index,
         SCORING=step.plan.scoring,
         TILE=step.plan.tile,
-        num_warps=step.plan.scoring.warps,
+        num_warps=SCORE_WARPS,
     )
 
 

@@ -28,6 +28,7 @@ from corecontext.ops.triton.decode.attend_entries import load_queries, store_par
 from corecontext.ops.triton.decode.merge_parts import merge
 from corecontext.ops.triton.decode.plan import (
     ROTATE_WARPS,
+    SCORE_WARPS,
     FetchPlan,
     StepSizes,
     fetch_plan,
@@ -58,8 +59,6 @@ from corecontext.ops.triton.primitives import (
 from corecontext.ops.triton.tiles import Chip, chip_of
 
 MOST_PARTS = 32
-_SCORING = 19
-"""Warps that score on a multiprocessor: their registers leave no room for more."""
 
 
 @triton.jit
@@ -375,10 +374,10 @@ class Work(NamedTuple):
         is_nvidia = nvidia_capability(q.device) is not None
         shape = (q.dtype, count, heads, dim, entries, num_groups, num_chosen, is_nvidia)
         plan = fetch_plan(chip, StepSizes(*shape), spec)
-        scoring = plan.scoring.one_warp()
-        fitting = _SCORING // scoring.warps * chip.multiprocessors // count
-        splits = scoring_splits(fitting, num_groups, scoring.block_n)
-        plan = plan._replace(scoring=scoring, num_scoring=splits)
+        scoring = plan.scoring
+        # With one program a multiprocessor has too few warps.
+        splits = scoring_splits(2, num_groups, scoring.block_n)
+        plan = plan._replace(num_scoring=max(plan.num_scoring, splits))
         num_parts = parts_of_rows(chip, count, ceil_div(min(entries, longest), plan.tile.block_n))
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -459,7 +458,7 @@ def attend_rows(
         INDEX=plan.index,
         SCORING=plan.scoring,
         TILE=plan.tile,
-        num_warps=plan.scoring.warps,
+        num_warps=SCORE_WARPS,
         num_stages=plan.scoring.stages,
     )
     launch(
