@@ -128,6 +128,8 @@ def _load(record: Record) -> str:
         load = f"{shown_tokens(p['length'])} alone"
     else:
         load = f"{shown_tokens(p['prompt_length'])} + {p['new_tokens']:,}"
+        if p.get("most_batched", 8192) != 8192:
+            load += f" in steps of {p['most_batched']:,}"
     weights = p.get("weights", "bfloat16")  # older records do not name them
     if weights != "bfloat16":
         load += f", {weights} weights"

@@ -94,7 +94,7 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
     assert all(record.params["method"] == method for record in records)
     assert [len(prompt) for prompt in engine.prompts[-5:]] == [30] * 5
     assert len(set(map(tuple, engine.prompts))) == len(engine.prompts)
-    assert "30 + 4, 5 at once" in capsys.readouterr().out
+    assert "30 + 4 in steps of 16, 5 at once" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["cca", "full"])
@@ -197,6 +197,10 @@ def test_the_table_has_the_newest_of_both_methods():
     row, *_, last = vllm_markdown(records).splitlines()[2:-2]
     assert row.endswith("| 4 ms | 1.50x | 5 ms | 1.20x |")
     assert "| requests of 33,792 tokens, 37% of the memory |" in last
+    wide = {**together, "requests": 40, "most_batched": 16512}
+    records += [record("vllm.requests_per_s", value, "full", "5", **wide) for value in (0.5, 0.7)]
+    [row] = [line for line in vllm_markdown(records).splitlines() if "16,512" in line]
+    assert row.startswith("| requests per second | 32K + 1,024 in steps of 16,512, 40 at once |")
 
 
 def test_other_numbers_of_requests_give_no_gain():
