@@ -234,6 +234,7 @@ def _add_query_gradients(memory, sum_desc, place, step, sizes: gl.constexpr):
     dq = warpgroup_mma(dscores_smem.index(2 * ring + 1).permute([1, 0]), keys, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
     mbarrier.arrive(dscores_free.index(ring))
+    # mutant hopper: a sum is overwritten before it is added
     wait_out(0)  # until the sum of the tile before has been read
     sum_smem.reshape([BLOCK_M, COLUMNS]).store(dq)
     fence_async_shared()
@@ -367,6 +368,7 @@ def _key_gradients(
         ds_half = ds.to(dtype)
         dv = warpgroup_mma(p_half, grad, dv, is_async=True)
         ring = step % 2
+        # mutant hopper: gradients of scores are overwritten that are still read
         mbarrier.wait(dscores_free.index(ring), (step // 2 & 1) ^ 1)
         dscores_smem.index(2 * ring + HALF).store(ds_half)
         fence_async_shared()

@@ -136,6 +136,7 @@ def _copy_tiles(
                 copy_in(far_k_desc, at, k_ready.index(stage), k_smem.index(stage))
             else:
                 copy_in(k_desc, [n, 0, token, 0], k_ready.index(stage), k_smem.index(stage))
+            # mutant hopper: values are overwritten that are still read
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
             if is_far:
@@ -350,6 +351,7 @@ def _attend_rows(
             v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
             acc = warpgroup_mma(p, v, acc, is_async=True)
             mbarrier.arrive(other_turn)
+            # mutant hopper: scores are used before they are there
             s = warpgroup_mma_wait(1, [s])
             mbarrier.arrive(k_free.index(stage))
             sums = (running_max, running_sum)
@@ -357,6 +359,7 @@ def _attend_rows(
                 s, sums, (i, far_tiles, local), seen, scale, words, kind
             )
             acc = warpgroup_mma_wait(0, [acc])
+            # mutant hopper: a consumer gives nothing back
             mbarrier.arrive(v_free.index(before))
             acc = acc * gl.convert_layout(fade, o_rows)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)

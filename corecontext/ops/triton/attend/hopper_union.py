@@ -122,6 +122,7 @@ def let_pass(i, CONSUMER: gl.constexpr, pairs, step, ready, free, STAGES: gl.con
     if (pair >= 0) & (pair < pairs):
         place = step + 2 * pair + 1 - CONSUMER
         mbarrier.wait(ready.index(place % STAGES), place // STAGES & 1)
+        # mutant hopper: a tile of the other consumer is kept
         mbarrier.arrive(free.index(place % STAGES))
 
 

@@ -119,6 +119,7 @@ def _products(q, k_smem, slot, largest, TILES: gl.constexpr, PARTS: gl.constexpr
         k = k_smem.index(slot + i).reshape([KEYS, DIM]).permute([1, 0])
         following = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, [s])
+        # mutant hopper: products of a block's last tile alone
         largest = _largest(s, largest, PARTS)
         s = following
     s = warpgroup_mma_wait(0, [s])
