@@ -22,6 +22,7 @@ PLAIN = {
     "_attend_dkv_kernel",
     "pool_fwd_kernel",
     "pool_bwd_kernel",
+    "list_kernel",
     "step_kernel",
     "merge_kernel",
     "rotate_heads_kernel",
