@@ -282,7 +282,7 @@ def kernels_of_pooling(dim: int) -> Iterator[Kernel]:
     types = {**types, "strides": (3,) * 8}
     yield Kernel(pool_kernels.pool_bwd_kernel, {**sizes, "ADD": True}, types)
     flags = {"HAS_MASS": True, "HEAD_DIM": dim, "BLOCK_D": power_of_2(dim), "ROWS": 32}
-    lists = {"first": ("", ""), "results": ("", "", "fp32"), "strides": (2, 2, 2, 2, "int")}
+    lists = {"first": ("", ""), "results": ("", "", "fp32"), "strides": (2, 2, 2, 2)}
     yield Kernel(far_past.list_kernel, {**flags, "num_warps": 4}, {**types, **lists})
 
 

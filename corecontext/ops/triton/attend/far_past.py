@@ -30,12 +30,13 @@ class FarPast(NamedTuple):
     """Added to the scores, [N, E] in float32, contiguous, 0 for first tokens; None for zeros."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mass_stride"])
 def list_kernel(
     first,
     cores,
     results,
     numbers,
+    mass_stride,
     strides,
     HAS_MASS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -51,8 +52,9 @@ def list_kernel(
         cores: Pointers to keys and values of core tokens [N, M, D] and to their masses [N, M].
         results: Pointers to keys and values [N, n + M, D] and masses [N, n + M] in float32.
         numbers: n, M.
-        strides: Of sequences and tokens, of both of `first`, then of both keys and values of
-            `cores`; then of sequences in masses.
+        mass_stride: From the masses of a sequence to those of the next.
+        strides: Of sequences and tokens, of both of `first`, then of the keys and values of
+            `cores`.
     """
     num_first, num_cores = integers(numbers)
     n = tl.program_id(1).to(tl.int64)
@@ -76,7 +78,7 @@ def list_kernel(
     if HAS_MASS:
         exists = entry < num_entries
         # mutant sinks: masses of core tokens added to them, Triton
-        mass = tl.load(cores[2] + n * strides[4] + core, mask=is_core & exists, other=0.0)
+        mass = tl.load(cores[2] + n * mass_stride + core, mask=is_core & exists, other=0.0)
         tl.store(results[2] + n * num_entries + entry, mass.to(tl.float32), mask=exists)
 
 
@@ -112,8 +114,9 @@ def far_past(tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None) -> F
             (*sources[2:], given_mass),
             (k, v, listed_mass),
             ints(num_first, core_k.shape[1]),
+            given_mass.stride(0),
         ),
-        ((*(x.stride()[:2] for x in sources), given_mass.stride(0)),),
+        (tuple(x.stride()[:2] for x in sources),),
         HAS_MASS=mass is not None,
         HEAD_DIM=dim,
         BLOCK_D=power_of_2(dim),
