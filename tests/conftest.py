@@ -29,9 +29,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--soak N and --fuzz N: the size of tests/test_soak.py and tests/test_fetch_fuzz.py."""
+    """--soak N and --fuzz N: the size of tests/test_soak.py and of tests of random cases."""
     parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
-    parser.addoption("--fuzz", type=int, default=12, help="random configurations of fetch")
+    parser.addoption("--fuzz", type=int, default=12, help="random cases")
     parser.addoption("--first", type=int, default=0, help="number of the first of them")
     parser.addoption("--record", help="file that gets a record of the soak or the fuzz")
 
@@ -47,6 +47,7 @@ LONGEST = (
     "test_triton_fetch_step.py",
     "test_serve.py",
     "test_bench.py",
+    "test_hopper_kernels.py",
     "test_triton_decode.py",
     "test_readme.py",
     "test_transformers.py",

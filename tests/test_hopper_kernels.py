@@ -1,5 +1,8 @@
 """The kernels made for Hopper against float64: on a Hopper GPU, else as `gluon_interpreter` runs
-them."""
+them. `pytest tests/test_hopper_kernels.py -k random --fuzz 600 --first 100 -n 0` draws more cases.
+"""
+
+import random
 
 import pytest
 import torch
@@ -143,7 +146,7 @@ def test_fetch_and_its_gradients(case, hopper):
     assert GPU or {"union_fwd_hopper", "union_dq_hopper", "_attend_bwd_hopper"} <= hopper
 
 
-@pytest.mark.parametrize("index, g", [("bits:2", 32), ("pairs:2", 16), ("bits:4", 8), ("mean", 8)])
+@pytest.mark.parametrize("index, g", [("bits:2", 32), ("pairs:2", 16), ("bits:4", 8)])
 @pytest.mark.parametrize("r, d, share", [(4, 128, 1), (3, 64, 16), (9, 96, 5)])
 def test_choice(index, g, r, d, share, hopper):
     """Groups that differ from those of float64 are nearly as good."""
@@ -153,10 +156,9 @@ def test_choice(index, g, r, d, share, hopper):
     spec = spec.replace(fetch_share=share)
     m = (t - spec.sinks) // g
     got = fetch.choose(Tokens(q, keys, keys), m, spec).groups
-    assert GPU or index == "mean" or hopper == {"score_bytes_hopper"}
+    assert GPU or hopper == {"score_bytes_hopper"}
     centre = centre_of(keys, spec)
-    middle = None if centre is None else centre.double()
-    queries = Queries.of(mean_of_shares(q, 0, share).double(), spec.index, middle)
+    queries = Queries.of(mean_of_shares(q, 0, share).double(), spec.index, centre.double())
     stored = spec.index.encode(group_keys(keys, spec, m), centre)
     right = scores(stored, queries, spec).amax(1)
     settings = Choosing((g, 160, spec.sinks // g), 1.0, k, share, 0, t)
@@ -169,3 +171,41 @@ def test_choice(index, g, r, d, share, hopper):
     assert bool(((values >= least - 0.05) | (got < 0)).all())
     differ = to_marks(got, m) & (right < least)
     assert int(differ.sum()) <= 0.02 * int((got >= 0).sum())
+
+
+def random_case(number):
+    """Return sizes and settings, half of them with fetch."""
+    draw = random.Random(number)
+    kv_heads = draw.choice([1, 1, 2])
+    heads = kv_heads * draw.choice([1, 2, 3, 4, 5, 7])
+    length = draw.choice([draw.randint(1, 40), draw.randint(40, 300), draw.randint(100, 420)])
+    dim = draw.choice([40, 48, 64, 64, 80, 96, 128])
+    g = draw.choice([1, 2, 4, 7, 8, 8, 16, 16, 32, 64])
+    sinks = g * draw.choice([0, 0, 1, 2])
+    settings = {"group_size": g, "window_size": draw.randint(1, 150), "sink_size": sinks}
+    settings["core_mass"] = g > 1 and draw.random() < 0.7
+    if g in (8, 16, 32, 64) and length >= sinks + g and draw.random() < 0.7:
+        k, share = draw.randint(1, 12), draw.choice([1, 1, 2, 4, 16, 16, 64])
+        sizes = (g, settings["window_size"], sinks)
+        settings["choice"] = random_choice(kv_heads, length, *sizes, k, share)
+        settings |= {"fetch_groups": k, "fetch_index": "mean", "fetch_share": share}
+    return (heads, kv_heads, length, dim), draw.choice([1, 2, 3, 7, 132]), settings
+
+
+@pytest.mark.timeout(0)
+def test_random_cases(request, record_check, monkeypatch):
+    """With any number of multiprocessors."""
+    count, first = (request.config.getoption(name) for name in ("--fuzz", "--first"))
+    for number in range(first, first + count):
+        sizes, programs, settings = random_case(number)
+        if not GPU:
+            for module in (best.hopper_forward, best.hopper_union):
+                monkeypatch.setattr(module, "num_programs", lambda device, n=programs: n)
+        try:
+            check(*sizes, **settings)
+        except AssertionError as error:
+            settings.pop("choice", None)
+            raise AssertionError(f"case {number}, {sizes}, {settings}: {error}") from error
+    command = "python -m pytest tests/test_hopper_kernels.py -k random -n 0 "
+    command += f"--fuzz {count} --first {first}"
+    record_check(command, check="hopper", cases=count)
