@@ -35,7 +35,7 @@ class Compiled:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launching, "_COMPILED", {})
-    monkeypatch.setattr(launching.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(launching, "_INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
 

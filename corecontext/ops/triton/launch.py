@@ -25,7 +25,12 @@ class Fixed:
         self.joined = functools.reduce(operator.or_, self.addresses)
 
 
+# Read at import: to ask for it takes a microsecond.
+_INTERPRETED = triton.knobs.runtime.interpret
 _COMPILED: dict[tuple, CompiledKernel] = {}
+_KERNELS: dict[int, tuple[Any, frozenset[int]]] = {}
+"""By `id`, as Triton's hash of a kernel takes longer: the kernel, which stays alive here, and the
+numbers of the arguments for whose alignment Triton compiles nothing."""
 _MOST = 4096  # entries of _COMPILED; many of them are the same kernel
 
 
@@ -72,7 +77,7 @@ def launch(
     dtypes = []
     # With addresses in place of tensors: of a tensor Triton would ask the driver for its address.
     given: list[Any] = []
-    any_alignment = _any_alignment(kernel)
+    _, any_alignment = _KERNELS.get(id(kernel)) or _known(kernel)
     for i, x in enumerate(arguments):
         if isinstance(x, Fixed):
             if i not in any_alignment:
@@ -91,14 +96,14 @@ def launch(
             else:
                 members.append(member)
         given.append(tuple(members) if isinstance(x, tuple) else members[0])
-    if pointers % 16 or triton.knobs.runtime.interpret:
+    if pointers % 16 or _INTERPRETED:
         # The interpreter takes any number.
         assert num_warps & (num_warps - 1) == 0, f"num_warps must be a power of 2, got {num_warps}"
         # Triton compiles a kernel for each choice of unaligned tensors.
         kernel[grid](*_plain(arguments), *specialized, **constants, **options)
         return
     chosen = (*constants.values(), *options.values())
-    key = (kernel, torch.cuda.current_device(), *dtypes, *specialized, *chosen)
+    key = (id(kernel), torch.cuda.current_device(), *dtypes, *specialized, *chosen)
     compiled = _COMPILED.get(key)
     if compiled is None:
         if len(_COMPILED) >= _MOST:
@@ -113,11 +118,12 @@ def _plain(arguments: tuple) -> tuple:
     return tuple(x.tensors if isinstance(x, Fixed) else x for x in arguments)
 
 
-@functools.cache
-def _any_alignment(kernel: Any) -> frozenset[int]:
-    """Return the numbers of the arguments for whose alignment Triton compiles nothing."""
+def _known(kernel: Any) -> tuple[Any, frozenset[int]]:
+    """Take a kernel into `_KERNELS`."""
     params = getattr(kernel, "params", ())  # the interpreter's kernels have none
-    return frozenset(x.num for x in params if x.do_not_specialize_on_alignment)
+    anywhere = (x.num for x in params if x.do_not_specialize_on_alignment)
+    _KERNELS[id(kernel)] = known = kernel, frozenset(anywhere)
+    return known
 
 
 @torch.compiler.disable
