@@ -150,8 +150,8 @@ def test_fetch_and_its_gradients(case, hopper):
 @pytest.mark.parametrize("r, d, share", [(4, 128, 1), (3, 64, 16), (9, 96, 5)])
 def test_choice(index, g, r, d, share, hopper):
     """Groups that differ from those of float64 are nearly as good."""
-    t, k = 3000 if GPU else 500, 6
-    q, keys = normal(2, r, t, d), normal(2, t, d, seed=1) + 1
+    t, k, dtype = (3000, 12, torch.bfloat16) if GPU else (500, 6, torch.float16)
+    q, keys = normal(2, r, t, d).to(dtype), normal(2, t, d, seed=1).to(dtype) + 1
     spec = Spec(g, 160, d**-0.5, sink_size=16, fetch_groups=k, fetch_index=index)
     spec = spec.replace(fetch_share=share)
     m = (t - spec.sinks) // g
