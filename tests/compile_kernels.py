@@ -419,10 +419,9 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes = {"SINKS": 16, "GROUP": 16, "HEADS": HEADS, "HEAD_DIM": dim, "HALF": dim // 2}
     sizes |= {**flags, "INTERLEAVED": False, "HAS_SOFTCAP": False, "BLOCK_R": HEADS}
     sizes |= {"PAGES": (16, 4, 64), "BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p}
-    sizes["num_warps"] = 4
     sizes |= {"INDEX": plan.index, "TILE": plan.tile._replace(block_m=1, block_n=1, heads=1)}
-    for block_t, splits in ((0, False), (0, True), (1, False)):
-        blocks = {"BLOCK_T": block_t, "SPLITS": splits}
+    for block_t, num_warps in ((0, 2), (1, 4)):
+        blocks = {"BLOCK_T": block_t, "num_warps": num_warps}
         yield Kernel(paged_pool._pool_pages_kernel, {**sizes, **blocks}, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}

@@ -6,7 +6,9 @@ import itertools
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the triton backend needs triton")
+triton = pytest.importorskip("triton", reason="the triton backend needs triton")
+
+import triton.language as tl
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.integrations.vllm.shared_chunks import attend_sharing
@@ -14,9 +16,14 @@ from corecontext.ops.fetch.prompt_rule import Reading
 from corecontext.ops.fetch.scoring import centre_of, group_keys
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import attend_rows as paged_rows
-from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
-from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
+from corecontext.ops.triton.paged.group_slots import (
+    PROMPT_TRY,
+    STEP_TRY,
+    FarPages,
+    GroupSlots,
+    take_slots,
+)
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
@@ -333,15 +340,37 @@ def test_an_index_is_written_as_the_reference_encodes_it():
         torch.testing.assert_close(entries, wanted, rtol=1e-3, atol=0)
 
 
-def test_programs_that_share_the_work_of_a_group_write_the_same(monkeypatch):
-    """One pools, one keeps the tokens in a slot, one writes the index."""
-    caches = []
-    for most in (0, 1000):
-        monkeypatch.setattr(paged_pool, "_SPLIT", most)
-        config = CCAConfig(**FETCH, core_position="token")
-        caches.append(check(config, STEPS, has_far=True, num_slots=20)[1])
-    for name in ("cores", "index"):
-        written = [getattr(cache, name) for cache in caches]
-        for got, expected in zip(*(x[:2] for x in written), strict=True):
-            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-    assert all((cache.kept.slots.table >= 0).any() for cache in caches)
+@triton.jit
+def take_slots_kernel(slots, core_ptr, taken_ptr, num_slots, TRY: tl.constexpr, K: tl.constexpr):
+    number = tl.arange(0, K)
+    core = tl.load(core_ptr + number)
+    taken = take_slots(slots, core, number >= 0, (0, 1, num_slots), TRY)
+    tl.store(taken_ptr + number, taken)
+
+
+@pytest.mark.parametrize(
+    ("first_try", "age", "tries"),
+    # None: all tries fail.
+    [(PROMPT_TRY, 9, 1), (PROMPT_TRY, 8, 2), (PROMPT_TRY, 1, 4), (PROMPT_TRY, 0, None)]
+    + [(STEP_TRY, 129, 1), (STEP_TRY, 128, 2), (STEP_TRY, 9, 5), (STEP_TRY, 1, 8)],
+)
+def test_groups_of_a_prompt_take_slots_that_prompts_of_the_last_steps_filled(first_try, age, tries):
+    """All of 16 slots were read `age` steps ago, and each try passes over as many as are missing."""
+    clock = clock_of(torch.empty(0).device).fill_(1000)
+    memory = torch.zeros(1, 16, 4, 8)
+    slots = GroupSlots.make(memory, (64, 1, 1), clock)
+    slots.last_used.fill_(1000 - age)
+    slots.owner.copy_(torch.arange(16))
+    slots.table[:16, 0, 0] = torch.arange(16)
+    core = torch.arange(40, 56, dtype=torch.int32)
+    taken = torch.empty_like(core)
+    take_slots_kernel[(1,)](tuple(slots[1:]), core, taken, 16, first_try.value, 16)
+    if tries is None:
+        assert (taken == -1).all()
+        assert (slots.table[:16] >= 0).all()
+    else:
+        assert sorted(taken.tolist()) == list(range(16))
+        assert (slots.table[:16] == -1).all()
+        assert slots.hands.tolist() == [16 * tries]
+        assert (slots.last_used == 1000).all()
+    torch.testing.assert_close(slots.table[40:56, 0, 0], taken)

@@ -28,7 +28,6 @@ SEVERAL = {
 """Kernels of which a server needs more than one form."""
 SPARE = {
     "_attend_pages_kernel",  # for drafts
-    "_pool_pages_kernel",  # for more groups than a chunk may complete
     "_gather_kernel",  # for the page that stands for all while vLLM measures memory
     "_select_kernel",  # for few lengths, whose groups are just a power of 2
     "merge_kernel",

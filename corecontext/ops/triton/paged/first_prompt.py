@@ -8,7 +8,7 @@ from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
-from corecontext.ops.triton.paged.pool_pages import PoolPlan, most_split, pool_pages
+from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
 
 
@@ -34,8 +34,6 @@ def compile_for_any_prompt(
     for places in (raw, pages):
         store_tokens(k, v, torch.full_like(slots, -1), places)
     starts = torch.zeros(2, dtype=torch.int32, device=q.device)
-    many = (1 + most_split(q.device)) * spec.group_size
     plan = PoolPlan.of(raw, cores, spec, q.shape[1], index, far)
-    for tokens in (q, q.expand(many, -1, -1)):
-        pool_pages(tokens, Batch(starts, starts[:1], 1, 1), (raw.table, cores.table), plan)
+    pool_pages(q, Batch(starts, starts[:1], 1, 1), (raw.table, cores.table), plan)
     gather_chunk((k, v), Span.of(0, 1, spec), pages, cores, spec, kept)

@@ -14,7 +14,7 @@ from torch import Tensor
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
 from corecontext.ops.triton.launch import Fixed, contiguous_rows, ints, launch, power_of_2
-from corecontext.ops.triton.paged.group_slots import PROMPT_TRIES, FarPages, take_slots
+from corecontext.ops.triton.paged.group_slots import PROMPT_TRY, FarPages, take_slots
 from corecontext.ops.triton.paged.index_pages import write_group_index
 from corecontext.ops.triton.paged.pages import (
     Batch,
@@ -27,9 +27,10 @@ from corecontext.ops.triton.paged.pages import (
 from corecontext.ops.triton.pool.group_tile import capped, column_pairs, table_rows
 from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.ops.triton.primitives import TINY, integers
-from corecontext.ops.triton.tiles import chip_of, pool_tiles
+from corecontext.ops.triton.tiles import pool_tiles
 
-_SPLIT = 4
+_INDEX_WARPS = {"prompt": 2, "step": 4}
+"""Least warps of a program where one of the duties is to write an index."""
 """Programs of a multiprocessor up to which a group's work is split."""
 
 
@@ -88,7 +89,7 @@ def _keep_group(slots, tokens, core, sizes, SIZES: tl.constexpr):
     core += zero
     # mutant vllm: a page of another sequence keeps the slots of the one before
     tl.store(slots[1] + core * kv_heads + head, zero - 1)
-    slot = tl.max(take_slots(slots[1:], core, zero == 0, sizes, PROMPT_TRIES), 0)
+    slot = tl.max(take_slots(slots[1:], core, zero == 0, sizes, PROMPT_TRY), 0)
     kept_ptr = slots[0] + (head * num_slots + slot) * (GROUP * 2 * DIM)
     for start in range(0, tl.where(slot >= 0, GROUP, 0), SIZES[3]):
         rows = start + tl.arange(0, SIZES[3])
@@ -169,15 +170,14 @@ def _pool_pages_kernel(
     BLOCK_P: tl.constexpr,
     INDEX: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Store the new tokens of a sequence for one KV head, pool one group, if they complete it
     (docs/math.md, eq. 1 to 3), and write the index of an earlier one (`index_pages.py` says which).
 
     Grid: (blocks of GROUP new tokens, Hkv, duties). Block i of a sequence has the i-th group that
-    its new tokens touch. Where SPLITS, one program pools, one keeps the tokens in a slot, the last
-    one writes the index, as far as there are both: few programs end sooner so. Keys are read in
+    its new tokens touch. One program pools, one keeps the tokens in a slot, the last one writes the
+    index, as far as there are both: they end sooner than one that does all. Keys are read in
     blocks of BLOCK_G tokens: with the values, for the weighted tokens; where a group has several
     blocks, before that by each query head for the sums of its softmax. All sums are float32.
 
@@ -240,14 +240,7 @@ def _pool_pages_kernel(
             _copy_rows(new[0], new_k_at, far[0], far_at, is_new, HEAD_DIM, BLOCK_P)
             _copy_rows(new[1], new_v_at, far[1], far_at, is_new, HEAD_DIM, BLOCK_P)
         tl.debug_barrier()
-    pools = completed
-    keeps = completed
-    indexes = True
-    if SPLITS:
-        pools = completed & (duty == 0)
-        keeps = completed & (duty == 1)
-        indexes = duty == tl.num_programs(2) - 1
-    if pools:
+    if completed & (duty == 0):
         pairs, a, b = column_pairs(BLOCK_P, HEAD_DIM, HALF, INTERLEAVED)
         in_dims = (pairs < HEAD_DIM // 2)[None, :]
         # The query of the group's last token, one row for each head.
@@ -316,14 +309,14 @@ def _pool_pages_kernel(
             mass_at = page * mass_strides[0] + entry * mass_strides[1] + head * mass_strides[2]
             tl.store(mass_ptr + mass_at, mass)
     if HAS_SLOTS:
-        if keeps:
+        if completed & (duty == 1):
             tokens = (keys_ptr, values_ptr, table_ptr, begin, page_strides)
             page = tl.load(core_table_ptr + group // PAGES[1]).to(tl.int64)
             core = page * PAGES[1] + group % PAGES[1]
             SIZES: tl.constexpr = (PAGES[0], GROUP, HEAD_DIM, BLOCK_G, BLOCK_P)
             _keep_group(slots, tokens, core, (head, tl.num_programs(1), num_slots), SIZES)
     if HAS_INDEX:
-        if indexes:
+        if duty == tl.num_programs(2) - 1:
             write_group_index(
                 keys_ptr,
                 index,
@@ -337,11 +330,6 @@ def _pool_pages_kernel(
                 INDEX,
                 TILE,
             )
-
-
-def most_split(device: torch.device) -> int:
-    """Return up to how many groups of KV heads the work for each is split among programs."""
-    return _SPLIT * chip_of(device).multiprocessors
 
 
 class PoolPlan(NamedTuple):
@@ -362,7 +350,9 @@ class PoolPlan(NamedTuple):
     softcap: float
     kv_heads: int
     duties: int
-    """Programs among which the work for a group may be split."""
+    """Programs among which the work for a group is split."""
+    warps: dict[str, int]
+    """Of a program, for a prompt and for a step."""
     constants: dict[str, Any]
 
     @classmethod
@@ -421,7 +411,6 @@ class PoolPlan(NamedTuple):
             "INDEX": form,
             # Writing an index needs the head's size alone of a tile.
             "TILE": Tile(1, dim, 1, 1, max(16, power_of_2(dim)), vector=False, stages=1),
-            "num_warps": tiles.num_warps if index is None else max(4, tiles.num_warps),
         }
         return cls(
             raw=Fixed(raw.k, raw.v),
@@ -440,6 +429,10 @@ class PoolPlan(NamedTuple):
             softcap=float(spec.softcap or 1.0),
             kv_heads=kv_heads,
             duties=1 + (slots is not None) + (index is not None),
+            warps={
+                kind: tiles.num_warps if index is None else max(least, tiles.num_warps)
+                for kind, least in _INDEX_WARPS.items()
+            },
             constants=constants,
         )
 
@@ -471,14 +464,11 @@ def pool_pages(
         of_new = (k.stride()[:2], v.stride()[:2])
     sequences = batch.lengths.shape[0]
     blocks = num_blocks(q.shape[0], sequences, plan.constants["GROUP"])
-    # Of a decoding step few sequences complete a group.
-    few = new is not None or blocks * plan.kv_heads <= most_split(q.device)
-    splits = few and plan.duties > 1
     of_pages, of_far, of_index = plan.strides
     of_tables = (tables[0].stride(0), tables[1].stride(0))
     launch(
         _pool_pages_kernel,
-        (blocks, plan.kv_heads, plan.duties if splits else 1),
+        (blocks, plan.kv_heads, plan.duties),
         (
             *(q, stored, plan.raw, plan.far, plan.cores, plan.index, plan.slots, tables),
             *(plan.rotation, (batch.starts, batch.lengths), ints(sequences, *plan.numbers)),
@@ -486,6 +476,6 @@ def pool_pages(
         ),
         ((q.stride()[:2], *of_pages, of_tables, *of_far, *of_new, *of_index),),
         **plan.constants,
-        SPLITS=splits,
         BLOCK_T=0 if new is None else power_of_2(batch.most_new),
+        num_warps=plan.warps["prompt" if new is None else "step"],
     )
