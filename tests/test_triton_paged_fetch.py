@@ -335,6 +335,13 @@ def test_an_index_is_written_as_the_reference_encodes_it():
         torch.testing.assert_close(entries, wanted, rtol=1e-3, atol=0)
 
 
+def test_programs_that_share_the_work_of_a_group_keep_it_in_a_slot():
+    """One pools, one keeps the tokens in a slot, one writes the index."""
+    config = CCAConfig(**FETCH, core_position="token")
+    cache = check(config, STEPS, has_far=True, num_slots=20)[1]
+    assert (cache.kept.slots.table >= 0).any()
+
+
 @triton.jit
 def take_slots_kernel(slots, core_ptr, taken_ptr, num_slots, TRIES: tl.constexpr, K: tl.constexpr):
     number = tl.arange(0, K)

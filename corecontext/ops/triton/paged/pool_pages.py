@@ -30,7 +30,6 @@ from corecontext.ops.triton.tiles import pool_tiles
 
 _INDEX_WARPS = {"prompt": 2, "step": 4}
 """Least warps of a program where one of the duties is to write an index."""
-"""Programs of a multiprocessor up to which a group's work is split."""
 
 
 @triton.jit
