@@ -18,7 +18,13 @@ from corecontext.ops.fetch.scoring import centre_of, group_keys
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.paged import attend_rows as paged_rows
 from corecontext.ops.triton.paged.attend_rows import attend_rows, rotations_of
-from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots, take_slots
+from corecontext.ops.triton.paged.group_slots import (
+    PROMPT_TRY,
+    STEP_TRY,
+    FarPages,
+    GroupSlots,
+    take_slots,
+)
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
 from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
@@ -343,20 +349,29 @@ def test_programs_that_share_the_work_of_a_group_keep_it_in_a_slot():
 
 
 @triton.jit
-def take_slots_kernel(slots, core_ptr, taken_ptr, num_slots, TRIES: tl.constexpr, K: tl.constexpr):
+def take_slots_kernel(slots, core_ptr, taken_ptr, num_slots, TRY: tl.constexpr, K: tl.constexpr):
     number = tl.arange(0, K)
     core = tl.load(core_ptr + number)
-    taken = take_slots(slots, core, number >= 0, (0, 1, num_slots), TRIES)
+    taken = take_slots(slots, core, number >= 0, (0, 1, num_slots), TRY)
     tl.store(taken_ptr + number, taken)
 
 
 @pytest.mark.parametrize(
-    ("tries", "age", "number"),
+    ("first_try", "age", "tries"),
     # None: all tries fail.
-    [(4, 129, 1), (4, 128, 2), (4, 17, 4), (4, 16, None), (8, 9, 5), (8, 1, 8), (8, 0, None)],
+    [
+        (PROMPT_TRY, 9, 1),
+        (PROMPT_TRY, 8, 2),
+        (PROMPT_TRY, 1, 4),
+        (PROMPT_TRY, 0, None),
+        (STEP_TRY, 129, 1),
+        (STEP_TRY, 128, 2),
+        (STEP_TRY, 9, 5),
+        (STEP_TRY, 1, 8),
+    ],
 )
-def test_a_group_takes_the_first_slot_it_tries_that_is_old_enough(tries, age, number):
-    """All of 16 slots were read `age` steps ago, and a try passes over as many as are missing."""
+def test_groups_of_a_prompt_take_slots_that_prompts_of_the_last_steps_filled(first_try, age, tries):
+    """All of 16 slots were read `age` steps ago; each try passes over as many as are missing."""
     clock = clock_of(torch.empty(0).device).fill_(1000)
     memory = torch.zeros(1, 16, 4, 8)
     slots = GroupSlots.make(memory, (64, 1, 1), clock)
@@ -365,13 +380,13 @@ def test_a_group_takes_the_first_slot_it_tries_that_is_old_enough(tries, age, nu
     slots.table[:16, 0, 0] = torch.arange(16)
     core = torch.arange(40, 56, dtype=torch.int32)
     taken = torch.empty_like(core)
-    take_slots_kernel[(1,)](tuple(slots[1:]), core, taken, 16, tries, 16)
-    if number is None:
+    take_slots_kernel[(1,)](tuple(slots[1:]), core, taken, 16, first_try.value, 16)
+    if tries is None:
         assert (taken == -1).all()
         assert (slots.table[:16] >= 0).all()
     else:
         assert sorted(taken.tolist()) == list(range(16))
         assert (slots.table[:16] == -1).all()
-        assert slots.hands.tolist() == [16 * number]
+        assert slots.hands.tolist() == [16 * tries]
         assert (slots.last_used == 1000).all()
     torch.testing.assert_close(slots.table[40:56, 0, 0], taken)

@@ -26,8 +26,11 @@ _TRIES = tl.constexpr(8)
 """Slots that a chosen group without one tries, one after the other. It takes the first if that was
 not read in the last 128 steps, the next if not in the last 64 and so on, the last one if not in
 this step."""
-PROMPT_TRIES = tl.constexpr(4)
-"""Those that a group tries when it is pooled: the last must not have been read in 16 steps."""
+STEP_TRY = tl.constexpr(0)
+PROMPT_TRY = tl.constexpr(4)
+"""The first of these tries of a group that a step has chosen, and of one that is pooled: the groups
+of the prompts before fill the slots within few steps, so none would be old, and each try that
+fails passes over a slot."""
 NOT_KEPT = tl.constexpr(-2)
 """Stands for the slot of a group that has none: it is read from host memory. -1 is no group."""
 CLAIMED = tl.constexpr(-3)
@@ -80,7 +83,7 @@ class FarPages(NamedTuple):
 
 
 @triton.jit
-def take_slots(slots, core, is_missing, sizes, TRIES: tl.constexpr):
+def take_slots(slots, core, is_missing, sizes, TRY: tl.constexpr):
     """Give groups of one KV head that miss a slot one each, and return these, [K] in int32: -1
     where none was free in so many tries, and where none is missing.
 
@@ -89,6 +92,7 @@ def take_slots(slots, core, is_missing, sizes, TRIES: tl.constexpr):
         core: Their core tokens, page times E plus entry, [K].
         is_missing: [K].
         sizes: The KV head, KV heads, slots of a KV head.
+        TRY: Number of the first try.
     """
     table_ptr, owner_ptr, last_used_ptr, hands_ptr, clock_ptr = slots
     head, kv_heads, num_slots = sizes
@@ -99,12 +103,12 @@ def take_slots(slots, core, is_missing, sizes, TRIES: tl.constexpr):
     clock = tl.load(clock_ptr)
     taken = core.to(tl.int32) * 0 - 1
     count = tl.sum(is_missing.to(tl.int32), 0)
-    tries = count * 0
-    while (count > 0) & (tries < TRIES):
+    number = count * 0 + TRY
+    while (count > 0) & (number < _TRIES):
         first = tl.atomic_add(hands_ptr + head, count.to(tl.int64))
         slot = (first + tl.cumsum(is_missing.to(tl.int32), 0) - 1) % num_slots
         age = clock - tl.load(last_used_ptr + slot, mask=is_missing, other=0)
-        is_free = is_missing & (age > tl.where(tries < _TRIES - 1, 128 >> tries, 0))
+        is_free = is_missing & (age > tl.where(number < _TRIES - 1, 128 >> number, 0))
         before = tl.atomic_max(last_used_ptr + slot, clock + core_at * 0, mask=is_free)
         # Another program may have taken it.
         is_free = is_free & (before < clock)
@@ -119,7 +123,7 @@ def take_slots(slots, core, is_missing, sizes, TRIES: tl.constexpr):
         taken = tl.where(is_free, slot.to(tl.int32), taken)
         is_missing = is_missing & ~is_free
         count = tl.sum(is_missing.to(tl.int32), 0)
-        tries += 1
+        number += 1
     return taken
 
 
@@ -175,7 +179,7 @@ def _slots_kernel(
         tl.store(places_ptr + at, place, mask=inside)
     else:
         place = tl.load(places_ptr + at, mask=inside, other=-1)
-        slot = take_slots(slots[1:], core, place == NOT_KEPT, (head, kv_heads, num_slots), _TRIES)
+        slot = take_slots(slots[1:], core, place == NOT_KEPT, (head, kv_heads, num_slots), STEP_TRY)
         tl.store(places_ptr + at, -slot + CLAIMED, mask=slot >= 0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
 from corecontext.ops.triton.launch import Fixed, contiguous_rows, ints, launch, power_of_2
-from corecontext.ops.triton.paged.group_slots import PROMPT_TRIES, FarPages, take_slots
+from corecontext.ops.triton.paged.group_slots import PROMPT_TRY, FarPages, take_slots
 from corecontext.ops.triton.paged.index_pages import write_group_index
 from corecontext.ops.triton.paged.pages import (
     Batch,
@@ -87,7 +87,7 @@ def _keep_group(slots, tokens, core, sizes, SIZES: tl.constexpr):
     core += zero
     # mutant vllm: a page of another sequence keeps the slots of the one before
     tl.store(slots[1] + core * kv_heads + head, zero - 1)
-    slot = tl.max(take_slots(slots[1:], core, zero == 0, sizes, PROMPT_TRIES), 0)
+    slot = tl.max(take_slots(slots[1:], core, zero == 0, sizes, PROMPT_TRY), 0)
     kept_ptr = slots[0] + (head * num_slots + slot) * (GROUP * 2 * DIM)
     for start in range(0, tl.where(slot >= 0, GROUP, 0), SIZES[3]):
         rows = start + tl.arange(0, SIZES[3])
