@@ -319,7 +319,7 @@ def test_tokens_of_a_text_before_reach_no_result():
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
 def test_forked_processes_do_not_share_pinned_memory():
     """Writing to a shared page would move it away from the device."""
-    pages = host_memory._pages(2**22 + 5)
+    pages = host_memory._new_pages(2**22 + 5)
     assert pages.numel() == 2**22 + 5 and not pages.any()
     maps = Path("/proc/self/smaps").read_text()
     (flags,) = re.findall(f"^{pages.data_ptr():08x}-.*?VmFlags: (.*?)$", maps, re.M | re.S)
@@ -331,23 +331,77 @@ def test_forked_processes_do_not_share_pinned_memory():
 def test_threads_are_woken_for_much_memory_only(monkeypatch, is_much):
     size = 2**22 + 5
     monkeypatch.setattr(host_memory, "_TOUCHED", size if is_much else size + 1)
-    pages = host_memory._pages(size)
+    pages = host_memory._new_pages(size)
     maps = Path("/proc/self/smaps").read_text()
     resident = re.search(f"^{pages.data_ptr():08x}-.*?Rss: +([0-9]+) kB", maps, re.M | re.S)
     assert int(resident[1]) == (4100 if is_much else 0)
 
 
-def test_memory_is_not_unpinned_while_a_graph_is_captured(monkeypatch):
+@pytest.fixture
+def unpinned(monkeypatch):
+    """Addresses that were unpinned; nothing is spare before and after."""
     freed = []
-    runtime = SimpleNamespace(cudaHostUnregister=freed.append)
+    runtime = SimpleNamespace(cudaHostUnregister=lambda address: freed.append(address) or 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    pages = [torch.zeros(8, device="cpu") for _ in range(2)]
-    for is_capturing in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-        host_memory._unpin(pages[is_capturing], torch.device("cuda"))
-        assert bool(freed) == (not is_capturing)
-    assert set(freed) == {x.data_ptr() for x in pages} and not host_memory._unused
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(host_memory, "_spare", [])
+    return freed
+
+
+def spare(*sizes):
+    pages = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
+    for x in pages:
+        host_memory._keep(x, torch.device("cuda", 0))
+    return pages
+
+
+def test_spare_pinned_memory_is_used_for_the_next_tensor_of_its_size(unpinned):
+    first, second = spare(8, 8)
+    assert host_memory._spare_pages(8, torch.device("cuda", 0)) is first
+    assert host_memory._spare_pages(8, torch.device("cuda", 0)) is second
+    assert host_memory._spare_pages(8, torch.device("cuda", 0)) is None and not unpinned
+
+
+@pytest.mark.parametrize("size, index", [(9, 0), (8, 1)])
+def test_spare_memory_of_another_size_or_device_is_released(unpinned, size, index):
+    pages = spare(8, 16)
+    assert host_memory._spare_pages(size, torch.device("cuda", index)) is None
+    assert set(unpinned) == {x.data_ptr() for x in pages} and not host_memory._spare
+
+
+def test_no_more_memory_is_spare_than_is_available(unpinned, monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 20)
+    spare(8, 12)
+    assert not unpinned
+    spare(1)
+    assert len(unpinned) == 3 and not host_memory._spare
+
+
+def test_memory_is_not_unpinned_while_a_graph_is_captured(unpinned, monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    pages = spare(8)
+    assert not unpinned
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pages += spare(8)
+    assert set(unpinned) == {x.data_ptr() for x in pages}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_pinned_memory_is_used_again_and_zero(device):
+    host_memory._release()
+    x = host_memory.host_zeros((4, 1000), torch.float32, device)
+    address = x.data_ptr()
+    x.fill_(3)
+    del x
+    assert [pages.data_ptr() for pages, _ in host_memory._spare] == [address]
+    x = host_memory.host_zeros((1000, 8), torch.bfloat16, device)
+    assert x.data_ptr() == address and not x.any() and not host_memory._spare
+    del x
+    y = host_memory.host_zeros((3, 1000), torch.float32, device)
+    assert not host_memory._spare and not y.any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

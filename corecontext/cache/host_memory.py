@@ -22,18 +22,33 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         MemoryError: less host memory is available, or it cannot be pinned.
     """
     size = math.prod(shape) * dtype.itemsize
+    try:
+        if device.type != "cuda" or not size:
+            _check_available(size)
+            return torch.zeros(shape, dtype=dtype, device=device)
+        pages = _spare_pages(size, device)
+        is_new = pages is None
+        if pages is None:
+            _check_available(size)
+            pages = _new_pages(size)
+            address = pages.data_ptr()
+            with torch.cuda.device(device):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        memory: Any = _Pinned(pages, device)
+        tensor = torch.as_tensor(memory, device=device)
+        assert tensor.data_ptr() == pages.data_ptr(), "pinned memory must not be copied"
+        tensor = tensor.view(dtype).view(shape)
+        # mutant fetch: pinned memory is used again as it was
+        return tensor if is_new else tensor.zero_()
+    except (RuntimeError, OSError) as error:
+        raise MemoryError(_does_not_fit(size, str(error).splitlines()[0])) from None
+
+
+def _check_available(size: int) -> None:
+    """Raise MemoryError where less host memory is available."""
     available = available_bytes()
     if available is not None and size > available:
         raise MemoryError(_does_not_fit(size, f"{available} are available"))
-    try:
-        if device.type != "cuda" or not size:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        memory: Any = _Pinned(size, device)
-        tensor = torch.as_tensor(memory, device=device)
-        assert tensor.data_ptr() == memory.address, "pinned memory must not be copied"
-        return tensor.view(dtype).view(shape)
-    except (RuntimeError, OSError) as error:
-        raise MemoryError(_does_not_fit(size, str(error).splitlines()[0])) from None
 
 
 def _does_not_fit(size: int, reason: str) -> str:
@@ -45,21 +60,16 @@ def _does_not_fit(size: int, reason: str) -> str:
 
 
 class _Pinned:
-    """Page-locked memory of this size in bytes, in the form that `torch.as_tensor` reads; it is
-    unpinned with the last tensor on it."""
+    """Pinned pages in the form that `torch.as_tensor` reads; they are spare with the last tensor on
+    them."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        pages = _pages(size)
-        cuda = torch.cuda.cudart()
-        self.address = pages.data_ptr()
-        with torch.cuda.device(device):
-            torch.cuda.check_error(cuda.cudaHostRegister(self.address, size, 0))
+    def __init__(self, pages: Tensor, device: torch.device) -> None:
         # At the exit of the process the system releases the memory.
-        weakref.finalize(self, _unpin, pages, device).atexit = False
+        weakref.finalize(self, _keep, pages, device).atexit = False
         self.__cuda_array_interface__ = {
-            "shape": (size,),
+            "shape": (pages.numel(),),
             "typestr": "|u1",
-            "data": (self.address, False),
+            "data": (pages.data_ptr(), False),
             "version": 2,
         }
 
@@ -90,7 +100,7 @@ _TOUCHED = 64 * 2**20
 """Least bytes that threads bring into memory faster than pinning does; to wake them takes time."""
 
 
-def _pages(size: int) -> Tensor:
+def _new_pages(size: int) -> Tensor:
     """Return memory of exactly this size, where PyTorch's pinned memory has powers of two.
 
     The system makes its pages, large ones where it has them, of zeros when they are first touched.
@@ -108,21 +118,43 @@ def _pages(size: int) -> Tensor:
     return pages.zero_() if size >= _TOUCHED else pages
 
 
-_unused: list[tuple[Tensor, torch.device]] = []
-"""Pinned memory that no tensor uses, still to be unpinned."""
+_spare: list[tuple[Tensor, torch.device]] = []
+"""Pinned memory that no tensor uses. The cache of the next text has often the same sizes, and to
+pin memory takes longer than to read a prompt."""
 
 
-def _unpin(pages: Tensor, device: torch.device) -> None:
-    """Unpin and release memory, after the kernels that use it.
+def _keep(pages: Tensor, device: torch.device) -> None:
+    """Keep pinned memory for the next tensor of its size, as long as more than that is available.
 
-    Garbage may be collected while a graph is captured. Waiting for the device would break the
-    capture, so memory is then left to the next call of this function.
+    Garbage may be collected while a graph is captured, which a call of CUDA would break: then it is
+    left to the next call of this function to release some.
     """
-    _unused.append((pages, device))
-    while _unused and not torch.cuda.is_current_stream_capturing():
-        pages, device = _unused.pop()
+    _spare.append((pages, device))
+    if torch.cuda.is_current_stream_capturing():
+        return
+    available = available_bytes()
+    if available is not None and sum(pages.numel() for pages, _ in _spare) > available:
+        _release()
+
+
+def _spare_pages(size: int, device: torch.device) -> Tensor | None:
+    """Return spare memory of this size for a device, after the kernels that use it; where there is
+    none, release all, so that spare memory of other sizes does not add up."""
+    for number, (pages, pinned_for) in enumerate(_spare):
+        if pages.numel() == size and pinned_for == device:
+            torch.cuda.synchronize(device)
+            del _spare[number]
+            return pages
+    _release()
+    return None
+
+
+def _release() -> None:
+    """Unpin and release spare memory, after the kernels that use it."""
+    while _spare:
+        pages, device = _spare.pop()
         torch.cuda.synchronize(device)
-        torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(pages.data_ptr()))
 
 
 def available_bytes() -> int | None:

@@ -26,6 +26,7 @@ from corecontext.cache.exact_step import close_in_store, exact_step
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
+from corecontext.cache.stores import has_own_memory
 from corecontext.cache.unchanged import unchanged_by_errors, write_last
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
@@ -268,7 +269,10 @@ class CompactLayer(SavedState):
         """Whether a step on `length` tokens, padding included, attends to all raw tokens."""
         if self.store is None or not self.store.is_near or self.spec.softcap is not None:
             return False
-        return step_reads_all(self.config, self.pad.device.type, length - min(self.pads))
+        device = self.pad.device
+        if self.max_length is not None and has_own_memory(device):  # its steps may be captured
+            return False
+        return step_reads_all(self.config, device.type, length - min(self.pads))
 
     def _slots(self) -> Slots | None:
         """Return the buffers as the fused step takes them, None where there is no such step."""

@@ -21,6 +21,7 @@ from corecontext.cache.slots import grown, read, write
 from corecontext.cache.unchanged import write_last
 from corecontext.ops.api import backend_module
 from corecontext.ops.fetch import attend as fetch
+from corecontext.ops.fetch.index import Index, index_of
 from corecontext.ops.fetch.low_bits import LowBits, columns_of_codes, rotation
 from corecontext.ops.fetch.scoring import Queries, centre_of
 from corecontext.ops.spec import RawSlots, Spec
@@ -45,6 +46,19 @@ class Newest(NamedTuple):
     """Keys and values [rows, Hkv, n, D] as the cache stores them, in 8 bits with their scales."""
 
 
+@functools.cache
+def _forms_of(
+    fetch_index: str | Index, group_size: int, head_dim: int, dtype: torch.dtype
+) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return the shape of a group and the dtype of each tensor that an index stores, by the index
+    of a group that takes no memory; all layers share them, since that takes milliseconds."""
+    index = index_of(fetch_index)
+    if index.reads_raw:
+        return []
+    keys = torch.empty(1, 1, group_size, head_dim, dtype=dtype, device="meta")
+    return [(x.shape[2:], x.dtype) for x in index.encode(keys, centre=None)]
+
+
 class RawStore:
     """Keys and values by position, and an index by group, on the device.
 
@@ -65,11 +79,9 @@ class RawStore:
         self.spec = spec
         self.format = format
 
-        # The index of one group, which takes no memory, gives the shapes and dtypes of all.
         key = self._decoded(like)[0]
-        one_group = key[:, :1, :1].to("meta").expand(-1, -1, spec.group_size, -1)
-        stored = () if spec.index.reads_raw else spec.index.encode(one_group, centre=None)
-        self._shapes = [x.shape[2:] for x in stored]
+        forms = _forms_of(spec.fetch_index, spec.group_size, key.shape[3], key.dtype)
+        self._shapes = [shape for shape, _ in forms]
         """Shape of a group in each tensor that the index stores; none where it reads raw keys."""
 
         self.raw = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in like]
@@ -78,8 +90,8 @@ class RawStore:
         key's."""
         groups = self.num_groups(length)
         self.index_buffers = [
-            key.new_zeros(*key.shape[:2], groups, math.prod(x.shape[2:]), dtype=x.dtype)
-            for x in stored
+            key.new_zeros(*key.shape[:2], groups, math.prod(shape), dtype=dtype)
+            for shape, dtype in forms
         ]
         """[B, Hkv, M, numbers of a group] each: a group's shape is flattened."""
         self.centre: Tensor | None = None
@@ -236,6 +248,10 @@ class RawStore:
             keys = self._decoded([x.to(self.centre.device) for x in first])[0]
             centre = centre_of(keys.flatten(0, 1), self.spec).view(self.centre.shape)
         write_last(functools.partial(self._write_state, state, centre))
+
+    def take(self, store: RawStore, length: int) -> None:
+        """Copy the state of another store for rows of `length` tokens."""
+        self._write_state(store.used(length), store.centre)
 
     def _write_state(self, state: Sequence[Tensor], centre: Tensor | None) -> None:
         """Copy a state that `used` returned, and its centre [B, Hkv, D]."""

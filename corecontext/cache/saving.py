@@ -138,6 +138,7 @@ class SavedState(CroppedState):
             like = [x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in store[:num_raw]]
             self.begin_prompt(like[0])
             self.allocate_store(like)
+            self._place_raw(length - min(self.pads))
             self.store.load(store)
         rings = (self.ring_size, ring or self.whole_ring)
         write_last(functools.partial(_fill_buffers, self.buffers, buffers, rings))

@@ -21,10 +21,11 @@ from corecontext.cache.entries import ALL, Entries
 from corecontext.cache.late import Late
 from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
-from corecontext.cache.stores import new_store
+from corecontext.cache.stores import has_own_memory, new_store
 from corecontext.cache.unchanged import unchanged_by_errors
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
+from corecontext.ops.fetch.prompt_rule import most_whole
 from corecontext.ops.rotary import Rotary
 
 
@@ -77,6 +78,7 @@ class LayerState(Entries):
         self.late = Late()
         """Groups that are complete and not pooled yet (`catch_up` pools them)."""
         self._room = 0
+        self._waits = False  # whether raw tokens are still to move to host memory
         self._closed: str | None = None  # why nothing may be appended any more
         self._oldest_in_ring = 0  # place, padding included, of the oldest token surely there
         self._undo: Undo | None = None
@@ -169,10 +171,37 @@ class LayerState(Entries):
         # A fixed buffer that was reset stays where it is, for captured steps.
         if self.store is not None and self.store.fits(like, self.group_size):
             return
-        self.store = new_store(self.config, self.spec, like, self.dtype, self.max_length or 0)
+        self._waits = self._device_room > 0
+        config = self.config.replace(store="device") if self._waits else self.config
+        self.store = new_store(config, self.spec, like, self.dtype, self.max_length or 0)
         if self.max_length is not None:
             for tensor in (*self.store.raw, *self.store.extras):
                 torch._dynamo.mark_static_address(tensor)
+
+    @property
+    def _device_room(self) -> int:
+        """Tokens of a row up to which a growing cache has raw tokens on the device, though its
+        settings name host memory: steps read so few in less time than they choose."""
+        config = self.config
+        may_wait = config.fetches_from_host and config.fetch_slots is None
+        if not may_wait or self.max_length is not None or not has_own_memory(self.pad.device):
+            return 0
+        return most_whole(config, self.pad.device.type) // len(self.pads)
+
+    def _place_raw(self, length: int) -> None:
+        """Move raw tokens to host memory, if they wait for that and rows of `length` tokens are too
+        many for the device."""
+        if not self._waits or length <= self._device_room:
+            return
+        self.catch_up()
+        before = self.store
+        like = [x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in before.raw]
+        store = new_store(self.config, self.spec, like, self.dtype, length=0)
+        store.reserve(max(length, before.length))
+        # mutant fetch: tokens from before the move to host memory are lost
+        store.take(before, max(0, self._longest))
+        self.store = store
+        self._waits = False
 
     def begin_prompt(self, like: Tensor) -> None:
         """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where only a
@@ -233,7 +262,11 @@ class LayerState(Entries):
         if self.max_length is None:
             if length - min(self.pads) > self._room:
                 # mutant 4: each chunk of a prompt makes room for itself
-                self._room = self.reserve(max(length, self._planned) - min(self.pads))
+                room = max(length, self._planned) - min(self.pads)
+                self._place_raw(room)
+                self._room = self.reserve(room)
+                if self._waits:
+                    self._room = min(self._room, self._device_room)
         elif length > self.max_length:
             raise ValueError(
                 f"the compact cache must hold at most max_length {self.max_length} tokens, got "
@@ -313,6 +346,7 @@ class LayerState(Entries):
         if self.store is not None:  # last: host memory is changed in place
             # mutant fetch: beams keep the raw tokens of another
             self.store.select(rows)
+            self._room = 0  # more rows may be too many for the device
 
     def reset(self) -> None:
         """Forget all tokens; buffers of a fixed cache stay where they are."""

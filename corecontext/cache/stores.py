@@ -27,6 +27,11 @@ def new_store(
     return store
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device has memory of its own beside the host's."""
+    return device.type != "cpu"
+
+
 def _empty_store(
     config: CCAConfig, spec: Spec, like: list[Tensor], format: Format, length: int
 ) -> RawStore:
@@ -34,8 +39,8 @@ def _empty_store(
     if config.store == "device":
         return RawStore(spec, like, format, length)
     # Where device and host have one memory, slots would be copies that save nothing.
-    has_one_memory = config.fetch_slots is None and like[0].device.type == "cpu"
+    needs_slots = config.fetch_slots is not None or has_own_memory(like[0].device)
     num_slots = config.slots_for(length)
-    if not num_slots or has_one_memory:
+    if not num_slots or not needs_slots:
         return HostStore(spec, like, format, length)
     return SlotStore(spec, like, format, length, num_slots)

@@ -26,7 +26,7 @@ from corecontext.integrations.hf.cache_layers import (
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import Handle
 from corecontext.integrations.hf.rotation import rotation_of
-from corecontext.ops.fetch.prompt_rule import keeps_whole
+from corecontext.ops.fetch.prompt_rule import most_whole
 
 
 class SessionKey(NamedTuple):
@@ -46,7 +46,7 @@ class SessionKey(NamedTuple):
 
 def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
     """Whether requests of a session run under full attention, because that is the fastest for so
-    few tokens (`keeps_whole`); `static` asks for fixed buffers."""
+    few tokens (`most_whole`); `static` asks for fixed buffers."""
     # Without CCA a model has its own caches, and so have sliding-window layers (`hybrid`).
     if handle is None or handle.hybrid or key.config is None:
         return False
@@ -59,7 +59,7 @@ def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, stat
     # Fixed buffers on a CPU are for compiled steps, which take compact layers only.
     if static and device == "cpu":
         return False
-    return keeps_whole(key.config, device, key.batch * key.max_length)
+    return key.batch * key.max_length <= most_whole(key.config, device)
 
 
 def num_devices(model: Any) -> int:

@@ -11,10 +11,11 @@ PROMPT_LENGTHS = {"cpu": 16384, "cuda": 8192}
 """Tokens of a prompt, by kind of device, that full attention reads in less time than fetch. In the
 shape of Llama-3.1-8B on an H100 a prompt takes the same time for 4,096 and 8,192, more for 16,384;
 on a CPU fetch was slower at all lengths tried."""
-STEP_LENGTHS = {"cpu": 32768, "cuda": 0}
+STEP_LENGTHS = {"cpu": 32768, "cuda": 20480}
 """Raw tokens that a decoding step reads in less time than it chooses among them, by kind of device,
-if they are on it. A step on a GPU always chooses: its kernels pool each group as it completes; a
-step that reads all tokens would put that off (cache/late.py)."""
+if they are on it. On a GPU this holds for caches that grow, whose steps wait for the host; a step
+that is captured always chooses: its kernels pool each group as it completes, which a step that
+reads all tokens would put off (cache/late.py)."""
 SHARED_GROUPS = 2
 """A choice that neighbours share has this many times k groups: together they need more than one."""
 WHOLE_TOKENS = {"cpu": 16384, "cuda": 20480}
@@ -69,13 +70,14 @@ def reads_prompts_apart(config: CCAConfig) -> bool:
     return reading_of(config, "cpu", is_prompt=True) != EACH_BY_ITSELF
 
 
-def keeps_whole(config: CCAConfig, device: str, tokens: int) -> bool:
-    """Whether a request of so many tokens, those of its answer and of all rows counted, runs under
-    full attention from its first token to its last. Settings that ask for a choice of each token,
-    for 8 bits or for sizes by layer or head have what they ask for."""
+def most_whole(config: CCAConfig, device: str) -> int:
+    """Return how many tokens, those of an answer and of all rows counted, stay on the device: a
+    request of so many runs under full attention from its first token to its last, and a growing
+    cache moves to host memory behind them. Settings that ask for a choice of each token, for 8 bits
+    or for sizes by layer or head have what they ask for: 0."""
     if not config.fetch_groups or config.prefill == "fetch" or config.cache_dtype != "auto":
-        return False
-    return not config.varies and tokens <= WHOLE_TOKENS.get(device, 0)
+        return 0
+    return 0 if config.varies else WHOLE_TOKENS.get(device, 0)
 
 
 def step_reads_all(config: CCAConfig, device: str, length: int) -> bool:
