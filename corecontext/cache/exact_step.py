@@ -21,7 +21,11 @@ def exact_step(
     """Store the tokens q [B, H, 1, D], k, v [B, Hkv, 1, D], and return their attention [B, H, 1, D]
     to all raw tokens; `lengths` are a layer's `seen`, `pad` [B] and `pads` (state.py)."""
     spec = entries.spec
-    backend = choose_backend(entries.config.backend, tokens[0])
+    seen, _, pads = lengths
+    # For rows of one length PyTorch's attention, whose launches cost the host least.
+    backend = "torch"
+    if not isinstance(seen, int) or len(set(pads)) > 1:
+        backend = choose_backend(entries.config.backend, tokens[0])
     return step_on_all(entries.store.raw, tokens, lengths, (spec.scale, spec.softcap), backend)
 
 

@@ -84,13 +84,10 @@ class HostStore(RawStore):
     # Rows and length
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens; a store that grows, doubles at least, and pinned memory
-        has room for some more: pinning is slow."""
+        """Make room for `length` tokens; a store that grows, doubles at least: pinning is slow."""
         if length <= self.length:
             return
         length = max(length, 2 * self.length)
-        if not self.is_near:
-            length += length // 8
         # All is made before anything changes: where memory runs out, the store stays as it was.
         larger = [self._room(x, (*x.shape[:2], length, x.shape[3])) for x in self.raw]
         self._grow_index(length)

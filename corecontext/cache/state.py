@@ -172,11 +172,13 @@ class LayerState(Entries):
         if self.store is not None and self.store.fits(like, self.group_size):
             return
         self._waits = self._device_room > 0
-        config = self.config.replace(store="device") if self._waits else self.config
-        self.store = new_store(config, self.spec, like, self.dtype, self.max_length or 0)
+        self.store = self._new_store(like, self.max_length or 0, on_device=self._waits)
         if self.max_length is not None:
             for tensor in (*self.store.raw, *self.store.extras):
                 torch._dynamo.mark_static_address(tensor)
+
+    def _new_store(self, like: list[Tensor], length: int, *, on_device: bool = False) -> RawStore:
+        return new_store(self.config, self.spec, like, self.dtype, length, on_device=on_device)
 
     @property
     def _device_room(self) -> int:
@@ -196,7 +198,7 @@ class LayerState(Entries):
         self.catch_up()
         before = self.store
         like = [x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in before.raw]
-        store = new_store(self.config, self.spec, like, self.dtype, length=0)
+        store = self._new_store(like, 0)
         store.reserve(max(length, before.length))
         # mutant fetch: tokens from before the move to host memory are lost
         store.take(before, max(0, self._longest))
@@ -264,6 +266,8 @@ class LayerState(Entries):
                 # mutant 4: each chunk of a prompt makes room for itself
                 room = max(length, self._planned) - min(self.pads)
                 self._place_raw(room)
+                if not self._planned and self.store is not None and not self.store.is_near:
+                    room += room // 8  # for an answer: to pin memory anew is slow
                 self._room = self.reserve(room)
                 if self._waits:
                     self._room = min(self._room, self._device_room)

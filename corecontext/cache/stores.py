@@ -11,9 +11,15 @@ from corecontext.ops.spec import Spec
 
 
 def new_store(
-    config: CCAConfig, spec: Spec, like: list[Tensor], dtype: torch.dtype, length: int
+    config: CCAConfig,
+    spec: Spec,
+    like: list[Tensor],
+    dtype: torch.dtype,
+    length: int,
+    *,
+    on_device: bool = False,
 ) -> RawStore:
-    """Make the empty store of a layer with fetch.
+    """Make the empty store of a layer with fetch, on the device or where its settings say.
 
     Args:
         spec: The layer's settings, its group size fixed.
@@ -22,7 +28,11 @@ def new_store(
         dtype: Of keys and values before they are rounded.
         length: Tokens to make room for.
     """
-    store = _empty_store(config, spec, like, Format(config.cache_dtype, dtype), length)
+    format = Format(config.cache_dtype, dtype)
+    if on_device or config.store == "device":
+        store = RawStore(spec, like, format, length)
+    else:
+        store = _host_store(config, spec, like, format, length)
     store.backend = config.backend
     return store
 
@@ -32,12 +42,10 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _empty_store(
+def _host_store(
     config: CCAConfig, spec: Spec, like: list[Tensor], format: Format, length: int
 ) -> RawStore:
-    """Make a store in the memory that the settings name; arguments as of `new_store`."""
-    if config.store == "device":
-        return RawStore(spec, like, format, length)
+    """Make a store in host memory, with slots where they help; arguments as of `new_store`."""
     # Where device and host have one memory, slots would be copies that save nothing.
     needs_slots = config.fetch_slots is not None or has_own_memory(like[0].device)
     num_slots = config.slots_for(length)
