@@ -382,7 +382,7 @@ def test_few_programs_store_all_tokens_beside_other_work(monkeypatch, kv_heads):
     device = torch.get_default_device()
     monkeypatch.setattr(paged_store, "STORED_BYTES", 256)
     monkeypatch.setattr(host_writes, "PROGRAMS", 2)
-    monkeypatch.setattr(host_writes, "LONG_CHUNK", 8)
+    monkeypatch.setattr(host_writes, "FEWEST", 8)
     k, v = torch.randn(2, 50, kv_heads, DIM)
     places = torch.randperm(64)[:50]
     places[::7] = -1

@@ -38,7 +38,6 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         tensor = torch.as_tensor(memory, device=device)
         assert tensor.data_ptr() == pages.data_ptr(), "pinned memory must not be copied"
         tensor = tensor.view(dtype).view(shape)
-        # mutant fetch: pinned memory is used again as it was
         return tensor if is_new else tensor.zero_()
     except (RuntimeError, OSError) as error:
         raise MemoryError(_does_not_fit(size, str(error).splitlines()[0])) from None

@@ -6,13 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from corecontext.ops.triton.paged.chunk import LONG_CHUNK
 from corecontext.ops.triton.paged.pages import Pages
 from corecontext.ops.triton.paged.store_tokens import store_tokens
 
 PROGRAMS = 8
 """Programs that store to host memory: enough for the bus, and most multiprocessors stay free
 (docs/tuning-notes.md)."""
+
+
+FEWEST = 2048
+"""Least new tokens of a step that are stored on the other stream: events and the change of streams
+cost the host more time than the bus takes for fewer, and short prompts wait for the host."""
 
 
 class HostWrites:
@@ -29,7 +33,7 @@ class HostWrites:
     """
 
     def __init__(self, most_captured: int) -> None:
-        self.fewest = max(LONG_CHUNK, most_captured + 1)
+        self.fewest = max(FEWEST, most_captured + 1)
         self.stream: torch.cuda.Stream | None = None
 
     def store(self, new: tuple[Tensor, Tensor], slots: Tensor, pages: Pages, is_last: bool) -> None:
