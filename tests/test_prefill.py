@@ -7,12 +7,14 @@ from unittest import mock
 import pytest
 import torch
 from budgets import fed, make_inputs
+from transformers import DynamicCache
 
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache import CompactLayer, host_store, new_layer, state
 from corecontext.cache import layer as layer_module
 from corecontext.cache.host_store import HostStore
 from corecontext.cache.late import catch_up
+from corecontext.integrations.hf.cache_layers import CountedCache, compact_layer
 from corecontext.ops.fetch import prompt_rule
 
 ROTARY = Rotary.from_theta(100.0, 16)
@@ -319,7 +321,7 @@ def is_far(layer):
 
 def fed_all(config, sizes, **options):
     """A layer that got appends of these sizes, and what they attended to."""
-    layer = CompactLayer(config, ROTARY, **options)
+    layer = CompactLayer(config, ROTARY, begins_on_device=True, **options)
     return layer, fed(layer, inputs(torch.float32), 0, sizes)
 
 
@@ -332,7 +334,7 @@ def test_raw_tokens_move_to_host_memory_when_they_are_many(two_memories, sizes):
     """What is attended to is what a cache on the device attends to, before and after."""
     config = DEFAULT.replace(store="device")
     expected, out = fed_all(config, sizes)
-    layer = CompactLayer(DEFAULT, ROTARY)
+    layer = CompactLayer(DEFAULT, ROTARY, begins_on_device=True)
     start = 0
     for size in sizes:
         got = fed(layer, inputs(torch.float32), start, [size])
@@ -364,8 +366,16 @@ def test_a_fixed_cache_has_host_memory_from_the_first_token(two_memories):
     assert is_far(layer)
 
 
+@pytest.mark.parametrize("kind", [DynamicCache, CountedCache])
+def test_caches_of_a_model_begin_on_the_device_unless_bytes_are_counted(two_memories, kind):
+    cache = kind()
+    compact = compact_layer(cache, 0, DEFAULT, ROTARY).compact
+    fed(compact, inputs(torch.float32), 0, [12])
+    assert is_far(compact) == (kind is CountedCache)
+
+
 def test_a_planned_length_decides_at_once(two_memories):
-    layer = CompactLayer(DEFAULT, ROTARY)
+    layer = CompactLayer(DEFAULT, ROTARY, begins_on_device=True)
     layer.plan(FEW + 1)
     fed(layer, inputs(torch.float32), 0, [12])
     assert is_far(layer)
@@ -384,7 +394,7 @@ def test_more_rows_may_be_too_many(two_memories):
 @pytest.mark.parametrize("length", [FEW, FEW + 1])
 def test_a_loaded_cache_is_where_one_of_its_length_is(two_memories, length):
     layer, _ = fed_all(DEFAULT, [length])
-    loaded = CompactLayer(DEFAULT, ROTARY)
+    loaded = CompactLayer(DEFAULT, ROTARY, begins_on_device=True)
     loaded.load_state_dict(layer.state_dict())
     assert is_far(loaded) == is_far(layer) == (length > FEW)
     steps = [1] * 5

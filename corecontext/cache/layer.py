@@ -55,6 +55,8 @@ class CompactLayer(SavedState):
             and never move, and its length is a tensor, so that a decoding step can be compiled or
             captured. None makes a growing cache.
         rollback: Tokens that `crop` can always take back, by as many extra slots of the ring.
+        begins_on_device: Keep few raw tokens of a growing cache on the device, though the settings
+            name host memory: steps read all of them in less time than they choose.
     """
 
     _step: Callable[..., Tensor] | None = None

@@ -43,7 +43,8 @@ class Undo(NamedTuple):
 class LayerState(Entries):
     """Entries, length and padding of one layer, whose rows can be reordered and repeated.
     `max_length` fixes the buffers for so many tokens a row, None lets them grow; `rollback` tokens
-    can always be taken back (`crop`)."""
+    can always be taken back (`crop`). With `begins_on_device` few raw tokens of a growing cache stay
+    on the device, though its settings name host memory (`prompt_rule.most_whole`)."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class LayerState(Entries):
         *,
         max_length: int | None = None,
         rollback: int = 0,
+        begins_on_device: bool = False,
     ) -> None:
         if rollback < 0:
             raise ValueError(f"rollback must be at least 0, got {rollback}.")
@@ -61,6 +63,7 @@ class LayerState(Entries):
             )
         super().__init__(config, rotary, rollback)
         self.max_length = max_length
+        self.begins_on_device = begins_on_device
         self.seen: int | Tensor = 0
         """Tokens appended so far, padding included; a tensor, 0-dim, with `max_length`."""
         self.is_empty = True
@@ -185,8 +188,9 @@ class LayerState(Entries):
         """Tokens of a row up to which a growing cache has raw tokens on the device, though its
         settings name host memory: steps read so few in less time than they choose."""
         config = self.config
-        may_wait = config.fetches_from_host and config.fetch_slots is None
-        if not may_wait or self.max_length is not None or not has_own_memory(self.pad.device):
+        grows = self.begins_on_device and self.max_length is None
+        from_host = config.fetches_from_host and config.fetch_slots is None
+        if not grows or not from_host or not has_own_memory(self.pad.device):
             return 0
         return most_whole(config, self.pad.device.type) // len(self.pads)
 

@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
 from corecontext.cache.full import FullLayer
 from corecontext.inference.prefill import end_prompt, read_chunk
 from corecontext.inference.session import configured
-from corecontext.integrations.hf.cache_layers import GivenLayer
+from corecontext.integrations.hf.cache_layers import CountedCache, GivenLayer
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.serve.logprobs import add_prompt_logprobs
 from corecontext.serve.memory import CacheMemory
@@ -88,7 +87,7 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
         layers = [FullLayer(request.length) for _ in range(memory.shape.sizes.layers)]
         slot.cache = Cache(layers=[GivenLayer(layer) for layer in layers])
         return
-    slot.cache = DynamicCache(config=model.config)
+    slot.cache = CountedCache(config=model.config)
     # mutant serve: a prompt that is scored begins with the cache of another
     if not request.prompt_logprobs and _shares(slot):
         slot.node = memory.prefixes.find(slot.config, request.prompt)

@@ -161,6 +161,11 @@ class GrowingCache(DynamicCache):
         self.planned_length = planned_length
 
 
+class CountedCache(DynamicCache):
+    """Transformers' growing cache for whoever counts the bytes of both memories: raw tokens are
+    where the settings of its compact layers say from the first one on."""
+
+
 def compact_layer(
     cache: Cache, layer_idx: int, config: CCAConfig, rotary: Rotary | None, **options: Any
 ) -> CCALayer:
@@ -203,6 +208,7 @@ def compact_layer(
         )
     else:
         length = getattr(layer, "max_cache_len", None)
+    options["begins_on_device"] = not isinstance(cache, CountedCache)
     layer = CCALayer(config, rotary, max_length=length, **options)
     if isinstance(cache, GrowingCache):
         layer.compact.plan(cache.planned_length)
