@@ -43,7 +43,7 @@ class Undo(NamedTuple):
 class LayerState(Entries):
     """Entries, length and padding of one layer, whose rows can be reordered and repeated.
     `max_length` fixes the buffers for so many tokens a row, None lets them grow; `rollback` tokens
-    can always be taken back (`crop`). With `begins_on_device` few raw tokens of a growing cache stay
+    can always be taken back (`crop`). With `begins_on_device` few raw tokens of a growing cache are
     on the device, though its settings name host memory (`prompt_rule.most_whole`)."""
 
     def __init__(

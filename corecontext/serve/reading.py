@@ -51,12 +51,9 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     if scored:
         add_prompt_logprobs(slot, out.logits[0], start)
     if begins and slot.config is not None:
-        # The first append has made the buffers. They would grow by a quarter at a time, beyond the
-        # bytes of a row that are counted for them. A row has the whole ring.
+        # The first append has made the buffers; a row has the whole ring.
         for layer in slot.cache.layers:
             for entries in parts_of(layer.compact):
-                # mutant serve: the cache of a prompt grows beyond its row
-                entries.reserve(len(prompt))
                 entries.grow_ring(None)
 
     # Keep the state for prompts that begin alike; they are found by whole chunks. A prompt that is
@@ -87,10 +84,15 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
         layers = [FullLayer(request.length) for _ in range(memory.shape.sizes.layers)]
         slot.cache = Cache(layers=[GivenLayer(layer) for layer in layers])
         return
-    slot.cache = CountedCache(config=model.config)
+    # Buffers would grow by a quarter at a time, beyond the bytes of a row that they are counted as.
+    length = len(request.prompt)
+    # mutant serve: the cache of a prompt grows beyond its row
+    slot.cache = CountedCache(model.config, planned_length=length)
     # mutant serve: a prompt that is scored begins with the cache of another
     if not request.prompt_logprobs and _shares(slot):
         slot.node = memory.prefixes.find(slot.config, request.prompt)
     if slot.node is not None:
         memory.prefixes.load(slot.node, slot.cache)
+        for layer in slot.cache.layers:
+            layer.compact.plan(length)
         slot.read = slot.cached_tokens = slot.node.length

@@ -161,9 +161,9 @@ class GrowingCache(DynamicCache):
         self.planned_length = planned_length
 
 
-class CountedCache(DynamicCache):
-    """Transformers' growing cache for whoever counts the bytes of both memories: raw tokens are
-    where the settings of its compact layers say from the first one on."""
+class CountedCache(GrowingCache):
+    """A growing cache for whoever counts the bytes of both memories: raw tokens are where the
+    settings of its compact layers say from the first one on."""
 
 
 def compact_layer(
