@@ -361,6 +361,20 @@ def test_settings_that_ask_for_more_have_host_memory_from_the_first_token(two_me
     assert is_far(layer)
 
 
+def test_a_chunk_of_padding_may_come_first(two_memories):
+    layer = CompactLayer(DEFAULT, ROTARY, begins_on_device=True)
+    tensors = [x[:, :, :20] for x in inputs(torch.float32)]
+    mask = torch.ones(2, 20)
+    mask[:, :6] = 0
+    for start, end in ((0, 4), (4, 20)):
+        parts = [x[:, :, start:end] for x in tensors]
+        out = layer.attend(*parts, attention_mask=mask[:, :end])
+    plain = CompactLayer(DEFAULT, ROTARY, begins_on_device=True)
+    wanted = plain.attend(*(x[:, :, 6:] for x in tensors))
+    torch.testing.assert_close(out[:, :, 2:], wanted, rtol=0, atol=1e-6)
+    assert not is_far(layer)
+
+
 def test_a_fixed_cache_has_host_memory_from_the_first_token(two_memories):
     layer, _ = fed_all(DEFAULT, [12], max_length=20)
     assert is_far(layer)

@@ -354,7 +354,7 @@ class CompactLayer(SavedState):
         self.ring_room = self.max_length or LEAST_RING
         shape = (*k.shape[:2], self.size(self.max_length or 0))
         like = self.encode(k[:, :, :1], k[:, :, :1])
-        self.allocate_store(like)
+        self.allocate_store(like, max(q.shape[2], self._planned) - min(self.pads))
         if self.has_mass:
             mass = k[:, :, :1, :1].to(torch.promote_types(k.dtype, torch.float32))
             like = [*like, mass]

@@ -137,8 +137,7 @@ class SavedState(CroppedState):
             # Zeros, as a saved cache may have no token left.
             like = [x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in store[:num_raw]]
             self.begin_prompt(like[0])
-            self.allocate_store(like)
-            self._place_raw(length - min(self.pads))
+            self.allocate_store(like, length - min(self.pads))
             self.store.load(store)
         rings = (self.ring_size, ring or self.whole_ring)
         write_last(functools.partial(_fill_buffers, self.buffers, buffers, rings))

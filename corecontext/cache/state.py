@@ -166,16 +166,18 @@ class LayerState(Entries):
             for tensor in (*self.buffers, self.seen, self.pad):
                 torch._dynamo.mark_static_address(tensor)
 
-    def allocate_store(self, like: list[Tensor]) -> None:
+    def allocate_store(self, like: list[Tensor], length: int) -> None:
         """Make an empty store for fetch, for encoded tokens such as `like`, [B, Hkv, 1, D] each,
-        unless there is such already."""
+        unless there is such already; rows will first have `length` tokens."""
         if not self.config.fetch_groups:
             return
         # A fixed buffer that was reset stays where it is, for captured steps.
         if self.store is not None and self.store.fits(like, self.group_size):
             return
-        self._waits = self._device_room > 0
-        self.store = self._new_store(like, self.max_length or 0, on_device=self._waits)
+        most = self._device_room
+        self._waits = most > 0 and length <= most
+        room = max(0, length) if self._waits else self.max_length or 0
+        self.store = self._new_store(like, room, on_device=self._waits)
         if self.max_length is not None:
             for tensor in (*self.store.raw, *self.store.extras):
                 torch._dynamo.mark_static_address(tensor)
