@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import DynamicCache
 
 from benchmarks.model_methods import PlainRun
 from benchmarks.options import DTYPES, check_choices, check_positive, option
@@ -24,6 +25,7 @@ from benchmarks.tables import shown_bytes
 from corecontext.config import PRESETS, CCAConfig, check_choice
 from corecontext.inference import Engine
 from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
+from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import enable
 from corecontext.measure import synchronize
 from corecontext.ops.fetch import prompt_rule
@@ -32,8 +34,12 @@ from corecontext.record import Record, device_name, make_record
 
 FULL = "full"
 ENGINE = "full_engine"
-METHODS = {name: CCAConfig.preset(name) for name in PRESETS} | {"exact": CCAConfig(prefill="full")}
-"""Settings by name: the presets, and the default that reads its prompts exactly."""
+GENERATE = "generate"
+TRANSFORMERS = "transformers"
+METHODS = {name: CCAConfig.preset(name) for name in PRESETS}
+METHODS |= {"exact": CCAConfig(prefill="full"), GENERATE: CCAConfig()}
+"""Settings by name: the presets, the default that reads its prompts exactly, and the default as
+`generate()` of transformers calls the model."""
 NAMES = ("user.first_token_s", "user.next_token_ms", "user.device_bytes", "user.host_bytes")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CPU_LENGTHS = (512, 1024, 2048, 4096)
@@ -54,7 +60,8 @@ class UserBench:
     lengths: tuple[int, ...] = option(CPU_LENGTHS, gpu=LENGTHS, name="length")
     """Tokens of the prompt (repeatable)."""
     methods: tuple[str, ...] = option(("default", "small"), name="method")
-    """Presets, or exact prompts under the default, to compare with full attention (repeatable)."""
+    """Presets, exact for the default that reads prompts by full attention, or generate for the
+    default in calls of transformers' own, beside plain ones (repeatable)."""
     new_tokens: int = 24
     """Tokens made behind each prompt."""
     repeats: int = 5
@@ -131,6 +138,38 @@ class EngineRun:
             self.stream.close()
 
 
+class ModelRun:
+    """Call a model as `generate()` of transformers does, with a new cache for each prompt."""
+
+    def __init__(self, model: Any, input_ids: torch.Tensor) -> None:
+        self.model = model
+        self.input_ids = input_ids
+        self.cache: Any = None
+
+    def first(self) -> None:
+        """Read the prompt and make a token."""
+        self.cache = DynamicCache(config=self.model.config)
+        self._call(self.input_ids)
+
+    def step(self) -> None:
+        """Make one more token."""
+        self._call(self.token)
+
+    @torch.no_grad()
+    def _call(self, tokens: torch.Tensor) -> None:
+        out = self.model(tokens, **with_cache(self.cache), use_cache=True, logits_to_keep=1)
+        self.token = out.logits.argmax(-1)
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of the cache, on the device and in host memory."""
+        return cache_bytes(self.cache), host_bytes(self.cache)
+
+    def close(self) -> None:
+        """Release the cache."""
+        self.cache = None
+
+
 class FullRun(EngineRun):
     """Keep all tokens of requests, however long, as the Engine does of short ones."""
 
@@ -184,7 +223,13 @@ def _measured(
     length = params["length"]
     input_ids = make_prompt(model, 1, length)
     plain = PlainRun(model, FULL, input_ids)
-    runs = {name: EngineRun(twins[name], input_ids, bench.new_tokens) for name in bench.methods}
+    runs: dict[str, EngineRun | ModelRun] = {}
+    if GENERATE in bench.methods:
+        runs[TRANSFORMERS] = ModelRun(model, input_ids)
+        runs[GENERATE] = ModelRun(twins[GENERATE], input_ids)
+    for name in bench.methods:
+        if name != GENERATE:
+            runs[name] = EngineRun(twins[name], input_ids, bench.new_tokens)
     ways = {name: Way(run.first, run.step) for name, run in runs.items()}
     ways[FULL] = Way(plain.first, plain.step)
     engine = FullRun(twins[ENGINE], input_ids, bench.new_tokens)
@@ -253,12 +298,12 @@ def _table(records: list[Record]) -> str:
         ("next token", NAMES[1], 1.0),
         ("device", NAMES[2], 0.0),
     )
-    full: dict[tuple[str, int], float] = {}
+    # Of each cell the value that its time is shown over, from the same run.
+    ends: dict[tuple[str, str, int], float] = {}
     cells: dict[tuple[str, str, int], str] = {}
     for record in records:
         length, method = record.params["length"], record.params["method"]
-        if method == FULL:
-            full[record.name, length] = record.value
+        ends[record.name, method, length] = record.value
         for _, name, milliseconds in shown:
             if record.name != name:
                 continue
@@ -266,8 +311,9 @@ def _table(records: list[Record]) -> str:
             if milliseconds:
                 value = milliseconds * record.value
                 text = f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
-            if milliseconds and method != FULL:
-                text += f" ({record.value / full[name, length]:.3f} x)"
+            if milliseconds and method not in (FULL, TRANSFORMERS):
+                end = TRANSFORMERS if method == GENERATE else FULL
+                text += f" ({record.value / ends[name, end, length]:.3f} x)"
             cells[name, method, length] = text
     methods = list(dict.fromkeys(method for _, method, _ in cells))
     titles = [f"{title}, {method}" for title, _, _ in shown for method in methods]

@@ -644,3 +644,19 @@ def test_what_a_user_waits_for_is_measured_in_turns():
     assert cells[1:3] == [wanted[0], f"{wanted[1]} ({times[1] / times[0]:.3f} x)"]
     with pytest.raises(ValueError, match="method must be one of"):
         UserBench(methods=("full",))
+
+
+def test_calls_of_transformers_are_compared_with_its_own():
+    bench = UserBench("tiny", lengths=(40,), methods=("generate",), new_tokens=2, repeats=1)
+    records = run_user_bench(bench)
+    methods = ("full", "transformers", "generate")
+    assert [r.params["method"] for r in records if r.name == NAMES[0]] == list(methods)
+    values = {m: [latest(records, x, length=40, method=m).value for x in NAMES] for m in methods}
+    # Raw tokens are in host memory, which is the device's here; nothing is pooled yet.
+    tokens = 40 + 4 + 2
+    assert values["transformers"][2] == tokens * 2 * 2 * 2 * 32 * 4
+    assert values["generate"][3] == values["transformers"][2]
+    cells = user_markdown(records).splitlines()[4].split(" | ")
+    first = [values[m][0] for m in methods]
+    assert cells[2] == f"{1e3 * first[1]:.4g} ms"
+    assert cells[3] == f"{1e3 * first[2]:.4g} ms ({first[2] / first[1]:.3f} x)"
