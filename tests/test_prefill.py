@@ -395,6 +395,24 @@ def test_a_planned_length_decides_at_once(two_memories):
     assert is_far(layer)
 
 
+@pytest.mark.parametrize("sizes", [[FEW + 10, 1, 1], [20, 20, 1], [FEW, 1, 1]], ids=str)
+def test_host_memory_is_taken_once_for_a_prompt_and_its_first_tokens(
+    two_memories, monkeypatch, sizes
+):
+    lengths = []
+
+    def zeros(shape, dtype, device):
+        lengths.append(shape[2])
+        return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(host_store, "host_zeros", zeros)
+    monkeypatch.setattr(HostStore, "is_near", False)
+    layer, _ = fed_all(DEFAULT, sizes)
+    taken = [x for x in lengths if x]
+    # Keys and values, with room for an answer.
+    assert len(taken) == 2 and min(taken) > sum(sizes) and layer.store.length == taken[0]
+
+
 def test_more_rows_may_be_too_many(two_memories):
     layer, _ = fed_all(DEFAULT, [20])
     layer.repeat(2)

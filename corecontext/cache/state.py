@@ -205,11 +205,16 @@ class LayerState(Entries):
         before = self.store
         like = [x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in before.raw]
         store = self._new_store(like, 0)
-        store.reserve(max(length, before.length))
+        store.reserve(max(self._with_answer(length), before.length))
         # mutant fetch: tokens from before the move to host memory are lost
         store.take(before, max(0, self._longest))
         self.store = store
         self._waits = False
+
+    def _with_answer(self, length: int) -> int:
+        """Return the tokens that host memory has room for where rows have `length`, and no length
+        is planned: to pin it anew for an answer is slow."""
+        return length if self._planned else length + length // 8
 
     def begin_prompt(self, like: Tensor) -> None:
         """Make an empty store of raw tokens, for keys such as `like` [B, Hkv, n, D], where only a
@@ -272,8 +277,9 @@ class LayerState(Entries):
                 # mutant 4: each chunk of a prompt makes room for itself
                 room = max(length, self._planned) - min(self.pads)
                 self._place_raw(room)
-                if not self._planned and self.store is not None and not self.store.is_near:
-                    room += room // 8  # for an answer: to pin memory anew is slow
+                store = self.store
+                if store is not None and not store.is_near and room > store.length:
+                    room = self._with_answer(room)
                 self._room = self.reserve(room)
                 if self._waits:
                     self._room = min(self._room, self._device_room)
