@@ -59,12 +59,6 @@ def _forms_of(
     return [(x.shape[2:], x.dtype) for x in index.encode(keys, centre=None)]
 
 
-@functools.cache
-def _rotation_by_codes(dim: int, dtype: torch.dtype, device: torch.device, bits: int) -> Tensor:
-    """Return the rotation as a step reads it; layers share it."""
-    return columns_of_codes(rotation(dim, dtype, device), bits)
-
-
 class RawStore:
     """Keys and values by position, and an index by group, on the device.
 
@@ -108,10 +102,9 @@ class RawStore:
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
         if isinstance(spec.index, LowBits):
             # `RawSlots.rotations`. Held here: a captured step reads them where they are.
-            self._rotations = tuple(
-                _rotation_by_codes(key.shape[3], dtype, key.device, spec.index.bits)
-                for dtype in (key.dtype, torch.float32)
-            )
+            dtypes = [key.dtype, torch.float32]
+            matrices = [rotation(key.shape[3], dtype, key.device) for dtype in dtypes]
+            self._rotations = tuple(columns_of_codes(x, spec.index.bits) for x in matrices)
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
         """Whether an empty store for such tokens would have the same buffers, so that this one can
