@@ -282,12 +282,15 @@ def _twin(model: Any, config: CCAConfig) -> Any:
 
 def user_markdown(records: Sequence[Record]) -> str:
     """Return a table of each model on each device: lengths by methods, with times over those of
-    full attention in the same run."""
-    tables: dict[tuple[str, str], list[Record]] = {}
+    full attention in the same run; calls of transformers have tables of their own."""
+    tables: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        tables.setdefault((record.params["model"], record.device), []).append(record)
+        is_call = record.params["method"] in (TRANSFORMERS, GENERATE)
+        kind = ", called as `generate()` does" if is_call else ""
+        tables.setdefault((record.params["model"], record.device, kind), []).append(record)
     return "\n".join(
-        f"**{model}**, {device}\n\n{_table(rows)}" for (model, device), rows in tables.items()
+        f"**{model}**, {device}{kind}\n\n{_table(rows)}"
+        for (model, device, kind), rows in tables.items()
     )
 
 
