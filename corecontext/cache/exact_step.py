@@ -22,10 +22,11 @@ def exact_step(
     to all raw tokens; `lengths` are a layer's `seen`, `pad` [B] and `pads` (state.py)."""
     spec = entries.spec
     seen, _, pads = lengths
-    # For rows of one length PyTorch's attention, whose launches cost the host least.
-    backend = "torch"
-    if not isinstance(seen, int) or len(set(pads)) > 1:
-        backend = choose_backend(entries.config.backend, tokens[0])
+    backend = entries.config.backend
+    if backend == "auto" and isinstance(seen, int) and len(set(pads)) == 1:
+        backend = "torch"  # for rows of one length its launches cost the host least
+    else:
+        backend = choose_backend(backend, tokens[0])
     return step_on_all(entries.store.raw, tokens, lengths, (spec.scale, spec.softcap), backend)
 
 

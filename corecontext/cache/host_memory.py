@@ -26,19 +26,14 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         if device.type != "cuda" or not size:
             _check_available(size)
             return torch.zeros(shape, dtype=dtype, device=device)
-        pages = _spare_pages(size, device)
-        is_new = pages is None
-        if pages is None:
-            _check_available(size)
-            pages = _new_pages(size)
-            address = pages.data_ptr()
-            with torch.cuda.device(device):
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        spare = _spare_pages(size, device)
+        pages = _new_pinned(size, device) if spare is None else spare
         memory: Any = _Pinned(pages, device)
         tensor = torch.as_tensor(memory, device=device)
         assert tensor.data_ptr() == pages.data_ptr(), "pinned memory must not be copied"
-        tensor = tensor.view(dtype).view(shape)
-        return tensor if is_new else tensor.zero_()
+        if spare is not None:
+            tensor.zero_()
+        return tensor.view(dtype).view(shape)
     except (RuntimeError, OSError) as error:
         raise MemoryError(_does_not_fit(size, str(error).splitlines()[0])) from None
 
@@ -56,6 +51,15 @@ def _does_not_fit(size: int, reason: str) -> str:
         f"raw tokens must fit in host memory, got {size} bytes more: {reason}. Use fewer rows, a "
         "shorter maximum length or cache_dtype='int8'."
     )
+
+
+def _new_pinned(size: int, device: torch.device) -> Tensor:
+    """Return pinned pages of zeros."""
+    _check_available(size)
+    pages = _new_pages(size)
+    with torch.cuda.device(device):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), size, 0))
+    return pages
 
 
 class _Pinned:
