@@ -390,8 +390,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes = {**scoring, "num_warps": decode_plan.ROTATE_WARPS}
     if plan.scoring.whole:
         yield Kernel(score_index.rotate_kernel, sizes, STEP_TYPES)
-    types = {**STEP_TYPES, "index": ("u8", "fp16")}
-    types |= {"pages": ("i32", "i32"), "page_strides": (3, 3, 1)}
+    types = {**STEP_TYPES, "index": ("u8", "fp16", "fp32")}
+    types |= {"pages": ("i32", "i32"), "page_strides": (3, 3, 2, 1)}
     sizes = {**place, **scoring, "num_warps": decode_plan.SCORE_WARPS}
     for page in (0, 4):
         yield Kernel(score_index.score_kernel, {**sizes, "PAGE": page}, types)
@@ -429,10 +429,9 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     yield Kernel(paged_rows._rows_kernel, blocks, types)
     blocks = {"BLOCK": plan.scoring.width, "BLOCK_K": 64, "TILE": plan.tile}
     types = {**STEP_TYPES, "slots": ("i32", "i32", "i64", "i64"), "places": ("i32", "i32")}
-    types |= {"pages": ("i32", "i32"), "page_strides": 3}
-    for paged, num_slots in ((False, 0), (False, 512), (True, 0)):
+    for num_slots in (0, 512):
         sizes = {**place, **blocks, "BLOCK_N": num_slots, "num_warps": plan.select_warps}
-        yield Kernel(select_groups.select_kernel, {**sizes, "PAGED": paged}, types)
+        yield Kernel(select_groups.select_kernel, sizes, types)
     entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
     sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}
     yield Kernel(attend_compact.attend_compact_kernel, sizes, STEP_TYPES)

@@ -12,6 +12,7 @@ import triton.language as tl  # noqa: E402
 
 from corecontext import visibility  # noqa: E402
 from corecontext.ops.triton import primitives  # noqa: E402
+from corecontext.ops.triton.choose.bisection import bisect, order_of  # noqa: E402
 from corecontext.ops.triton.launch import ints  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,3 +132,42 @@ def test_the_interpreter_finds_what_32_bits_do_not_hold(kind, x, y):
     assert out.item() == {"sum": x + y, "difference": x - y, "product": x * y}[kind]
     with pytest.raises(Exception, match="int32 overflow detected"):
         _arithmetic_kernel[(1,)](number, out, y + 2, KIND=kind)
+
+
+@triton.jit
+def _bisect_kernel(x_ptr, out_ptr, size, count, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the bounds of the `count` largest numbers, and how many numbers reach them."""
+    places = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < size, other=0.0)
+    low, high, at_low, at_high = bisect(order_of(x, places < size), count, WIDE)
+    tl.store(out_ptr, low)
+    tl.store(out_ptr + 1, high)
+    tl.store(out_ptr + 2, at_low)
+    tl.store(out_ptr + 3, at_high)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("kind", ["any", "ties", "negative", "infinite"])
+def test_bisection_finds_the_largest(kind, is_wide):
+    """However many tie for the last place."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    for trial in range(24):
+        size = int(torch.randint(1, 129, (), generator=generator))
+        count = int(torch.randint(1, 64, (), generator=generator))
+        x = torch.randn(size, generator=generator, device="cpu") * 10.0 ** (trial % 7 - 3)
+        if kind == "ties":
+            x = x.round()
+        if kind == "negative":
+            x = -1 - x.abs()
+        if kind == "infinite":
+            x[:2] = torch.tensor([torch.inf, -torch.inf])[: min(size, 2)]
+        x = x.to(DEVICE)
+        out = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+        _bisect_kernel[(1,)](x, out, size, count, is_wide, 128)
+        bits = x.view(torch.int32).long()
+        order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+        low, high, at_low, at_high = out.tolist()
+        assert ((order >= low).sum(), (order >= high).sum()) == (at_low, at_high)
+        assert at_high < count
+        assert at_low >= min(count, size)
+        assert high == low + 1 or at_low <= count

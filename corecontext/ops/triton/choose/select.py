@@ -66,7 +66,7 @@ def _select_kernel(
         group = offs
     scores = tl.load(scores_ptr + first + group, mask=group < count, other=0.0)
     bits = order_of(scores, group < count)
-    low, high, at_low, at_high = bisect(bits, num_chosen)
+    low, high, at_low, at_high = bisect(bits, num_chosen, WIDE=False)
     is_chosen = bits >= low
     if at_low > num_chosen:
         is_last = bits == low

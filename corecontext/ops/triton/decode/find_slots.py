@@ -54,6 +54,9 @@ def give_slots(n, choice, slots, results, sizes, BLOCK_N: tl.constexpr, BLOCK_K:
     is_missing = is_group & (slot < 0)
     rank = tl.cumsum(is_missing.to(tl.int32), 0) - 1
     num_missing = tl.sum(is_missing.to(tl.int32), 0)
+    clock = tl.load(counts_ptr + 3 * n) + 1
+    hits = tl.load(counts_ptr + 3 * n + 1)
+    lookups = tl.load(counts_ptr + 3 * n + 2)
 
     # Find the oldest slots, one by one: few groups are missing. The slot's number is the lower
     # digit of its age, so that no two are equal.
@@ -68,9 +71,6 @@ def give_slots(n, choice, slots, results, sizes, BLOCK_N: tl.constexpr, BLOCK_K:
     tl.debug_barrier()
     slot = tl.where(is_missing, tl.load(order_ptr + rank, mask=is_missing, other=0), slot)
     evicted = tl.load(owner_ptr + slot, mask=is_missing, other=-1)
-    clock = tl.load(counts_ptr + 3 * n) + 1
-    hits = tl.load(counts_ptr + 3 * n + 1)
-    lookups = tl.load(counts_ptr + 3 * n + 2)
     tl.debug_barrier()  # all threads have read the owners before one is overwritten
 
     # mutant fetch: an evicted group keeps its slot, in a step

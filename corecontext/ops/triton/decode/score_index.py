@@ -1,5 +1,5 @@
 """Read an index in low bits in a decoding step: the scores of all visible groups
-(`ops/fetch/low_bits.py`).
+(`ops/fetch/low_bits.py`), that of the centre included, which is subtracted from the keys.
 
 A byte holds EACH = 8 / BITS codes of neighbouring columns. The i-th codes of all bytes, of columns
 i, i + EACH and so on, make one matrix product with the same columns of the rotated query, so that
@@ -130,18 +130,19 @@ def score_kernel(
     TILE: tl.constexpr,
 ):
     """Write the index scores of all visible groups, [B H, SCORING.width] in float32: the largest
-    product with a key of the group, without that with the centre, which is the same for all groups.
+    product with a key of the group, and that with the centre, the same for all groups of a head.
 
     Grid: (B Hkv, programs). A program reads an even piece of the index of its KV head.
 
     Args:
         q_ptr, rotation_ptr, rotated: As of `rotate_kernel`, which has written what is read in place
             of queries where SCORING.whole.
-        index: Pointers to codes [B Hkv, groups, P, bytes] and scales [B Hkv, groups, 1 or P]; in
-            pages of PAGE entries, if it is not 0, to those of `paged.pages.IndexPages`.
+        index: Pointers to codes [B Hkv, groups, P, bytes], scales [B Hkv, groups, 1 or P] and
+            centres [B Hkv, D] in float32; in pages of PAGE entries, if it is not 0, to those of
+            `paged.pages.IndexPages`.
         pages: Pointers to a table of pages and to the sequence of each of the B rows.
         length: Pointers to the length on the device, and to each row's padding.
-        page_strides: Of codes and of scales, and that of the table's rows.
+        page_strides: Of codes, of scales and of centres, and that of the table's rows.
     """
     seen, kv_heads, num_groups, group_size, window_size, num_chosen = integers(numbers)
     HEADS: tl.constexpr = TILE.heads
@@ -155,12 +156,16 @@ def score_kernel(
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
     codes_ptr = index[0] + n * num_groups * KEYS * BYTES
     scales_ptr = index[1] + n * num_groups * INDEX.scales
+    centre_ptr = index[2] + n * TILE.dim
     table_ptr = pages[0]
     first = 0
     if PAGE:
         codes_ptr = index[0] + head * page_strides[0][2]
         scales_ptr = index[1] + head * page_strides[1][2]
-        table_ptr += tl.load(pages[1] + batch).to(tl.int64) * page_strides[2][0]
+        table_ptr += tl.load(pages[1] + batch).to(tl.int64) * page_strides[3][0]
+        # The centre is in the sequence's first page.
+        page = tl.load(table_ptr).to(tl.int64)
+        centre_ptr = index[2] + page * page_strides[2][0] + head * page_strides[2][1]
         first = SINKS // group_size
     scores_ptr += n * HEADS * SCORING.width - first
     count = visible_cores(position - SINKS, group_size, window_size)
@@ -173,16 +178,19 @@ def score_kernel(
     begin = before + tl.program_id(1) * size
     end = tl.minimum(begin + size, before + count)
     heads = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, TILE.block_d)
+    q_ptr += batch * q_strides[0] + head * HEADS * q_strides[1]
+    mask = tile_mask(heads, HEADS, dims, TILE.dim)
+    q = tl.load(q_ptr + heads[:, None] * q_strides[1] + dims[None, :], mask=mask, other=0.0)
+    centre = tl.load(centre_ptr + dims, mask=dims < TILE.dim, other=0.0)
+    # mutant fetch: a step compares heads without their products with the centre
+    offset = tl.sum(q.to(tl.float32) * centre[None, :], 1) * scale  # [M]
     if SCORING.whole:
         unit = tl.load(rotated[1] + n * BLOCK_M + heads)
         queries = _read_queries(
             rotated[0] + n * (8 * BLOCK_M * BLOCK_C), BLOCK_M, BLOCK_C, SCORING.asm
         )
     else:
-        q_ptr += batch * q_strides[0] + head * HEADS * q_strides[1]
-        dims = tl.arange(0, TILE.block_d)
-        mask = tile_mask(heads, HEADS, dims, TILE.dim)
-        q = tl.load(q_ptr + heads[:, None] * q_strides[1] + dims[None, :], mask=mask, other=0.0)
         queries = _rotated_all(q, rotation_ptr, INDEX, TILE)
 
     # Keys of a group lie BLOCK_N apart, so that one thread holds them all.
@@ -226,7 +234,7 @@ def score_kernel(
         products = tl.reshape(products, [BLOCK_P, BLOCK_N, BLOCK_M])
         if KEYS < BLOCK_P:
             products = tl.where(is_key, products, -float("inf"))
-        scores = tl.max(products, 0) * factor  # [N, M]
+        scores = tl.max(products, 0) * factor + offset[None, :]  # [N, M]
         entries = start + numbers
         at = heads[None, :] * SCORING.width + entries[:, None]
         is_score = (heads < HEADS)[None, :] & ((entries >= first) & (entries < end))[:, None]

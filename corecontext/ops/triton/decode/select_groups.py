@@ -11,21 +11,14 @@ from corecontext.ops.triton.primitives import integers, visible_cores
 
 @triton.jit
 def select_kernel(
-    q_ptr,
-    centre_ptr,
-    pages,
     scores_ptr,
     choice,
     length,
     slots,
     places,
     numbers,
-    scale,
     num_chosen,
-    q_strides,
-    page_strides,
     ON_DEVICE: tl.constexpr,
-    PAGED: tl.constexpr,
     SINKS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,51 +32,35 @@ def select_kernel(
     Grid: (B Hkv,). A program holds the scores of all groups of its KV head.
 
     Args:
-        q_ptr: [B, H, 1, D].
-        centre_ptr: The mean key, which was subtracted from the keys of the index, [B, Hkv, D];
-            where PAGED, that of `paged.pages.IndexPages`.
-        pages: Where PAGED, pointers to a table of pages and to the sequence of each of the B rows.
-        scores_ptr: [B H, BLOCK] in float32 of `score_kernel`, without products with the centre.
+        scores_ptr: [B H, BLOCK] in float32 of `score_kernel`.
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
         slots, places: Where BLOCK_N is not 0, `slots` and `results` of `give_slots`.
         numbers: Length (unless ON_DEVICE), KV heads, groups that there is room for, group_size,
             window_size; with slots, entries of their table and slots.
-        page_strides: Where PAGED, strides of centres and that of the table's rows.
         BLOCK, BLOCK_K, BLOCK_N: Powers of 2, at least the groups, the groups chosen and the slots.
     """
     values = integers(numbers)
     seen, kv_heads, num_groups, group_size, window_size = values[:5]
     HEADS: tl.constexpr = TILE.heads
-    n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
-    q_ptr += batch * q_strides[0] + head * HEADS * q_strides[1]
+    n, _, _, position = row_of(length, seen, kv_heads, ON_DEVICE)
     scores_ptr += n * HEADS * BLOCK
     chosen_ptr = choice[0] + n * num_chosen
     marks_ptr = choice[1] + n * BLOCK
     count = tl.minimum(visible_cores(position - SINKS, group_size, window_size), num_groups)
     groups = tl.arange(0, BLOCK)
     inside = groups < count
-    dims = tl.arange(0, TILE.block_d)
-    centre_ptr += n * TILE.dim
-    if PAGED:  # the centre is in the sequence's first page
-        sequence = tl.load(pages[1] + batch).to(tl.int64)
-        page = tl.load(pages[0] + sequence * page_strides[2]).to(tl.int64)
-        centre_ptr += page * page_strides[0] + head * page_strides[1] - n * TILE.dim
-    centre = tl.load(centre_ptr + dims, mask=dims < TILE.dim, other=0.0)
     # Up to num_chosen groups are all chosen.
     is_chosen = inside
     place = groups
     if count > num_chosen:
         largest = tl.full([BLOCK], -float("inf"), tl.float32)  # [groups]
         for h in tl.static_range(HEADS):
-            q = tl.load(q_ptr + h * q_strides[1] + dims, mask=dims < TILE.dim, other=0.0)
-            # mutant fetch: a step compares heads without their products with the centre
-            offset = tl.sum(q.to(tl.float32) * centre, 0) * scale
             # No mask, so that four are loaded at once: `order_of` drops those that are not seen.
-            largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups) + offset)
+            largest = tl.maximum(largest, tl.load(scores_ptr + h * BLOCK + groups))
         scores = order_of(largest, inside)
         # At least num_chosen scores are >= low, fewer are >= high.
-        low, high, at_low, at_high = bisect(scores, num_chosen)
+        low, high, at_low, at_high = bisect(scores, num_chosen, WIDE=True)
         is_chosen = inside & (scores >= low)
         if at_low > num_chosen:  # some groups tie for the last place
             is_last = inside & (scores == low)

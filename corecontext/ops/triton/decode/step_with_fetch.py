@@ -234,15 +234,15 @@ def _score(step: _Step) -> None:
         score_kernel,
         (step.grid, step.plan.num_scoring),
         (
-            *(q, raw.rotations[0], step.work.rotated, (raw.codes, raw.scales), step.length),
-            *(step.work.scores, step.length),
+            *(q, raw.rotations[0], step.work.rotated, (raw.codes, raw.scales, raw.centre)),
+            *(step.length, step.work.scores, step.length),
             ints(
                 *(step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
                 *(spec.group_size, spec.window_size, step.work.choice[0].shape[1]),
             ),
             float(spec.scale),
         ),
-        (q.stride()[:2], (0, 0, 0)),
+        (q.stride()[:2], (0, 0, 0, 0)),
         ON_DEVICE=step.on_device,
         PAGE=0,
         SINKS=spec.sinks,
@@ -259,7 +259,6 @@ def _select(step: _Step) -> None:
     plan = step.plan
     raw = step.raw
     work = step.work
-    q = step.tokens[0]
     num_chosen = work.choice[0].shape[1]
     slots, table_size, num_slots = (*work.choice, *work.choice), 0, 0
     if raw.slots is not None:
@@ -269,17 +268,14 @@ def _select(step: _Step) -> None:
         select_kernel,
         (step.grid,),
         (
-            *(q, raw.centre, step.length, work.scores, work.choice, step.length, slots),
-            work.places,
+            *(work.scores, work.choice, step.length, slots, work.places),
             ints(
                 *(step.seen, step.slots.keys.shape[1], raw.codes.shape[2]),
                 *(spec.group_size, spec.window_size, table_size, num_slots),
             ),
-            float(spec.scale),
         ),
-        (num_chosen, q.stride()[:2], (0,)),
+        (num_chosen,),
         ON_DEVICE=step.on_device,
-        PAGED=False,
         SINKS=spec.sinks,
         TILE=plan.tile,
         BLOCK=plan.scoring.width,
