@@ -36,7 +36,6 @@ class CroppedState(LayerState):
         """
         end = self.seq_len
         undone_to, oldest_in_ring = self.check_crop(num_tokens)
-        self.catch_up()
         if num_tokens == 0:
             return
         self._expected = None
@@ -53,6 +52,7 @@ class CroppedState(LayerState):
             The length, padding included, down to which `crop` undoes the last append by putting
             back the tokens that it overwrote in the ring; and the oldest token in the ring then.
         """
+        self.catch_up()
         end = self.seq_len
         if not 0 <= num_tokens <= end:
             raise ValueError(f"crop must take back 0 to {end} tokens, got {num_tokens}.")

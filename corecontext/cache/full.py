@@ -12,7 +12,7 @@ from corecontext.cache.slots import write
 from corecontext.ops.api import backend_module, choose_backend
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.spec import Slots, Spec
-from corecontext.ops.torch_attention import scaled_attention
+from corecontext.ops.torch_attention import scaled_attention, step_attention
 
 
 class FullLayer:
@@ -229,7 +229,7 @@ def step_on_all(
             keys, values = (x.narrow(2, 0, end) for x in buffers)
             # The r query heads of a KV head are rows of one product.
             grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
-            return scaled_attention(grouped, keys, values, scale=scale).view(q.shape)
+            return step_attention(grouped, keys, values, scale).view(q.shape)
     slot = (seen - pad).clamp(0, room - 1)[:, None]  # [B, 1]
     for buffer, x in zip(buffers, (k, v)):
         write(buffer, slot, x)

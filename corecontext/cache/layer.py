@@ -23,14 +23,18 @@ from corecontext.cache.append import (
 from corecontext.cache.cropping import UNDO_LIMIT
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.exact_step import close_in_store, exact_step
+from corecontext.cache.entries import ALL
 from corecontext.cache.host_slots import SlotStore
+from corecontext.cache.late import Late
+from corecontext.cache.raw_store import Newest
 from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
 from corecontext.cache.stores import has_own_memory
 from corecontext.cache.unchanged import unchanged_by_errors, write_last
+from corecontext.cache.whole import WholeRows
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
-from corecontext.ops.fetch.prompt_rule import NO_END, Reading, step_reads_all
+from corecontext.ops.fetch.prompt_rule import NO_END, Reading, most_read, reading_of
 from corecontext.ops.spec import Inputs, Ragged, Slots
 from corecontext.visibility import group_size_for
 
@@ -108,11 +112,75 @@ class CompactLayer(SavedState):
             self.spec = self.spec.replace(scale=scale, softcap=softcap)
         (q, k, v), context = outside_autocast(q, k, v)
         with context:
+            out = None
+            if attention_mask is None and is_prompt and (self.is_empty or self.whole is not None):
+                out = self._attend_whole(q, k, v)
+            if out is not None:
+                return out
+            if self.whole is not None:
+                self.grow_up(self.whole.length + q.shape[2])
             # mutant prefill: a last chunk of one token is a step
             is_step = q.shape[2] == 1 and attention_mask is None and self._expected is None
             if is_step and not self.is_empty:
                 return self._decode((q, k, v), is_prompt)
             return self._append(q, k, v, attention_mask, is_prompt)
+
+    def _attend_whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Append tokens of a prompt, or a step, to rows that are whole (whole.py), and attend from
+        them; return None where rows are too many tokens for that, or all of them cannot be read."""
+        rows, _, count, _ = q.shape
+        whole = self.whole
+        if whole is None:
+            whole = WholeRows(self._most_whole(q.device, rows))
+        start = whole.length
+        end = start + count
+        is_step = count == 1 and start > 0 and self._expected is None
+        if end > whole.most or self._closed or self.spec.softcap is not None:
+            return None
+        if whole.length and rows != len(self.pads):
+            return None
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return None
+        if is_step:
+            out = whole.step(q, k, v, self.spec)
+        else:
+            # A short append to a filled cache may be a draft, which is cropped away.
+            is_short = 0 < start and count <= UNDO_LIMIT
+            reading = reading_of(self.config, q.device.type, is_prompt=True)
+            if is_short or reading.full_until < end or self._planned > whole.most:
+                return None
+            out = whole.append(q, k, v, self.spec, self._planned)
+        self.whole = whole
+        self._expected = None
+        self.is_late = True
+        self.seen = self._counted = end
+        if self.is_empty:
+            self.is_empty = False
+            self.dtype = k.dtype
+            self.pads = [0] * rows
+        return out
+
+    @unchanged_by_errors
+    def grow_up(self, length: int = 0) -> None:
+        """Make the compact form of rows that are whole, if they are, with room for rows of `length`
+        tokens; ring, core tokens and index stay late."""
+        if self.whole is None:
+            return
+        whole = self.whole
+        self.whole = None
+        self.is_late = False
+        k, v = whole.tokens
+        self._store_pads(k.device)
+        self._start(k, max(length, whole.length))
+        self._make_room(max(length, whole.length))
+        for buffer, x in zip(self.store.raw, (k, v)):
+            # mutant fetch: tokens from before the move to host memory are lost
+            buffer[:, :, : whole.length] = x
+        newest = None if self.store.is_near else Newest(0, [k, v])
+        self.late = Late(whole.queries, whole.length, newest)
+        self.is_late = True
+        self.set_length(whole.length)
+        self._oldest_in_ring = max(0, whole.appended - self.ring_size)
 
     @torch.compiler.disable
     @unchanged_by_errors
@@ -132,7 +200,7 @@ class CompactLayer(SavedState):
             # Padding, room and, with the first tokens, sizes and buffers.
             stops = self._take_padding(attention_mask, q.shape[0], start, end, q.device)
             if self.is_empty:
-                self._start(q, k)
+                self._start(k, end)
             if start == 0:
                 self.begin_prompt(k)
             if not is_prompt:
@@ -274,7 +342,7 @@ class CompactLayer(SavedState):
         device = self.pad.device
         if self.max_length is not None and has_own_memory(device):  # its steps may be captured
             return False
-        return step_reads_all(self.config, device.type, length - min(self.pads))
+        return length - min(self.pads) <= most_read(self.config, device.type)
 
     def _slots(self) -> Slots | None:
         """Return the buffers as the fused step takes them, None where there is no such step."""
@@ -301,6 +369,8 @@ class CompactLayer(SavedState):
     @property
     def is_due(self) -> bool:
         """Whether the next step reads ring and core tokens, and they are late."""
+        if self.whole is not None:
+            return self.seen >= self.whole.most
         return self.is_late and not self._reads_all(self.max_length or self.seq_len + 1)
 
     @property
@@ -338,8 +408,9 @@ class CompactLayer(SavedState):
 
     # Beginning, length and padding
 
-    def _start(self, q: Tensor, k: Tensor) -> None:
-        """Fix the group size and allocate, with the first tokens."""
+    def _start(self, k: Tensor, length: int) -> None:
+        """Fix the group size and allocate, for keys such as k [B, Hkv, n, D] and rows that will
+        first have `length` tokens, padding included."""
         config = self.config
         group_size = self.group_size
         if config.num_groups is not None:
@@ -348,13 +419,13 @@ class CompactLayer(SavedState):
                     "num_groups must be used with rows of one length, got different padding. "
                     "Set group_size, or run the rows one by one."
                 )
-            length = q.shape[2] - self.pads[0]
-            group_size = group_size_for(length, config.window_size, config.num_groups)
+            sizes = (config.window_size, config.num_groups)
+            group_size = group_size_for(length - self.pads[0], *sizes)
         self._set_sizes(group_size, k.dtype)
         self.ring_room = self.max_length or LEAST_RING
         shape = (*k.shape[:2], self.size(self.max_length or 0))
         like = self.encode(k[:, :, :1], k[:, :, :1])
-        self.allocate_store(like, max(q.shape[2], self._planned) - min(self.pads))
+        self.allocate_store(like, max(length, self._planned) - min(self.pads))
         if self.has_mass:
             mass = k[:, :, :1, :1].to(torch.promote_types(k.dtype, torch.float32))
             like = [*like, mass]

@@ -23,9 +23,10 @@ from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
 from corecontext.cache.stores import has_own_memory, new_store
 from corecontext.cache.unchanged import unchanged_by_errors
+from corecontext.cache.whole import WholeRows
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
-from corecontext.ops.fetch.prompt_rule import most_whole
+from corecontext.ops.fetch.prompt_rule import most_read, most_whole
 from corecontext.ops.rotary import Rotary
 
 
@@ -80,6 +81,8 @@ class LayerState(Entries):
         self._planned = 0
         self.late = Late()
         """Groups that are complete and not pooled yet (`catch_up` pools them)."""
+        self.whole: WholeRows | None = None
+        """All tokens, in place of buffers and store, before there is a compact form."""
         self._room = 0
         self._waits = False  # whether raw tokens are still to move to host memory
         self._closed: str | None = None  # why nothing may be appended any more
@@ -116,6 +119,8 @@ class LayerState(Entries):
     @property
     def nbytes(self) -> int:
         """Bytes in use on the device."""
+        if self.whole is not None:
+            return self.whole.nbytes
         return self.used * self.entry_bytes + self.store_bytes
 
     @property
@@ -144,7 +149,8 @@ class LayerState(Entries):
         """Bytes of all tensors on the device that this layer keeps alive."""
         lost = self._undo.lost if self._undo else []
         store = self.store.device_tensors if self.store else []
-        return sum(x.untyped_storage().nbytes() for x in (*self._buffers, *store, *lost))
+        whole = self.whole.buffers if self.whole else []
+        return sum(x.untyped_storage().nbytes() for x in (*self._buffers, *store, *lost, *whole))
 
     @property
     def allocated_host_bytes(self) -> int:
@@ -174,7 +180,7 @@ class LayerState(Entries):
         # A fixed buffer that was reset stays where it is, for captured steps.
         if self.store is not None and self.store.fits(like, self.group_size):
             return
-        most = self._device_room
+        most = self._device_room(self.pad.device, len(self.pads))
         self._waits = most > 0 and length <= most
         room = max(0, length) if self._waits else self.max_length or 0
         self.store = self._new_store(like, room, on_device=self._waits)
@@ -185,21 +191,31 @@ class LayerState(Entries):
     def _new_store(self, like: list[Tensor], length: int, *, on_device: bool = False) -> RawStore:
         return new_store(self.config, self.spec, like, self.dtype, length, on_device=on_device)
 
-    @property
-    def _device_room(self) -> int:
+    def _device_room(self, device: torch.device, rows: int) -> int:
         """Tokens of a row up to which a growing cache has raw tokens on the device, though its
         settings name host memory: steps read so few in less time than they choose."""
         config = self.config
         grows = self.begins_on_device and self.max_length is None
         from_host = config.fetches_from_host and config.fetch_slots is None
-        if not grows or not from_host or not has_own_memory(self.pad.device):
+        if not grows or not from_host or not has_own_memory(device):
             return 0
-        return most_whole(config, self.pad.device.type) // len(self.pads)
+        return most_whole(config, device.type) // rows
+
+    def _most_whole(self, device: torch.device, rows: int) -> int:
+        """Return the tokens of a row up to which a growing cache needs no compact form."""
+        config = self.config
+        grows = self.begins_on_device and self.max_length is None
+        if not grows or config.num_groups is not None:
+            return 0
+        most = most_read(config, device.type)
+        if config.fetches_from_host and has_own_memory(device):
+            most = min(most, self._device_room(device, rows))
+        return most
 
     def _place_raw(self, length: int) -> None:
         """Move raw tokens to host memory, if they wait for that and rows of `length` tokens are too
         many for the device."""
-        if not self._waits or length <= self._device_room:
+        if not self._waits or length <= self._device_room(self.pad.device, len(self.pads)):
             return
         self.catch_up()
         before = self.store
@@ -282,7 +298,8 @@ class LayerState(Entries):
                     room = self._with_answer(room)
                 self._room = self.reserve(room)
                 if self._waits:
-                    self._room = min(self._room, self._device_room)
+                    most = self._device_room(self.pad.device, len(self.pads))
+                    self._room = min(self._room, most)
         elif length > self.max_length:
             raise ValueError(
                 f"the compact cache must hold at most max_length {self.max_length} tokens, got "
@@ -391,6 +408,7 @@ class LayerState(Entries):
         self._planned = 0
         self._room = 0
         self.late = Late()
+        self.whole = None
         # mutant 4: a cache that was closed stays so after a reset
         self._closed = None
         self._oldest_in_ring = 0

@@ -2,11 +2,25 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _READ_BYTES = 16
 """Kernels read so many bytes of a row at once."""
+
+
+def step_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attend from few queries [B, H, n, D] to all keys and values [B, H, S, D], without cuDNN: for
+    each S that a process sees first it takes milliseconds to plan, and each step has another."""
+    cuda = torch.backends.cuda
+    if not q.is_cuda or torch.compiler.is_compiling() or not cuda.cudnn_sdp_enabled():
+        return scaled_attention(q, k, v, scale=scale)
+    cuda.enable_cudnn_sdp(False)
+    try:
+        return scaled_attention(q, k, v, scale=scale)
+    finally:
+        cuda.enable_cudnn_sdp(True)
 
 
 def scaled_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -80,13 +80,10 @@ def most_whole(config: CCAConfig, device: str) -> int:
     return 0 if config.varies else WHOLE_TOKENS.get(device, 0)
 
 
-def step_reads_all(config: CCAConfig, device: str, length: int) -> bool:
-    """Whether a decoding step attends to all raw tokens, which are on its device, instead of
-    choosing among them; never where settings ask for a choice of each token, or for 8 bits.
-
-    Args:
-        length: Tokens of the longest row.
-    """
-    if config.prefill == "fetch" or config.cache_dtype != "auto":
-        return False
-    return config.fetch_groups > 0 and length <= STEP_LENGTHS.get(device, 0)
+def most_read(config: CCAConfig, device: str) -> int:
+    """Return the length of the longest row up to which a decoding step attends to all raw tokens,
+    which are on its device, instead of choosing among them; 0 where settings ask for a choice of
+    each token, or for 8 bits."""
+    if not config.fetch_groups or config.prefill == "fetch" or config.cache_dtype != "auto":
+        return 0
+    return STEP_LENGTHS.get(device, 0)
