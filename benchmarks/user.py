@@ -139,17 +139,22 @@ class EngineRun:
 
 
 class ModelRun:
-    """Call a model as `generate()` of transformers does, with a new cache for each prompt."""
+    """Call a model as `generate()` of transformers does, with a new cache for each prompt, which
+    ends before the one before began to be answered: texts of users have other lengths each, and
+    kernels that plan for a length plan for each."""
 
-    def __init__(self, model: Any, input_ids: torch.Tensor) -> None:
+    def __init__(self, model: Any, input_ids: torch.Tensor, new_tokens: int) -> None:
         self.model = model
         self.input_ids = input_ids
+        self.less = new_tokens + WARM_STEPS + 1
+        self.length = input_ids.shape[1]
         self.cache: Any = None
 
     def first(self) -> None:
         """Read the prompt and make a token."""
         self.cache = DynamicCache(config=self.model.config)
-        self._call(self.input_ids)
+        self._call(self.input_ids[:, : self.length])
+        self.length = max(1, self.length - self.less)
 
     def step(self) -> None:
         """Make one more token."""
@@ -225,8 +230,9 @@ def _measured(
     plain = PlainRun(model, FULL, input_ids)
     runs: dict[str, EngineRun | ModelRun] = {}
     if GENERATE in bench.methods:
-        runs[TRANSFORMERS] = ModelRun(model, input_ids)
-        runs[GENERATE] = ModelRun(twins[GENERATE], input_ids)
+        sizes = (input_ids, bench.new_tokens)
+        runs[TRANSFORMERS] = ModelRun(model, *sizes)
+        runs[GENERATE] = ModelRun(twins[GENERATE], *sizes)
     for name in bench.methods:
         if name != GENERATE:
             runs[name] = EngineRun(twins[name], input_ids, bench.new_tokens)

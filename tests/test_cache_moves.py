@@ -11,7 +11,7 @@ from corecontext import CCAConfig
 from corecontext.cache import CompactLayer, host_store, state
 from corecontext.cache import layer as layer_module
 from corecontext.cache.host_store import HostStore
-from corecontext.integrations.hf.cache_layers import CountedCache, compact_layer
+from corecontext.integrations.hf.cache_layers import GrowingCache, compact_layer
 from corecontext.ops.fetch import prompt_rule
 
 DEFAULT = CCAConfig.paper(4, 9, sink_size=4, core_mass=True, fetch_groups=2, store="host").replace(
@@ -97,7 +97,7 @@ def test_a_fixed_cache_has_host_memory_from_the_first_token(two_memories):
 
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_caches_of_a_model_begin_on_the_device_unless_bytes_are_counted(two_memories, is_counted):
-    cache = CountedCache(None, planned_length=12) if is_counted else DynamicCache()
+    cache = GrowingCache(None, planned_length=12) if is_counted else DynamicCache()
     compact = compact_layer(cache, 0, DEFAULT, ROTARY).compact
     fed(compact, inputs(torch.float32), 0, [12])
     assert is_far(compact) == is_counted

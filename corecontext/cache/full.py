@@ -12,7 +12,7 @@ from corecontext.cache.slots import write
 from corecontext.ops.api import backend_module, choose_backend
 from corecontext.ops.attend_buffer import attend_buffer
 from corecontext.ops.spec import Slots, Spec
-from corecontext.ops.torch_attention import scaled_attention, step_attention
+from corecontext.ops.torch_attention import causal_attention, scaled_attention, step_attention
 
 
 class FullLayer:
@@ -242,7 +242,7 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend causally from [B, H, T, D], the last T tokens, to keys and values [B, Hkv, S, D]."""
     options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.shape[2] == k.shape[2]:
-        return scaled_attention(q, k, v, is_causal=True, **options)
+        return causal_attention(q, k, v, **options)
     # Imported here: it loads the compiler, which takes a second.
     from torch.nn.attention.bias import causal_lower_right
 

@@ -31,7 +31,7 @@ from corecontext.cache.saving import SavedState
 from corecontext.cache.slots import read, write
 from corecontext.cache.stores import has_own_memory
 from corecontext.cache.unchanged import unchanged_by_errors, write_last
-from corecontext.cache.whole import WholeRows
+from corecontext.cache.whole_rows import WholeRows
 from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
 from corecontext.ops.batch import find_segments
 from corecontext.ops.fetch.prompt_rule import NO_END, Reading, most_read, reading_of
@@ -126,7 +126,7 @@ class CompactLayer(SavedState):
             return self._append(q, k, v, attention_mask, is_prompt)
 
     def _attend_whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Append tokens of a prompt, or a step, to rows that are whole (whole.py), and attend from
+        """Append tokens of a prompt, or a step, to rows that are whole (whole_rows.py), and attend from
         them; return None where rows are too many tokens for that, or all of them cannot be read."""
         rows, _, count, _ = q.shape
         whole = self.whole
@@ -174,7 +174,7 @@ class CompactLayer(SavedState):
         self._start(k, max(length, whole.length))
         self._make_room(max(length, whole.length))
         for buffer, x in zip(self.store.raw, (k, v)):
-            # mutant fetch: tokens from before the move to host memory are lost
+            # mutant fetch: few tokens are lost where they get a compact form
             buffer[:, :, : whole.length] = x
         newest = None if self.store.is_near else Newest(0, [k, v])
         self.late = Late(whole.queries, whole.length, newest)

@@ -23,7 +23,7 @@ from corecontext.cache.raw_store import Format, RawStore, num_bytes
 from corecontext.cache.slots import read, write
 from corecontext.cache.stores import has_own_memory, new_store
 from corecontext.cache.unchanged import unchanged_by_errors
-from corecontext.cache.whole import WholeRows
+from corecontext.cache.whole_rows import WholeRows
 from corecontext.config import CCAConfig
 from corecontext.ops.capability import is_captured
 from corecontext.ops.fetch.prompt_rule import most_read, most_whole

@@ -1,5 +1,8 @@
-"""Call PyTorch's attention with rows that its kernels read rightly."""
+"""Call PyTorch's attention with rows that its kernels read rightly, and with few lengths: for each
+length that a process sees first cuDNN plans for 40 ms or more (docs/tuning-notes.md)."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,17 +11,56 @@ from torch import Tensor
 
 _READ_BYTES = 16
 """Kernels read so many bytes of a row at once."""
+_PLANNED = 769
+"""Least tokens of a prompt that cuDNN reads sooner than FlashAttention-2 does, on an H200."""
+_MOST_PADDED = 16384
+"""Tokens of a prompt, up to which to plan takes longer than to read tokens that pad it."""
 
 
 def step_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend from few queries [B, H, n, D] to all keys and values [B, H, S, D], without cuDNN: for
-    each S that a process sees first it takes milliseconds to plan, and each step has another."""
-    cuda = torch.backends.cuda
-    if not q.is_cuda or torch.compiler.is_compiling() or not cuda.cudnn_sdp_enabled():
+    """Attend from few queries [B, H, n, D] to all keys and values [B, H, S, D], without cuDNN: each
+    step has another S."""
+    with _without_cudnn(q):
         return scaled_attention(q, k, v, scale=scale)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attend causally from [B, H, T, D] to keys and values [B, Hkv, T, D], by few plans of cuDNN:
+    it is the fastest for many tokens, and takes none for as few as `_PLANNED`."""
+    length = q.shape[2]
+    if not _plans(q) or length > _MOST_PADDED or torch.is_grad_enabled():
+        return scaled_attention(q, k, v, is_causal=True, **options)
+    if length < _PLANNED:
+        with _without_cudnn(q):
+            return scaled_attention(q, k, v, is_causal=True, **options)
+    # Tokens behind the last one are seen by none before them.
+    behind = planned_length(length) - length
+    q, k, v = (F.pad(x, (0, 0, 0, behind)) if behind else x for x in (q, k, v))
+    return scaled_attention(q, k, v, is_causal=True, **options)[:, :, :length]
+
+
+def planned_length(length: int) -> int:
+    """Return the least of the lengths planned for that is at least `length`: eight for each power
+    of two."""
+    step = max(1, 1 << (length - 1).bit_length() >> 4)
+    return -(-length // step) * step
+
+
+def _plans(x: Tensor) -> bool:
+    """Whether PyTorch may call cuDNN for tensors such as x."""
+    return x.is_cuda
+
+
+@contextlib.contextmanager
+def _without_cudnn(x: Tensor) -> Iterator[None]:
+    """Let PyTorch take another of its kernels for tensors such as x."""
+    cuda = torch.backends.cuda
+    if torch.compiler.is_compiling() or not _plans(x) or not cuda.cudnn_sdp_enabled():
+        yield
+        return
     cuda.enable_cudnn_sdp(False)
     try:
-        return scaled_attention(q, k, v, scale=scale)
+        yield
     finally:
         cuda.enable_cudnn_sdp(True)
 

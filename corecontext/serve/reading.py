@@ -10,7 +10,7 @@ from corecontext.cache import parts_of
 from corecontext.cache.full import FullLayer
 from corecontext.inference.prefill import end_prompt, read_chunk
 from corecontext.inference.session import configured
-from corecontext.integrations.hf.cache_layers import CountedCache, GivenLayer
+from corecontext.integrations.hf.cache_layers import GivenLayer, GrowingCache
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.serve.logprobs import add_prompt_logprobs
 from corecontext.serve.memory import CacheMemory
@@ -87,7 +87,7 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
     # Buffers would grow by a quarter at a time, beyond the bytes of a row that they are counted as.
     length = len(request.prompt)
     # mutant serve: the cache of a prompt grows beyond its row
-    slot.cache = CountedCache(model.config, planned_length=length)
+    slot.cache = GrowingCache(model.config, planned_length=length)
     # mutant serve: a prompt that is scored begins with the cache of another
     if not request.prompt_logprobs and _shares(slot):
         slot.node = memory.prefixes.find(slot.config, request.prompt)

@@ -149,7 +149,9 @@ class GivenLayer(CCALayer):
 
 
 class GrowingCache(DynamicCache):
-    """Transformers' growing cache; its compact layers make room for a whole prompt at once.
+    """A growing cache for whoever knows how long a text will be, or counts the bytes of both
+    memories: compact layers make room for a whole prompt at once, and raw tokens are where their
+    settings say from the first one on.
 
     Args:
         config: The model's config.
@@ -159,11 +161,6 @@ class GrowingCache(DynamicCache):
     def __init__(self, config: Any, planned_length: int) -> None:
         super().__init__(config=config)
         self.planned_length = planned_length
-
-
-class CountedCache(GrowingCache):
-    """A growing cache for whoever counts the bytes of both memories: raw tokens are where the
-    settings of its compact layers say from the first one on."""
 
 
 def compact_layer(
@@ -208,12 +205,19 @@ def compact_layer(
         )
     else:
         length = getattr(layer, "max_cache_len", None)
-    options["begins_on_device"] = not isinstance(cache, CountedCache)
+    options["begins_on_device"] = not isinstance(cache, GrowingCache)
     layer = CCALayer(config, rotary, max_length=length, **options)
     if isinstance(cache, GrowingCache):
         layer.compact.plan(cache.planned_length)
     cache.layers[layer_idx] = layer
     return layer
+
+
+def make_compact(cache: Cache) -> None:
+    """Bring compact layers that hold few tokens as they are into their compact form."""
+    for layer in cache.layers:
+        if isinstance(layer, CCALayer):
+            layer.compact.catch_up()
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -84,4 +84,3 @@ class WholeRows:
         for buffer, x in zip(larger, self.tokens):
             buffer.narrow(2, 0, self.length).copy_(x)
         self.buffers = larger
-
