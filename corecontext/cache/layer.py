@@ -23,7 +23,6 @@ from corecontext.cache.append import (
 from corecontext.cache.cropping import UNDO_LIMIT
 from corecontext.cache.decode_step import decode_step
 from corecontext.cache.exact_step import close_in_store, exact_step
-from corecontext.cache.entries import ALL
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.late import Late
 from corecontext.cache.raw_store import Newest
@@ -145,7 +144,7 @@ class CompactLayer(SavedState):
             out = whole.step(q, k, v, self.spec)
         else:
             # A short append to a filled cache may be a draft, which is cropped away.
-            is_short = 0 < start and count <= UNDO_LIMIT
+            is_short = start > 0 and count <= UNDO_LIMIT
             reading = reading_of(self.config, q.device.type, is_prompt=True)
             if is_short or reading.full_until < end or self._planned > whole.most:
                 return None

@@ -5,7 +5,6 @@ neither ring, core tokens nor index, whose buffers take a layer longer to make t
 queries of groups' last tokens are kept, so that core tokens can be made later (late.py).
 """
 
-import torch
 from torch import Tensor
 
 from corecontext.cache.full import attend_causally, step_on_all
