@@ -125,8 +125,8 @@ class CompactLayer(SavedState):
             return self._append(q, k, v, attention_mask, is_prompt)
 
     def _attend_whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Append tokens of a prompt, or a step, to rows that are whole (whole_rows.py), and attend from
-        them; return None where rows are too many tokens for that, or all of them cannot be read."""
+        """Append a prompt's tokens, or a step's, to rows that are whole (whole_rows.py), and attend
+        from them; return None where there are too many tokens, or not all of them are read."""
         rows, _, count, _ = q.shape
         whole = self.whole
         if whole is None:
