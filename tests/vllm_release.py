@@ -1,14 +1,15 @@
 """Run the tests of the plug-in with a release of vLLM's CPU build, in an environment of its own:
-`python tests/vllm_release.py [RELEASE]`, without a release the newest."""
+`python tests/vllm_release.py [RELEASE]`, without a release the newest.
+
+vLLM may ask for a PyTorch whose build for CPUs is on PyTorch's own index only: then set
+PIP_EXTRA_INDEX_URL to the address in the command for CPUs on https://pytorch.org/get-started/locally/.
+"""
 
 import subprocess
 import sys
-import urllib.request
 import venv
 from pathlib import Path
 
-CPU_BUILDS = "https://download.pytorch.org/whl/cpu/"
-"""PyTorch's own index: the releases for CPUs that vLLM asks for are not in the common one."""
 ROOT = Path(__file__).parent.parent
 TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.8")
 FOR_A_GPU = ("torchvision", "torchaudio", "torchcodec")
@@ -23,20 +24,11 @@ def make_environment(folder: Path, requirement: str) -> Path:
     def pip(*words: str) -> None:
         subprocess.run([python, "-m", "pip", *words], check=True)
 
-    pip("install", "--upgrade", "--no-compile", *index_of_cpu_builds(), requirement, *TOOLS)
+    pip("install", "--upgrade", "--no-compile", requirement, *TOOLS)
     pip("uninstall", "--yes", *FOR_A_GPU)
     # vLLM brings the package's other needs, and finds the plug-in by its entry point.
     pip("install", "--no-deps", "--editable", str(ROOT))
     return python
-
-
-def index_of_cpu_builds() -> list[str]:
-    """Return pip's option for PyTorch's index; none where only a mirror can be reached."""
-    try:
-        urllib.request.urlopen(CPU_BUILDS, timeout=10).close()
-    except OSError:
-        return []
-    return ["--extra-index-url", CPU_BUILDS]
 
 
 def main() -> int:
