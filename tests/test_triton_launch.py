@@ -52,6 +52,23 @@ def test_the_second_launch_is_lean(kernel):
     assert kernel.lean == [((5, 1, 1), (x.data_ptr(), 7, 0.5, 64, 1, 32))]
 
 
+def test_constants_of_many_launches_are_looked_at_once(kernel):
+    """Launches share a kernel with all that have the same values, however these are given."""
+    x = torch.zeros(64)
+    options = {"num_warps": 4, "num_stages": 2, "maxnreg": 96, "enable_fp_fusion": False}
+    constants = launching.Constants(BLOCK=32, **options)
+    again = launching.Constants(BLOCK=32, **options)
+    assert constants.number == again.number
+    for changed in ({"BLOCK": 16}, {"num_warps": 2}, {"maxnreg": None}):
+        other = launching.Constants(**{"BLOCK": 32, **options, **changed})
+        assert other.number != constants.number
+    launching.launch(kernel, (5,), (x,), (64,), constants)
+    assert kernel.own == [((5,), (x, 64), {"BLOCK": 32, **options})]
+    launching.launch(kernel, (5,), (x,), (64,), again)
+    launching.launch(kernel, (5,), (x,), (64,), BLOCK=32, **options)
+    assert kernel.lean == 2 * [((5, 1, 1), (x.data_ptr(), 64, 32))]
+
+
 @pytest.mark.parametrize(
     "other",
     [

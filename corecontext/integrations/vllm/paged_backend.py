@@ -304,7 +304,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             metadata = metadata[0]
         compiles = not self.is_compiled and not is_captured(query.device)
         count = attn_metadata.num_tokens
-        tensors = (query[:count], key[:count], value[:count], output[:count])
+        tensors = (query, key, value, output)
+        if count < query.shape[0]:  # to take a part takes the host longer than it seems
+            tensors = (query[:count], key[:count], value[:count], output[:count])
         if self.caches.cores is not None:
             cores = self.caches.cores
             raw = (kv_cache, attn_metadata)

@@ -25,6 +25,40 @@ class Fixed:
         self.joined = functools.reduce(operator.or_, self.addresses)
 
 
+class Constants:
+    """Hold what a kernel is compiled for; many launches that have it in common look at it once.
+
+    Args:
+        num_warps, num_stages, maxnreg, enable_fp_fusion: Triton's options: maxnreg is the most
+            registers of a thread, on NVIDIA's chips, and enable_fp_fusion whether a product that is
+            added may stay unrounded.
+        constants: The kernel's own, in its order; a NamedTuple holds some by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_warps: int,
+        num_stages: int | None = None,
+        maxnreg: int | None = None,
+        enable_fp_fusion: bool = True,
+        **constants: Any,
+    ) -> None:
+        self.options: dict[str, Any] = {"num_warps": num_warps}
+        if num_stages is not None:
+            self.options["num_stages"] = num_stages
+        if maxnreg is not None:
+            self.options["maxnreg"] = maxnreg
+        if not enable_fp_fusion:
+            self.options["enable_fp_fusion"] = False
+        self.constants = constants
+        self.values = tuple(constants.values())
+        key = (*self.values, *self.options.values())
+        self.number = _NUMBERS.setdefault(key, len(_NUMBERS))
+        """The same for the same values."""
+
+
+_NUMBERS: dict[tuple, int] = {}
 # Read at import: to ask for it takes a microsecond.
 _INTERPRETED = triton.knobs.runtime.interpret
 _COMPILED: dict[tuple, CompiledKernel] = {}
@@ -39,12 +73,8 @@ def launch(
     grid: tuple[int, ...],
     arguments: tuple,
     specialized: tuple = (),
-    *,
-    num_warps: int,
-    num_stages: int | None = None,
-    maxnreg: int | None = None,
-    enable_fp_fusion: bool = True,
-    **constants: Any,
+    constants: Constants | None = None,
+    **given: Any,
 ) -> None:
     """Run a kernel.
 
@@ -58,32 +88,29 @@ def launch(
             aligned.
         specialized: The arguments after them, for each of whose values Triton may compile another
             kernel: integers and, as tuples, strides.
-        maxnreg: Most registers of a thread, on NVIDIA's chips.
-        enable_fp_fusion: Whether a product that is added may stay unrounded.
-        constants: The values that the kernel is compiled for; a NamedTuple holds some by name.
+        constants: What the kernel is compiled for; None takes `given`, the arguments of
+            `Constants`.
     """
-    options: dict[str, Any] = {"num_warps": num_warps}
-    if num_stages is not None:
-        options["num_stages"] = num_stages
-    if maxnreg is not None:
-        options["maxnreg"] = maxnreg
-    if not enable_fp_fusion:
-        options["enable_fp_fusion"] = False
     if torch.compiler.is_compiling():
         plain = (*_plain(arguments), *specialized)
-        _launch_outside_graph(kernel, grid, plain, {**constants, **options})
+        if constants is not None:
+            given = {**constants.constants, **constants.options}
+        options = {name: value for name, value in given.items() if value is not None}
+        _launch_outside_graph(kernel, grid, plain, options)
         return
+    if constants is None:
+        constants = Constants(**given)
     pointers = 0  # the addresses joined by "or": a multiple of 16 if all are
     dtypes = []
     # With addresses in place of tensors: of a tensor Triton would ask the driver for its address.
-    given: list[Any] = []
+    passed: list[Any] = []
     _, any_alignment = _KERNELS.get(id(kernel)) or _known(kernel)
     for i, x in enumerate(arguments):
         if isinstance(x, Fixed):
             if i not in any_alignment:
                 pointers |= x.joined
             dtypes += x.dtypes
-            given.append(x.addresses)
+            passed.append(x.addresses)
             continue
         members = []
         for member in x if isinstance(x, tuple) else (x,):
@@ -95,22 +122,30 @@ def launch(
                 members.append(address)
             else:
                 members.append(member)
-        given.append(tuple(members) if isinstance(x, tuple) else members[0])
+        passed.append(tuple(members) if isinstance(x, tuple) else members[0])
     if pointers % 16 or _INTERPRETED:
         # The interpreter takes any number.
-        assert num_warps & (num_warps - 1) == 0, f"num_warps must be a power of 2, got {num_warps}"
+        warps = constants.options["num_warps"]
+        assert warps & (warps - 1) == 0, f"num_warps must be a power of 2, got {warps}"
         # Triton compiles a kernel for each choice of unaligned tensors.
-        kernel[grid](*_plain(arguments), *specialized, **constants, **options)
+        _run(kernel, grid, arguments, specialized, constants)
         return
-    chosen = (*constants.values(), *options.values())
-    key = (id(kernel), torch.cuda.current_device(), *dtypes, *specialized, *chosen)
+    key = (id(kernel), torch.cuda.current_device(), *dtypes, *specialized, constants.number)
     compiled = _COMPILED.get(key)
     if compiled is None:
         if len(_COMPILED) >= _MOST:
             _COMPILED.clear()
-        _COMPILED[key] = kernel[grid](*_plain(arguments), *specialized, **constants, **options)
+        _COMPILED[key] = _run(kernel, grid, arguments, specialized, constants)
     else:
-        compiled[(*grid, 1, 1)[:3]](*given, *specialized, *constants.values())
+        compiled[(*grid, 1, 1)[:3]](*passed, *specialized, *constants.values)
+
+
+def _run(
+    kernel: Any, grid: tuple, arguments: tuple, specialized: tuple, constants: Constants
+) -> Any:
+    """Run a kernel through Triton; return what it has compiled."""
+    options = {**constants.constants, **constants.options}
+    return kernel[grid](*_plain(arguments), *specialized, **options)
 
 
 def _plain(arguments: tuple) -> tuple:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
-from corecontext.ops.triton.launch import Fixed, contiguous_rows, ints, launch, power_of_2
+from corecontext.ops.triton.launch import (
+    Constants,
+    Fixed,
+    contiguous_rows,
+    ints,
+    launch,
+    power_of_2,
+)
 from corecontext.ops.triton.paged.group_slots import PROMPT_TRY, FarPages, take_slots
 from corecontext.ops.triton.paged.index_pages import write_group_index
 from corecontext.ops.triton.paged.pages import (
@@ -352,6 +359,17 @@ class PoolPlan(NamedTuple):
     warps: dict[str, int]
     """Of a program, for a prompt and for a step."""
     constants: dict[str, Any]
+    made: dict[int, Constants]
+    """What a kernel is compiled for, by the tokens that it stores: filled by launches."""
+
+    def compiled_for(self, block_t: int) -> Constants:
+        """Return what the kernel is compiled for that stores up to `block_t` new tokens of a
+        sequence, or none."""
+        if block_t not in self.made:
+            num_warps = self.warps["step" if block_t else "prompt"]
+            made = Constants(**self.constants, BLOCK_T=block_t, num_warps=num_warps)
+            self.made[block_t] = made
+        return self.made[block_t]
 
     @classmethod
     def of(
@@ -432,6 +450,7 @@ class PoolPlan(NamedTuple):
                 for kind, least in _INDEX_WARPS.items()
             },
             constants=constants,
+            made={},
         )
 
 
@@ -473,7 +492,5 @@ def pool_pages(
             *(plan.scale, plan.softcap),
         ),
         ((q.stride()[:2], *of_pages, of_tables, *of_far, *of_new, *of_index),),
-        **plan.constants,
-        BLOCK_T=0 if new is None else power_of_2(batch.most_new),
-        num_warps=plan.warps["prompt" if new is None else "step"],
+        plan.compiled_for(0 if new is None else power_of_2(batch.most_new)),
     )

@@ -1,10 +1,18 @@
 """Store new tokens in their pages, of the device or of the host."""
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from corecontext.ops.triton.launch import ceil_div, contiguous_rows, launch, power_of_2
+from corecontext.ops.triton.launch import (
+    Constants,
+    ceil_div,
+    contiguous_rows,
+    launch,
+    power_of_2,
+)
 from corecontext.ops.triton.paged.pages import Pages
 
 STORED_BYTES = 16384
@@ -71,20 +79,23 @@ def store_tokens(
     """
     k, v = map(contiguous_rows, (k, v))
     heads, dim = k.shape[1:]
-    block_t, block_h, block_d = stored_tile(heads, dim, k.element_size())
-    tiles = ceil_div(slots.shape[0], block_t)
+    constants = _constants(heads, dim, k.element_size())
+    tiles = ceil_div(slots.shape[0], constants.constants["BLOCK_T"])
     launch(
         _store_kernel,
         (min(tiles, num_programs or tiles),),
         (k, v, pages.k, pages.v, slots, slots.shape[0]),
         (k.stride()[:2], v.stride()[:2], pages.k.stride()[:3], pages.k.shape[1]),
-        NUM_HEADS=heads,
-        HEAD_DIM=dim,
-        BLOCK_T=block_t,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        num_warps=4,
+        constants,
     )
+
+
+@functools.cache
+def _constants(heads: int, dim: int, itemsize: int) -> Constants:
+    """Return what the kernel is compiled for."""
+    block_t, block_h, block_d = stored_tile(heads, dim, itemsize)
+    blocks = {"BLOCK_T": block_t, "BLOCK_H": block_h, "BLOCK_D": block_d}
+    return Constants(NUM_HEADS=heads, HEAD_DIM=dim, **blocks, num_warps=4)
 
 
 def stored_tile(heads: int, dim: int, itemsize: int) -> tuple[int, int, int]:
