@@ -168,8 +168,8 @@ def test_choice(index, g, r, d, share, hopper):
     assert bool(((got >= 0).sum(-1) == counts.clamp(max=k)).all())
     least = right.topk(min(k, m)).values[..., -1:]
     values = right.gather(2, got.clamp(min=0).long())
-    # Queries and keys in 8 bits err by up to 0.0105, one standard deviation: of 72,000 groups the worst
-    # is 0.054 below (`bits:4`, bfloat16, by the same rule in float64).
+    # Scores from queries and keys in 8 bits have a standard deviation of up to 0.0105: of 72,000
+    # groups the worst is 0.054 below (`bits:4`, bfloat16, by the same rule in float64).
     assert bool(((values >= least - 0.06) | (got < 0)).all())
     differ = to_marks(got, m) & (right < least)
     assert int(differ.sum()) <= 0.02 * int((got >= 0).sum())
