@@ -40,7 +40,8 @@ def catch_up(layers: Sequence[Any]) -> None:
     """Bring ring, core tokens and index of layers, each a `LayerState`, up to their stores; layers
     of one shape share their launches."""
     for layer in layers:
-        layer.grow_up()
+        if layer.whole is not None:
+            layer.grow_up()
     layers = [layer for layer in layers if layer.is_late]
     by_shape: dict[Any, list[Any]] = {}
     for layer in layers:

@@ -161,11 +161,10 @@ class CompactLayer(SavedState):
 
     @unchanged_by_errors
     def grow_up(self, length: int = 0) -> None:
-        """Make the compact form of rows that are whole, if they are, with room for rows of `length`
-        tokens; ring, core tokens and index stay late."""
-        if self.whole is None:
-            return
+        """Make the compact form of rows that are whole, with room for rows of `length` tokens; ring,
+        core tokens and index stay late."""
         whole = self.whole
+        assert whole is not None, "only rows that are whole grow up"
         self.whole = None
         self.is_late = False
         k, v = whole.tokens

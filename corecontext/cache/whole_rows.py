@@ -5,6 +5,7 @@ neither ring, core tokens nor index, whose buffers take a layer longer to make t
 queries of groups' last tokens are kept, so that core tokens can be made later (late.py).
 """
 
+import torch
 from torch import Tensor
 
 from corecontext.cache.full import attend_causally, step_on_all
@@ -36,6 +37,7 @@ class WholeRows:
         """Bytes in use."""
         return sum(x.numel() * x.element_size() for x in self.tokens)
 
+    @torch.compiler.disable
     def append(self, q: Tensor, k: Tensor, v: Tensor, spec: Spec, planned: int) -> Tensor:
         """Append n tokens to each row, and attend from them.
 
