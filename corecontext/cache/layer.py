@@ -161,7 +161,7 @@ class CompactLayer(SavedState):
 
     @unchanged_by_errors
     def grow_up(self, length: int = 0) -> None:
-        """Make the compact form of rows that are whole, with room for rows of `length` tokens; ring,
+        """Make the compact form of whole rows, with room for rows of `length` tokens; ring,
         core tokens and index stay late."""
         whole = self.whole
         assert whole is not None, "only rows that are whole grow up"
