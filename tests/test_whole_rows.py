@@ -1,6 +1,7 @@
 """Few tokens of a growing cache have no compact form: all that follows is as if they had had one
 from the first token on."""
 
+import contextlib
 import copy
 import functools
 import random
@@ -8,12 +9,14 @@ import random
 import pytest
 import torch
 from budgets import fed
+from families import tiny_model, tokens
 from test_prefill import LENGTH, ROTARY, buffers, inputs, lengths
 from transformers import DynamicCache
 
-from corecontext import CCAConfig
+from corecontext import CCAConfig, enabled
 from corecontext.cache import UNDO_LIMIT, CompactLayer, layer, whole_rows
 from corecontext.integrations.hf.cache_layers import compact_layer, make_compact
+from corecontext.integrations.hf.cache_name import with_cache
 
 CONFIG = CCAConfig.paper(4, 9, sink_size=4, core_mass=True, fetch_groups=2, prefill="auto").replace(
     fetch_index="bits:2"
@@ -194,3 +197,46 @@ def test_rows_must_stay():
     fed(whole, inputs(), 0, [20])
     with pytest.raises(ValueError, match="the batch must keep its 2 rows, got 1"):
         fed(whole, [x[:1] for x in inputs()], 20, [1])
+
+
+MODES = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sampled": {"do_sample": True, "top_k": 5},
+    "sampled beams": {"do_sample": True, "num_beams": 2},
+    "drafts": {"prompt_lookup_num_tokens": 4},
+    "returned": {"do_sample": True, "num_return_sequences": 2},
+    "chunks": {"prefill_chunk_size": 40},
+    "padded": {"attention_mask": torch.stack([torch.ones(90), torch.arange(90) // 30 > 0]).long()},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_is_that_of_transformers(monkeypatch, mode):
+    """The default, on texts that are few tokens."""
+    monkeypatch.undo()
+    model = tiny_model()
+    ids = tokens(1 if mode == "drafts" else 2, 90)
+    options = {"do_sample": False, "max_new_tokens": 40, "attention_mask": torch.ones_like(ids)}
+    outs = []
+    for attention in (contextlib.nullcontext(), enabled(model, CCAConfig())):
+        with attention:
+            torch.manual_seed(1)
+            outs.append(model.generate(ids, **{**options, **MODES[mode]}))
+    assert outs[0].shape[1] == 130 and torch.equal(*outs)
+
+
+def test_turns_of_a_chat_are_those_of_transformers(monkeypatch):
+    """A short turn makes the compact form, which a long one goes on with."""
+    monkeypatch.undo()
+    model = tiny_model()
+    outs = []
+    for attention in (contextlib.nullcontext(), enabled(model, CCAConfig())):
+        with attention:
+            cache, ids = DynamicCache(config=model.config), tokens(1, 50)
+            for turn in (40, 300, 20, 0):
+                options = {"max_new_tokens": 12, "attention_mask": torch.ones_like(ids)}
+                out = model.generate(ids, **with_cache(cache), do_sample=False, **options)
+                ids = torch.cat((out, tokens(1, 300)[:, :turn]), 1)
+            outs.append(out)
+    assert torch.equal(*outs)
