@@ -97,6 +97,13 @@ def test_bytes_are_those_of_the_tokens():
     assert compact.whole is not None
     make_compact(cache)
     assert compact.whole is None and compact.store is not None
+    # Heads of different group sizes are several layers in one, and never whole.
+    heads = DynamicCache()
+    compact_layer(heads, 0, CCAConfig.paper(4, 9, head_group_sizes=(4, 2)), ROTARY)
+    fed(heads.layers[0].compact, inputs(), 0, [20])
+    before = heads.layers[0].nbytes
+    make_compact(heads)
+    assert heads.layers[0].nbytes == before > 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
-from corecontext.cache import new_layer
+from corecontext.cache import new_layer, parts_of
+from corecontext.cache.late import catch_up
 from corecontext.config import CCAConfig
 from corecontext.ops.rotary import Rotary
 
@@ -217,7 +218,7 @@ def make_compact(cache: Cache) -> None:
     """Bring compact layers that hold few tokens as they are into their compact form."""
     for layer in cache.layers:
         if isinstance(layer, CCALayer):
-            layer.compact.catch_up()
+            catch_up(parts_of(layer.compact))
 
 
 def cache_bytes(cache: Cache) -> int:
