@@ -170,7 +170,7 @@ STEP_TYPES = {
     "cache": ("", "", "fp32"),
     "raw": ("", ""),
     "fetched": ("", ""),
-    "index": ("u8", "fp16", "fp32", "fp32"),
+    "index": ("u8", "fp16", "fp32", "bf16"),
     "tables": ("fp32", "fp32"),
     "length": ("i64", "i64"),
     "partial": ("fp32", "fp32"),
@@ -409,19 +409,26 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
         sizes = {"PAGE": 4, "CLAIMS": claims, "BLOCK_K": 64, "num_warps": 1}
         yield Kernel(group_slots._slots_kernel, sizes, types)
     types = {**STEP_TYPES, "page_tables": ("i32", "i32"), "sequences": ("i32", "i32")}
-    types |= {"new": ("", "", "i64"), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 3}
+    types |= {"new": ("", "", "i64"), "far": ("", ""), "cores": ("", "", "fp32"), "numbers": 2}
     # Triton makes a constant of a stride of 1, as scales of pairs have it.
     scales = ("int", "int", "1")
     types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, scales, 2)}
     types["slots"] = ("", "i32", "i32", "i64", "i64", "i64")
     tiles = pool_tiles(16, dim)
     flags = dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS", "HAS_INDEX"), True)
-    sizes = {"SINKS": 16, "GROUP": 16, "HEADS": HEADS, "HEAD_DIM": dim, "HALF": dim // 2}
+    sizes = {
+        "SINKS": 16,
+        "GROUP": 16,
+        "CENTRED": 160,
+        "HEADS": HEADS,
+        "HEAD_DIM": dim,
+        "HALF": dim // 2,
+    }
     sizes |= {**flags, "INTERLEAVED": False, "HAS_SOFTCAP": False, "BLOCK_R": HEADS}
     sizes |= {"PAGES": (16, 4, 64), "BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p}
     sizes |= {"INDEX": plan.index, "TILE": plan.tile._replace(block_m=1, block_n=1, heads=1)}
-    for block_t, num_warps in ((0, 2), (1, 4)):
-        blocks = {"BLOCK_T": block_t, "num_warps": num_warps}
+    for block_t in (0, 1):
+        blocks = {"BLOCK_T": block_t, "num_warps": 4}
         yield Kernel(paged_pool._pool_pages_kernel, {**sizes, **blocks}, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}

@@ -22,7 +22,7 @@ from corecontext.cache.unchanged import write_last
 from corecontext.ops.api import backend_module
 from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch.index import Index, index_of
-from corecontext.ops.fetch.low_bits import LowBits, columns_of_codes, rotation
+from corecontext.ops.fetch.low_bits import LowBits, columns_of_codes, rotation, rotation_signs
 from corecontext.ops.fetch.scoring import Queries, centre_of
 from corecontext.ops.spec import RawSlots, Spec
 from corecontext.visibility import num_complete_groups
@@ -102,9 +102,9 @@ class RawStore:
             self.centre = key.new_zeros(*key.shape[:2], key.shape[3], dtype=wide)
         if isinstance(spec.index, LowBits):
             # `RawSlots.rotations`. Held here: a captured step reads them where they are.
-            dtypes = [key.dtype, torch.float32]
-            matrices = [rotation(key.shape[3], dtype, key.device) for dtype in dtypes]
-            self._rotations = tuple(columns_of_codes(x, spec.index.bits) for x in matrices)
+            matrix = rotation(key.shape[3], key.dtype, key.device)
+            signs = rotation_signs(key.shape[3], key.device)
+            self._rotations = (columns_of_codes(matrix, spec.index.bits), signs)
 
     def fits(self, like: list[Tensor], group_size: int) -> bool:
         """Whether an empty store for such tokens would have the same buffers, so that this one can

@@ -281,8 +281,9 @@ class RawSlots(NamedTuple):
     """Mean of the first keys, taken from all before they are rounded, [B, Hkv, D] in float32."""
     rotations: tuple[Tensor, Tensor]
     """The orthogonal matrix [D, D], no rotary one, that the index multiplies keys with before it
-    rounds them, in the dtype of queries and in float32. Each is [8 / bits, D, ceil(D bits / 8)]:
-    its columns by the place of their codes in a byte (`low_bits.columns_of_codes`)."""
+    rounds them: in the dtype of queries as [8 / bits, D, ceil(D bits / 8)], its columns by the
+    place of their codes in a byte (`low_bits.columns_of_codes`), and its signs, [D, D] in bfloat16
+    (`low_bits.rotation_signs`)."""
     slots: FetchSlots | None = None
     """Copies of fetched groups on the device, which a step reads where keys are in host memory."""
 

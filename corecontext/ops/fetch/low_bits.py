@@ -154,6 +154,11 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (signs * matrix).to(device, dtype)
 
 
+def rotation_signs(head_dim: int, device: torch.device) -> Tensor:
+    """Return the signs of the rotation's elements, [D, D] in bfloat16; 0 stands for 0."""
+    return rotation(head_dim, torch.float32, device).sign().bfloat16()
+
+
 def columns_of_codes(matrix: Tensor, bits: int) -> Tensor:
     """Return the columns of a matrix [D, D] by the place of their codes in bytes, [8 / bits, D,
     ceil(D bits / 8)]. With 2 bits, four codes a byte, the first has columns 0, 4, 8 ..., the second

@@ -382,12 +382,12 @@ def _fetch_op(
     """
     *tokens, pad = tokens
     *sizes, num_groups = sizes
-    *tables, rotation, wide_rotation = tables
+    *tables, rotation, signs = tables
     slots, spec = slots_of(buffers, seen, pad, tables, sizes, factors, "auto")
     spec = spec.replace(fetch_groups=num_groups, fetch_index=index)
     keys, values, codes, scales, centre, *fetched = raw
     of_slots = FetchSlots(*fetched) if fetched else None
-    stored = RawSlots(keys, values, codes, scales, centre, (rotation, wide_rotation), of_slots)
+    stored = RawSlots(keys, values, codes, scales, centre, (rotation, signs), of_slots)
     return _decode(tokens, slots._replace(raw=stored), spec)
 
 

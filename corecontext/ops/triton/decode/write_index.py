@@ -11,6 +11,9 @@ import triton.language as tl
 
 from corecontext.ops.triton.primitives import TINY, dot, level_of, tile_mask
 
+_SIGNS = tl.constexpr(128 * 128)
+"""Signs of the rotation that shared memory has at once, at most."""
+
 
 @triton.jit
 def close_group(keys, index, sizes, SINKS: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr):
@@ -37,21 +40,18 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
         keys: Pointers to the sequence's raw keys, from the first one behind the sinks on (the new
             token's place in them is not read), and to the new key.
         index: Pointers to its codes [M, P, bytes], scales [M, 1 or P] and centre [D], and to
-            the rotation in float32, its columns by `low_bits.columns_of_codes`.
+            the signs of the rotation, as `store_index` has them.
         place: Position of the new token, counted as the raw keys, the group, group_size, and
             num_centred, at least two groups.
     """
     raw_ptr, new_ptr = keys
-    codes_ptr, scales_ptr, centre_ptr, rotation_ptr = index
+    codes_ptr, scales_ptr, centre_ptr, signs_ptr = index
     position, group, group_size, num_centred = place
-    BITS: tl.constexpr = INDEX.bits
     KEYS: tl.constexpr = INDEX.keys
     HEAD_DIM: tl.constexpr = TILE.dim
-    BLOCK_C: tl.constexpr = INDEX.block_c
     BLOCK_P: tl.constexpr = INDEX.block_p
     BLOCK_D: tl.constexpr = TILE.block_d
-    EACH: tl.constexpr = 8 // BITS
-    BYTES: tl.constexpr = (HEAD_DIM + EACH - 1) // EACH
+    BYTES: tl.constexpr = (HEAD_DIM * INDEX.bits + 7) // 8
     dims = tl.arange(0, TILE.block_d)
     in_dims = dims < HEAD_DIM
     key = tl.arange(0, BLOCK_P)
@@ -81,30 +81,30 @@ def _write_index(keys, index, place, INDEX: tl.constexpr, TILE: tl.constexpr):
     means = means / size
     means = tl.where(mask, means - centre[None, :], 0.0)
 
-    packed, scales = encode_keys(means, rotation_ptr, INDEX, TILE)
-    cols = tl.arange(0, BLOCK_C)
-    at = (group.to(tl.int64) * KEYS + key)[:, None] * BYTES + cols[None, :]
-    is_byte = (key < KEYS)[:, None] & (cols < BYTES)[None, :]
+    codes_ptr += group.to(tl.int64) * KEYS * BYTES
+    scales_ptr += group.to(tl.int64) * INDEX.scales
     # mutant fetch: a fused step leaves the index of a closed group unwritten
-    tl.store(codes_ptr + at, packed.to(tl.uint8), mask=is_byte)
-    at = group.to(tl.int64) * INDEX.scales + key
-    scales = scales.to(scales_ptr.dtype.element_ty)
-    tl.store(scales_ptr + at, scales, mask=key < INDEX.scales)
+    store_index(means, (codes_ptr, scales_ptr, signs_ptr), INDEX, TILE)
 
 
 @triton.jit
-def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Return the codes [P, bytes], in int32, and the scales [P] in float32 of a group's keys [P,
-    D], from which the centre is subtracted and which are 0 outside (`low_bits.encode`).
+def store_index(means, targets, INDEX: tl.constexpr, TILE: tl.constexpr):
+    """Round the keys of a group (`low_bits.encode`).
 
-    A byte holds EACH codes of neighbouring columns, the first in its lowest bits. So columns i, i +
-    EACH, ... are made together, one for each byte, and shifted to their place.
+    Args:
+        means: Its keys [P, D] in float32, from which the centre is subtracted; 0 outside.
+        targets: Pointers to the group's codes [P, bytes] and scales [P] or [1], and to the signs of
+            the rotation, [D, D] in bfloat16 (`low_bits.rotation_signs`).
     """
+    codes_ptr, scales_ptr, signs_ptr = targets
     BITS: tl.constexpr = INDEX.bits
     LEVELS: tl.constexpr = INDEX.levels
-    BLOCK_C: tl.constexpr = INDEX.block_c
     BLOCK_P: tl.constexpr = INDEX.block_p
     EACH: tl.constexpr = 8 // BITS
+    BYTES: tl.constexpr = (TILE.dim + EACH - 1) // EACH
+    COLUMNS: tl.constexpr = min(TILE.block_d, _SIGNS // TILE.block_d)
+    # All elements of the rotation but zeros are of one magnitude.
+    SIZE: tl.constexpr = (TILE.dim & -TILE.dim) ** -0.5
 
     # Divide the means by their root mean square, of each key or of the group, and split them into
     # three bfloat16 numbers, whose sum is the mean in float32.
@@ -115,53 +115,39 @@ def encode_keys(means, rotation_ptr, INDEX: tl.constexpr, TILE: tl.constexpr):
     high = means.to(tl.bfloat16)
     rest = means - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
-    parts_of_means = (high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
     # Rotate and round. The scale makes the product of a rotated mean with its rounded form that
     # with itself: the quotient of these two sums.
-    packed = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
     of_rotated = tl.zeros([BLOCK_P], tl.float32)
     with_stored = tl.zeros([BLOCK_P], tl.float32)
-    cols = tl.arange(0, BLOCK_C)
+    key = tl.arange(0, BLOCK_P)
+    dims = tl.arange(0, TILE.block_d)
     UPPER: tl.constexpr = 2 ** (BITS - 1)
-    # Two tiles of a rotation of 256 columns are more than AMD's chips hold.
-    STAGES: tl.constexpr = 2 if TILE.block_d <= 128 else 1
-    for i in tl.range(EACH, num_stages=STAGES):
-        x = _rotated(parts_of_means, rotation_ptr, i, INDEX, TILE)  # [P, bytes]
+    for first in tl.range(0, TILE.block_d, COLUMNS, num_stages=1):
+        cols = first + tl.arange(0, COLUMNS)
+        at = dims[:, None] * TILE.dim + cols[None, :]
+        signs = tl.load(signs_ptr + at, mask=tile_mask(dims, TILE.dim, cols, TILE.dim), other=0.0)
+        x = (dot(low, signs) + dot(middle, signs) + dot(high, signs)) * SIZE
         x = x / rms[:, None]
         # A code is the number of edges, halfway between neighbouring levels, that x is above.
-        upper = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
-        lower = tl.zeros([BLOCK_P, BLOCK_C], tl.int32)
+        codes = (x > 0.0).to(tl.int32)
         for j in tl.static_range(1, UPPER):
             edge = (LEVELS[j - 1] + LEVELS[j]) / 2
-            upper += (x > edge).to(tl.int32)
-            lower += (x > -edge).to(tl.int32)
-        codes = lower + (x > 0.0).to(tl.int32) + upper
+            codes += (x > edge).to(tl.int32) + (x > -edge).to(tl.int32)
         stored = level_of(codes, BITS, LEVELS)
-        exists = (cols * EACH + i < TILE.dim)[None, :]
+        exists = (cols < TILE.dim)[None, :]
         of_rotated += tl.sum(x * x, 1)
         with_stored += tl.sum(tl.where(exists, x * stored, 0.0), 1)
-        packed += tl.where(exists, codes << (BITS * i), 0)
+        # A byte holds EACH codes of neighbouring columns, the first in its lowest bits.
+        codes = tl.where(exists, codes << (cols % EACH * BITS)[None, :], 0)
+        packed = tl.sum(tl.reshape(codes, [BLOCK_P, COLUMNS // EACH, EACH]), 2)
+        byte = first // EACH + tl.arange(0, COLUMNS // EACH)
+        at = key[:, None] * BYTES + byte[None, :]
+        is_byte = tile_mask(key, INDEX.keys, byte, BYTES)
+        tl.store(codes_ptr + at, packed.to(tl.uint8), mask=is_byte)
     if INDEX.scales == 1:
         of_rotated = tl.zeros([BLOCK_P], tl.float32) + tl.sum(of_rotated, 0)
         with_stored = tl.zeros([BLOCK_P], tl.float32) + tl.sum(with_stored, 0)
     scales = rms * (of_rotated / tl.maximum(with_stored, TINY))
-    return packed, tl.minimum(scales, 65504.0)  # the largest float16
-
-
-@triton.jit
-def _rotated(parts, rotation_ptr, first, INDEX: tl.constexpr, TILE: tl.constexpr):
-    """Rotate the sum of three bfloat16 parts [P, D]; return columns first, first + EACH, ..., [P,
-    bytes] in float32. All elements of the rotation have one magnitude, so products are with their
-    signs, which bfloat16 holds exactly."""
-    EACH: tl.constexpr = 8 // INDEX.bits
-    BYTES: tl.constexpr = (TILE.dim + EACH - 1) // EACH
-    dims = tl.arange(0, TILE.block_d)
-    cols = tl.arange(0, INDEX.block_c)
-    mask = tile_mask(dims, TILE.dim, cols, BYTES)
-    at = (first * TILE.dim + dims)[:, None] * BYTES + cols[None, :]
-    rotation = tl.load(rotation_ptr + at, mask=mask, other=0.0)
-    signs = (rotation > 0).to(tl.float32) - (rotation < 0).to(tl.float32)
-    signs = signs.to(tl.bfloat16)
-    high, middle, low = parts
-    size = tl.abs(tl.load(rotation_ptr))
-    return (dot(low, signs) + dot(middle, signs) + dot(high, signs)) * size
+    scales = tl.minimum(scales, 65504.0)  # the largest float16
+    tl.store(scales_ptr + key, scales.to(scales_ptr.dtype.element_ty), mask=key < INDEX.scales)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from corecontext.ops.capability import nvidia_capability
-from corecontext.ops.fetch.low_bits import columns_of_codes, rotation
+from corecontext.ops.fetch.low_bits import columns_of_codes, rotation, rotation_signs
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.attend_entries import load_queries, store_part
 from corecontext.ops.triton.decode.merge_parts import merge
@@ -331,8 +331,7 @@ def _attend_rows_kernel(
 @functools.lru_cache(maxsize=8)
 def rotations_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple:
     """Return `IndexPages.rotations`, the same tensors at each call: captured launches read them."""
-    matrices = [rotation(dim, kind, device) for kind in (dtype, torch.float32)]
-    return tuple(columns_of_codes(x, bits) for x in matrices)
+    return columns_of_codes(rotation(dim, dtype, device), bits), rotation_signs(dim, device)
 
 
 def parts_of_rows(chip: Chip, rows: int, tiles: int) -> int:

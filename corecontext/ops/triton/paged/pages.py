@@ -46,8 +46,8 @@ class IndexPages(NamedTuple):
     """[P, Hkv, D] in float32, the last dimension contiguous. Row p is the centre of the sequences
     whose first page is p; other rows are undefined."""
     rotations: tuple[Tensor, Tensor]
-    """The matrix that rotates keys before they are rounded, in the dtype of queries and in float32,
-    its columns in the order of the codes (`low_bits.columns_of_codes`)."""
+    """The matrix that rotates keys before they are rounded: in the dtype of queries, its columns in
+    the order of the codes (`low_bits.columns_of_codes`), and its signs (`rotation_signs`)."""
 
 
 class Batch(NamedTuple):

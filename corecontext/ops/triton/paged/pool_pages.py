@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from corecontext.ops.capability import nvidia_capability
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.plan import Tile, index_form
 from corecontext.ops.triton.launch import (
@@ -35,8 +36,13 @@ from corecontext.ops.triton.pool.launcher import rotation_tables
 from corecontext.ops.triton.primitives import TINY, integers
 from corecontext.ops.triton.tiles import pool_tiles
 
-_INDEX_WARPS = {"prompt": 2, "step": 4}
-"""Least warps of a program where one of the duties is to write an index."""
+_INDEX_WARPS = 4
+"""Of a program where one of the duties is to write an index, at least."""
+_PROMPT_REGISTERS = 128
+"""Of a thread of such a program in a prompt, so that four programs run on a multiprocessor at once:
+1,024 tokens of an 8B model take an H200 14.3 us for 17.2 of three programs."""
+_FITTING = 32 * 128
+"""Numbers of a group's keys, at most, for which so many registers are enough."""
 
 
 @triton.jit
@@ -170,6 +176,7 @@ def _pool_pages_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     GROUP: tl.constexpr,
+    CENTRED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -192,18 +199,19 @@ def _pool_pages_kernel(
             sequence has at most BLOCK_T of them, and no more than GROUP.
         raw, far: Pointers to keys and values of raw tokens in pages, of the device and of the host.
         cores: Pointers to keys, values and masses of core tokens.
-        index: Pointers to codes, scales, centres and the rotation of the index.
+        index: Pointers to codes, scales and centres of the index, and to the signs of its rotation.
         slots: Pointers to the tensors of `GroupSlots`, in their order: tokens in slots, the slot of
             each core token (-1: none), and what finds a slot, where the group is copied to.
         page_tables: Pointers to the tables of raw tokens and of core tokens.
         tables: Pointers to cosines and sines of the rotation to a group's middle.
         sequences: Pointers to each sequence's first new token and to its length.
-        numbers: Sequences, slots of a KV head, tokens that the centre of the index counts.
+        numbers: Sequences, slots of a KV head.
         strides: Of q, of pages of raw tokens, of core tokens and of masses, of both tables' rows,
             of `far`, of new keys and values; then of codes, scales and centres.
         PAGES: Entries of a page of raw tokens, of core tokens, of `far`.
+        CENTRED: Tokens that the centre of the index counts.
     """
-    num_sequences, num_slots, num_centred = integers(numbers)
+    num_sequences, num_slots = integers(numbers)
     keys_ptr, values_ptr = raw
     core_keys_ptr, core_values_ptr, mass_ptr = cores
     cos_ptr, sin_ptr = tables
@@ -221,7 +229,8 @@ def _pool_pages_kernel(
     core_table_ptr = page_tables[1] + sequence.to(tl.int64) * table_strides[1]
     keys_ptr += head * page_strides[2]
     values_ptr += head * page_strides[2]
-    duty = tl.program_id(2)
+    # The longest duty begins first.
+    duty = tl.num_programs(2) - 1 - tl.program_id(2)
     if BLOCK_T > 0:
         first_slot = tl.load(new[2] + first, mask=past < length, other=-1)
         # mutant vllm: a step without places stores its tokens
@@ -327,11 +336,11 @@ def _pool_pages_kernel(
                 index,
                 (table_ptr, core_table_ptr),
                 (head, group, length, past),
-                num_centred,
                 (page_strides, strides[8], strides[9], strides[10]),
                 PAGES,
                 SINKS,
                 GROUP,
+                CENTRED,
                 INDEX,
                 TILE,
             )
@@ -349,15 +358,17 @@ class PoolPlan(NamedTuple):
     rotation: Fixed
     strides: tuple[tuple[tuple[int, ...], ...], ...]
     """Of pages, and of the index."""
-    numbers: tuple[int, int]
-    """Slots of a KV head, tokens that the centre of the index counts."""
+    num_slots: int
+    """Of a KV head."""
     scale: float
     softcap: float
     kv_heads: int
     duties: int
     """Programs among which the work for a group is split."""
-    warps: dict[str, int]
-    """Of a program, for a prompt and for a step."""
+    num_warps: int
+    """Of a program."""
+    prompt_registers: int | None
+    """Of a thread, at most, where no token is stored."""
     constants: dict[str, Any]
     made: dict[int, Constants]
     """What a kernel is compiled for, by the tokens that it stores: filled by launches."""
@@ -366,9 +377,12 @@ class PoolPlan(NamedTuple):
         """Return what the kernel is compiled for that stores up to `block_t` new tokens of a
         sequence, or none."""
         if block_t not in self.made:
-            num_warps = self.warps["step" if block_t else "prompt"]
-            made = Constants(**self.constants, BLOCK_T=block_t, num_warps=num_warps)
-            self.made[block_t] = made
+            self.made[block_t] = Constants(
+                **self.constants,
+                BLOCK_T=block_t,
+                num_warps=self.num_warps,
+                maxnreg=None if block_t else self.prompt_registers,
+            )
         return self.made[block_t]
 
     @classmethod
@@ -407,6 +421,9 @@ class PoolPlan(NamedTuple):
             index_tensors = (*index[:3], index.rotations[1])
             form = index_form(spec, dim)
         of_index = (*(x.stride()[:3] for x in index_tensors[:2]), index_tensors[2].stride()[:2])
+        registers = None
+        if index is not None and g * dim <= _FITTING and nvidia_capability(raw.k.device):
+            registers = _PROMPT_REGISTERS
         num_slots = 0 if slots is None else slots.owner.shape[1]
         constants = {
             "PAGES": (raw.k.shape[1], cores.k.shape[1], far_pages.k.shape[1]),
@@ -421,6 +438,7 @@ class PoolPlan(NamedTuple):
             "HAS_SLOTS": slots is not None,
             "HAS_INDEX": index is not None,
             "GROUP": g,
+            "CENTRED": spec.num_centred,
             "BLOCK_R": power_of_2(num_heads // kv_heads),
             "BLOCK_G": tiles.block_g,
             "BLOCK_P": tiles.block_p,
@@ -440,15 +458,13 @@ class PoolPlan(NamedTuple):
                 (far_pages.k.stride()[:3],),
                 of_index,
             ),
-            numbers=(num_slots, spec.num_centred),
+            num_slots=num_slots,
             scale=float(spec.scale),
             softcap=float(spec.softcap or 1.0),
             kv_heads=kv_heads,
             duties=1 + (slots is not None) + (index is not None),
-            warps={
-                kind: tiles.num_warps if index is None else max(least, tiles.num_warps)
-                for kind, least in _INDEX_WARPS.items()
-            },
+            num_warps=tiles.num_warps if index is None else max(_INDEX_WARPS, tiles.num_warps),
+            prompt_registers=registers,
             constants=constants,
             made={},
         )
@@ -488,7 +504,7 @@ def pool_pages(
         (blocks, plan.kv_heads, plan.duties),
         (
             *(q, stored, plan.raw, plan.far, plan.cores, plan.index, plan.slots, tables),
-            *(plan.rotation, (batch.starts, batch.lengths), ints(sequences, *plan.numbers)),
+            *(plan.rotation, (batch.starts, batch.lengths), ints(sequences, plan.num_slots)),
             *(plan.scale, plan.softcap),
         ),
         ((q.stride()[:2], *of_pages, of_tables, *of_far, *of_new, *of_index),),
