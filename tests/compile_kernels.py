@@ -415,7 +415,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types |= {"strides": (2, 3, 3, 3, 2, 3, 2, 2, 3, scales, 2)}
     types["slots"] = ("", "i32", "i32", "i64", "i64", "i64")
     tiles = pool_tiles(16, dim)
-    flags = dict.fromkeys(("HAS_MASS", "HAS_FAR", "HAS_SLOTS", "HAS_INDEX"), True)
+    flags = dict.fromkeys(("HAS_MASS", "HAS_SLOTS", "HAS_INDEX"), True)
     sizes = {
         "SINKS": 16,
         "GROUP": 16,
@@ -427,8 +427,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     sizes |= {**flags, "INTERLEAVED": False, "HAS_SOFTCAP": False, "BLOCK_R": HEADS}
     sizes |= {"PAGES": (16, 4, 64), "BLOCK_G": tiles.block_g, "BLOCK_P": tiles.block_p}
     sizes |= {"INDEX": plan.index, "TILE": plan.tile._replace(block_m=1, block_n=1, heads=1)}
-    for block_t in (0, 1):
-        blocks = {"BLOCK_T": block_t, "num_warps": 4}
+    for stores_far in (False, True):
+        blocks = {"STORES_FAR": stores_far, "num_warps": 4}
         yield Kernel(paged_pool._pool_pages_kernel, {**sizes, **blocks}, types)
     names = ("starts_ptr", "lengths_ptr", "full_until_ptr", "rows_ptr")
     blocks = {"BLOCK": paged_rows.BLOCK, "num_warps": 4}

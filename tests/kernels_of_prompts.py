@@ -167,13 +167,11 @@ class Server(NamedTuple):
         slots = torch.zeros(len(q), dtype=torch.int64)
         raw, cores = (x._replace(table=x.table[: len(counts)]) for x in (self.raw, self.cores))
         far, kept = self.far or FarPages(raw)
-        new = (k, v, slots)
-        if max(counts) > 1:
-            new = None
-            for pages in (raw, far):
-                store_tokens(k, v, slots, pages)
+        stores_far = self.far is not None and max(counts) == 1
+        if self.far is not None and not stores_far:
+            store_tokens(k, v, slots, far)
         plan = PoolPlan.of(raw, cores, self.spec, q.shape[1], self.index, self.far)
-        pool_pages(q, batch, (raw.table, cores.table), plan, new)
+        pool_pages(q, (k, v, slots), batch, (raw.table, cores.table), plan, stores_far)
         if not self.config.fetch_groups:
             parts = parts_of(starts.tolist(), lengths, batch)
             if any(part.kind is Kind.LONG for part in parts):

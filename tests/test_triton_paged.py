@@ -25,7 +25,6 @@ from corecontext.ops.triton.paged.batch_parts import Kind, attend_parts, parts_o
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.pages import Batch, Pages, alignment_of
 from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
-from corecontext.ops.triton.paged.store_tokens import store_tokens
 from corecontext.ops.triton.tiles import Chip, PoolTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -130,11 +129,8 @@ def served(config, rotary, qkv, steps, dtype, softcap=None, page_size=4):
             max(b for _, b in spans.values()),
         )
         raw, cores = cache.rows(list(step))
-        new = (k, v, slots) if batch.most_new <= spec.group_size else None
-        if new is None:
-            store_tokens(k, v, slots, raw)
         plan = PoolPlan.of(raw, cores, spec, q.shape[1])
-        pool_pages(q, batch, (raw.table, cores.table), plan, new)
+        pool_pages(q, (k, v, slots), batch, (raw.table, cores.table), plan)
         parts = parts_of(counts.cumsum(0).tolist(), batch.lengths.tolist(), batch)
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         attend_parts((q, k, v), parts, raw, cores, spec, out)
@@ -367,9 +363,8 @@ def test_padding_of_a_captured_batch_changes_nothing():
     q, k, v = (torch.cat((x, torch.full_like(x[:3], torch.nan))) for x in qkv)
     slots = torch.tensor([*cache.slots(0, 0, 9), -1, -1, -1])
     batch = Batch(torch.tensor([0, 9, 9, 9]).int(), torch.tensor([9, 0, 0]).int(), 9, 9)
-    store_tokens(k, v, slots, raw)
     plan = PoolPlan.of(raw, cores, spec, q.shape[1])
-    pool_pages(q, batch, (raw.table, cores.table), plan)
+    pool_pages(q, (k, v, slots), batch, (raw.table, cores.table), plan)
     out = attend_pages(q, batch, raw, cores, spec)[:9]
     assert (out - reference(config, halves(), qkv)).abs().max() < 1e-5
     written = (raw.k != 7).any(-1)

@@ -178,23 +178,21 @@ def served(
             kept.reveal()
         far = FarPages(cache.far._replace(table=cores.table), kept and kept.slots)
         far = far if has_far else None
-        # One launch stores and pools a few tokens.
-        new = (k, v, slots) if batch.most_new <= spec.group_size else None
-        if new is None:
-            store_tokens(k, v, slots, raw)
+        new = (k, v, slots)
+        stores_far = has_far and batch.most_new <= spec.group_size
         if has_far:
             places = [cache.slots(i, *span, cache.far) for i, span in spans.items()]
-            if new is None:
+            if not stores_far:
                 store_tokens(k, v, torch.tensor([*itertools.chain(*places)]), far.pages)
             for i, (a, _) in spans.items():
                 cache.keep_window(i, a, spec)
         tables = (raw.table, cores.table)
         plan = PoolPlan.of(raw, cores, spec, q.shape[1], cache.index, far)
-        if padding and new:
+        if padding:
             none = (k * torch.nan, v, slots * 0 - 1)  # a step without places, of first tokens
             begins = batch._replace(lengths=counts.diff().int())
-            pool_pages(q, begins, tables, plan, none)
-        pool_pages(q, batch, tables, plan, new)
+            pool_pages(q, none, begins, tables, plan, stores_far)
+        pool_pages(q, new, batch, tables, plan, stores_far)
         if kept:
             others = {} if reuses else dict(enumerate(computed))
             kept.hide({**others, **{i: b for i, (_, b) in spans.items()}})
@@ -346,6 +344,41 @@ def test_programs_that_share_the_work_of_a_group_keep_it_in_a_slot():
     config = CCAConfig(**FETCH, core_position="token")
     cache = check(config, STEPS, has_far=True, num_slots=20)[1]
     assert (cache.kept.slots.table >= 0).any()
+
+
+def test_no_program_waits_for_what_another_one_stores():
+    """With one page for all raw tokens of a prompt, groups are pooled, indexed and kept all the
+    same: new tokens are read where the step has them."""
+    config = CCAConfig(**FETCH, core_position="token")
+    spec = Spec.of(config, None, DIM**-0.5)
+    generator = torch.Generator("cpu").manual_seed(1)
+    heads = (SHARE * KV_HEADS, KV_HEADS, KV_HEADS)
+    shapes = [(31, count, DIM) for count in heads]
+    q, k, v = (torch.randn(shape, generator=generator, device="cpu") for shape in shapes)
+    q, k, v = (x.to(torch.get_default_device()) for x in (q, k, v))
+    batch = Batch(torch.tensor([0, 31]).int(), torch.tensor([31]).int(), 31, 31)
+    written = []
+    for is_one in (False, True):
+        cache = Cache([31], spec, q.dtype)
+        raw, cores = cache.step([0])
+        slots = torch.tensor(cache.slots(0, 0, 31))
+        if is_one:
+            raw = raw._replace(table=torch.zeros_like(raw.table))
+        kept = Kept(cache, spec, 20).slots
+        far = FarPages(cache.far._replace(table=cores.table), kept)
+        plan = PoolPlan.of(raw, cores, spec, q.shape[1], cache.index, far)
+        pool_pages(q, (k, v, slots), batch, (raw.table, cores.table), plan)
+        written.append((*cores[:2], cores.mass, *cache.index[:3]))
+        groups = torch.cat((k, v), -1)[:28].unflatten(0, (7, -1))  # [groups, g, Hkv, 2 D]
+        count = 0
+        for number, head in itertools.product(range(1, 7), range(KV_HEADS)):
+            slot = kept.table[cores.table[0, number // CORE_PAGE], number % CORE_PAGE, head]
+            if slot >= 0:
+                count += 1
+                assert torch.equal(kept.tokens[head, slot], groups[number, :, head])
+        assert count
+    for one, other in zip(*written):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @triton.jit

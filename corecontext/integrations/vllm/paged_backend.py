@@ -259,7 +259,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         self.raw_heads = raw_heads_of(hf_config, ranks)
         self.caches: LayerCaches | None = None
-        self.most_stored = min(1 + num_drafts(self.vllm_config), self.spec.group_size)
+        self.most_decoded = 1 + num_drafts(self.vllm_config)
         self.is_prepared = False
         self.is_compiled = False
 
@@ -369,26 +369,10 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         if compiles:
             compile_for_any_batch(query, raw, cores, self.spec)
             compile_for_any_prompt(query, (key, value, step.slots), raw, cores, self.spec)
-        new = self._stored(key, value, step, raw)
-        pool_pages(query, self._pooled(step.batch), (raw.table, cores.table), plan, new)
+        new = (key, value, step.slots)
+        pool_pages(query, new, step.batch, (raw.table, cores.table), plan)
         tokens = (query, key, value)
         attend_step(tokens, step, (raw, cores), self.spec, out)
-
-    def _pooled(self, batch: Batch) -> Batch:
-        """Return a batch for `pool_pages`, whose kernel is compiled for its most new tokens: the
-        same in all steps."""
-        return batch._replace(most_new=self.most_stored)
-
-    def _stored(
-        self, key: Tensor, value: Tensor, step: StepMetadata, raw: Pages
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Store keys and values in pages of raw tokens and return None, or return them with their
-        slots for `pool_pages` to store: only in decoding steps, whose sequences have `most_stored`
-        new tokens at most."""
-        if step.batch.most_new <= self.most_stored:
-            return key, value, step.slots
-        store_tokens(key, value, step.slots, raw)
-        return None
 
     def _attend_fetched(
         self,
@@ -410,8 +394,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             if host is None and step.attend_whole is None:
                 compile_for_any_batch(query, raw, raw, self.raw_spec)
                 compile_chunk((query, key, value), raw, raw, self.raw_spec)
-        new = self._stored(key, value, step, raw)
-        pool_pages(query, self._pooled(step.batch), (raw.table, cores.table), plan, new)
+        new = (key, value, step.slots)
+        stores_far = host is not None and step.batch.most_new <= self.most_decoded
+        pool_pages(query, new, step.batch, (raw.table, cores.table), plan, stores_far)
 
         def choose(tokens: slice) -> None:
             rows = step.rows.part(tokens)
@@ -434,12 +419,14 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
             elif run.kind is Kind.WHOLE:
                 step.attend_whole(q, k, v, run.batch, self.spec, results)
             elif step.attend_whole is not None:
-                table = raw.table[run.sequences]
+                table = raw.table
+                if run.batch.lengths.shape[0] < table.shape[0]:
+                    table = table[run.sequences]
                 step.attend_whole(q, raw.k, raw.v, run.batch, self.spec, results, table)
             else:
                 tokens = (query, key, value)
                 attend_parts(tokens, [run], raw, raw, self.raw_spec, out)
-        if host is not None and new is None:
+        if host is not None and not stores_far:
             # Beside the layer's products: attention has launches that wait for single programs.
             cache = self.caches.cores
             cache.host_pages.writes.store((key, value), core_slots, host.pages, cache.is_last)

@@ -30,10 +30,11 @@ def compile_for_any_prompt(
         raw, cores, index, far: As of `PoolPlan.of`.
     """
     q, k, v, slots = (x[:1] for x in (q, *new))
-    pages, kept = far or FarPages(raw)
-    for places in (raw, pages):
-        store_tokens(k, v, torch.full_like(slots, -1), places)
     starts = torch.zeros(2, dtype=torch.int32, device=q.device)
     plan = PoolPlan.of(raw, cores, spec, q.shape[1], index, far)
-    pool_pages(q, Batch(starts, starts[:1], 1, 1), (raw.table, cores.table), plan)
+    none = Batch(starts, starts[:1], 1, 1)
+    pool_pages(q, (k, v, slots), none, (raw.table, cores.table), plan)
+    pages, kept = far or FarPages(raw)
+    if far is not None:
+        store_tokens(k, v, torch.full_like(slots, -1), pages)
     gather_chunk((k, v), Span.of(0, 1, spec), pages, cores, spec, kept)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from corecontext.ops.triton.decode.write_index import store_index
-from corecontext.ops.triton.paged.pages import page_offsets
+from corecontext.ops.triton.paged.sequence_rows import load_rows, rows_of
 from corecontext.ops.triton.primitives import tile_mask
 
 _CENTRE_ROWS = tl.constexpr(32)
@@ -19,34 +19,33 @@ _CENTRE_ROWS = tl.constexpr(32)
 
 @triton.jit
 def _sum_of_keys(
-    keys_ptr,
-    table_ptr,
+    keys,
+    sequence,
     count,
     page_strides,
-    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
     SINKS: tl.constexpr,
     MOST: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Return the sum of the first `count` keys behind the sinks, of MOST at most, [D]."""
     dims = tl.arange(0, TILE.block_d)
-    rows = tl.arange(0, _CENTRE_ROWS)
+    number = tl.arange(0, _CENTRE_ROWS)
     # All loads are on their way before the first sum: a loop would wait for each.
     total = tl.full([_CENTRE_ROWS, TILE.block_d], 0.0, tl.float32)
     for start in tl.static_range(0, MOST, _CENTRE_ROWS):
-        inside = start + rows < count
-        at = page_offsets(table_ptr, SINKS + start + rows, inside, page_strides, PAGES[0])
-        mask = inside[:, None] & (dims < TILE.dim)[None, :]
-        keys = tl.load(keys_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
-        total += keys.to(tl.float32)
+        inside = start + number < count
+        rows = rows_of(SINKS + start + number, inside, sequence, page_strides, PAGE)
+        total += load_rows(keys, rows, dims, dims < TILE.dim).to(tl.float32)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def write_group_index(
-    keys_ptr,
+    keys,
     index,
-    tables,
+    sequence,
+    core_table_ptr,
     place,
     strides,
     PAGES: tl.constexpr,
@@ -59,19 +58,19 @@ def write_group_index(
     """Write the index of the earlier group that waited for group `completed`, for one KV head.
 
     Args:
-        keys_ptr: Raw keys of the KV head in pages.
+        keys: Raw keys of the KV head, as `load_rows` takes them.
         index: Pointers to codes, scales, centres and the signs of the rotation.
-        tables: Pointers to the sequence's tables of raw tokens and of core tokens.
+        sequence: As of `rows_of`.
+        core_table_ptr: The sequence's table of core tokens.
         place: The KV head; the number of the group that new tokens complete, if they do; tokens of
-            the sequence; its tokens before the new ones.
+            the sequence.
         strides: Of pages of raw tokens, of codes, of scales and of centres, named one by one:
             Triton 3.6 cannot pass on a slice of strides where one is 1.
         PAGES: Entries of a page of raw tokens and of core tokens.
         CENTRED: Tokens behind the sinks that the centre counts, whole groups.
     """
     codes_ptr, scales_ptr, centre_ptr, signs_ptr = index
-    table_ptr, core_table_ptr = tables
-    head, completed, length, past = place
+    head, completed, length = place
     page_strides, codes_strides, scales_strides, centre_strides = strides
     KEYS: tl.constexpr = INDEX.keys
     FIRST: tl.constexpr = SINKS // GROUP
@@ -83,10 +82,10 @@ def write_group_index(
         # The centre: read, if an earlier step has stored it, else the mean of its tokens' keys.
         page = tl.load(core_table_ptr).to(tl.int64)
         centre_at = centre_ptr + page * centre_strides[0] + head * centre_strides[1] + dims
-        num_read = tl.where(past < SINKS + CENTRED, 0, TILE.dim)
+        num_read = tl.where(sequence[1] < SINKS + CENTRED, 0, TILE.dim)
         num_written = tl.where(group == FIRST, TILE.dim, 0)
         count = tl.where(num_read > 0, 0, CENTRED)
-        total = _sum_of_keys(keys_ptr, table_ptr, count, page_strides, PAGES, SINKS, CENTRED, TILE)
+        total = _sum_of_keys(keys, sequence, count, page_strides, PAGES[0], SINKS, CENTRED, TILE)
         # mutant vllm: an index is centred by another sequence's mean
         centre = tl.load(centre_at, mask=dims < num_read, other=0.0) + total / CENTRED
         tl.store(centre_at, centre, mask=dims < num_written)
@@ -98,9 +97,8 @@ def write_group_index(
         SIZE: tl.constexpr = GROUP // KEYS
         for i in range(SIZE):
             token = group * GROUP + key * SIZE + i
-            at = page_offsets(table_ptr, token, key < KEYS, page_strides, PAGES[0])
-            keys = tl.load(keys_ptr + at[:, None] + dims[None, :], mask=mask, other=0.0)
-            means += keys.to(tl.float32)
+            rows = rows_of(token, key < KEYS, sequence, page_strides, PAGES[0])
+            means += load_rows(keys, rows, dims, dims < TILE.dim).to(tl.float32)
         means = tl.where(mask, means / SIZE - centre[None, :], 0.0)
 
         page = tl.load(core_table_ptr + group // PAGES[1]).to(tl.int64)
