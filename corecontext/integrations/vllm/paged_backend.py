@@ -420,6 +420,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
                 step.attend_whole(q, k, v, run.batch, self.spec, results)
             elif step.attend_whole is not None:
                 table = raw.table
+                # A part only where it is one: to take it costs each layer of a short prompt.
                 if run.batch.lengths.shape[0] < table.shape[0]:
                     table = table[run.sequences]
                 step.attend_whole(q, raw.k, raw.v, run.batch, self.spec, results, table)
