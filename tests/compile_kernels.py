@@ -435,7 +435,7 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
     types = {**dict.fromkeys(names, "i32"), "clock_ptr": "i64", "numbers": 3}
     yield Kernel(paged_rows._rows_kernel, blocks, types)
     blocks = {"BLOCK": plan.scoring.width, "BLOCK_K": 64, "TILE": plan.tile}
-    types = {**STEP_TYPES, "slots": ("i32", "i32", "i64", "i64"), "places_ptr": "i32"}
+    types = {**STEP_TYPES, "slots": ("i32", "i32", "i64", "i64"), "places": ("i32", "i32")}
     for num_slots in (0, 512):
         sizes = {**place, **blocks, "BLOCK_N": num_slots, "num_warps": plan.select_warps}
         yield Kernel(select_groups.select_kernel, sizes, types)

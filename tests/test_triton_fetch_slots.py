@@ -14,7 +14,7 @@ from corecontext.cache import CompactLayer
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.raw_store import Format
 from corecontext.ops.spec import Spec
-from corecontext.ops.triton.decode.find_slots import give_slots, load_slots
+from corecontext.ops.triton.decode.find_slots import give_slots
 
 pytestmark = pytest.mark.usefixtures("default_device")
 
@@ -30,17 +30,9 @@ def filled_store(num_slots):
 
 
 @triton.jit
-def slots_kernel(marks_ptr, found_ptr, slots, sizes, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Give slots to the groups that are marked, [rows, groups], and write them."""
-    n = tl.program_id(0).to(tl.int64)
-    groups = tl.arange(0, BLOCK)
-    at = n * sizes[0] + groups
-    is_chosen = tl.load(marks_ptr + at, mask=groups < sizes[0], other=0) > 0
-    loaded = load_slots(n, slots, sizes[1:], BLOCK)
-    is_missing = is_chosen & (loaded[0] < 0)
-    rank = tl.cumsum(is_missing.to(tl.int32), 0) - 1
-    found = give_slots(loaded, is_chosen, is_missing, rank, sizes[2], BLOCK_N)
-    tl.store(found_ptr + at, found, mask=is_chosen)
+def slots_kernel(choice, slots, results, sizes, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Give slots to the groups of each row."""
+    give_slots(tl.program_id(0).to(tl.int64), choice, slots, results, sizes, BLOCK_N, BLOCK_K)
 
 
 @pytest.mark.parametrize("num_slots", [4, 7, 33])
@@ -62,13 +54,13 @@ def test_slots_are_those_of_the_store(num_slots):
             groups = torch.randperm(count, generator=generator, device="cpu")[:size].sort()[0]
             chosen[row, :size] = groups.int()
             marks[row, groups] = 1
-        found = torch.full((4, 30), -1, dtype=torch.int32)
-        sizes = (30, store.table.shape[2], store.owner.shape[2])
-        slots_kernel[(4,)](marks, found, store.as_slots().slots[2:], sizes, 32, 64)
+        found = torch.empty_like(chosen)
+        results = (found, torch.empty_like(chosen))
+        sizes = (4, 30, store.table.shape[2], store.owner.shape[2])
+        slots_kernel[(4,)]((chosen, marks), store.as_slots().slots[2:], results, sizes, 64, 4)
         slots, is_missing = wanted._find_slots(chosen.long())
         slots = torch.where(is_missing, -2 - slots, slots)
-        found = found.gather(1, chosen.clamp(min=0).long())
-        assert torch.equal(found[chosen >= 0].long(), slots[chosen >= 0])
+        assert torch.equal(found.long(), torch.where(chosen < 0, -1, slots))
         for name in ("table", "owner", "last_used", "counts"):
             assert torch.equal(getattr(store, name), getattr(wanted, name)), name
     assert 0 < store.hits < store.lookups < 24 * 16

@@ -54,7 +54,7 @@ def attend_chosen_kernel(
             raw tokens, FETCHED_SINKS of them before group 0; or slots of one group each.
         raw: Where HAS_SLOTS, pointers to raw keys and values [B Hkv, raw_room, D] in host memory.
         chosen: Pointers to the groups chosen, [B Hkv, num_chosen] in int32, -1 for none, and to
-            their places in `fetched`: the same, or their slots as `select_kernel` writes them.
+            their places in `fetched`: the same, or their slots as `give_slots` writes them.
         length: Pointers to the length on the device, and to each row's padding.
         partial: Pointers to outputs [B Hkv, num_parts, HEADS, D] and log-sum-exp [B Hkv, num_parts,
             HEADS] in float32; part 0 is the new token, this launch writes 1, 2 and so on.

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from corecontext.ops.triton.choose.bisection import bisect, order_of
 from corecontext.ops.triton.decode.attend_entries import row_of
-from corecontext.ops.triton.decode.find_slots import give_slots, load_slots
+from corecontext.ops.triton.decode.find_slots import give_slots
 from corecontext.ops.triton.primitives import integers, visible_cores
 
 
@@ -15,7 +15,7 @@ def select_kernel(
     choice,
     length,
     slots,
-    places_ptr,
+    places,
     numbers,
     num_chosen,
     ON_DEVICE: tl.constexpr,
@@ -35,9 +35,7 @@ def select_kernel(
         scores_ptr: [B H, BLOCK] in float32 of `score_kernel`.
         choice: Pointers to groups [B Hkv, num_chosen] in int32 and marks [B Hkv, BLOCK] in int8.
         length: Pointers to the length on the device, and to each row's padding.
-        slots: Where BLOCK_N is not 0, pointers to `FetchSlots`, as of `load_slots`.
-        places_ptr: There the slot of each group chosen, [B Hkv, num_chosen] in int32: -1 for no
-            group, -2 - slot where it must be loaded.
+        slots, places: Where BLOCK_N is not 0, `slots` and `results` of `give_slots`.
         numbers: Length (unless ON_DEVICE), KV heads, groups that there is room for, group_size,
             window_size; with slots, entries of their table and slots.
         BLOCK, BLOCK_K, BLOCK_N: Powers of 2, at least the groups, the groups chosen and the slots.
@@ -52,11 +50,9 @@ def select_kernel(
     count = tl.minimum(visible_cores(position - SINKS, group_size, window_size), num_groups)
     groups = tl.arange(0, BLOCK)
     inside = groups < count
-    if BLOCK_N:
-        # Early, so that they are there when groups are chosen.
-        loaded = load_slots(n, slots, values[5:], BLOCK)
     # Up to num_chosen groups are all chosen.
     is_chosen = inside
+    place = groups
     if count > num_chosen:
         largest = tl.full([BLOCK], -float("inf"), tl.float32)  # [groups]
         for h in tl.static_range(HEADS):
@@ -68,39 +64,32 @@ def select_kernel(
         is_chosen = inside & (scores >= low)
         if at_low > num_chosen:  # some groups tie for the last place
             is_last = inside & (scores == low)
-            before = _running_sum(is_last.to(tl.int32), BLOCK)
+            before = _running_count(is_last, BLOCK)
             # mutant fetch: of equal scores a step chooses the last groups
             is_chosen = (inside & (scores >= high)) | (is_last & (before <= num_chosen - at_high))
-    # One sum counts chosen groups and, in its upper half, those of them that have no slot.
-    flags = is_chosen.to(tl.int32)
-    if BLOCK_N:
-        is_missing = is_chosen & (loaded[0] < 0)
-        flags += is_missing.to(tl.int32) << 16
-    counted = _running_sum(flags, BLOCK)
-    place = (counted & 0xFFFF) - 1
+        place = _running_count(is_chosen, BLOCK) - 1
     tl.store(chosen_ptr + place, groups, mask=is_chosen)
     choices = tl.arange(0, BLOCK_K)
     empty = (choices >= tl.minimum(count, num_chosen)) & (choices < num_chosen)
     tl.store(chosen_ptr + choices, choices * 0 - 1, mask=empty)
     tl.store(marks_ptr + groups, is_chosen.to(tl.int8))
     if BLOCK_N:
-        rank = (counted >> 16) - 1
-        slot = give_slots(loaded, is_chosen, is_missing, rank, values[6], BLOCK_N)
-        places_ptr += n * num_chosen
-        tl.store(places_ptr + place, slot, mask=is_chosen)
-        tl.store(places_ptr + choices, choices * 0 - 1, mask=empty)
+        tl.debug_barrier()  # all threads have written the choice
+        table_size, num_slots = values[5:]
+        sizes = (num_chosen, BLOCK, table_size, num_slots)
+        give_slots(n, choice, slots, places, sizes, BLOCK_N, BLOCK_K)
 
 
 @triton.jit
-def _running_sum(numbers, BLOCK: tl.constexpr):
-    """Return the sums of the numbers [BLOCK] up to each, itself included; many numbers are summed
-    in rows, then the rows before each are added."""
+def _running_count(flags, BLOCK: tl.constexpr):
+    """Return how many of the flags [BLOCK] are set up to each, itself included; many flags are
+    counted in rows, then the rows before each are added."""
     ROW: tl.constexpr = 32 if BLOCK >= 1024 else 1
     if ROW == 1:
-        total = tl.cumsum(numbers, 0)
+        count = tl.cumsum(flags.to(tl.int32), 0)
     else:
-        rows = tl.reshape(numbers, [BLOCK // ROW, ROW])
+        rows = tl.reshape(flags.to(tl.int32), [BLOCK // ROW, ROW])
         of_row = tl.sum(rows, 1)
         before = tl.cumsum(of_row, 0) - of_row
-        total = tl.reshape(tl.cumsum(rows, 1) + before[:, None], [BLOCK])
-    return total
+        count = tl.reshape(tl.cumsum(rows, 1) + before[:, None], [BLOCK])
+    return count

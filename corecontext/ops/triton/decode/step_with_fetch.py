@@ -83,8 +83,8 @@ class _Work(NamedTuple):
     choice: tuple[Tensor, Tensor]
     """Groups chosen [B Hkv, k] in int32, and 1 for each of these in marks [B Hkv, `Scoring.width`]
     in int8."""
-    places: Tensor
-    """As `select_kernel` writes them, [B Hkv, k] in int32; without slots the groups."""
+    places: tuple[Tensor, Tensor]
+    """As `give_slots` writes them, [B Hkv, k] in int32 each; without slots the groups."""
     partial: tuple[Tensor, Tensor]
     """Parts of the softmax: outputs [B Hkv, parts, r, D] and log-sum-exp [B Hkv, parts, r] in
     float32: that of the new token, those of `attend_chosen`, those of `attend_compact`."""
@@ -159,7 +159,9 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec) -> Tensor:
     scoring = plan.scoring
     num_bytes = 8 * scoring.block_m * plan.index.block_c if scoring.whole else 0
     chosen = make(num_chosen, dtype=torch.int32)
-    places = chosen if raw.slots is None else torch.empty_like(chosen)
+    places = (chosen, chosen)
+    if raw.slots is not None:
+        places = (torch.empty_like(chosen), torch.empty_like(chosen))
     work = _Work(
         rotated=(make(num_bytes, dtype=torch.int8), make(scoring.block_m)),
         scores=make(heads, scoring.width),
@@ -302,7 +304,7 @@ def _attend_chosen(step: _Step) -> None:
         attend_chosen_kernel,
         (step.grid, plan.num_fetching),
         (
-            *(q, step.cache, fetched, (raw.keys, raw.values), (chosen, step.work.places)),
+            *(q, step.cache, fetched, (raw.keys, raw.values), (chosen, step.work.places[0])),
             *(step.length, step.work.partial),
             ints(
                 *(step.seen, kv_heads, spec.group_size, spec.window_size, capacity),

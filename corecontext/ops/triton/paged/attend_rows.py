@@ -468,7 +468,7 @@ def attend_rows(
         (count,),
         (
             *(work.scores, work.choice, length),
-            *(work.choice * 2, work.choice[0], ints(0, *sizes, 0, 0)),
+            *(work.choice * 2, work.choice, ints(0, *sizes, 0, 0)),
         ),
         (num_chosen,),
         ON_DEVICE=False,
