@@ -440,10 +440,8 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
         sizes = {**place, **blocks, "BLOCK_N": num_slots, "num_warps": plan.select_warps}
         yield Kernel(select_groups.select_kernel, sizes, types)
     entries = {"ON_DEVICE": True, "CACHE": form, "TILE": plan.tile, **plan.attend_options}
-    sizes = {**entries, "POOLING": pooling, "INDEX": plan.index, "SCORING": plan.scoring}
-    for rotates in (False, True) if plan.scoring.whole else (False,):
-        types = {**STEP_TYPES, "index": (*STEP_TYPES["index"], "bf16")}
-        yield Kernel(attend_compact.attend_compact_kernel, {**sizes, "ROTATES": rotates}, types)
+    sizes = {**entries, "POOLING": pooling, "INDEX": plan.index}
+    yield Kernel(attend_compact.attend_compact_kernel, sizes, STEP_TYPES)
     for fetched_sinks, has_slots in ((spec.sinks, False), (0, True)):
         sizes = {**entries, "FETCHED_SINKS": fetched_sinks, "HAS_SLOTS": has_slots}
         yield Kernel(attend_chosen.attend_chosen_kernel, sizes, STEP_TYPES)

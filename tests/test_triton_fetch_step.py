@@ -145,7 +145,6 @@ def test_attention_is_captured_beside_the_choice(slots, monkeypatch):
         launched.append((Stream.current, "merge"))
         merge(*arguments, **constants)
 
-    monkeypatch.setattr(fetch_decode_plan, "_LEAST_BRANCHING", 0)
     monkeypatch.setattr(fetch_decode, "is_captured", lambda device: True)
     monkeypatch.setattr(fetch_decode, "_side_stream", lambda device: Stream("side"))
     monkeypatch.setattr(fetch_decode, "launch", recorded)

@@ -11,7 +11,6 @@ from corecontext.ops.triton.decode.attend_entries import (
     row_of,
     store_part,
 )
-from corecontext.ops.triton.decode.score_index import rotate_queries
 from corecontext.ops.triton.decode.write_index import close_group
 from corecontext.ops.triton.primitives import integers
 
@@ -25,7 +24,6 @@ def attend_compact_kernel(
     tables,
     length,
     partial,
-    rotated,
     numbers,
     scale,
     q_strides,
@@ -35,37 +33,32 @@ def attend_compact_kernel(
     CACHE: tl.constexpr,
     POOLING: tl.constexpr,
     INDEX: tl.constexpr,
-    SCORING: tl.constexpr,
-    ROTATES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Append the new tokens, and attend to compact entries in parts, to all visible core tokens.
 
     Grid: (B Hkv, programs). A program reads an even piece of the visible entries once, for all
-    heads; the first of these also stores the new token and pools the group that it closes. Before
-    them come one that writes the index of an earlier group and, where ROTATES, one that rotates the
-    queries. No program of the step reads what another one of this launch writes.
+    heads. The first one also stores the new token and pools the group that it closes, the last one
+    writes the index of an earlier group: no program of the step reads what these two write.
 
     Args:
         tokens: Pointers to q [B, H, 1, D], k and v [B, Hkv, 1, D].
         cache: Pointers to keys and values [B Hkv, capacity, D] and masses [B Hkv, capacity].
         raw: Pointers to raw keys and values [B Hkv, room, D], on the device or in host memory.
         index: Pointers to codes [B Hkv, num_groups, P, bytes], scales [B Hkv, num_groups, 1 or P],
-            centre [B Hkv, D] and the index's rotation, as its signs and by columns of codes.
+            centre [B Hkv, D] and the index's rotation in float32.
         tables: Pointers to cosines and sines [g, R / 2] of the rotation to a group's middle.
         length: Pointers to the length on the device, and to each row's padding.
         partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
             in float32: part 0 is the new token, then come num_fetching parts of
             `attend_chosen_kernel`, then this launch's, one for each program.
-        rotated: As `rotate_kernel` writes it.
     """
     values = integers(numbers)
     seen, kv_heads, num_groups, group_size, window_size = values[:5]
     capacity, ring_size, room, num_centred, num_fetching = values[5:]
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
-    # The programs before those that attend are numbered from -1 down.
-    program = tl.program_id(1) - (2 if ROTATES else 1)
-    programs = tl.num_programs(1) - (2 if ROTATES else 1)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
     SINKS: tl.constexpr = CACHE.sinks
     SIZE: tl.constexpr = TILE.heads * TILE.dim
     q_ptr = tokens[0] + batch * q_strides[0] + head * TILE.heads * q_strides[1]
@@ -81,24 +74,6 @@ def attend_compact_kernel(
     factors = (scale, 1.0)  # scores have no softcap
     slot = tl.maximum(position, 0) % ring_size
 
-    if program == -1:
-        KEYS: tl.constexpr = INDEX.keys
-        BYTES: tl.constexpr = (TILE.dim * INDEX.bits + 7) // 8
-        index_of_row = (
-            index[0] + n * num_groups * KEYS * BYTES,
-            index[1] + n * num_groups * INDEX.scales,
-            index[2] + n * TILE.dim,
-            index[3],
-        )
-        keys = (raw_k_ptr + SINKS * TILE.dim, k_ptr)
-        sizes = (position - SINKS, group_size, num_centred, num_groups)
-        close_group(keys, index_of_row, sizes, SINKS, INDEX, TILE)
-        return
-    if ROTATES:
-        if program == -2:
-            of_row = (n, q_ptr, q_strides[1])
-            rotate_queries(*of_row, index[4], rotated, INDEX, SCORING, TILE)
-            return
     if program == 0:
         append_token(
             (q_ptr, q_strides[1], k_ptr, v_ptr),
@@ -124,6 +99,19 @@ def attend_compact_kernel(
     sums = attend_entries(q, cache_of_row, bounds, place, factors, CACHE, TILE)
     part = first + 1 + num_fetching + program
     store_part((partial[0] + part * SIZE, partial[1] + part * TILE.heads), sums, TILE)
+
+    if program == programs - 1:
+        KEYS: tl.constexpr = INDEX.keys
+        BYTES: tl.constexpr = (TILE.dim * INDEX.bits + 7) // 8
+        index_of_row = (
+            index[0] + n * num_groups * KEYS * BYTES,
+            index[1] + n * num_groups * INDEX.scales,
+            index[2] + n * TILE.dim,
+            index[3],
+        )
+        keys = (raw_k_ptr + SINKS * TILE.dim, k_ptr)
+        sizes = (position - SINKS, group_size, num_centred, num_groups)
+        close_group(keys, index_of_row, sizes, SINKS, INDEX, TILE)
 
 
 @triton.jit

@@ -24,7 +24,6 @@ _ATTEND_REGISTERS = 168  # of a thread: with four warps a program, three program
 _SCORING = 6
 _ATTENDING = 1
 _FETCHING = 4
-_LEAST_BRANCHING = 1 << 62  # bytes of compact entries
 # At least so many programs for a KV head.
 _LEAST_ATTENDING = 2
 _LEAST_FETCHING = 2
@@ -196,9 +195,6 @@ class FetchPlan(NamedTuple):
     select_warps: int
     attend_options: dict[str, int]
     """Warps and registers of the launches that attend, for Triton."""
-    branches: bool
-    """Whether attention to compact entries is a branch beside the other launches of a captured
-    step; where it is not, its launch comes first and rotates the queries, too."""
     tile: Tile
     index: IndexForm
     scoring: Scoring
@@ -230,7 +226,6 @@ def fetch_plan(chip: Chip, sizes: StepSizes, spec: Spec) -> FetchPlan:
         groups_each=groups_each,
         select_warps=_select_warps(sizes.num_groups),
         attend_options=options,
-        branches=2 * rows * sizes.capacity * sizes.dim * sizes.dtype.itemsize >= _LEAST_BRANCHING,
         tile=plan.tile,
         index=index,
         scoring=scoring,

@@ -74,30 +74,6 @@ def rotate_kernel(
             b, and to the unit of each row, [B Hkv, rows] in float32. A row is a query head.
         SCORING, INDEX, TILE: `plan.Scoring`, `plan.IndexForm` and `plan.Tile`.
     """
-    n = tl.program_id(0).to(tl.int64)
-    batch = (tl.program_id(0) // kv_heads).to(tl.int64)
-    head = (tl.program_id(0) % kv_heads).to(tl.int64)
-    q_ptr += batch * q_strides[0] + head * TILE.heads * q_strides[1]
-    rotate_queries(n, q_ptr, q_strides[1], rotation_ptr, rotated, INDEX, SCORING, TILE)
-
-
-@triton.jit
-def rotate_queries(
-    n,
-    q_ptr,
-    stride,
-    rotation_ptr,
-    rotated,
-    INDEX: tl.constexpr,
-    SCORING: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write the rotated queries of KV head n of B Hkv.
-
-    Args:
-        q_ptr: Queries of its heads, `stride` numbers from each other.
-        rotation_ptr, rotated: As of `rotate_kernel`.
-    """
     BLOCK_C: tl.constexpr = INDEX.block_c
     ROWS: tl.constexpr = SCORING.block_m
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -105,6 +81,10 @@ def rotate_queries(
     EACH: tl.constexpr = 8 // INDEX.bits
     BYTES: tl.constexpr = (TILE.dim + EACH - 1) // EACH
     BLOCK: tl.constexpr = min(BLOCK_D, 128)  # dimensions that shared memory holds
+    n = tl.program_id(0).to(tl.int64)
+    batch = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    q_ptr += batch * q_strides[0] + head * TILE.heads * q_strides[1]
     numbers_ptr = rotated[0] + n * (8 * ROWS * BLOCK_C)
     heads = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, EACH * BLOCK_C)
@@ -114,7 +94,7 @@ def rotate_queries(
     for start in tl.static_range(0, BLOCK_D, BLOCK):
         dims = start + tl.arange(0, BLOCK)
         mask = tile_mask(heads, TILE.heads, dims, TILE.dim)
-        q = tl.load(q_ptr + heads[:, None] * stride + dims[None, :], mask=mask, other=0.0)
+        q = tl.load(q_ptr + heads[:, None] * q_strides[1] + dims[None, :], mask=mask, other=0.0)
         at = (code[None, :] * TILE.dim + dims[:, None]) * BYTES + byte[None, :]
         mask = (dims < TILE.dim)[:, None] & (byte < BYTES)[None, :]
         rotation = tl.load(rotation_ptr + at, mask=mask, other=0.0)  # [D, columns]

@@ -172,8 +172,8 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec) -> Tensor:
     )
     step = _Step((q, k, v), slots, raw, spec, plan, work)
     with torch.cuda.device_of(q):
-        if plan.branches and is_captured(q.device):
-            _capture_branches(step)
+        if is_captured(q.device):
+            _capture(step)
         else:
             for run in _launches(step):
                 run(step)
@@ -182,16 +182,15 @@ def _decode(tokens: list[Tensor], slots: Slots, spec: Spec) -> Tensor:
 
 def _launches(step: _Step) -> list[Callable[[_Step], None]]:
     """Return the launches of a step in their order."""
-    last = [_select, _attend_chosen, _merge]
-    if not step.plan.branches:
-        return [_attend_compact, _score, *last]
     scoring = [_rotate, _score] if step.plan.scoring.whole else [_score]
     if step.raw.slots is not None:
-        return [*scoring, _attend_compact, *last]
-    return [_attend_compact, *scoring, *last]
+        first = [*scoring, _attend_compact]
+    else:
+        first = [_attend_compact, *scoring]
+    return [*first, _select, _attend_chosen, _merge]
 
 
-def _capture_branches(step: _Step) -> None:
+def _capture(step: _Step) -> None:
     """Capture the launches of a step: attention to compact entries on the main stream, those that
     may run beside it on another."""
     main = torch.cuda.current_stream()
@@ -331,14 +330,13 @@ def _attend_compact(step: _Step) -> None:
     raw = step.raw
     spec = step.spec
     kv_heads, capacity = slots.keys.shape[1:3]
-    index = (raw.codes, raw.scales, raw.centre, raw.rotations[1], raw.rotations[0])
-    rotates = step.plan.scoring.whole and not step.plan.branches
+    index = (raw.codes, raw.scales, raw.centre, raw.rotations[1])
     launch(
         attend_compact_kernel,
-        (step.grid, step.plan.num_attending + 1 + rotates),
+        (step.grid, step.plan.num_attending),
         (
             *(step.tokens, step.cache, (raw.keys, raw.values), index),
-            *(slots.rotation or step.cache[:2], step.length, step.work.partial, step.work.rotated),
+            *(slots.rotation or step.cache[:2], step.length, step.work.partial),
             ints(
                 *(step.seen, kv_heads, raw.codes.shape[2], spec.group_size, spec.window_size),
                 *(capacity, slots.ring_size, raw.keys.shape[2], spec.num_centred),
@@ -351,8 +349,6 @@ def _attend_compact(step: _Step) -> None:
         CACHE=cache_form(slots, spec),
         POOLING=pooling_of(slots, spec, step.plan.tile),
         INDEX=step.plan.index,
-        SCORING=step.plan.scoring,
-        ROTATES=rotates,
         TILE=step.plan.tile,
         **step.plan.attend_options,
     )
