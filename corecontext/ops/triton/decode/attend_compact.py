@@ -38,8 +38,9 @@ def attend_compact_kernel(
     """Append the new tokens, and attend to compact entries in parts, to all visible core tokens.
 
     Grid: (B Hkv, programs). A program reads an even piece of the visible entries once, for all
-    heads. The first one also stores the new token and pools the group that it closes, the last one
-    writes the index of an earlier group: no program of the step reads what these two write.
+    heads; the first of these also stores the new token and pools the group that it closes. One
+    before them writes the index of an earlier group. No program of the step reads what another one
+    of this launch writes.
 
     Args:
         tokens: Pointers to q [B, H, 1, D], k and v [B, Hkv, 1, D].
@@ -57,8 +58,8 @@ def attend_compact_kernel(
     seen, kv_heads, num_groups, group_size, window_size = values[:5]
     capacity, ring_size, room, num_centred, num_fetching = values[5:]
     n, batch, head, position = row_of(length, seen, kv_heads, ON_DEVICE)
-    program = tl.program_id(1)
-    programs = tl.num_programs(1)
+    program = tl.program_id(1) - 1  # -1 writes an index
+    programs = tl.num_programs(1) - 1
     SINKS: tl.constexpr = CACHE.sinks
     SIZE: tl.constexpr = TILE.heads * TILE.dim
     q_ptr = tokens[0] + batch * q_strides[0] + head * TILE.heads * q_strides[1]
@@ -74,6 +75,19 @@ def attend_compact_kernel(
     factors = (scale, 1.0)  # scores have no softcap
     slot = tl.maximum(position, 0) % ring_size
 
+    if program < 0:
+        KEYS: tl.constexpr = INDEX.keys
+        BYTES: tl.constexpr = (TILE.dim * INDEX.bits + 7) // 8
+        index_of_row = (
+            index[0] + n * num_groups * KEYS * BYTES,
+            index[1] + n * num_groups * INDEX.scales,
+            index[2] + n * TILE.dim,
+            index[3],
+        )
+        keys = (raw_k_ptr + SINKS * TILE.dim, k_ptr)
+        sizes = (position - SINKS, group_size, num_centred, num_groups)
+        close_group(keys, index_of_row, sizes, SINKS, INDEX, TILE)
+        return
     if program == 0:
         append_token(
             (q_ptr, q_strides[1], k_ptr, v_ptr),
@@ -99,19 +113,6 @@ def attend_compact_kernel(
     sums = attend_entries(q, cache_of_row, bounds, place, factors, CACHE, TILE)
     part = first + 1 + num_fetching + program
     store_part((partial[0] + part * SIZE, partial[1] + part * TILE.heads), sums, TILE)
-
-    if program == programs - 1:
-        KEYS: tl.constexpr = INDEX.keys
-        BYTES: tl.constexpr = (TILE.dim * INDEX.bits + 7) // 8
-        index_of_row = (
-            index[0] + n * num_groups * KEYS * BYTES,
-            index[1] + n * num_groups * INDEX.scales,
-            index[2] + n * TILE.dim,
-            index[3],
-        )
-        keys = (raw_k_ptr + SINKS * TILE.dim, k_ptr)
-        sizes = (position - SINKS, group_size, num_centred, num_groups)
-        close_group(keys, index_of_row, sizes, SINKS, INDEX, TILE)
 
 
 @triton.jit

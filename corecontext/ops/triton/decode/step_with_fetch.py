@@ -333,7 +333,7 @@ def _attend_compact(step: _Step) -> None:
     index = (raw.codes, raw.scales, raw.centre, raw.rotations[1])
     launch(
         attend_compact_kernel,
-        (step.grid, step.plan.num_attending),
+        (step.grid, 1 + step.plan.num_attending),
         (
             *(step.tokens, step.cache, (raw.keys, raw.values), index),
             *(slots.rotation or step.cache[:2], step.length, step.work.partial),
