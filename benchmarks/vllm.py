@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,9 @@ class VllmBench:
     """Share of the GPU's memory that vLLM uses."""
     seed: int = 0
     """Seed of the prompts."""
+    turns: bool = False
+    """Have several methods take turns, prompt by prompt, each with a part of the memory: where the
+    host's speed changes, they see the same. Only prompts alone are measured."""
     profile: bool = False
     """Print which kernels the steps run, by their time on the device, and measure nothing else."""
 
@@ -105,6 +108,11 @@ class VllmBench:
             raise ValueError(
                 f"profile must be given with one method and requests, got {', '.join(self.methods)}"
                 f" and {self.requests} requests."
+            )
+        if self.turns and (len(self.methods) < 2 or self.requests):
+            raise ValueError(
+                f"turns must be given with several methods and 0 requests, got "
+                f"{', '.join(self.methods)} and {self.requests} requests."
             )
         if not 0 < self.memory_share < 1:
             raise ValueError(f"memory_share must be between 0 and 1, got {self.memory_share}.")
@@ -161,17 +169,41 @@ def run_vllm_bench(
             "bench vllm needs vLLM, which is not installed. Install it with: "
             f"{install_command('vllm')}"
         )
+    if bench.turns:
+        from benchmarks.vllm_turns import measure_in_turns
+
+        return measure_in_turns(bench, on_records)
     if len(bench.methods) > 1:
         measured = [_measure_apart(bench, method, on_records) for method in bench.methods]
         reasons = [reason for _, reason in measured if reason]
         if reasons:
             raise UserError("vllm must measure each method. " + " ".join(reasons))
         return [record for records, _ in measured for record in records]
+    [method] = bench.methods
+    with started(bench, method, on_records) as trial:
+        if bench.profile:
+            trial.profile()
+            return []
+        if not bench.pages:
+            trial.cache_tokens()
+        for length in bench.lengths:
+            for _ in range(bench.trials):
+                trial.alone(length)
+            trial.keep_alone(length)
+        if bench.requests:
+            trial.together()
+    return trial.records
+
+
+@contextlib.contextmanager
+def started(
+    bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any] = lambda new: None
+) -> Iterator["Trial"]:
+    """Start and warm up vLLM in this process."""
     # vLLM reads the environment when it is imported. Engine and scheduler stay in this process, so
     # that the times are those of steps, not of messages.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    [method] = bench.methods
     config = bench.config(method)
     with contextlib.ExitStack() as stack:
         if config.fetches_by_slots and bench.hit_share is not None:
@@ -179,28 +211,11 @@ def run_vllm_bench(
 
             shortest = min(*bench.lengths, bench.prompt_length)
             stack.enter_context(replayed_pages(bench.hit_share, shortest))
-        return _measured(bench, method, on_records)
-
-
-def _measured(
-    bench: VllmBench, method: str, on_records: Callable[[list[Record]], Any]
-) -> list[Record]:
-    """Measure a method in this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(bench, method, folder)
-    trial = _Trial(bench, method, engine, device_name("cuda"), on_records)
-    if bench.profile:
+        with tempfile.TemporaryDirectory() as folder:
+            engine = make_engine(bench, method, folder)
+        trial = Trial(bench, method, engine, device_name("cuda"), on_records)
         trial.warm_up()
-        trial.profile()
-        return []
-    if not bench.pages:
-        trial.cache_tokens()
-    trial.warm_up()
-    for length in bench.lengths:
-        trial.alone(length)
-    if bench.requests:
-        trial.together()
-    return trial.records
+        yield trial
 
 
 def _measure_apart(
@@ -263,7 +278,7 @@ def make_engine(bench: VllmBench, method: str, folder: str) -> Any:
     return llm.llm_engine
 
 
-class _Trial:
+class Trial:
     """Measure one method."""
 
     def __init__(
@@ -281,6 +296,9 @@ class _Trial:
         self.on_records = on_records
         self.records: list[Record] = []
         self.random = random.Random(bench.seed)
+        self.first_s: dict[int, list[float]] = {}
+        """By the prompt's length, as `next_ms`."""
+        self.next_ms: dict[int, list[float]] = {}
 
     def keep(self, name: str, value: float | list[float], **more: Any) -> None:
         """Make a record and hand it over."""
@@ -332,15 +350,16 @@ class _Trial:
             print_phase(phase)
 
     def alone(self, length: int) -> None:
-        """Measure the first and the next tokens of a request alone."""
-        first = []
-        steps = []
-        for _ in range(self.bench.trials):
-            [times] = timed(self.engine, [self.prompt(length)], 1 + self.bench.steps)
-            first.append(times[0])
-            steps += [1000 * (b - a) for a, b in itertools.pairwise(times)]
-        self.keep("first_token_s", first, length=length)
-        self.keep("next_token_ms", steps, length=length)
+        """Measure the first and the next tokens of one request alone."""
+        [times] = timed(self.engine, [self.prompt(length)], 1 + self.bench.steps)
+        self.first_s.setdefault(length, []).append(times[0])
+        steps = [1000 * (b - a) for a, b in itertools.pairwise(times)]
+        self.next_ms.setdefault(length, []).extend(steps)
+
+    def keep_alone(self, length: int) -> None:
+        """Keep what was measured of requests alone."""
+        self.keep("first_token_s", self.first_s[length], length=length)
+        self.keep("next_token_ms", self.next_ms[length], length=length)
 
     def together(self) -> None:
         """Measure requests sent all at once, from the first one sent to the last token made."""
@@ -381,14 +400,17 @@ def _greedy(new_tokens: int) -> Any:
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
+def bench_of(text: str) -> VllmBench:
+    """Return the settings that JSON holds."""
+    given = json.loads(text)
+    return VllmBench(**given | {name: tuple(given[name]) for name in ("methods", "lengths")})
+
+
+def hand_over(new: list[Record]) -> None:
+    """Print records for the process that started this one."""
+    for record in new:
+        print(record.to_json(), flush=True)
+
+
 if __name__ == "__main__":
-    chosen: dict[str, Any] = json.loads(sys.argv[1])
-    for field in ("methods", "lengths"):
-        chosen[field] = tuple(chosen[field])
-
-    def hand_over(new: list[Record]) -> None:
-        """Print records for the process that started this one."""
-        for record in new:
-            print(record.to_json(), flush=True)
-
-    run_vllm_bench(VllmBench(**chosen), hand_over)
+    run_vllm_bench(bench_of(sys.argv[1]), hand_over)

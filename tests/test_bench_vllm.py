@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import vllm as bench_vllm
-from benchmarks import vllm_profile
+from benchmarks import vllm_profile, vllm_turns
 from benchmarks.command import main
 from benchmarks.vllm import VllmBench, make_engine, model_config, timed
 from benchmarks.vllm_profile import Kernel, Phase, Span, phase_of
@@ -157,6 +157,90 @@ def test_several_methods_run_in_a_process_each(engine, monkeypatch):
     assert '"methods": ["full"]' in called[1]
     Process.returncode = 0
     assert bench_vllm.run_vllm_bench(VllmBench(), kept.extend) == kept[2:]
+
+
+@pytest.mark.parametrize("asks", [[], ["20", "20", "keep"]])
+def test_a_process_does_what_it_is_asked_for(engine, asks, capsys):
+    bench = VllmBench(methods=("full",), lengths=(20,), steps=3, requests=0)
+    vllm_turns.take_turns(bench, [f"{ask}\n" for ask in asks])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count(vllm_turns.READY) == 1 + len(asks) and lines[-1] == vllm_turns.READY
+    records = [Record.from_json(line) for line in lines if line != vllm_turns.READY]
+    names = ["vllm.first_token_s", "vllm.next_token_ms"] if asks else []
+    assert [record.name for record in records] == names
+    assert engine.prompts[-2:] and all(record.params["length"] == 20 for record in records)
+
+
+CHILD = """
+import sys
+from benchmarks import vllm_turns
+from corecontext.record import Record
+bench = vllm_turns.bench_of(sys.argv[1])
+assert bench.memory_share == 0.4 and not bench.turns
+print("a log")
+print(vllm_turns.READY, flush=True)
+asked = 0
+for line in sys.stdin:
+    if bench.methods == ("cca",) and asked == int(sys.argv[2]):
+        sys.exit(7)
+    if line.strip() == vllm_turns.KEEP:
+        params = {"method": bench.methods[0]}
+        print(Record("vllm.cache_tokens", asked, "tokens", params=params).to_json())
+    asked += 1
+    print(vllm_turns.READY, flush=True)
+"""
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Returns a function: processes answer in place of those with vLLM, that of cca so often."""
+    popen = vllm_turns.subprocess.Popen
+
+    def answer(often):
+        def start(program, **options):
+            return popen([sys.executable, "-c", CHILD, program[-1], str(often)], **options)
+
+        monkeypatch.setattr(vllm_turns.subprocess, "Popen", start)
+
+    return answer
+
+
+TURNS = VllmBench(turns=True, requests=0, lengths=(5, 9), trials=2, memory_share=0.8)
+
+
+def test_methods_take_turns(children, monkeypatch):
+    """Each has its part of the memory, a prompt in each round of each length, and its records."""
+    children(99)
+    order = []
+    ask = vllm_turns.Turn.ask
+
+    def recorded(turn, text):
+        order.append((turn.method, text))
+        return ask(turn, text)
+
+    monkeypatch.setattr(vllm_turns.Turn, "ask", recorded)
+    monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: name)
+    kept = []
+    records = bench_vllm.run_vllm_bench(TURNS, kept.extend)
+    assert kept == records
+    assert [(record.params["method"], record.value) for record in records] == [
+        ("cca", 4),
+        ("full", 4),
+    ]
+    rounds = [sorted(order[i : i + 2]) for i in range(0, 8, 2)]
+    assert rounds == [[("cca", n), ("full", n)] for n in ("5", "5", "9", "9")]
+
+
+def test_an_early_end_of_a_turn_is_told(children):
+    children(1)
+    with pytest.raises(UserError, match=r"cca: vLLM ended with code 7\."):
+        vllm_turns.measure_in_turns(TURNS, list)
+
+
+@pytest.mark.parametrize("given", [{"methods": ("full",), "requests": 0}, {}])
+def test_turns_need_methods_and_no_load(given):
+    with pytest.raises(ValueError, match="turns must be given with several methods and 0 requests"):
+        VllmBench(turns=True, **given)
 
 
 def test_the_table_has_the_newest_of_both_methods():
