@@ -33,8 +33,10 @@ class Turn:
             "memory_share": bench.memory_share / len(bench.methods),
         }
         program = [sys.executable, "-m", "benchmarks.vllm_turns", json.dumps(given)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(program, env=package_path(), **pipes)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            program, env=package_path(), stdin=pipe, stdout=pipe, text=True
+        )
 
     def ask(self, text: str) -> list[Record]:
         """Ask for something; return the records that the answer has.

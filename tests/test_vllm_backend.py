@@ -426,6 +426,70 @@ def test_whole_prompts_by_flash_attention(dtype):
     assert (out - wanted).float().norm(dim=-1).max() < 3e-2 * wanted.float().norm(dim=-1).max()
 
 
+def causal_behind(q, keys, values, starts, lengths, scale):
+    """The attention of the last rows of sequences whose keys and values [T, Hkv, D] are given."""
+    rows = []
+    for (begin, end), k, v in zip(itertools.pairwise(starts), keys, values, strict=True):
+        own = [x.transpose(0, 1).float() for x in (q[begin:end], k, v)]
+        repeats = q.shape[1] // k.shape[1]
+        own[1:] = [x.repeat_interleave(repeats, 0) for x in own[1:]]
+        seen = torch.ones(end - begin, len(k)).tril(len(k) - (end - begin)).bool()
+        rows.append(scaled_dot_product_attention(*own, seen, scale=scale).transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's FlashAttention needs a GPU")
+def test_layers_share_a_plan_of_flash_attention():
+    """Chunks of three sequences in pages of 16, one behind no tokens; then another step."""
+    attend = flash_attention(torch.bfloat16, 128, torch.device("cuda"))
+    for starts, lengths in (((0, 100, 700, 701), (2000, 600, 33)), ((0, 1024), (1024,))):
+        most = max(b - a for a, b in itertools.pairwise(starts))
+        batch = Batch(torch.tensor(starts).int(), torch.tensor(lengths).int(), most, max(lengths))
+        blocks = -(-max(lengths) // 16)
+        table = torch.randperm(len(lengths) * blocks).view(-1, blocks).int()
+        for _ in range(3):  # layers
+            q = torch.randn(starts[-1], 8, 128).bfloat16()
+            cache = torch.randn(len(lengths) * blocks, 16, 2, 256).bfloat16()
+            k, v = cache.chunk(2, -1)
+            out = torch.empty_like(q)
+            attend(q, k, v, batch, Spec(16, 1024, scale=0.1), out, table)
+            rows = [[x[row].flatten(0, 1)[:n] for row, n in zip(table, lengths)] for x in (k, v)]
+            wanted = causal_behind(q, *rows, starts, lengths, 0.1)
+            assert (out - wanted).float().norm(dim=-1).max() < 3e-2 * wanted.norm(dim=-1).max()
+
+
+@pytest.mark.parametrize("version, plans", [(3, 3), (2, 0)])
+def test_flash_attention_plans_once_a_step(monkeypatch, version, plans):
+    """For all layers; anew for another batch, and for layers of another size."""
+    from vllm.v1.attention.backends import fa_utils
+
+    made, taken = [], []
+
+    def plan(**sizes):
+        made.append(sizes)
+        return torch.full((1,), len(made))
+
+    monkeypatch.setattr(fa_utils, "get_scheduler_metadata", plan, raising=False)
+    monkeypatch.setattr(
+        fa_utils, "flash_attn_varlen_func", lambda *_, **given: taken.append(given), raising=False
+    )
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **_: version, raising=False)
+    attend = flash_attention(torch.bfloat16, 128, torch.device("cuda"))
+    starts = torch.tensor([0, 5])
+    batches = [Batch(starts, torch.tensor([7]), 5, 9) for _ in range(2)]
+    pages = torch.zeros(3, 16, 2, 128)
+    table = torch.zeros(1, 1)
+    for batch, heads in ((batches[0], 4), (batches[0], 4), (batches[1], 4), (batches[1], 8)):
+        q = torch.zeros(5, heads, 128)
+        attend(q, pages, pages, batch, Spec(16, 1024, scale=0.1, softcap=2.0), q, table)
+    assert len(made) == plans
+    assert [x.get("scheduler_metadata") for x in taken] == ([1, 1, 2, 3] if plans else [None] * 4)
+    for sizes in made:
+        assert sizes["page_size"] == 16 and sizes["max_seqlen_k"] == 9 and sizes["has_softcap"]
+    attend(q, q, q, batches[0], Spec(16, 1024, scale=0.1), q)
+    assert "scheduler_metadata" not in taken[-1]
+
+
 def test_flash_attention_takes_half_precision_on_a_gpu():
     assert flash_attention(torch.bfloat16, 128, torch.device("cpu")) is None
     assert flash_attention(torch.float32, 128, torch.device("cuda")) is None
