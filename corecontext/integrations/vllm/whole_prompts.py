@@ -16,8 +16,8 @@ from corecontext.ops.triton.paged.pages import Batch
 
 
 class FlashAttention:
-    """Attend by vLLM's FlashAttention (`AttendWhole`), which plans its programs by the lengths on the
-    device: to tokens in pages the first layer of a step plans for all.
+    """Attend by vLLM's FlashAttention (`AttendWhole`), whose programs are planned by the lengths on
+    the device: to tokens in pages the first layer of a step plans for all.
 
     Args:
         version: Of FlashAttention.
