@@ -3,6 +3,7 @@ and waits while another one reads a prompt."""
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -19,6 +20,8 @@ READY = "ready for the next turn"
 """What a process prints when it has done what it was asked."""
 KEEP = "keep"
 """Asks a process for its records; a number asks for a prompt of so many tokens."""
+PROCESSORS = 2
+"""Processors from which all methods launch."""
 ENDING_S = 60
 """Seconds that a process has to end."""
 
@@ -100,9 +103,15 @@ def measure_in_turns(bench: VllmBench, on_records: Callable[[list[Record]], Any]
 
 
 def take_turns(bench: VllmBench, asked: Iterable[str]) -> None:
-    """Do what the lines of `asked` ask for, and print when each is done."""
+    """Do what the lines of `asked` ask for, and print when each is done.
+
+    All methods launch from the same processors, where the system allows it: those of a machine
+    differ by what else they do.
+    """
     [method] = bench.methods
     with started(bench, method, hand_over) as trial:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:PROCESSORS])
         print(READY, flush=True)
         for line in asked:
             if line.strip() == KEEP:

@@ -1,5 +1,6 @@
 """The benchmark of vLLM, with an engine that answers at once in place of vLLM's."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -160,7 +161,10 @@ def test_several_methods_run_in_a_process_each(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("asks", [[], ["20", "20", "keep"]])
-def test_a_process_does_what_it_is_asked_for(engine, asks, capsys):
+def test_a_process_does_what_it_is_asked_for(engine, asks, capsys, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 3, 5, 4}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *to: pinned.append(to), raising=False)
     bench = VllmBench(methods=("full",), lengths=(20,), steps=3, requests=0)
     vllm_turns.take_turns(bench, [f"{ask}\n" for ask in asks])
     lines = capsys.readouterr().out.splitlines()
@@ -168,7 +172,8 @@ def test_a_process_does_what_it_is_asked_for(engine, asks, capsys):
     records = [Record.from_json(line) for line in lines if line != vllm_turns.READY]
     names = ["vllm.first_token_s", "vllm.next_token_ms"] if asks else []
     assert [record.name for record in records] == names
-    assert engine.prompts[-2:] and all(record.params["length"] == 20 for record in records)
+    assert all(record.params["length"] == 20 for record in records)
+    assert pinned == [(0, [3, 4])]
 
 
 CHILD = """
