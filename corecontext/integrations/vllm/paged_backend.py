@@ -180,7 +180,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         count = common.num_actual_tokens
         slots = common.slot_mapping[:count]
         table = common.block_table_tensor
-        parts = self._parts(common, batch)
+        # Of the cache of core tokens a layer reads only the table and the slots.
+        parts = [] if isinstance(self.kv_cache_spec, CoreSpec) else self._parts(common, batch)
         rows = None
         if self.rows is not None:
             rows = self.rows.write(common, batch)

@@ -99,7 +99,9 @@ def parts_of(
             tokens = slice(starts[first], starts[end])
             if tokens.start == tokens.stop:
                 continue
-            rebased = batch.starts[first : end + 1] - tokens.start
+            rebased = batch.starts[first : end + 1]
+            if tokens.start:
+                rebased = rebased - tokens.start
             most_new = max(counts[first:end])
             of_part = Batch(rebased, batch.lengths[first:end], most_new, batch.longest)
             past = lengths[first] - counts[first]
