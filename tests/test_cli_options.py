@@ -304,6 +304,12 @@ def test_an_option_of_a_method_that_has_moved_says_where(option, capsys):
     assert "python -m reproduction compare" in refusal
 
 
+def test_a_server_of_several_gpus_is_vllm(capsys):
+    assert main("serve --model m --tensor-parallel 2") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --tensor-parallel was removed") and "vllm serve" in line
+
+
 def test_an_option_of_a_setting_is_its_field():
     for name in CCA_SETTINGS:
         kind, option = get_args(options.setting_option(name))

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from corecontext.config import MOVED_OPTIONS, REMOVED
+from corecontext.config import GONE_OPTIONS, MOVED_OPTIONS, REMOVED
 from corecontext.files import UserError, first_line
 
 
@@ -90,6 +90,8 @@ def _gone(error: Any) -> str:
             "clone of the repository, run `python -m reproduction compare` with the options of "
             "your command."
         )
+    if option in GONE_OPTIONS:
+        return f"{option} was removed: {GONE_OPTIONS[option]}."
     for row in REMOVED:
         if option == f"--{row.field.replace('_', '-')}":
             return f"{option}, {row.what}, was removed in version {row.since}. {row.instead}"

@@ -15,6 +15,7 @@ from corecontext.config.field_checks import MOST, check_choice, check_int, did_y
 from corecontext.config.indices import INDICES, parse_index
 from corecontext.config.presets import PAPER_RULE, PRESETS
 from corecontext.config.removed import (
+    GONE_OPTIONS,
     MOVED_OPTIONS,
     REMOVED,
     Removed,
@@ -27,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "CACHE_DTYPES",
     "CORE_POSITIONS",
+    "GONE_OPTIONS",
     "INDICES",
     "MOST",
     "MOVED_OPTIONS",

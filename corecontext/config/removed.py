@@ -113,6 +113,12 @@ MOVED_OPTIONS = {
 }
 """Options, with their meaning, whose methods have moved to `reproduction`, the laboratory."""
 
+GONE_OPTIONS = {
+    "--tensor-parallel": "a model on several GPUs is vLLM's: `vllm serve MODEL "
+    "--attention-backend CUSTOM --tensor-parallel-size N`",
+}
+"""Options that are gone, with what takes their place."""
+
 
 def check_not_removed(field: str, value: Any) -> None:
     """Raise ValueError where an earlier version had this value of a setting."""

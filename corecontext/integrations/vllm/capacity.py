@@ -118,7 +118,8 @@ def capacity_table(
         raw = page // PAGE_SIZE * config.group_size * entries
         pages = (free - slots) // page
         host = (
-            f"; raw tokens of {pages:,} pages take {pages * raw / 2**30:.1f} GiB of host memory, "
+            f"; {pages * page / 2**30:.1f} GiB of it for pages, {slots / 2**30:.1f} GiB for slots, "
+            f"and raw tokens of {pages:,} pages take {pages * raw / 2**30:.1f} GiB of host memory, "
             f"{max(1, 2**30 // raw):,} pages a GiB: --num-gpu-blocks-override"
         )
     table = Table(
