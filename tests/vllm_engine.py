@@ -91,26 +91,15 @@ CASES["fetch, shared choices"] = {
     "full_until": 24,
     "max_num_seqs": 1,
 }
-CASES["fetch, host"] = {**CASES["fetch"], "fetch": {"store": "host", "fetch_slots": 3}}
+HOST = {"store": "host", "fetch_slots": 3}
+CASES["fetch, host"] = {**CASES["fetch"], "fetch": HOST}
 CASES["fetch, host, shared choices"] = {
     **CASES["fetch, shared choices"],
     "fetch": {"store": "host", "prefill": "auto", "fetch_share": 8},
 }
 CASES["fetch, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2"}}
-HOST = {"store": "host", "fetch_slots": 3}
 CASES["fetch, host, small cache"] = {**CASES["fetch, small cache"], "fetch": HOST}
 CASES["fetch, host, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2", **HOST}}
-MANY = {
-    "tokens": 24,
-    "requests": 64,
-    "engine": 16,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 96,
-    "num_gpu_blocks_override": 400,
-}
-FEWER_TOKENS = {} if GPU else {"tokens": 6, "engine": 8}  # the interpreter is slow
-CASES["fetch, many"] = {**MANY, **FEWER_TOKENS, "fetch": {}, "num_gpu_blocks_override": 600}
-CASES["fetch, host, many"] = {**CASES["fetch, many"], "fetch": HOST}
 # Heads that keep every token: in a layer, in another layer, in a whole layer.
 CASES["raw heads"] = {
     "layer_group_sizes": ((1, 4), 4, 1),
@@ -145,11 +134,19 @@ if GPU:
     CASES["captured"] = {"enforce_eager": False, "compilation_config": DECODING_GRAPHS}
     CASES["raw heads, captured"] = {**CASES["raw heads"], **CASES["captured"]}
     CASES["graphs"] = {"enforce_eager": False, "compilation_config": {}}
-    CASES["many"] = {**CASES["captured"], **MANY}
+    CASES["many"] = {
+        **CASES["captured"],
+        "tokens": 24,
+        "requests": 64,
+        "engine": 16,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 96,
+        "num_gpu_blocks_override": 400,
+    }
     CASES["fetch, captured"] = {**CASES["fetch"], **CASES["captured"]}
     CASES["fetch, host, captured"] = {**CASES["fetch, host"], **CASES["captured"]}
-    for name in ("fetch, many", "fetch, host, many"):
-        CASES[name] |= CASES["captured"]
+    CASES["fetch, many"] = {**CASES["many"], "fetch": {}, "num_gpu_blocks_override": 600}
+    CASES["fetch, host, many"] = {**CASES["fetch, many"], "fetch": HOST}
     CASES["real"] = {
         **CASES["captured"],
         "real": True,
