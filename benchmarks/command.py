@@ -101,6 +101,7 @@ def bench_vllm(given: dict[str, Any], output: Output) -> None:
     'vllm'."""
     from benchmarks.vllm import run_vllm_bench
     from benchmarks.vllm_report import vllm_markdown
+    from benchmarks.vllm_turns import measure_in_turns
 
     with one_line():
         bench = VllmBench(**given)
@@ -113,7 +114,8 @@ def bench_vllm(given: dict[str, Any], output: Output) -> None:
         output.keep(new)
 
     try:
-        run_vllm_bench(bench, keep)
+        run = measure_in_turns if bench.turns else run_vllm_bench
+        run(bench, keep)
     finally:
         if records:  # of the methods that were measured
             _show(vllm_markdown(records))

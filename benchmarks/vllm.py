@@ -155,6 +155,15 @@ class VllmBench:
         }
 
 
+def check_installed() -> None:
+    """Raise UserError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "bench vllm needs vLLM, which is not installed. Install it with: "
+            f"{install_command('vllm')}"
+        )
+
+
 def run_vllm_bench(
     bench: VllmBench, on_records: Callable[[list[Record]], Any] = lambda new: None
 ) -> list[Record]:
@@ -164,15 +173,7 @@ def run_vllm_bench(
         UserError: vLLM is not installed, or ended early with a method; the others are measured all
             the same.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "bench vllm needs vLLM, which is not installed. Install it with: "
-            f"{install_command('vllm')}"
-        )
-    if bench.turns:
-        from benchmarks.vllm_turns import measure_in_turns
-
-        return measure_in_turns(bench, on_records)
+    check_installed()
     if len(bench.methods) > 1:
         measured = [_measure_apart(bench, method, on_records) for method in bench.methods]
         reasons = [reason for _, reason in measured if reason]

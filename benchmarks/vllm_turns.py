@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.vllm import VllmBench, bench_of, hand_over, started
+from benchmarks.vllm import VllmBench, bench_of, check_installed, hand_over, started
 from corecontext.files import UserError
 from corecontext.measure import package_path
 from corecontext.record import Record, command_line
@@ -81,8 +81,9 @@ def measure_in_turns(bench: VllmBench, on_records: Callable[[list[Record]], Any]
     order each round, and return the records.
 
     Raises:
-        UserError: vLLM ended early with a method.
+        UserError: vLLM is not installed, or ended early with a method.
     """
+    check_installed()
     shuffle = random.Random(bench.seed)
     records = []
     with contextlib.ExitStack() as stack:

@@ -226,7 +226,7 @@ def test_methods_take_turns(children, monkeypatch):
     monkeypatch.setattr(vllm_turns.Turn, "ask", recorded)
     monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: name)
     kept = []
-    records = bench_vllm.run_vllm_bench(TURNS, kept.extend)
+    records = vllm_turns.measure_in_turns(TURNS, kept.extend)
     assert kept == records
     assert [(record.params["method"], record.value) for record in records] == [
         ("cca", 4),
@@ -236,8 +236,9 @@ def test_methods_take_turns(children, monkeypatch):
     assert rounds == [[("cca", n), ("full", n)] for n in ("5", "5", "9", "9")]
 
 
-def test_an_early_end_of_a_turn_is_told(children):
+def test_an_early_end_of_a_turn_is_told(children, monkeypatch):
     children(1)
+    monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UserError, match=r"cca: vLLM ended with code 7\."):
         vllm_turns.measure_in_turns(TURNS, list)
 
