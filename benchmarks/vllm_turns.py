@@ -74,6 +74,7 @@ class Turn:
             self.process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
 
 
 def measure_in_turns(bench: VllmBench, on_records: Callable[[list[Record]], Any]) -> list[Record]:

@@ -52,7 +52,7 @@ def attend_compact_kernel(
         length: Pointers to the length on the device, and to each row's padding.
         partial: Pointers to outputs [B Hkv, parts, HEADS, D] and log-sum-exp [B Hkv, parts, HEADS]
             in float32: part 0 is the new token, then come num_fetching parts of
-            `attend_chosen_kernel`, then this launch's, one for each program.
+            `attend_chosen_kernel`, then this launch's, one for each program that attends.
     """
     values = integers(numbers)
     seen, kv_heads, num_groups, group_size, window_size = values[:5]
