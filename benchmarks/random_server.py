@@ -1,6 +1,10 @@
-"""Serve a model with random weights: `corecontext serve` for a folder with a config.json alone."""
+"""Serve a model with random weights: `corecontext serve` for a folder with a config.json alone, and
+on a GPU, with `--replay SHARE LENGTH`, with choices of groups that repeat (`replay.replayed`)."""
 
+import argparse
+import contextlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +48,20 @@ def load_random(
     return Loaded(model, PreTrainedTokenizerFast(tokenizer_object=words), config)
 
 
-if __name__ == "__main__":
+def serve(arguments: Sequence[str]) -> int:
+    """Run the server with the options of `corecontext serve` and, maybe, that of a replay."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--replay", nargs=2)
+    own, options = parser.parse_known_args(arguments)
     build.load = load_random  # type: ignore[assignment]
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    with contextlib.ExitStack() as stack:
+        if own.replay:
+            from benchmarks.replay import replayed  # loads Triton
+
+            share, length = own.replay
+            stack.enter_context(replayed(float(share), int(length)))
+        return main(["serve", *options])
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1:]))

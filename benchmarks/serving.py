@@ -49,6 +49,10 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
             shape = SERVED_SHAPES[bench.shape] | {"cca": CCAConfig.paper().to_dict()}
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             program = ["benchmarks.random_server"]
+            if bench.replays(variant):
+                # All groups are among the tokens of a prompt that are pooled.
+                length = bench.prompt_length - CCAConfig.window_size - CCAConfig.sink_size
+                options += ["--replay", str(bench.hit_share), str(length)]
             options += ["--model", folder]
         options += bench.options("model", "cache_mib", "max_running", "rows_per_pool")
         options += bench.options("chunk_size", "dtype", "device")

@@ -75,6 +75,9 @@ class ServeBench:
     """As for serve."""
     chunk_size: int | None = None
     """As for serve."""
+    hit_share: float | None = None
+    """Share of the groups of a step that are in a slot, for presets on a GPU: choices that repeat
+    so are replayed, because the shape's random weights choose at random. None leaves them."""
     dtype: str = "auto"
     """auto (float32 on a CPU), float32, bfloat16 or float16."""
     device: str = "auto"
@@ -97,6 +100,10 @@ class ServeBench:
             requests=self.requests,
             max_running=self.max_running,
         )
+        if self.hit_share is not None and (not 0 <= self.hit_share <= 1 or self.shape is None):
+            raise ValueError(
+                f"hit_share must be in 0 .. 1, and come with --shape, got {self.hit_share}."
+            )
         if not 0 <= self.shared_length < self.prompt_length:
             raise ValueError(
                 f"shared_length must be at least 0 and less than prompt_length "
@@ -139,11 +146,17 @@ class ServeBench:
                 options += ["--" + name.replace("_", "-"), str(getattr(self, name))]
         return options
 
+    def replays(self, variant: str) -> bool:
+        """Return whether the choices of a variant are replayed."""
+        return self.hit_share is not None and variant in PRESETS
+
     def params(self, variant: str, **more: Any) -> dict[str, Any]:
         """Return a record's params."""
         duration: dict[str, Any] = {"seconds": self.seconds}
         if self.mode == "saturated":
             duration = {"requests": self.requests}
+        if self.replays(variant):
+            more["hit_share"] = self.hit_share
         return {
             "mode": self.mode,
             "variant": variant,

@@ -12,7 +12,8 @@ from tiny_model import save_tiny_model
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
-from benchmarks import serving
+from benchmarks import random_server, serving
+from benchmarks import replay as replay_of_choices
 from benchmarks.command import main
 from benchmarks.request_load import arrivals, day_rate, prompt_of, replay
 from benchmarks.serving import percentile
@@ -90,6 +91,8 @@ def test_a_server_that_is_not_there_is_an_error_of_each_request():
         ({"seconds": 0}, "seconds must be more than 0"),
         ({"peak_rate": 0.1}, "peak_rate must be at least base_rate"),
         ({"growth": 1.0}, "peak_rate must be"),
+        ({"hit_share": 0.9}, "hit_share must be in 0 .. 1, and come with --shape"),
+        ({"hit_share": 1.1, "shape": "llama3.1-8b"}, "hit_share must be in"),
     ],
     ids=str,
 )
@@ -112,6 +115,28 @@ def test_variants_become_options_of_the_server():
         "--window-size",
         "99",
     ]
+
+
+def test_only_presets_replay_choices():
+    bench = ServeBench(shape="llama3.1-8b", hit_share=0.9)
+    assert bench.params("default")["hit_share"] == 0.9
+    assert "hit_share" not in bench.params("full") and "hit_share" not in bench.params("cca:4:16")
+    assert not ServeBench(shape="llama3.1-8b").replays("default")
+
+
+def test_a_server_of_random_weights_replays_choices(monkeypatch):
+    seen = []
+
+    def served(options):
+        seen.append((options, replay_of_choices.fetch_decode._select is original))
+        return 0
+
+    original = replay_of_choices.fetch_decode._select
+    monkeypatch.setattr(random_server, "main", served)
+    monkeypatch.setattr(random_server.build, "load", None)
+    assert random_server.serve(["--port", "0", "--replay", "0.9", "500"]) == 0
+    assert random_server.serve(["--port", "0"]) == 0
+    assert seen == [(["serve", "--port", "0"], False), (["serve", "--port", "0"], True)]
 
 
 def test_the_shape_is_that_of_the_model():
