@@ -28,6 +28,7 @@ from corecontext.integrations.hf.cache_layers import cache_bytes, host_bytes
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.integrations.hf.enabling import enable
 from corecontext.measure import synchronize
+from corecontext.model_sizes import ModelSizes
 from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.fetch.prompt_rule import NO_END
 from corecontext.record import Record, device_name, make_record
@@ -40,6 +41,8 @@ METHODS = {name: CCAConfig.preset(name) for name in PRESETS}
 METHODS |= {"exact": CCAConfig(prefill="full"), GENERATE: CCAConfig()}
 """Settings by name: the presets, the default that reads its prompts exactly, and the default as
 `generate()` of transformers calls the model."""
+WINDOWS = {f"window:{name}": name for name in ("default", "small")}
+"""Windows by name, and the preset that has as many bytes on the device."""
 NAMES = ("user.first_token_s", "user.next_token_ms", "user.device_bytes", "user.host_bytes")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CPU_LENGTHS = (512, 1024, 2048, 4096)
@@ -60,8 +63,9 @@ class UserBench:
     lengths: tuple[int, ...] = option(CPU_LENGTHS, gpu=LENGTHS, name="length")
     """Tokens of the prompt (repeatable)."""
     methods: tuple[str, ...] = option(("default", "small"), name="method")
-    """Presets, exact for the default that reads prompts by full attention, or generate for the
-    default in calls of transformers' own, beside plain ones (repeatable)."""
+    """Presets; window:PRESET for the first tokens and a window, of as many bytes on the device;
+    exact for the default that reads prompts by full attention; or generate for the default in calls
+    of transformers' own, beside plain ones (repeatable)."""
     new_tokens: int = 24
     """Tokens made behind each prompt."""
     repeats: int = 5
@@ -76,7 +80,7 @@ class UserBench:
 
     def __post_init__(self) -> None:
         check_positive(lengths=self.lengths, new_tokens=self.new_tokens, repeats=self.repeats)
-        check_choices("method", self.methods, tuple(METHODS))
+        check_choices("method", self.methods, (*METHODS, *WINDOWS))
         check_choice("dtype", self.dtype, DTYPES)
         if self.hit_share is not None and not 0 <= self.hit_share <= 1:
             raise ValueError(f"hit_share must be in 0 .. 1, got {self.hit_share}.")
@@ -175,6 +179,26 @@ class ModelRun:
         self.cache = None
 
 
+class WindowRun(ModelRun):
+    """Call a model whose queries see the first tokens and a window; positions are counted inside
+    the cache."""
+
+    def __init__(
+        self, model: Any, input_ids: torch.Tensor, new_tokens: int, num_bytes: int
+    ) -> None:
+        """Take a model without CCA, and the bytes of the cache."""
+        from corecontext.baselines import StreamingLLM, enable
+
+        sizes = ModelSizes.of(model.config)
+        token_bytes = sizes.layers * sizes.kv_heads * 2 * sizes.head_dim * model.dtype.itemsize
+        self.entries = num_bytes // token_bytes
+        """Tokens that the cache holds."""
+        sinks = CCAConfig.sink_size
+        twin = _with_weights_of(model)
+        enable(twin, StreamingLLM(sinks=sinks, window_size=self.entries - sinks))
+        super().__init__(twin, input_ids, new_tokens)
+
+
 class FullRun(EngineRun):
     """Keep all tokens of requests, however long, as the Engine does of short ones."""
 
@@ -191,7 +215,8 @@ def run_user_bench(
     model, of_model = make_model(bench.model, bench.dtype, bench.device)
     of_model["model"] = of_model.pop("shape")
     # Models that share the weights, each under one method.
-    twins = {name: _twin(model, METHODS[name]) for name in bench.methods}
+    presets = [WINDOWS.get(name, name) for name in bench.methods]
+    twins = {name: _twin(model, METHODS[name]) for name in presets}
     twins[ENGINE] = _twin(model, CCAConfig())
     records: list[Record] = []
     for length in bench.lengths:
@@ -227,19 +252,25 @@ def _measured(
     """Measure one length, and yield its records."""
     length = params["length"]
     input_ids = make_prompt(model, 1, length)
+    sizes = (input_ids, bench.new_tokens)
     plain = PlainRun(model, FULL, input_ids)
     runs: dict[str, EngineRun | ModelRun] = {}
-    if GENERATE in bench.methods:
-        sizes = (input_ids, bench.new_tokens)
-        runs[TRANSFORMERS] = ModelRun(model, *sizes)
-        runs[GENERATE] = ModelRun(twins[GENERATE], *sizes)
+    # Runs whose steps are other steps of a method.
+    steps = {FULL: FullRun(twins[ENGINE], *sizes)}
     for name in bench.methods:
-        if name != GENERATE:
-            runs[name] = EngineRun(twins[name], input_ids, bench.new_tokens)
-    ways = {name: Way(run.first, run.step) for name, run in runs.items()}
-    ways[FULL] = Way(plain.first, plain.step)
-    engine = FullRun(twins[ENGINE], input_ids, bench.new_tokens)
-    ways[ENGINE] = Way(engine.first, engine.step)
+        if name == GENERATE:
+            runs[TRANSFORMERS] = ModelRun(model, *sizes)
+            runs[GENERATE] = ModelRun(twins[GENERATE], *sizes)
+        elif name in WINDOWS:
+            window = WindowRun(model, *sizes, _bytes_of(EngineRun(twins[WINDOWS[name]], *sizes)))
+            runs[name] = window
+            # Captured steps, over a cache that has as many tokens.
+            entries = input_ids[:, : window.entries]
+            steps[name] = FullRun(twins[ENGINE], entries, bench.new_tokens)
+        else:
+            runs[name] = EngineRun(twins[name], *sizes)
+    ways = {name: Way(run.first, run.step) for name, run in (*runs.items(), (FULL, plain))}
+    ways |= {f"{name}, steps": Way(run.first, run.step) for name, run in steps.items()}
 
     # The first round warms up: kernels are compiled, buffers made and steps captured.
     full_bytes = 0
@@ -256,15 +287,19 @@ def _measured(
                 way.first_s.clear()
                 way.next_ms.clear()
     cache_sizes = {name: run.bytes for name, run in runs.items()}
-    for run in (engine, *runs.values()):
+    for run in (*steps.values(), *runs.values()):
         run.close()
 
     device = device_name(bench.device)
-    full = [ways[FULL], ways[ENGINE]]
-    seconds = min((way.first_s for way in full), key=median)
-    next_ms = min((way.next_ms for way in full), key=median)
-    rows_of: dict[str, tuple[Any, ...]] = {FULL: (seconds, next_ms, full_bytes, 0)}
-    rows_of |= {name: (ways[name].first_s, ways[name].next_ms, *cache_sizes[name]) for name in runs}
+    rows_of: dict[str, tuple[Any, ...]] = {}
+    cache_sizes = {FULL: (full_bytes, 0), **cache_sizes}
+    for name, num_bytes in cache_sizes.items():
+        mine = [ways[x] for x in (name, f"{name}, steps") if x in ways]
+        # A window's other steps follow a shorter prompt.
+        firsts = mine if name == FULL else mine[:1]
+        seconds = min((way.first_s for way in firsts), key=median)
+        next_ms = min((way.next_ms for way in mine), key=median)
+        rows_of[name] = (seconds, next_ms, *num_bytes)
     for method, values in rows_of.items():
         for name, value in zip(NAMES, values, strict=True):
             yield make_record(name, value, {**params, "method": method}, device=device)
@@ -281,9 +316,22 @@ def _seconds(call: Callable[[], Any], device: str) -> float:
 
 def _twin(model: Any, config: CCAConfig) -> Any:
     """Return a model under these settings that has the weights of another."""
-    twin = copy.deepcopy(model, {id(x): x for x in model.parameters()})
+    twin = _with_weights_of(model)
     enable(twin, config, warn=False)
     return twin
+
+
+def _with_weights_of(model: Any) -> Any:
+    """Return a model that shares the weights of another."""
+    return copy.deepcopy(model, {id(x): x for x in model.parameters()})
+
+
+def _bytes_of(run: EngineRun) -> int:
+    """Return the bytes on the device of a prompt's cache."""
+    run.first()
+    device_bytes = run.bytes[0]
+    run.close()
+    return device_bytes
 
 
 def user_markdown(records: Sequence[Record]) -> str:

@@ -36,6 +36,7 @@ from benchmarks.training_settings import TrainingBench
 from benchmarks.user import NAMES, UserBench, run_user_bench, user_markdown
 from corecontext import CCAConfig, record
 from corecontext.files import UserError
+from corecontext.ops.fetch import prompt_rule
 from corecontext.record import Record, append_records, latest, make_record, read_records
 
 SIZES = methods.Sizes(4, 2, 16, 1, "float32", "cpu")
@@ -644,6 +645,19 @@ def test_what_a_user_waits_for_is_measured_in_turns():
     assert cells[1:3] == [wanted[0], f"{wanted[1]} ({times[1] / times[0]:.3f} x)"]
     with pytest.raises(ValueError, match="method must be one of"):
         UserBench(methods=("full",))
+
+
+def test_a_window_has_the_bytes_of_a_preset(monkeypatch):
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cpu", 0)
+    methods = ("window:small", "small")
+    bench = UserBench("tiny", lengths=(900,), methods=methods, new_tokens=2, repeats=1)
+    records = run_user_bench(bench)
+    shown = [r.params["method"] for r in records if r.name == NAMES[0]]
+    assert shown == ["full", "window:small", "small"]
+    full, window, small = (latest(records, NAMES[2], length=900, method=m).value for m in shown)
+    token = 2 * 2 * 2 * 32 * 4  # of 2 layers, 2 KV heads of 32 in float32
+    assert small - token < window <= small < full
+    assert latest(records, NAMES[3], length=900, method="window:small").value == 0
 
 
 def test_calls_of_transformers_are_compared_with_its_own():
