@@ -17,9 +17,14 @@ from reproduction.quality_tables import (
     quality_markdown,
     scratch_markdown,
 )
-from reproduction.real.choice_tables import choices_markdown
+from reproduction.real.choice_tables import choices_markdown, heads_markdown
 from reproduction.real.figure import draw_frontier, draw_presets
-from reproduction.real.preset_tables import groups_markdown, presets_markdown, prompts_markdown
+from reproduction.real.preset_tables import (
+    bytes_markdown,
+    groups_markdown,
+    presets_markdown,
+    prompts_markdown,
+)
 from reproduction.real.tables import (
     extended_markdown,
     real_markdown,
@@ -44,9 +49,11 @@ TABLES: Sequence[PageTable] = (
     PageTable("real, extended", "real", extended_markdown, SMOLLM2),
     PageTable("presets", "real user?", presets_markdown),
     PageTable("presets, short", "real user?", partial(presets_markdown, short=True)),
+    PageTable("presets, bytes", "", bytes_markdown),
     PageTable("presets, groups", "real", groups_markdown),
     PageTable("presets, prompts", "real", prompts_markdown),
     PageTable("choices", "choices", choices_markdown),
+    PageTable("choices, heads", "real", heads_markdown),
     PageTable("rivals, as it is", "rivals", partial(rivals_markdown, trained=False)),
     PageTable("rivals, trained", "rivals", partial(rivals_markdown, trained=True)),
 )

@@ -1,11 +1,11 @@
-"""Declare the table of rules of choosing groups, on two pretrained models."""
+"""Declare the tables of rules of choosing groups, on two pretrained models."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.tables import Column, Key, Row, markdown, newest, rows_by
+from benchmarks.tables import Column, Key, Row, grouped, markdown, newest, rows_by
 from corecontext.record import Record, latest
-from reproduction.real.preset_tables import MODELS, PLACES
+from reproduction.real.preset_tables import MODELS, PLACES, group_keys, is_default
 
 RULES = {
     "per_head": "each KV head, k = {fetch_groups}",
@@ -16,6 +16,15 @@ RULES = {
 }
 """Methods in words, in the order of the table."""
 NAME = "choices.gain_kept"
+SHARES = ("545dc590", "d6aec4f8")
+"""Commits whose queries chose by shares: a softmax of each query head over the groups, from the
+masses by the index, and the largest sums over the heads of a KV head."""
+BY_HEADS = {
+    "far half": {"name": "real.gain_kept", "task": "far"},
+    "last 512": {"name": "real.next_gain_kept", "prompt": "query"},
+    "last 512, 16 share k": {"name": "real.next_gain_kept", "prompt": "share 16"},
+}
+"""Gains of the table of two rules: what a record must be."""
 
 
 def choices_markdown(records: Sequence[Record]) -> str:
@@ -28,6 +37,41 @@ def choices_markdown(records: Sequence[Record]) -> str:
         columns.append(_groups(f"groups, {title}", where))
         columns.append(newest(f"gain, {title}", NAME, lambda x: f"{100 * x:.1f} %", **where))
     return "\n".join(markdown(columns, rows)) + "\n"
+
+
+def heads_markdown(records: Sequence[Record]) -> str:
+    """Return the gain of `default`, and of other numbers of groups, by two rules of choosing: the
+    shares that the package had, and the largest score, which it has."""
+    names = {where["name"] for where in BY_HEADS.values()}
+    records = [r for r in records if r.name in names and is_default(r.params)]
+    places = {_where(r) for r in records if _is_by_shares(r)}
+    columns = [
+        _by_heads(f"{title}, {rule}", by_shares, **where)
+        for title, where in BY_HEADS.items()
+        for rule, by_shares in (("shares", True), ("largest", False))
+    ]
+    return (
+        "\n".join(grouped(group_keys(), columns, (r for r in records if _where(r) in places)))
+        + "\n"
+    )
+
+
+def _where(record: Record) -> tuple[Any, ...]:
+    return tuple(record.params[name] for name in ("model", "length", "fetch_groups"))
+
+
+def _is_by_shares(record: Record) -> bool:
+    return (record.commit or "").startswith(SHARES)
+
+
+def _by_heads(title: str, by_shares: bool, **where: Any) -> Column:
+    """Return the column of the newest gains by one of the two rules."""
+    column = newest(title, show=lambda x: f"{100 * x:.1f} %", **where)
+
+    def cell(row: Row) -> str:
+        return column.cell([r for r in row if _is_by_shares(r) is by_shares])
+
+    return column._replace(cell=cell)
 
 
 def _place(record: Record) -> tuple[float, ...]:
