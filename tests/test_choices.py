@@ -20,6 +20,7 @@ from reproduction.real.choice_rules import Chooser, Rule
 from reproduction.real.choice_tables import choices_markdown
 from reproduction.real.material import Material
 from reproduction.real.model import far_half
+from reproduction.real.shared_rules import shared_choice, sharing_by
 
 ROWS, KV_HEADS, QUERY_HEADS, LENGTH = 2, 3, 2, 160
 SPEC = Spec(4, 8, 0.5, sink_size=4, fetch_groups=5, fetch_index="bits:2")
@@ -122,6 +123,45 @@ def test_two_levels_choose_among_the_candidates():
     package = to_marks(choice_of("per_head:5")[0], GROUPS)
     assert not torch.equal(groups, package)
     assert (groups | ~(package & candidates)).all()
+
+
+@pytest.mark.parametrize("share", [1, 6, 16])
+@pytest.mark.parametrize("first", [0, 70])
+@pytest.mark.parametrize("rule", ["largest", "shares"])
+def test_neighbours_choose_together(rule, first, share):
+    """By exact keys; groups are among those that the last one sees."""
+    spec = SPEC.replace(fetch_index="oracle", fetch_share=share)
+    tokens = some_tokens().after(first)
+    choice = shared_choice(rule, tokens, GROUPS, spec)
+    values, seen = softmax()
+    if rule == "largest":
+        values = (some_tokens().q @ tokens.k[:, None, spec.sinks :].mT).unflatten(-1, (GROUPS, 4))
+        values = values.amax(-1)
+    begins = range(first - first % share, LENGTH, share)
+    expected = []
+    for begin in begins:
+        at = slice(max(first, begin), min(begin + share, LENGTH))
+        of_share = values[:, :, at]
+        joined = of_share.amax((1, 2)) if rule == "largest" else of_share.sum((1, 2))
+        expected.append(joined.masked_fill(~seen[at][-1], -torch.inf)[:, None])
+    best = choice_rules.choose(torch.stack(expected, 2), seen[:1] | True, 5)
+    assert choice.share == share and torch.equal(choice.groups, best)
+
+
+def test_prompts_share_a_choice_by_another_rule():
+    q, k, v = (x.unflatten(0, (ROWS, KV_HEADS)) for x in some_tokens()[:3])
+    options = {"group_size": 4, "window_size": 8, "sink_size": 4, "fetch_groups": 5}
+    options |= {"fetch_index": "bits:2", "core_position": "token", "backend": "packed"}
+
+    def attend(rule, share):
+        with sharing_by(rule):
+            return cca_attention(q.flatten(1, 2), k, v, fetch_share=share, **options)
+
+    package = cca_attention(q.flatten(1, 2), k, v, fetch_share=16, **options)
+    assert torch.equal(attend(None, 16), package)
+    assert not torch.equal(attend("largest", 16), package)
+    assert not torch.equal(attend("largest", 16), attend("shares", 16))
+    assert torch.equal(attend("largest", 1), attend(None, 1))
 
 
 @pytest.mark.parametrize(

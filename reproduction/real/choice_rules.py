@@ -152,6 +152,45 @@ class Rule(NamedTuple):
         return {"method": self.method, "fetch_groups": self.fetch_groups, **named}
 
 
+def blocks_of(
+    tokens: Tokens, num_groups: int, spec: Spec, kv_heads: int, share: int = 1
+) -> Iterator[Block]:
+    """Yield the queries of a sequence in blocks, from the first one on that sees a group, or from
+    the first one of its share; only the last block may end within a share.
+
+    Args:
+        tokens: Raw tokens are from position 0 on.
+    """
+    n, heads, length = tokens.q.shape[:3]
+    centre = centre_of(tokens.k, spec)
+    stored = spec.index.encode(group_keys(tokens.k, spec, num_groups), centre)
+    keys = spec.index.num_keys(spec.group_size)
+    size = share * max(1, ELEMENTS // (n * heads * num_groups * keys * share))
+    first = spec.sinks + first_core_query(spec.group_size, spec.window_size)
+    first = max(first, tokens.q_start)
+    start = first - first % share - tokens.q_start
+    while start < length:
+        begin, start = max(0, start), start + size
+        queries = tokens.after(begin).until(min(start, length) - begin)
+        yield _block(queries, stored, centre, spec, kv_heads)
+
+
+def _block(
+    tokens: Tokens, stored: tuple[Tensor, ...], centre: Tensor | None, spec: Spec, kv_heads: int
+) -> Block:
+    """Return queries with their scores of the groups that the last of them sees."""
+    g, window = spec.group_size, spec.window_size
+    end = tokens.q_start + tokens.q.shape[2]
+    first = spec.sinks // g
+    count = num_visible_cores(end - 1, g, window) - first
+    positions = torch.arange(tokens.q_start, end, device=tokens.q.device)
+    groups = torch.arange(first, first + count, device=tokens.q.device)
+    visible = sees_core(groups, positions[:, None], g, window)
+    queries = Queries.of(tokens.q, spec.index, centre)
+    scored = key_scores(tuple(x[:, :count] for x in stored), queries, spec)
+    return Block(tokens, positions, scored, visible, spec, kv_heads)
+
+
 class Chooser:
     """Choose the groups of whole sequences by a rule, and count those of their second halves.
 
@@ -167,39 +206,17 @@ class Chooser:
 
     def choose(self, tokens: Tokens, num_groups: int, spec: Spec) -> Choice:
         """Return the choice of each query; arguments as of `query_blocks.choose`."""
-        n, heads, length = tokens.q.shape[:3]
-        centre = centre_of(tokens.k, spec)
-        stored = spec.index.encode(group_keys(tokens.k, spec, num_groups), centre)
-        keys = spec.index.num_keys(spec.group_size)
-        size = max(1, ELEMENTS // (n * heads * num_groups * keys))
+        n, _, length = tokens.q.shape[:3]
         settings = [] if self.rule.setting is None else [self.rule.setting]
         shape = (n, length, spec.fetch_groups)
         groups = torch.full(shape, -1, dtype=torch.int32, device=tokens.q.device)
-        # From the first query on that sees a group.
-        first = spec.sinks + first_core_query(spec.group_size, spec.window_size) - tokens.q_start
-        for start in range(max(0, first), length, size):
-            queries = tokens.after(start).until(min(size, length - start))
-            block = self._block(queries, stored, centre, spec)
-            groups[:, start : start + size] = METHODS[self.rule.method](block, *settings)
+        for block in blocks_of(tokens, num_groups, spec, self.kv_heads):
+            at = block.positions - tokens.q_start
+            groups[:, at] = METHODS[self.rule.method](block, *settings)
         far = groups[:, length // 2 :]
         self._num_groups = self._num_groups + (far >= 0).sum()
         self._num_choices += far.shape[0] * far.shape[1]
         return Choice(groups, 1)
-
-    def _block(
-        self, tokens: Tokens, stored: tuple[Tensor, ...], centre: Tensor | None, spec: Spec
-    ) -> Block:
-        """Return queries with their scores of the groups that the last of them sees."""
-        g, window = spec.group_size, spec.window_size
-        end = tokens.q_start + tokens.q.shape[2]
-        first = spec.sinks // g
-        count = num_visible_cores(end - 1, g, window) - first
-        positions = torch.arange(tokens.q_start, end, device=tokens.q.device)
-        groups = torch.arange(first, first + count, device=tokens.q.device)
-        visible = sees_core(groups, positions[:, None], g, window)
-        queries = Queries.of(tokens.q, spec.index, centre)
-        scored = key_scores(tuple(x[:, :count] for x in stored), queries, spec)
-        return Block(tokens, positions, scored, visible, spec, self.kv_heads)
 
     @property
     def mean_groups(self) -> float:

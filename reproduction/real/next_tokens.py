@@ -14,6 +14,7 @@ from corecontext.integrations.hf.cache_name import returned_cache, with_cache
 from corecontext.ops.fetch import prompt_rule
 from corecontext.perplexity import hidden_nll
 from reproduction.real.attention import tokens_of
+from reproduction.real.shared_rules import sharing_by
 
 SHARE = 16
 """Neighbouring tokens of a prompt that share a choice."""
@@ -30,6 +31,11 @@ class PromptReading(NamedTuple):
     """Full attention reads so many tokens first."""
     times: int = 1
     """Times k groups of a shared choice."""
+    share: int = SHARE
+    """Neighbours that share one."""
+    rule: str | None = None
+    """By which they choose, as of `shared_rules.RULES`; None is the package's, by their mean
+    query."""
 
 
 READINGS = {
@@ -39,6 +45,10 @@ READINGS = {
     f"share {SHARE}, 2 k": PromptReading("auto", times=2),
     f"full {BEGINNING}, share {SHARE}": PromptReading("auto", BEGINNING),
     f"full {BEGINNING}, share {SHARE}, 2 k": PromptReading("auto", BEGINNING, 2),
+    "share 8, 2 k": PromptReading("auto", times=2, share=8),
+    "share 32, 2 k": PromptReading("auto", times=2, share=32),
+    f"share {SHARE}, 2 k, largest": PromptReading("auto", times=2, rule="largest"),
+    f"share {SHARE}, 2 k, shares": PromptReading("auto", times=2, rule="shares"),
 }
 """The ways by name: a choice of each token, full attention, shared choices from the first token on
 or behind a beginning that full attention reads."""
@@ -62,7 +72,7 @@ def losses_behind(
     """
     tokens = tokens_of(texts, model)
     # Where raw tokens are kept changes no choice.
-    config = config.replace(store="device", fetch_slots=0, fetch_share=SHARE)
+    config = config.replace(store="device", fetch_slots=0, fetch_share=reading.share)
     last = tokens[:, -count:]
     by_query = config.replace(prefill="fetch")
     decoder = model.get_decoder()
@@ -71,7 +81,8 @@ def losses_behind(
         PROMPT_LENGTHS={model.device.type: reading.full_until},
         SHARED_GROUPS=reading.times,
     )
-    with enabled(model, config.replace(prefill=reading.prefill)), torch.inference_mode(), rule:
+    read = enabled(model, config.replace(prefill=reading.prefill))
+    with read, torch.inference_mode(), rule, sharing_by(reading.rule):
         cache = returned_cache(decoder(tokens[:, :-count], use_cache=True))
     for layer in cache.layers:
         if isinstance(layer, CCALayer):
