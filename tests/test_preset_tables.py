@@ -107,4 +107,6 @@ def test_prompts_show_presets_alone():
     params = {"task": "next", "prompt": "query"}
     records = [choices(0.9, "5304", "real.next_gain_kept", **params)]
     records.append(choices(0.8, "545d", "real.next_gain_kept", "fetch", fetch_groups=32, **params))
-    assert prompts_markdown(records).count("\n") == 3
+    head, _, *rows = prompts_markdown(records).splitlines()
+    assert head == "|  | preset | groups | each token's choice |"
+    assert rows == ["| Gemma, 8,192 | `default` | 64 | 90.0 % |"]

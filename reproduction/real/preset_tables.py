@@ -59,7 +59,12 @@ PROMPTS = {
     "share 16, 2 k": "16 share 2 k",
     "full 8192, share 16": "full to 8,192, then 16 share k",
     "full 8192, share 16, 2 k": "full to 8,192, then 16 share 2 k",
+    "share 8, 2 k": "8 share 2 k",
+    "share 32, 2 k": "32 share 2 k",
+    "share 16, 2 k, largest": "16 share 2 k, by the largest score",
+    "share 16, 2 k, shares": "16 share 2 k, by shares",
 }
+"""Titles of the ways in which prompts are read; those without a record have no column."""
 
 
 def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
@@ -158,7 +163,12 @@ def prompts_markdown(records: Sequence[Record]) -> str:
     name = "real.next_gain_kept"
     records = [r for r in records if r.name == name and r.params["method"] in PRESETS]
     keys = (_place_key(), Key("preset", _preset_of, left=True), key("fetch_groups", "groups"))
-    columns = [newest(PROMPTS[prompt], name, _percent, prompt=prompt) for prompt in PROMPTS]
+    measured = {r.params["prompt"] for r in records}
+    columns = [
+        newest(title, name, _percent, prompt=prompt)
+        for prompt, title in PROMPTS.items()
+        if prompt in measured
+    ]
     return "\n".join(grouped(keys, columns, records)) + "\n"
 
 
