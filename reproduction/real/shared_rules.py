@@ -35,8 +35,8 @@ def shared_choice(rule: str, tokens: Tokens, num_groups: int, spec: Spec) -> Cho
     for block in blocks_of(tokens, num_groups, spec, kv_heads=1, share=share):
         of_queries = _of_queries(rule, block)
         place = (block.positions // share - first // share)[None, :, None].expand_as(of_queries)
-        part = values[:, :, : of_queries.shape[2]]
-        part.scatter_reduce_(1, place, of_queries, RULES[rule])
+        seen = values[:, :, : of_queries.shape[2]]
+        seen.scatter_reduce_(1, place, of_queries, RULES[rule])
     shares = torch.arange(count, device=values.device) + first // share
     last = (share * shares + share - 1).clamp(max=end - 1)
     group = torch.arange(num_groups, device=values.device) + spec.sinks // spec.group_size
