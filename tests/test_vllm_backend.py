@@ -37,7 +37,9 @@ from vllm_planning import (
 from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
 from corecontext.integrations.vllm import cache_plan, capacity, host_pages, paged_backend, plugin
+from corecontext.integrations.vllm.engine_options import check_server
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
+from corecontext.integrations.vllm.offloading import complete_tokens
 from corecontext.integrations.vllm.whole_prompts import flash_attention
 from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.fetch.prompt_rule import reading_of
@@ -689,7 +691,11 @@ def test_other_architectures_are_refused():
 @pytest.mark.parametrize(
     "option, value, message",
     [
-        ("kv_transfer_config", SimpleNamespace(), "Leave out --kv-transfer-config"),
+        (
+            "kv_transfer_config",
+            SimpleNamespace(kv_connector="CoreContextConnector"),
+            "got core tokens alone, which .* Leave out --kv-transfer-config",
+        ),
         ("speculative_config", SimpleNamespace(method="eagle"), "must be 'ngram'"),
         (
             "scheduler_config",
@@ -703,6 +709,41 @@ def test_options_of_the_server_are_refused(make_layers, option, value, message):
     setattr(config, option, value)
     with pytest.raises(ValueError, match=message):
         make_layers(config)
+
+
+@pytest.mark.parametrize(
+    "store, connector, message",
+    [
+        ("device", "CoreContextConnector", None),
+        ("device", "OffloadingConnector", "^kv_connector must be 'CoreContextConnector'"),
+        ("host", "CoreContextConnector", "got raw tokens in host memory, which .* 'device'.$"),
+    ],
+)
+def test_pages_are_offloaded_with_fetch_from_the_device_alone(store, connector, message):
+    config = CCAConfig.preset("default").replace(store=store)
+    server = vllm_config()
+    server.kv_transfer_config = SimpleNamespace(kv_connector=connector)
+    if message is None:
+        check_server(server, config)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_server(server, config)
+
+
+def test_a_page_is_offloaded_when_its_last_group_has_an_index():
+    """That of group c is written when group c + 3 is complete, and none before the centre."""
+    config = CCAConfig.pooling(group_size=4, window_size=18, sink_size=4, core_mass=True)
+    config = config.replace(fetch_groups=2, fetch_index="bits:2", store="device")
+    found = [complete_tokens(config, computed) for computed in (0, 19, 20, 24, 100)]
+    assert found == [0, 0, 8, 12, 88]
+
+
+def test_all_bytes_of_a_page_of_core_tokens_are_offloaded(make_layers):
+    """Its index and masses are behind keys and values."""
+    config = vllm_config(fetch_groups=1, fetch_index="bits:2", core_mass=True, store="device")
+    [layer, _] = make_layers(config)
+    for spec in (layer.get_kv_cache_spec(config), layer.impl.caches.cores.spec):
+        assert spec.unpadded_page_size_bytes == spec.page_size_bytes
 
 
 def test_a_layer_tells_vllm_what_may_be_rejected_and_what_it_takes(make_layers):
@@ -721,7 +762,7 @@ def test_a_layer_tells_vllm_what_may_be_rejected_and_what_it_takes(make_layers):
     with pytest.raises(ValueError, match="got alibi_slopes"):
         kind(HEADS, DIM, 1.0, KV_HEADS, [0.5, 0.25])
     backend = paged_backend.CoreContextBackend
-    assert not backend.supports_kv_connector()
+    assert backend.supports_kv_connector()
     assert set(backend.supported_kv_cache_dtypes) == {"auto", "float16", "bfloat16"}
 
 

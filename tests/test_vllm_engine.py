@@ -24,7 +24,8 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs n
 CASES = ["plain", "mass", "long chunks", "small cache", "drafts"]
 CASES += ["fetch", "fetch, shared choices", "fetch, small cache", "fetch, drafts"]
 CASES += ["fetch, host", "fetch, host, shared choices", "fetch, host, small cache"]
-CASES += ["fetch, host, drafts"]
+CASES += ["fetch, host, drafts", "fetch, offload", "fetch, all groups, small cache"]
+CASES += ["fetch, 64 requests", "fetch, host, 64 requests"]
 CASES += ["raw heads", "raw heads, small cache", "raw heads, drafts", "raw pairs"]
 CASES += ["llama 2", "llama 3", "mistral", "qwen2", "qwen3", "two workers, plain"]
 CASES += ["two workers, raw heads", "two stages, raw heads"]
@@ -53,7 +54,7 @@ def test_greedy_tokens_are_those_of_the_engine(case, runner):
     assert done.returncode == 0, done.stderr[-4000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["runner"] == runner
-    if case.startswith("fetch") and "small cache" in case:
+    if case.startswith("fetch") and "small cache" in case and "all groups" not in case:
         # A preempted request reads its answer again as a prompt, and may go on in another way.
         assert len({*line["wrong"], *line["not_greedy"]}) <= line["preempted"] < line["requests"]
     else:
@@ -64,3 +65,4 @@ def test_greedy_tokens_are_those_of_the_engine(case, runner):
         assert line["shared"] > 0
     if "drafts" in case:
         assert line["accepted"] > 0
+    assert (line["loaded"] > 0) == ("offload" in case)

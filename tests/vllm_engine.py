@@ -2,9 +2,10 @@
 tests/vllm_engine.py V1|V2 CASE`, with vLLM's model runner of that name.
 
 Prints one JSON line: the requests whose greedy tokens are not those of our Engine, of one forward
-over all tokens, or of the same request alone; tokens of prompts that came from shared pages,
-preemptions and accepted drafts. On a GPU it is vLLM as it is. Without one it is vLLM's CPU build
-with our kernels in Triton's interpreter, and with V2 those of vLLM's runner too.
+over all tokens, or of the same request alone; tokens of prompts that came from shared pages, those
+of them that came from offloaded ones, preemptions and accepted drafts. On a GPU it is vLLM as it
+is. Without one it is vLLM's CPU build with our kernels in Triton's interpreter, and with V2 those
+of vLLM's runner too.
 """
 
 import json
@@ -49,6 +50,10 @@ if not GPU:  # before modules of vLLM take the platform's object; in its workers
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from corecontext import CCAConfig, enable
@@ -72,8 +77,9 @@ NGRAMS = {
 }
 CCA = {"group_size": 4, "window_size": 10, "sink_size": 4}
 FETCH = {"fetch_groups": 2, "fetch_index": "bits:2", "prefill": "full", "store": "device"}
+ALL_GROUPS = {"fetch_groups": 16}
 START = time.perf_counter()
-COUNTS = {"accepted": 0, "preempted": 0}
+COUNTS = {"accepted": 0, "preempted": 0, "loaded": 0}
 CASES = {
     "plain": {},
     "mass": {"core_mass": True},
@@ -91,12 +97,25 @@ CASES["fetch, shared choices"] = {
     "full_until": 24,
     "max_num_seqs": 1,
 }
+CASES["fetch, offload"] = {**CASES["fetch"], "offload": 1 << 26}
 HOST = {"store": "host", "fetch_slots": 3}
 CASES["fetch, host"] = {**CASES["fetch"], "fetch": HOST}
 CASES["fetch, host, shared choices"] = {
     **CASES["fetch, shared choices"],
     "fetch": {"store": "host", "prefill": "auto", "fetch_share": 8},
 }
+# A step chooses all groups, so a preempted request may read its answer again as a prompt.
+CASES["fetch, all groups, small cache"] = {**CASES["fetch, small cache"], "fetch": ALL_GROUPS}
+CASES["fetch, 64 requests"] = {
+    **CASES["fetch"],
+    "tokens": 2,
+    "few": True,
+    "requests": 64,
+    "engine": 16,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 96,
+}
+CASES["fetch, host, 64 requests"] = {**CASES["fetch, 64 requests"], "fetch": HOST}
 CASES["fetch, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2"}}
 CASES["fetch, host, small cache"] = {**CASES["fetch, small cache"], "fetch": HOST}
 CASES["fetch, host, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2", **HOST}}
@@ -197,14 +216,19 @@ if not GPU or torch.cuda.device_count() > 1:
     }
 
 
-def prompts(requests: int, short: bool, lengths: tuple[int, ...] = ()) -> list[list[int]]:
+def prompts(
+    requests: int, short: bool, lengths: tuple[int, ...] = (), few: bool = False
+) -> list[list[int]]:
     """Prompts of many lengths, some of which begin alike; or short ones alone, whose answers need
-    most of the pages; or prompts of given lengths."""
+    most of the pages; or prompts of given lengths; or of few tokens."""
     draw = random.Random(0)
     begun = [draw.randrange(128) for _ in range(70)]
     texts = [[draw.randrange(128) for _ in range(length)] for length in (1, 7, 61)]
     if lengths:
         return [[draw.randrange(128) for _ in range(length)] for length in lengths]
+    if few:
+        sizes = [(draw.choice((0, 3, 17)), draw.randint(1, 6)) for _ in range(requests)]
+        return [begun[:n] + [draw.randrange(128) for _ in range(m)] for n, m in sizes]
     if short:
         return [begun[i : i + 5] for i in range(4)]
     texts += [[*begun[:66], 1], [*begun, 2, 3]]
@@ -294,6 +318,15 @@ def is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> b
     return False
 
 
+def forget(worker) -> None:
+    """Fill all pages, so that whatever of them is not brought back shows."""
+    if GPU:
+        torch.cuda.synchronize()
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        pages = torch.empty(0, dtype=torch.uint8, device=layer.kv_cache.device)
+        pages.set_(layer.kv_cache.untyped_storage()).fill_(63)
+
+
 def run(name: str, options: dict) -> dict:
     """Run a case, and return its line."""
     options = dict(options)
@@ -310,10 +343,10 @@ def run(name: str, options: dict) -> dict:
         config = config.replace(core_mass=True, **{**FETCH, **fetch})
     tied = options.pop("tied", False)
     family = options.pop("family", "llama")
-    short = options.pop("short", False)
+    short, few = options.pop("short", False), options.pop("few", False)
     paged_chunk.LONG_CHUNK = options.pop("long_chunk", LONG_CHUNK)
     prompt_rule.PROMPT_LENGTHS["cuda" if GPU else "cpu"] = options.pop("full_until", 8192)
-    COUNTS.update(accepted=0, preempted=0)
+    COUNTS.update(dict.fromkeys(COUNTS, 0))
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
     settings = {
         "enforce_eager": True,
@@ -332,7 +365,7 @@ def run(name: str, options: dict) -> dict:
         else:
             shape, spread = options.pop("shape", {}), options.pop("spread", 0.2)
             model = checkpoint(folder, config, tied, family, shape, spread)
-            texts = prompts(requests, short, options.pop("lengths", ()))
+            texts = prompts(requests, short, options.pop("lengths", ()), few)
         saved = json.loads(Path(folder, "config.json").read_text())
         if options.pop("overrides", False):
             settings["hf_overrides"] = {"cca": config.to_dict()}
@@ -347,6 +380,16 @@ def run(name: str, options: dict) -> dict:
         ]
         say("our Engine generated")
         alone = options.pop("alone", 0)
+        offload = options.pop("offload", 0)
+        if offload:
+            extra = {"cpu_bytes_to_use": offload}
+            if not GPU:
+                extra.update(spec_name="CopyingSpec", spec_module_path="vllm_offload")
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="CoreContextConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config=extra,
+            )
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
@@ -359,6 +402,11 @@ def run(name: str, options: dict) -> dict:
         say("vLLM started")
         inputs = [{"prompt_token_ids": prompt} for prompt in texts]
         singles = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in inputs[:alone]]
+        if offload:
+            # A further step, which stores the pages of the last request.
+            llm.generate(inputs[0], params, use_tqdm=False)
+            assert llm.reset_prefix_cache()
+            llm.collective_rpc(forget)
         outputs = llm.generate(inputs, params, use_tqdm=False)
         say("vLLM generated")
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
@@ -383,7 +431,7 @@ def counted(method, name, amount):
     """A method of the scheduler whose calls add to a count."""
 
     def call(*args, **kwargs):
-        COUNTS[name] += amount(kwargs)
+        COUNTS[name] += amount(*args, **kwargs)
         return method(*args, **kwargs)
 
     return call
@@ -394,7 +442,10 @@ plugin.register()  # as the entry point of an installed package does
 if __name__ == "__main__":
     sys.modules["vllm_engine"] = sys.modules[__name__]
     preempt, accept = Scheduler._preempt_request, Scheduler.make_spec_decoding_stats
-    Scheduler._preempt_request = counted(preempt, "preempted", lambda given: 1)
-    accepted = counted(accept, "accepted", lambda given: given["num_accepted_tokens"])
+    Scheduler._preempt_request = counted(preempt, "preempted", lambda *given, **named: 1)
+    accepted = counted(accept, "accepted", lambda *given, **named: named["num_accepted_tokens"])
     Scheduler.make_spec_decoding_stats = accepted
+    load = OffloadingConnectorScheduler.update_state_after_alloc
+    loaded = counted(load, "loaded", lambda scheduler, request, pages, tokens: tokens)
+    OffloadingConnectorScheduler.update_state_after_alloc = loaded
     print(json.dumps(run(sys.argv[2], CASES[sys.argv[2]])), flush=True)

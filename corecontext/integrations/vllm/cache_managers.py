@@ -11,7 +11,12 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
+from corecontext.integrations.vllm.cache_specs import (
+    CoreSpec,
+    RawSpec,
+    TokenSpec,
+    WindowSpec,
+)
 
 
 class WindowManager(SlidingWindowManager):
@@ -125,7 +130,8 @@ class WindowManager(SlidingWindowManager):
 
 
 class CoreManager(FullAttentionManager):
-    """Manage the pages of core tokens: as those of full attention, each shared as a whole."""
+    """Manage pages of core tokens, or of all tokens: as those of full attention, each shared as a
+    whole."""
 
     supports_fine_grained_hash_lookup = False
 
@@ -196,4 +202,5 @@ def register_cache_specs() -> None:
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, uniform_type_base_spec=WindowSpec)
     KVCacheSpecRegistry.register(CoreSpec, CoreManager, uniform_type_base_spec=CoreSpec)
+    KVCacheSpecRegistry.register(TokenSpec, CoreManager, uniform_type_base_spec=TokenSpec)
     KVCacheSpecRegistry.register(RawSpec, RawManager, uniform_type_base_spec=RawSpec)

@@ -19,7 +19,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
+from corecontext.integrations.vllm.cache_specs import (
+    CoreSpec,
+    RawSpec,
+    TokenSpec,
+    WindowSpec,
+)
 from corecontext.integrations.vllm.engine_options import num_drafts
 from corecontext.integrations.vllm.host_pages import HostPages, HostTokens
 from corecontext.integrations.vllm.page_layout import PageLayout, core_entries
@@ -107,9 +112,10 @@ class CacheSpecs(NamedTuple):
     window: WindowSpec | None
     """None with fetch from the device."""
     cores: CoreSpec
-    raw: RawSpec | None
-    """All tokens: with fetch from the device of all heads, else of heads that keep every token;
-    None without such heads."""
+    raw: RawSpec | None = None
+    """Of KV heads that keep every token; None without them."""
+    tokens: TokenSpec | None = None
+    """None but with fetch from the device."""
 
 
 def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list[LayerCache]:
@@ -142,7 +148,7 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
     holders: list[Any] = []
     for number, layer in layers.items():
         if raw_heads.pools(number):
-            layer.get_kv_cache_spec = partial(_spec_of_layer, specs.window or specs.raw)
+            layer.get_kv_cache_spec = partial(_spec_of_layer, specs.tokens or specs.window)
             name = f"{layer.layer_name}.cores"
             cores[number] = LayerCache(name, specs.cores, backend, host_pages)
         else:
@@ -156,7 +162,7 @@ def plan_caches(layers: dict[int, Any], backend: type[AttentionBackend]) -> list
     # vLLM reads a layer's number from them.
     added = list(cores.values())
     shares: dict[int, list[RawShare]] = {}
-    if specs.window is not None and specs.raw is not None:
+    if specs.raw is not None:
         per_cache = specs.raw.num_kv_heads
         for cache in range(len(holders), -(-raw_heads.most(list(layers)) // per_cache)):
             added.append(LayerCache(f"{first.layer_name}.raw_{cache}", specs.raw, backend))
@@ -180,14 +186,14 @@ def cache_specs_of(layer: Any) -> CacheSpecs:
         "dtype": dtype,
     }
     if impl.config.fetch_groups:
-        raw = RawSpec(block_size=page_size, **shape)
+        tokens = TokenSpec(block_size=page_size, **shape)
         entries = core_entries(impl.config, page_size, impl.head_size, dtype.itemsize)
-        padded = {**shape, "page_size_padded": raw.page_size_bytes}
+        padded = {**shape, "page_size_padded": tokens.page_size_bytes}
         layout = PageLayout.of(impl.config, page_size, entries)
         cores = CoreSpec.of(layout, is_complete_later=impl.config.fetches_from_host, **padded)
         if not impl.config.fetches_from_host:
-            return CacheSpecs(None, cores, raw)
-        return CacheSpecs(WindowSpec.of(layout, num_drafts(impl.vllm_config), **shape), cores, None)
+            return CacheSpecs(None, cores, tokens=tokens)
+        return CacheSpecs(WindowSpec.of(layout, num_drafts(impl.vllm_config), **shape), cores)
     layout = PageLayout.of(impl.config, page_size)
     if impl.config.core_mass:
         # A float for each core token behind the keys and values of a page.

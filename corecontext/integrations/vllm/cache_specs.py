@@ -1,5 +1,5 @@
-"""Describe the caches of a layer to vLLM: raw tokens of the window, core tokens, and all tokens of
-KV heads that keep every token.
+"""Describe the caches of a layer to vLLM: raw tokens of the window or, with fetch from the device,
+all of them; core tokens; and all tokens of KV heads that keep every token.
 
 vLLM has one pool of pages for all caches, so pages of all kinds have the same bytes. A window page
 holds E tokens; a core page E core tokens, which stand for g E tokens; a page of heads that keep
@@ -62,10 +62,21 @@ class CoreSpec(FullAttentionSpec):
         g = layout.group_size
         return cls(block_size=layout.core_page_tokens, tokens_per_state=g, **shape)
 
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        """How many bytes of a page vLLM offloads: all, since index and masses are behind keys and
+        values."""
+        return self.page_size_padded or super().unpadded_page_size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSpec(FullAttentionSpec):
+    """Describe the cache of all tokens of all KV heads, with fetch from the device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RawSpec(AttentionSpec):
-    """Describe a cache of KV heads that keep every token; with fetch from the device, all heads do.
+    """Describe a cache of KV heads that keep every token, beside a window.
 
     It is no FullAttentionSpec, as `CoreSpec` is. Where a request shares a beginning, vLLM cuts the
     pages of such specs to the tokens that all caches have, but only for the first kind of them.

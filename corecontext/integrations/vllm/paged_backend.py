@@ -93,11 +93,6 @@ class CoreContextBackend(AttentionBackend):
         splits the step."""
         return False
 
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """Return whether pages may come from other servers: no, first tokens would be lost."""
-        return False
-
 
 class StepMetadata(NamedTuple):
     """Describe the new tokens of a step for one cache of a layer."""
@@ -250,9 +245,9 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
                 " Serve the model by `corecontext serve`, or without --attention-backend CUSTOM."
             )
         self.vllm_config = get_current_vllm_config()
-        check_server(self.vllm_config)
         hf_config = self.vllm_config.model_config.hf_text_config
         self.config = settings_of(hf_config)
+        check_server(self.vllm_config, self.config)
         self.spec = spec_of(hf_config, scale, softcap)
         # With a window of the longest sequence no query sees a core token.
         self.longest = self.vllm_config.model_config.max_model_len

@@ -58,11 +58,13 @@ def _refuse(version: str, reason: str) -> None:
 
 
 def _register() -> None:
-    """Register the backend and the caches."""
+    """Register the backend, the caches and the connector."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from corecontext.integrations.vllm.cache_managers import register_cache_specs
+    from corecontext.integrations.vllm.offloading import register_connector
 
     path = "corecontext.integrations.vllm.paged_backend.CoreContextBackend"
     register_backend(AttentionBackendEnum.CUSTOM, path)
     register_cache_specs()
+    register_connector()
