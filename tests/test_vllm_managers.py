@@ -25,7 +25,7 @@ from vllm_planning import (
 )
 
 from corecontext.integrations.vllm.cache_managers import WindowManager, register_cache_specs
-from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, WindowSpec
+from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, TokenSpec, WindowSpec
 from corecontext.integrations.vllm.page_layout import PageLayout
 from corecontext.integrations.vllm.raw_heads import grouped_caches
 
@@ -33,24 +33,41 @@ LONGEST = 120
 SHAPE = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
 
 
-def specs_of(layout: PageLayout, drafts: int = 0) -> tuple[WindowSpec, CoreSpec]:
-    return WindowSpec.of(layout, drafts, **SHAPE), CoreSpec.of(layout, **SHAPE)
+def specs_of(
+    layout: PageLayout, drafts: int = 0, store: str | None = None
+) -> tuple[WindowSpec | TokenSpec, CoreSpec]:
+    """The first cache of a layer and that of core tokens; with a store of raw tokens, of fetch."""
+    if store is None:
+        return WindowSpec.of(layout, drafts, **SHAPE), CoreSpec.of(layout, **SHAPE)
+    tokens = TokenSpec(block_size=layout.page_size, **SHAPE)
+    padded = {**SHAPE, "page_size_padded": tokens.page_size_bytes}
+    cores = CoreSpec.of(layout, is_complete_later=store == "host", **padded)
+    return (tokens if store == "device" else WindowSpec.of(layout, drafts, **SHAPE)), cores
 
 
 class Server:
     """vLLM's manager of pages, with the contents that kernels would write in them.
 
     With `raw_tokens` there is a third cache: of heads that keep every token, so many on a page.
+    With fetch the `store` has all raw tokens: "device", in pages in place of the window's, or
+    "host", in a place of each page of core tokens, which has them at the end of a step.
     """
 
     def __init__(
-        self, layout: PageLayout, num_pages: int, drafts: int, raw_tokens: int = 0
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        drafts: int,
+        raw_tokens: int = 0,
+        store: str | None = None,
     ) -> None:
         register_cache_specs()
         init_none_hash(sha256)
         self.layout = layout
         self.raw_tokens = raw_tokens
-        specs = list(specs_of(layout, drafts))
+        self.store = store
+        self.entries = (layout.page_size, layout.core_entries or layout.page_size, raw_tokens)
+        specs = list(specs_of(layout, drafts, store))
         if raw_tokens:
             specs.append(RawSpec(block_size=raw_tokens, **{**SHAPE, "num_kv_heads": 1}))
         sizes = [spec.block_size for spec in specs]
@@ -64,7 +81,26 @@ class Server:
             max_in_flight_tokens=24,
         )
         self.pages: dict[int, dict[int, object]] = {}
+        self.places: dict[int, dict[int, object]] = {}
+        """Raw tokens in host memory, by the page of core tokens."""
+        self.sent: list[tuple[int, int, object]] = []
+        """Raw tokens that are there at the end of the step."""
+        self.in_step: set[str] = set()
         self.hits = 0
+
+    def end_step(self) -> None:
+        """Begin the next step: what this one sent to host memory is there."""
+        for page, entry, content in self.sent:
+            self.places.setdefault(page, {})[entry] = content
+        self.sent.clear()
+        self.in_step.clear()
+        self.manager.new_step_starts()
+
+    def free(self, request: Request) -> None:
+        """Free the pages of a request that is in no running step."""
+        if request.request_id in self.in_step:
+            self.end_step()
+        self.manager.free(request)
 
     def request(self, name: str, tokens: list[int]) -> Request:
         return Request(
@@ -72,7 +108,10 @@ class Server:
         )
 
     def step(self, request: Request, count: int, accepted: int) -> bool:
-        """Compute `count` tokens, of which the first `accepted` stay; False without pages."""
+        """Compute `count` tokens, of which the first `accepted` stay; False without pages. A
+        request is once in a step."""
+        if request.request_id in self.in_step:
+            self.end_step()
         options = {}
         if not request.num_computed_tokens:
             shared, length = self.manager.get_computed_blocks(request)[:2]
@@ -82,6 +121,7 @@ class Server:
         start = request.num_computed_tokens + options.get("num_new_computed_tokens", 0)
         if self.manager.allocate_slots(request, count, **options) is None:
             return False
+        self.in_step.add(request.request_id)
         self.hits += start - request.num_computed_tokens
         self.compute(request, start, start + count, accepted)
         request.num_computed_tokens = start + accepted
@@ -91,8 +131,12 @@ class Server:
         """The page and the entry of a token (kind 0, and 2 of heads that keep every token) or a
         core token (kind 1)."""
         table = self.manager.get_block_ids(request.request_id)[kind]
-        size = self.raw_tokens if kind == 2 else self.layout.page_size
-        return table[number // size], number % size
+        return table[number // self.entries[kind]], number % self.entries[kind]
+
+    def place(self, request: Request, position: int) -> tuple[int, int]:
+        """The page of core tokens and the entry of its place in host memory of a raw token."""
+        size = self.layout.core_page_tokens
+        return self.manager.get_block_ids(request.request_id)[1][position // size], position % size
 
     def write(self, kind: int, request: Request, number: int, content: object) -> None:
         page, entry = self.at(kind, request, number)
@@ -120,6 +164,8 @@ class Server:
             self.write(0, request, position, entry(position))
             if self.raw_tokens:
                 self.write(2, request, position, entry(position))
+            if self.store == "host":
+                self.sent.append((*self.place(request, position), entry(position)))
         for group in layout.completed_groups(start, end):
             members = tuple(self.read(0, request, group * g + o) for o in range(g))
             self.write(1, request, group, members)
@@ -130,6 +176,12 @@ class Server:
             for group in cores:
                 members = tuple(entry(group * g + o) for o in range(g))
                 assert self.read(1, request, group) == members
+        # With fetch a query may choose any token before it.
+        for position in range(start + accepted if self.store == "device" else 0):
+            assert self.read(0, request, position) == entry(position)
+        for position in range(start if self.store == "host" else 0):
+            page, place = self.place(request, position)
+            assert self.places[page][place] == entry(position)
         if self.raw_tokens:
             for position in range(start + accepted):
                 assert self.read(2, request, position) == entry(position)
@@ -143,13 +195,33 @@ LAYOUTS = [
 ]
 
 
+FETCH_LAYOUTS = [
+    PageLayout(group_size=2, window_size=5, sinks=2, page_size=4, core_entries=2),
+    PageLayout(group_size=3, window_size=9, sinks=6, page_size=4, core_entries=1),
+    PageLayout(group_size=4, window_size=4, sinks=4, page_size=8, core_entries=4),
+]
+
+
 @pytest.mark.parametrize("drafts, raw_tokens", [(0, 0), (3, 0), (0, 8), (3, 12)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_any_schedule_reads_what_the_rule_allows(layout, drafts, raw_tokens):
+    check_any_schedule(lambda pages: Server(layout, pages, drafts, raw_tokens), drafts)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("layout", FETCH_LAYOUTS, ids=str)
+def test_any_schedule_reads_all_tokens_with_fetch(layout, store, drafts):
+    check_any_schedule(lambda pages: Server(layout, pages, drafts, store=store), drafts)
+
+
+def check_any_schedule(make_server, drafts: int) -> None:
+    """Run requests in an order of chance by a server with so many pages, and check what they
+    read."""
     draw = random.Random(7)
     hits = preempted = 0
     for num_pages in (30, 45):
-        server = Server(layout, num_pages, drafts, raw_tokens)
+        server = make_server(num_pages)
         beginnings = [[draw.randrange(99) for _ in range(64)] for _ in range(2)]
         running: dict[str, Request] = {}
         for number in range(250):
@@ -167,15 +239,15 @@ def test_any_schedule_reads_what_the_rule_allows(layout, drafts, raw_tokens):
                 request.append_output_token_ids([draw.randrange(99)] * (accepted - left))
             if not server.step(request, count, accepted):
                 victim = draw.choice(list(running.values()))
-                server.manager.free(victim)
+                server.free(victim)
                 victim.num_computed_tokens = 0
                 preempted += 1
             elif request.num_tokens > LONGEST - 12 or draw.random() < 0.05:
-                server.manager.free(running.pop(request.request_id))
+                server.free(running.pop(request.request_id))
             elif request.num_tokens == request.num_computed_tokens:
                 request.append_output_token_ids([draw.randrange(99)])
         for request in running.values():
-            server.manager.free(request)
+            server.free(request)
         assert server.manager.block_pool.get_num_free_blocks() == num_pages - 1
         hits += server.hits
     assert hits and preempted
