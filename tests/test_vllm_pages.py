@@ -220,7 +220,7 @@ def test_an_older_release_of_vllm_gets_no_plug_in(monkeypatch, version):
     """Nothing of it is imported."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
     message = (
-        f"not available in vLLM {re.escape(version)}, .* corecontext 0.1 takes vLLM 0.23 to 0.25"
+        f"not available in vLLM {re.escape(version)}, .*: vLLM 0.23 to 0.25 go with commit 7a5d12b0"
     )
     with pytest.warns(UserWarning, match=message):
         plugin.register()

@@ -12,6 +12,9 @@ replace have other names, and pages would hold other tokens without an error."""
 NEWEST = (0, 33)
 """Last release with which the tests have run."""
 RELEASES = "vLLM 0.29 to 0.33"
+OLDER = "vLLM 0.23 to 0.25"
+OLDER_COMMIT = "7a5d12b0"
+"""The last commit that takes them: `git checkout` it in a clone, and install."""
 
 
 def release_of(version: str) -> tuple[int, int] | None:
@@ -38,7 +41,7 @@ def register() -> None:
     version = vllm.__version__
     release = release_of(version)
     if release is not None and release < OLDEST:
-        _refuse(version, "corecontext 0.1 takes vLLM 0.23 to 0.25")
+        _refuse(version, f"{OLDER} go with commit {OLDER_COMMIT} of corecontext")
         return
     try:
         _register()
