@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from corecontext.config import CCAConfig
-from corecontext.integrations.vllm.engine_options import CONNECTOR
+from corecontext.integrations.vllm.engine_options import CONNECTOR, num_drafts
 from corecontext.integrations.vllm.model_settings import settings_of
 from corecontext.ops.fetch.index import index_of
 from corecontext.visibility import num_sinks
@@ -27,12 +27,16 @@ class CoreContextConnector(OffloadingConnector):
             name = "_calc_num_offloadable_tokens"
             inner = getattr(self.connector_scheduler, name)
             config = settings_of(vllm_config.model_config.hf_text_config)
-            setattr(self.connector_scheduler, name, partial(_count, inner, config))
+            given = (inner, config, num_drafts(vllm_config))
+            setattr(self.connector_scheduler, name, partial(_offloadable, *given))
 
 
-def _count(inner: Callable[[Any, int], int], config: CCAConfig, request: Any, computed: int) -> int:
-    """Return how many tokens of a request vLLM may offload when so many are computed."""
-    return inner(request, complete_tokens(config, computed))
+def _offloadable(
+    inner: Callable[[Any, int], int], config: CCAConfig, drafts: int, request: Any, computed: int
+) -> int:
+    """Return how many tokens of a request vLLM may offload when so many are computed, of which it
+    may reject the last ones."""
+    return inner(request, complete_tokens(config, computed - drafts))
 
 
 def complete_tokens(config: CCAConfig, computed: int) -> int:
