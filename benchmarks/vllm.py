@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.options import check_choices, check_positive, option
 from benchmarks.serving_settings import SERVED_SHAPES
-from corecontext.config import PAPER_RULE, CCAConfig
+from corecontext.config import PAPER_RULE, PRESETS, CCAConfig
 from corecontext.files import UserError, install_command
 from corecontext.integrations.vllm.page_layout import PageLayout, core_entries, fetched_tokens
 from corecontext.measure import package_path
@@ -52,7 +52,8 @@ class VllmBench:
     """Share of the groups of a step that are in a slot, with the host store: choices of groups that
     repeat so are replayed, because random weights choose at random. None leaves them."""
     pages: int = 0
-    """Pages of the cache, for each of which the host holds raw tokens; 0 takes what fits."""
+    """Pages of the cache of fetch with the host store, for each of which the host holds raw tokens;
+    0 takes what fits, as the other methods do."""
     shape: str = "llama3.1-8b"
     """llama3.1-8b: a model of these sizes with random weights."""
     group_size: int = PAPER_RULE["group_size"]
@@ -128,6 +129,10 @@ class VllmBench:
             return CCAConfig.preset("device", store=self.store)
         return CCAConfig.pooling(group_size=self.group_size, window_size=self.window_size)
 
+    def pages_of(self, method: str) -> int:
+        """Return the pages that a method's cache is given, 0 for those that fit."""
+        return self.pages if method == "fetch" and self.store == "host" else 0
+
     def params(self, method: str, **more: Any) -> dict[str, Any]:
         """Return a record's params."""
         settings: dict[str, Any] = {}
@@ -136,6 +141,8 @@ class VllmBench:
             if method == "fetch":
                 sizes += ["fetch_groups", "fetch_index", "store"]
             settings = {name: getattr(self.config(method), name) for name in sizes}
+            same = (name for name in PRESETS if CCAConfig.preset(name) == self.config(method))
+            settings["preset"] = next(same, None)
             if self.config(method).fetches_by_slots:
                 settings |= {"fetch_slots": self.config(method).slots_for(self.longest)}
                 settings |= {"hit_share": self.hit_share}
@@ -185,7 +192,7 @@ def run_vllm_bench(
         if bench.profile:
             trial.profile()
             return []
-        if not bench.pages:
+        if not bench.pages_of(method):
             trial.cache_tokens()
         for length in bench.lengths:
             for _ in range(bench.trials):
@@ -272,7 +279,7 @@ def make_engine(bench: VllmBench, method: str, folder: str) -> Any:
         max_num_seqs=most_requests,
         enable_prefix_caching=False,
         gpu_memory_utilization=bench.memory_share,
-        num_gpu_blocks_override=bench.pages or None,
+        num_gpu_blocks_override=bench.pages_of(method) or None,
         compilation_config=compilation,
         seed=0,
     )
@@ -304,7 +311,7 @@ class Trial:
     def keep(self, name: str, value: float | list[float], **more: Any) -> None:
         """Make a record and hand it over."""
         runner = "V2" if self.engine.vllm_config.use_v2_model_runner else "V1"
-        params = self.bench.params(self.method, model_runner=runner, **more)
+        params = self.bench.params(self.method, runner=runner, **more)
         record = make_record(f"vllm.{name}", value, params, device=self.device)
         self.records.append(record)
         self.on_records([record])

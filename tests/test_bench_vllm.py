@@ -1,5 +1,6 @@
 """The benchmark of vLLM, with an engine that answers at once in place of vLLM's."""
 
+import dataclasses
 import os
 import sys
 from types import SimpleNamespace
@@ -70,6 +71,14 @@ def test_each_token_has_its_time(engine):
     assert all(row == sorted(row) and row[0] > 0 for row in times)
 
 
+def test_pages_are_given_where_the_host_holds_raw_tokens():
+    """Other methods take what fits, beside it, too."""
+    bench = VllmBench(methods=("full", "fetch"), store="host", pages=7)
+    assert [bench.pages_of(method) for method in ("full", "cca", "fetch")] == [0, 0, 7]
+    assert dataclasses.replace(bench, store="device").pages_of("fetch") == 0
+    assert bench.params("fetch")["preset"] == "default"
+
+
 @pytest.mark.parametrize("method", ["cca", "fetch", "full"])
 def test_records_of_a_method(engine, method, tmp_path, capsys):
     path = tmp_path / "vllm.jsonl"
@@ -90,7 +99,9 @@ def test_records_of_a_method(engine, method, tmp_path, capsys):
         tokens = 1000 * 34 // (3 + 1)
     assert records[0].value == tokens
     assert records[1].params["length"] == 20
-    assert records[1].params["model_runner"] == "V2"
+    assert records[1].params["runner"] == "V2"
+    presets = {"cca": "pooling", "fetch": "device", "full": None}
+    assert records[1].params.get("preset") == presets[method]
     assert records[-2].params["requests"] == 5
     assert all(record.params["method"] == method for record in records)
     assert [len(prompt) for prompt in engine.prompts[-5:]] == [30] * 5
