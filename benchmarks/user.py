@@ -336,11 +336,12 @@ def _bytes_of(run: EngineRun) -> int:
 
 def user_markdown(records: Sequence[Record]) -> str:
     """Return a table of each model on each device: lengths by methods, with times over those of
-    full attention in the same run; calls of transformers have tables of their own."""
+    full attention in the same run; windows and calls of transformers have tables of their own."""
     tables: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        is_call = record.params["method"] in (TRANSFORMERS, GENERATE)
-        kind = ", called as `generate()` does" if is_call else ""
+        method = record.params["method"]
+        kind = ", called as `generate()` does" if method in (TRANSFORMERS, GENERATE) else ""
+        kind = ", first tokens and a window" if method in WINDOWS else kind
         tables.setdefault((record.params["model"], record.device, kind), []).append(record)
     return "\n".join(
         f"**{model}**, {device}{kind}\n\n{_table(rows)}"
@@ -368,7 +369,7 @@ def _table(records: list[Record]) -> str:
             if milliseconds:
                 value = milliseconds * record.value
                 text = f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
-            if milliseconds and method not in (FULL, TRANSFORMERS):
+            if milliseconds and method not in (FULL, TRANSFORMERS, *WINDOWS):
                 end = TRANSFORMERS if method == GENERATE else FULL
                 text += f" ({record.value / ends[name, end, length]:.3f} x)"
             cells[name, method, length] = text

@@ -658,6 +658,10 @@ def test_a_window_has_the_bytes_of_a_preset(monkeypatch):
     token = 2 * 2 * 2 * 32 * 4  # of 2 layers, 2 KV heads of 32 in float32
     assert small - token < window <= small < full
     assert latest(records, NAMES[3], length=900, method="window:small").value == 0
+    presets, windows = user_markdown(records).split("\n\n**")
+    assert "window" not in presets and ", first tokens and a window" in windows
+    first = latest(records, NAMES[0], length=900, method="window:small").value
+    assert f"| 900 | {1e3 * first:.4g} ms |" in windows
 
 
 def test_calls_of_transformers_are_compared_with_its_own():
