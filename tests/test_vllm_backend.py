@@ -36,7 +36,14 @@ from vllm_planning import (
 
 from corecontext import CCAConfig, cca_attention
 from corecontext.cost import ModelCost
-from corecontext.integrations.vllm import cache_plan, capacity, host_pages, paged_backend, plugin
+from corecontext.integrations.vllm import (
+    cache_plan,
+    capacity,
+    host_pages,
+    offloading,
+    paged_backend,
+    plugin,
+)
 from corecontext.integrations.vllm.engine_options import check_server
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.integrations.vllm.offloading import complete_tokens
@@ -736,6 +743,15 @@ def test_a_page_is_offloaded_when_its_last_group_has_an_index():
     config = config.replace(fetch_groups=2, fetch_index="bits:2", store="device")
     found = [complete_tokens(config, computed) for computed in (0, 19, 20, 24, 100)]
     assert found == [0, 0, 8, 12, 88]
+
+
+def test_a_release_that_counts_pages_otherwise_is_told(monkeypatch):
+    def start(connector, *args):
+        connector.connector_scheduler = SimpleNamespace()
+
+    monkeypatch.setattr(offloading.OffloadingConnector, "__init__", start)
+    with pytest.raises(ValueError, match="^vLLM must count .* Leave out --kv-transfer-config"):
+        offloading.CoreContextConnector(vllm_config())
 
 
 def test_all_bytes_of_a_page_of_core_tokens_are_offloaded(make_layers):

@@ -25,7 +25,12 @@ class CoreContextConnector(OffloadingConnector):
         super().__init__(vllm_config, *args)
         if self.connector_scheduler is not None:
             name = "_calc_num_offloadable_tokens"
-            inner = getattr(self.connector_scheduler, name)
+            inner = getattr(self.connector_scheduler, name, None)
+            if inner is None:
+                raise ValueError(
+                    "vLLM must count the tokens that it may offload as releases 0.32 and 0.33 do, "
+                    "for core context. Leave out --kv-transfer-config, or take one of these."
+                )
             config = settings_of(vllm_config.model_config.hf_text_config)
             given = (inner, config, num_drafts(vllm_config))
             setattr(self.connector_scheduler, name, partial(_offloadable, *given))
