@@ -28,6 +28,7 @@ from corecontext.loading import pick_device
 from corecontext.measure import package_path
 from corecontext.record import Record, device_name, make_record
 from corecontext.terminal import progress
+from corecontext.visibility import num_sinks
 
 BINS = 24  # of a day
 START_LIMIT_S = 900.0
@@ -50,8 +51,10 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             program = ["benchmarks.random_server"]
             if bench.replays(variant):
-                # All groups are among the tokens of a prompt that are pooled.
-                length = bench.prompt_length - CCAConfig.window_size - CCAConfig.sink_size
+                # All groups are those that the first token of an answer sees.
+                config = CCAConfig.preset(variant)
+                sinks = num_sinks(config.sink_size, config.group_size)
+                length = bench.prompt_length - config.window_size - sinks
                 options += ["--replay", str(bench.hit_share), str(length)]
             options += ["--model", folder]
         options += bench.options("model", "cache_mib", "max_running", "rows_per_pool")

@@ -148,6 +148,16 @@ def test_neighbours_choose_together(rule, first, share):
     assert choice.share == share and torch.equal(choice.groups, best)
 
 
+@pytest.mark.parametrize("length", [8, 11, 12, 15])
+def test_neighbours_of_a_short_prompt_choose_nothing(length):
+    """Its last query sees no group."""
+    tokens = some_tokens().until(length)
+    spec = SPEC.replace(fetch_share=16)
+    for rule in ("largest", "shares"):
+        choice = shared_choice(rule, tokens, (length - spec.sinks) // spec.group_size, spec)
+        assert choice.groups.eq(-1).all()
+
+
 def test_prompts_share_a_choice_by_another_rule():
     q, k, v = (x.unflatten(0, (ROWS, KV_HEADS)) for x in some_tokens()[:3])
     options = {"group_size": 4, "window_size": 8, "sink_size": 4, "fetch_groups": 5}

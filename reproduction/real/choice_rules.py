@@ -168,6 +168,8 @@ def blocks_of(
     size = share * max(1, ELEMENTS // (n * heads * num_groups * keys * share))
     first = spec.sinks + first_core_query(spec.group_size, spec.window_size)
     first = max(first, tokens.q_start)
+    if first >= tokens.q_start + length:
+        return
     start = first - first % share - tokens.q_start
     while start < length:
         begin, start = max(0, start), start + size

@@ -16,7 +16,7 @@ RULES = {
 }
 """Methods in words, in the order of the table."""
 NAME = "choices.gain_kept"
-SHARES = ("545dc590", "d6aec4f8")
+SHARES = ("545dc590", "d6aec4f8", "4884b04c")
 """Commits whose queries chose by shares: a softmax of each query head over the groups, from the
 masses by the index, and the largest sums over the heads of a KV head."""
 BY_HEADS = {
@@ -24,7 +24,7 @@ BY_HEADS = {
     "last 512": {"name": "real.next_gain_kept", "prompt": "query"},
     "last 512, 16 share k": {"name": "real.next_gain_kept", "prompt": "share 16"},
 }
-"""Gains of the table of two rules: what a record must be."""
+"""Name and params of the records of each column of the table of two rules."""
 
 
 def choices_markdown(records: Sequence[Record]) -> str:

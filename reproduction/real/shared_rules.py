@@ -18,8 +18,9 @@ from corecontext.visibility import sees_core
 from reproduction.real.choice_rules import Block, blocks_of
 
 RULES = {"largest": "amax", "shares": "sum"}
-"""By the largest score of any query of a share and any query head of a KV head, or by the sum of
-their shares of the softmax; and how numbers of queries become one."""
+"""By the largest score of any query of a share and any query head of a KV head, of queries that do
+not see the group yet, too, as the mean query is of all; or by the sum of their shares of the
+softmax. And how numbers of queries become one."""
 
 
 def shared_choice(rule: str, tokens: Tokens, num_groups: int, spec: Spec) -> Choice:

@@ -204,8 +204,8 @@ def cache_specs_of(layer: Any) -> CacheSpecs:
     raw = None
     if impl.raw_heads.most(range(len(impl.raw_heads.heads))):
         per_cache = impl.raw_heads.per_cache(page_size, layout.group_size)
-        tokens = page_size * impl.num_kv_heads // per_cache
-        raw = RawSpec(block_size=tokens, **{**shape, "num_kv_heads": per_cache})
+        page_tokens = page_size * impl.num_kv_heads // per_cache
+        raw = RawSpec(block_size=page_tokens, **{**shape, "num_kv_heads": per_cache})
     return CacheSpecs(window, cores, raw)
 
 

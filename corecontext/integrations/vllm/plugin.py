@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 
@@ -65,9 +66,12 @@ def _register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from corecontext.integrations.vllm.cache_managers import register_cache_specs
-    from corecontext.integrations.vllm.offloading import register_connector
 
     path = "corecontext.integrations.vllm.paged_backend.CoreContextBackend"
     register_backend(AttentionBackendEnum.CUSTOM, path)
     register_cache_specs()
-    register_connector()
+    # A release without such a connector serves all the same.
+    with contextlib.suppress(ImportError, AttributeError):
+        from corecontext.integrations.vllm.offloading import register_connector
+
+        register_connector()
