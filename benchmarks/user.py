@@ -255,7 +255,7 @@ def _measured(
     sizes = (input_ids, bench.new_tokens)
     plain = PlainRun(model, FULL, input_ids)
     runs: dict[str, EngineRun | ModelRun] = {}
-    # Runs whose steps are other steps of a method.
+    # Other steps of a method, of which the faster count.
     steps = {FULL: FullRun(twins[ENGINE], *sizes)}
     for name in bench.methods:
         if name == GENERATE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -193,6 +193,34 @@ def _block(
     return Block(tokens, positions, scored, visible, spec, kv_heads)
 
 
+@contextmanager
+def chosen_by(choose: Callable[[Tokens, int, Spec], Choice | None]) -> Iterator[None]:
+    """Choose in place of the package, on every backend, for the length of a with block.
+
+    Args:
+        choose: Takes arguments as of `query_blocks.choose`; where it returns None, the package
+            chooses.
+    """
+    attend = fetch.attend
+
+    def attend_chosen(
+        backend: ModuleType,
+        tokens: Tokens,
+        cores: Cores,
+        spec: Spec,
+        mass: Tensor | None = None,
+        choice: Choice | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Choice | None]:
+        num_groups = cores.k.shape[2]
+        if spec.fetch_groups and num_groups:
+            choice = choose(tokens, num_groups, spec) or choice
+        return attend(backend, tokens, cores, spec, mass, choice, out)
+
+    with mock.patch.object(fetch, "attend", attend_chosen):
+        yield
+
+
 class Chooser:
     """Choose the groups of whole sequences by a rule, and count those of their second halves.
 
@@ -234,17 +262,6 @@ class Chooser:
             )
         return float(self._num_groups) / self._num_choices
 
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Choose in place of the package, on every backend, for the length of a with block."""
-        attend = fetch.attend
-
-        def attend_chosen(
-            backend: ModuleType, tokens: Tokens, cores: Cores, spec: Spec, mass: Tensor | None, *_
-        ) -> tuple[Tensor, Tensor, Choice | None]:
-            fetches = spec.fetch_groups and cores.k.shape[2]
-            choice = self.choose(tokens, cores.k.shape[2], spec) if fetches else None
-            return attend(backend, tokens, cores, spec, mass, choice)
-
-        with mock.patch.object(fetch, "attend", attend_chosen):
-            yield
+    def enabled(self) -> AbstractContextManager[None]:
+        """Choose in place of the package, as `chosen_by`."""
+        return chosen_by(self.choose)

@@ -205,7 +205,7 @@ def _of_user(
     def cell(row: Row) -> str:
         text = measured.cell(row)
         preset = PRESET_OF.get(_name(row[0]))
-        if text or preset is None or show is not shown_bytes:
+        if text or preset is None or not name.endswith("_bytes"):
             return text
         where = {"model": SHAPE, "length": length, "method": preset}
         record = latest(records, "user.device_bytes", **where)
@@ -254,7 +254,7 @@ def _gain(title: str, model: str, length: int) -> Column:
 
 
 def is_default(params: dict[str, Any]) -> bool:
-    """Whether a row of MODELS differs from `default` by its number of groups alone."""
+    """Return whether settings of a model of MODELS differ from `default` by the groups alone."""
     default = PRESETS["default"]
     names = {"group_size": "group_size", "window_size": "window_size", "index": "fetch_index"}
     is_untrained = params["model"] in MODELS and not params["trained_tokens"]

@@ -3,19 +3,15 @@ which takes their mean query."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
-from unittest import mock
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from corecontext.ops.fetch import attend as fetch
 from corecontext.ops.fetch.choice import Choice, choose, num_shares
-from corecontext.ops.spec import Cores, Spec, Tokens
+from corecontext.ops.spec import Spec, Tokens
 from corecontext.visibility import sees_core
-from reproduction.real.choice_rules import Block, blocks_of
+from reproduction.real.choice_rules import Block, blocks_of, chosen_by
 
 RULES = {"largest": "amax", "shares": "sum"}
 """By the largest score of any query of a share and any query head of a KV head, of queries that do
@@ -52,25 +48,13 @@ def _of_queries(rule: str, block: Block) -> Tensor:
     return block.shares().sum(1).float()
 
 
-@contextmanager
-def sharing_by(rule: str | None) -> Iterator[None]:
-    """Have shared choices made by a rule, on every backend, for the length of a with block; None is
-    the package's."""
-    attend = fetch.attend
+def sharing_by(rule: str | None) -> AbstractContextManager[None]:
+    """Have shared choices made by a rule, as `choice_rules.chosen_by`; None is the package's."""
 
-    def attend_chosen(
-        backend: ModuleType,
-        tokens: Tokens,
-        cores: Cores,
-        spec: Spec,
-        mass: Tensor | None = None,
-        choice: Choice | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Choice | None]:
-        num_groups = cores.k.shape[2]
-        if rule and spec.fetch_groups and spec.fetch_share > 1 and num_groups:
-            choice = shared_choice(rule, tokens, num_groups, spec)
-        return attend(backend, tokens, cores, spec, mass, choice, out)
+    def choose_shared(tokens: Tokens, num_groups: int, spec: Spec) -> Choice | None:
+        """Choose for neighbours by the rule, and leave other choices to the package."""
+        if rule is None or spec.fetch_share == 1:
+            return None
+        return shared_choice(rule, tokens, num_groups, spec)
 
-    with mock.patch.object(fetch, "attend", attend_chosen):
-        yield
+    return chosen_by(choose_shared)

@@ -11,12 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from corecontext.integrations.vllm.cache_specs import (
-    CoreSpec,
-    RawSpec,
-    TokenSpec,
-    WindowSpec,
-)
+from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, TokenSpec, WindowSpec
 
 
 class WindowManager(SlidingWindowManager):

@@ -19,12 +19,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from corecontext.integrations.vllm.cache_specs import (
-    CoreSpec,
-    RawSpec,
-    TokenSpec,
-    WindowSpec,
-)
+from corecontext.integrations.vllm.cache_specs import CoreSpec, RawSpec, TokenSpec, WindowSpec
 from corecontext.integrations.vllm.engine_options import num_drafts
 from corecontext.integrations.vllm.host_pages import HostPages, HostTokens
 from corecontext.integrations.vllm.page_layout import PageLayout, core_entries
