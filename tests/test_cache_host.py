@@ -391,6 +391,25 @@ def test_memory_is_not_unpinned_while_a_graph_is_captured(unpinned, monkeypatch)
     assert set(unpinned) == {x.data_ptr() for x in pages}
 
 
+@pytest.mark.parametrize("is_spare", [False, True], ids=["new", "spare"])
+def test_copies_in_host_memory_share_one_piece_and_hold_no_other_tokens(device, is_spare):
+    x = torch.randn(2, 3, 50, 7, device=device)
+    sources = [x[:, :, 10:31], x.bfloat16(), x[:, :, :5, :1], x[:, :, :0]]
+    expected = [source.clone() for source in sources]
+    if is_spare:
+        host_memory.copies_in_host_memory(sources).tensors[0].fill_(3)
+    copies, ended = host_memory.copies_in_host_memory(sources)
+    x += 1  # behind the copies
+    if ended is not None:
+        ended.wait()
+    for found, right in zip(copies, expected, strict=True):
+        assert found.is_contiguous() and found.device == right.device
+        assert found.dtype == right.dtype and torch.equal(found, right)
+    storage = copies[0].untyped_storage()
+    assert {x.untyped_storage().data_ptr() for x in copies} == {storage.data_ptr()}
+    assert storage.nbytes() < sum(x.nbytes for x in copies) + 256 * len(copies)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_pinned_memory_is_used_again_and_zero(device):
     host_memory._release()

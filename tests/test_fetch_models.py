@@ -15,6 +15,7 @@ from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.loading import load
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records
+from corecontext.serve import memory
 from corecontext.serve.errors import InvalidRequest
 from corecontext.serve.request import Request
 from corecontext.serve.rows import RowShape
@@ -131,9 +132,14 @@ def test_a_cache_counts_its_raw_tokens():
     assert sizes[0] - sizes[1] == heads * config.head_dim * 4 * (2 * 61 + groups)
 
 
-@pytest.mark.parametrize("store, num_slots", [("device", 0), ("host", 3), ("host", 0)])
-def test_a_server_equals_recomputing(store, num_slots):
-    """Rows that come and go, of prompts that begin alike."""
+@pytest.mark.parametrize(
+    "store, num_slots, near_share",
+    [("device", 0, 1), ("host", 3, 1), ("host", 3, 0), ("host", 0, 1), ("host", 0, 0)],
+)
+def test_a_server_equals_recomputing(monkeypatch, store, num_slots, near_share):
+    """Rows that come and go, of prompts that begin alike and are read from the device or from host
+    memory."""
+    monkeypatch.setattr(memory, "NEAR_SHARE", near_share)
     model = tiny_model()
     config = CONFIG.replace(store=store, fetch_index="pairs:2", fetch_slots=num_slots)
     first = tokens(1, 70)[0].tolist()
@@ -150,6 +156,8 @@ def test_a_server_equals_recomputing(store, num_slots):
             used, allocated = scheduler.memory.counted()
             assert (used.host > 0) == (store == "host" and used.device > 0)
             assert allocated.host <= 2**21
+            reading = {slot.pool.reading.store for slot in scheduler.reading}
+            assert reading <= {"device" if near_share else store}
         assert [slot.cached_tokens for slot in slots[2:]] == [48, 32]
         for ids, new in zip(prompts, made):
             truth = recompute(model, torch.tensor([ids]), len(new))[0, len(ids) :]
@@ -194,8 +202,8 @@ def test_a_server_refuses_what_its_memories_do_not_hold():
     config = CONFIG.replace(store="host")
     token = 2 * model.config.head_dim * 4 * 2 * model.config.num_key_value_heads
     with corecontext.enabled(model, config):
-        # A request takes a row and the cache into which its prompt is read.
-        scheduler = Scheduler(model, host_bytes=2 * 128 * token)
+        # A request takes a row in host memory, and little on the device to read its prompt.
+        scheduler = Scheduler(model, host_bytes=3 * 128 * token // 2)
         scheduler.submit(Request([1] * 100, 28))
         message = "got 129 tokens for a budget of 1024 MiB, and 0 MiB in host memory"
         with pytest.raises(InvalidRequest, match=message):

@@ -6,7 +6,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +21,25 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     Raises:
         MemoryError: less host memory is available, or it cannot be pinned.
     """
-    size = math.prod(shape) * dtype.itemsize
+    memory, is_zero = _host_bytes(math.prod(shape) * dtype.itemsize, device)
+    if not is_zero:
+        memory.zero_()
+    return memory.view(dtype).view(shape)
+
+
+def _host_bytes(size: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Return host memory of this size as bytes of `device`, and whether they are zeros; errors as
+    of `host_zeros`."""
     try:
         if device.type != "cuda" or not size:
             _check_available(size)
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(size, dtype=torch.uint8, device=device), True
         spare = _spare_pages(size, device)
         pages = _new_pinned(size, device) if spare is None else spare
         memory: Any = _Pinned(pages, device)
         tensor = torch.as_tensor(memory, device=device)
         assert tensor.data_ptr() == pages.data_ptr(), "pinned memory must not be copied"
-        if spare is not None:
-            tensor.zero_()
-        return tensor.view(dtype).view(shape)
+        return tensor, spare is None
     except (RuntimeError, OSError) as error:
         raise MemoryError(_does_not_fit(size, str(error).splitlines()[0])) from None
 
@@ -88,15 +94,50 @@ def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.c
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     stream = _streams[device]
-    # The copy engine takes one contiguous piece at a time: the tokens of a head.
     sources = [x.to(target.dtype).contiguous() for target, x in zip(targets, sources)]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for target, source in zip(targets, sources):
             source.record_stream(stream)
-            for head, tokens in zip(target.flatten(0, 1), source.flatten(0, 1)):
-                head.copy_(tokens, non_blocking=True)
+            # The copy engine takes one contiguous piece at a time: else the tokens of a head.
+            at_once = target.is_contiguous()
+            pieces = (x[None] if at_once else x.flatten(0, 1) for x in (target, source))
+            for piece, tokens in zip(*pieces):
+                piece.copy_(tokens, non_blocking=True)
     return stream.record_event()
+
+
+class HostCopies(NamedTuple):
+    """Copies of tensors in one piece of host memory."""
+
+    tensors: list[Tensor]
+    """As tensors of the device, contiguous."""
+    ended: torch.cuda.Event | None
+    """Whoever reads them on the device waits for it; None where they are complete."""
+
+
+_ALIGNED = 256
+"""Bytes at whose multiples tensors begin in memory that they share."""
+
+
+def copies_in_host_memory(sources: Sequence[Tensor]) -> HostCopies:
+    """Copy tensors [B, Hkv, n, D] of a device to host memory; a GPU goes on meanwhile.
+
+    Memory for all of them is pinned at once: to pin many pieces takes longer than to fill them.
+
+    Raises:
+        MemoryError: as of `host_zeros`.
+    """
+    device = sources[0].device
+    sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in sources]
+    memory, _ = _host_bytes(sum(sizes), device)
+    pieces = zip(memory.split(sizes), sources)
+    copies = [piece[: x.nbytes].view(x.dtype).view(x.shape) for piece, x in pieces]
+    if device.type == "cuda":
+        return HostCopies(copies, copy_beside(copies, sources))
+    for copy, x in zip(copies, sources):
+        copy.copy_(x)
+    return HostCopies(copies, None)
 
 
 _TOUCHED = 64 * 2**20

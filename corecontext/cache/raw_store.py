@@ -220,15 +220,12 @@ class RawStore:
         if self.centre is not None:
             self.centre[target] = self.centre[source]
 
-    def copy_since(self, before: int, length: int) -> list[Tensor]:
-        """Copy raw tokens and index of `used` that came after the first `before` of `length`
+    def since(self, before: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return raw tokens, and index, of `used` that came after the first `before` of `length`
         tokens."""
-        copies = []
-        for x in self.raw:
-            x = x[:, :, before:length]
-            copies.append(self._room(x, x.shape).copy_(x))
         indexed = slice(self.num_indexed(before), self.num_indexed(length))
-        return copies + [x[:, :, indexed].clone() for x in self.index_buffers]
+        raw = [x[:, :, before:length] for x in self.raw]
+        return raw, [x[:, :, indexed] for x in self.index_buffers]
 
     def forget(self, lengths: Tensor) -> None:
         """Drop copies of tokens that a crop has taken back; rows keep `lengths` [B] tokens. There

@@ -9,6 +9,10 @@ from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
 
+NEAR_SHARE = 0.125
+"""Most of the budget that the cache takes into which a prompt is read with its raw tokens on the
+device, where its row has them in host memory."""
+
 
 @dataclass(eq=False)
 class CacheMemory:
@@ -45,14 +49,16 @@ class CacheMemory:
         for pool in list(self.pools):
             row = self.shape.bytes_of(pool.config, pool.max_length)
             # A prompt that is read has a promised row, and a cache as large to be read into.
-            used_rows = len(pool.slots) + 2 * pool.promised
-            allocated_rows = pool.rows + pool.promised
+            used_rows = len(pool.slots) + pool.promised
+            reading = self.shape.bytes_of(pool.reading, pool.max_length)
             # Where full attention reads a prompt, its raw tokens are on the device, too.
-            raw_bytes = pool.promised * (pool.reading_bytes - pool.row_bytes)
-            used_device += used_rows * row.device + raw_bytes
-            used_host += used_rows * row.host
-            allocated_device += allocated_rows * row.device + raw_bytes
-            allocated_host += allocated_rows * row.host
+            raw_bytes = pool.reading_bytes - self.shape.row_bytes(pool.reading, pool.max_length)
+            reading_device = pool.promised * (reading.device + raw_bytes)
+            reading_host = pool.promised * reading.host
+            used_device += used_rows * row.device + reading_device
+            used_host += used_rows * row.host + reading_host
+            allocated_device += pool.rows * row.device + reading_device
+            allocated_host += pool.rows * row.host + reading_host
         used = CacheBytes(used_device, used_host)
         return used, CacheBytes(allocated_device, allocated_host)
 
@@ -88,7 +94,17 @@ class CacheMemory:
     def _needed(self, config: CCAConfig | None, room: int) -> int:
         """Return the bytes of a row and of the cache into which its prompt is read."""
         # mutant serve: memory forgets the prompts that are read
-        return self.shape.row_bytes(config, room) + self.shape.reading_bytes(config, room)
+        reading = self.shape.reading_bytes(self._read_as(config, room), room)
+        return self.shape.row_bytes(config, room) + reading
+
+    def _read_as(self, config: CCAConfig | None, room: int) -> CCAConfig | None:
+        """Return the settings by which a prompt is read: with the raw tokens on the device, where
+        they take little of the budget. Each chunk reads those of all chunks before."""
+        if config is None or not config.fetches_from_host:
+            return config
+        near = config.replace(store="device", fetch_slots=None)
+        small = self.shape.row_bytes(near, room) <= NEAR_SHARE * self.budget
+        return near if small else config
 
     def place(self, config: CCAConfig | None, length: int) -> RowPool | None:
         """Choose a pool with a free row: the shortest, if at most twice as long as needed, else a
@@ -113,10 +129,12 @@ class CacheMemory:
     def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
         """Add a pool of as many rows as leave room to read a prompt and for the prefixes' share."""
         row = self.shape.row_bytes(config, room)
-        reading = self.shape.reading_bytes(config, room)
+        read_as = self._read_as(config, room)
+        reading = self.shape.reading_bytes(read_as, room)
         spare = self.unallocated - reading - self._prefix_share_left
         rows = max(1, min(self.rows_per_pool, spare // row))
-        pool = RowPool(config, rows, room, self.shape, fixed=self.batch.fixed)
+        fixed = self.batch.fixed
+        pool = RowPool(config, rows, room, self.shape, fixed=fixed, reading=read_as)
         self.pools.append(pool)
         return pool
 
@@ -161,7 +179,8 @@ class CacheMemory:
             self.drop(pool)
         if not pool.promised:
             return None
-        fresh = RowPool(pool.config, pool.rows, pool.max_length, self.shape, fixed=pool.fixed)
+        sizes = (pool.config, pool.rows, pool.max_length, self.shape)
+        fresh = RowPool(*sizes, fixed=pool.fixed, reading=pool.reading)
         fresh.promised = pool.promised
         self.pools.append(fresh)
         return fresh

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from corecontext.cache import CompactLayer, HeadsLayer, parts_of
+from corecontext.cache.host_memory import copies_in_host_memory
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes
 from corecontext.integrations.hf.cache_layers import CCALayer
-from corecontext.serve.rows import RowShape
+from corecontext.serve.rows import RowShape, with_store_of
 
 
 def _key(config: CCAConfig | None, parent: Node | None, tokens: Sequence[int]) -> tuple:
@@ -59,14 +61,42 @@ class Node:
         """For each cache, copies of its buffers [1, Hkv, entries, D]: the raw entries (window and
         sinks) at the chunk's end, and the core tokens that the chunk added."""
         # mutant serve: a shared beginning without its raw tokens
-        self.fetched = [
-            cache.store.copy_since(before, self.length) for cache in caches if cache.store
-        ]
-        """The chunk's raw tokens and index in each cache with fetch."""
+        added = [cache.store.since(before, self.length) for cache in caches if cache.store]
+        to_host = config is not None and config.fetches_from_host
+        self.fetched, self._copied = _copies(added, to_host)
+        """The chunk's raw tokens and index in each cache with fetch; and the end of copies to host
+        memory, None where they are complete."""
         self.nbytes = shape.row_bytes(config, self.length, before)
         """Bytes of the budget that the node takes beside its ancestors."""
         self.counted = shape.bytes_of(config, self.length, before)
         """Its bytes on the device and in host memory."""
+
+    def wait(self) -> None:
+        """Let all that follows on the device come after the copies of raw tokens."""
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
+
+def _copies(
+    stored: Sequence[tuple[list[Tensor], list[Tensor]]], to_host: bool
+) -> tuple[list[list[Tensor]], torch.cuda.Event | None]:
+    """Copy raw tokens and index of each store, raw tokens to host memory if asked.
+
+    Returns:
+        (copies of each store's raw tokens and index, the end of copies that still run or None).
+    """
+    raw = [tensor for tensors, _ in stored for tensor in tensors]
+    if to_host and raw:
+        copies, ended = copies_in_host_memory(raw)
+    else:
+        copies, ended = [tensor.clone() for tensor in raw], None
+    raw_copies = iter(copies)
+    copied = [
+        [*(next(raw_copies) for _ in tensors), *(tensor.clone() for tensor in index)]
+        for tensors, index in stored
+    ]
+    return copied, ended
 
 
 @dataclass(eq=False)
@@ -118,7 +148,8 @@ class PrefixStore:
             room: Bytes that all beginnings may take now, within `limit`.
 
         Returns:
-            The node; None where the chunk before was not kept, or the node does not fit.
+            The node; None where the chunk before was not kept, or the node does not fit: the
+            budget, or the machine's memory.
         """
         layers = [layer.compact for layer in cache.layers]
         limit = min(self.limit, room)
@@ -130,7 +161,10 @@ class PrefixStore:
         key = _key(config, parent, tokens)
         node = self._nodes.get(key)
         if node is None:
-            node = Node(key, layers, self.shape)
+            try:
+                node = Node(key, layers, self.shape)
+            except MemoryError:  # the request needs no copy
+                return None
             node.last_use = next(self._clock)
             self._nodes[key] = node
             self.nbytes += node.nbytes
@@ -139,8 +173,8 @@ class PrefixStore:
             self.trim(limit)
         return node if self._nodes.get(key) is node else None
 
-    def load(self, node: Node, cache: Any) -> None:
-        """Fill an empty cache of a model with a beginning."""
+    def load(self, node: Node, cache: Any, reading: CCAConfig | None) -> None:
+        """Fill an empty cache of a model with a beginning; `reading` says where raw tokens are."""
         path = [node]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
@@ -150,10 +184,12 @@ class PrefixStore:
         # order of the text.
         cache.layers = []
         for config, rotary in node.layers:
-            layer = CCALayer(config, rotary)
+            layer = CCALayer(with_store_of(config, reading), rotary)
             layer.is_initialized = True
             cache.layers.append(layer)
         caches = [compact for layer in cache.layers for compact in parts_of(layer.compact)]
+        for chunk in path:
+            chunk.wait()
         for index, (compact, dtype) in enumerate(zip(caches, node.dtypes, strict=True)):
             cores = [chunk.cores[index] for chunk in path]
             buffers = [torch.cat(pieces, 2) for pieces in zip(node.raw[index], *cores)]

@@ -45,7 +45,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     end = min(len(prompt), start + size)
     mask, pads = None, [0]  # one row without padding
     # Other requests have other settings, so the model gets this one's for the chunk only.
-    with configured(handle_of(model), slot.config):
+    with configured(handle_of(model), slot.config and slot.pool.reading):
         out = read_chunk(model, slot.ids, mask, pads, slot.cache, start, end, all_logits=scored)
     slot.read = end
     if scored:
@@ -92,7 +92,7 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
     if not request.prompt_logprobs and _shares(slot):
         slot.node = memory.prefixes.find(slot.config, request.prompt)
     if slot.node is not None:
-        memory.prefixes.load(slot.node, slot.cache)
+        memory.prefixes.load(slot.node, slot.cache, slot.pool.reading)
         for layer in slot.cache.layers:
             layer.compact.plan(length)
         slot.read = slot.cached_tokens = slot.node.length

@@ -108,6 +108,13 @@ class RowShape:
         return ring + min(n, max_length) + num_complete_groups(max_length - n, g)
 
 
+def with_store_of(config: CCAConfig, like: CCAConfig | None) -> CCAConfig:
+    """Return settings with the store of raw tokens that those of `like` have."""
+    if like is None or not config.fetch_groups:
+        return config
+    return config.replace(store=like.store, fetch_slots=like.fetch_slots)
+
+
 @dataclass(eq=False, repr=False)
 class RowPool:
     """A fixed number of rows, all with the same settings."""
@@ -123,6 +130,9 @@ class RowPool:
     _: KW_ONLY
     fixed: bool
     """Keep lengths in tensors, so that a decoding step can be captured."""
+    reading: CCAConfig | None = None
+    """The settings by which a row's prompt is read, where raw tokens are nearer meanwhile; None
+    for the row's."""
     slots: list[Any] = field(default_factory=list)
     """The request (`Slot`) of each row in use, the first rows."""
     promised: int = 0
@@ -140,7 +150,8 @@ class RowPool:
         self._pad: Any = None  # the same on the device, [rows], shared by all layers
         self.row_bytes = self.shape.row_bytes(self.config, self.max_length)
         """Bytes of a row over all layers."""
-        self.reading_bytes = self.shape.reading_bytes(self.config, self.max_length)
+        self.reading = self.reading or self.config
+        self.reading_bytes = self.shape.reading_bytes(self.reading, self.max_length)
         """Bytes of the cache into which a row's prompt is read."""
 
     @property
@@ -236,14 +247,15 @@ class RowPool:
             made = FullLayer(self.max_length, fixed=self.fixed)
             made.buffers = buffers
         else:
+            config = with_store_of(cache.config, self.config)
             made = CompactLayer(
-                cache.config,
+                config,
                 cache.spec.rotary,
                 max_length=self.max_length if self.fixed else None,
             )
             if cache.store is not None and cache.dtype is not None:
                 like = [x[:, :, :1].expand(self.rows, -1, -1, -1) for x in cache.store.raw]
-                made.store = new_store(cache.config, cache.spec, like, cache.dtype, self.max_length)
+                made.store = new_store(config, cache.spec, like, cache.dtype, self.max_length)
             made.adopt(buffers, cache)
         made.seen = 0
         if self.fixed:
