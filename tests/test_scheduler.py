@@ -209,7 +209,10 @@ def test_the_kernel_decodes_from_a_full_cache_as_pytorch_does(monkeypatch):
     assert torch.equal(kept[0], x[1][:, :, 0])
 
 
-def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
+@pytest.mark.parametrize(
+    "later, cached", [(None, [0, 96, 96, 80, 32]), (30, [0, 94, 94, 94, 32])], ids=str
+)
+def test_a_shared_beginning_is_read_once_and_changes_no_bit(model, later, cached):
     document, logits = prompt(100), {}
     original = Scheduler._join
 
@@ -217,7 +220,7 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
         logits[slot.request.seed] = last
         original(self, slot, last)
 
-    scheduler = Scheduler(model, chunk_size=16)
+    scheduler = Scheduler(model, chunk_size=16, later_chunk_size=later)
     scheduler._join = join.__get__(scheduler)
     jobs = [ask(0, 6, prompt=document + prompt(n, seed=n), seed=n) for n in (9, 3, 30)]
     # Whole chunks: the last one is read for its logits.
@@ -226,10 +229,10 @@ def test_a_shared_beginning_is_read_once_and_changes_no_bit(model):
     for one in jobs:
         one.submit(scheduler)
         finish(scheduler)
-    assert [one.cached_tokens for one in jobs] == [0, 96, 96, 80, 32]
+    assert [one.cached_tokens for one in jobs] == cached
     for one in jobs:
         branched = logits[one.seed]
-        fresh = Scheduler(model, chunk_size=16)
+        fresh = Scheduler(model, chunk_size=16, later_chunk_size=later)
         fresh._join = join.__get__(fresh)
         other = ask(0, 6, prompt=one.prompt, seed=one.seed)
         other.submit(fresh)

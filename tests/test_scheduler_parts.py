@@ -247,6 +247,13 @@ def test_the_longest_beginning_leaves_a_token_to_read(store):
     assert again is first and store.nbytes == 20 and first.children == 1
 
 
+def test_later_chunks_of_all_prompts_end_in_the_same_places():
+    store = PrefixStore(2, 40, None)
+    assert [store.chunk_end(start) for start in (0, 6, 8, 10)] == [2, 8, 10, 12]
+    store.later_chunk_size = 5
+    assert [store.chunk_end(start) for start in (0, 6, 8, 13)] == [2, 8, 13, 18]
+
+
 def test_the_beginning_that_was_not_used_for_longest_goes_first(store):
     nodes = [add(store, A, None, [n, n]) for n in range(4)]
     assert store.find(A, [0, 0, 5]) is nodes[0]
@@ -762,9 +769,11 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     defaults = dict(made.options)
     assert (defaults["cache_bytes"], defaults["host_bytes"]) == (12345, 2**20)
     assert (defaults["rows_per_pool"], defaults["chunk_size"]) == (8, 256)
+    assert defaults["later_chunk_size"] is None
     made.device = torch.device("cuda")
     build.make_scheduler(Serving("m", host_cache_mib=3))
-    on_gpu = {"rows_per_pool": 16, "chunk_size": 2048, "host_bytes": 3 * 2**20}
+    on_gpu = {"rows_per_pool": 16, "chunk_size": 2048, "later_chunk_size": 4096}
+    on_gpu["host_bytes"] = 3 * 2**20
     assert made.options == {**defaults, **on_gpu}
     chosen = {
         "rows_per_pool": 3,
@@ -778,7 +787,8 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     )
     policy = made.options["policy"]
     assert policy == TablePolicy(((0.5, 4, 8), (0.8, 8, 4), (1.0, 16, 2)), first_token_limit=3.0)
-    assert made.options == {**defaults, **chosen, "policy": policy, "max_rows": 2}
+    chosen |= {"policy": policy, "max_rows": 2, "later_chunk_size": 14}
+    assert made.options == {**defaults, **chosen}
     made.config = made.config.replace(fetch_groups=8)
     build.make_scheduler(Serving("m", policy="elastic"))
     assert made.options["policy"].sizes[:3] == [(4, 8, 8), (4, 8, 4), (4, 8, 2)]

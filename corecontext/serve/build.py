@@ -79,6 +79,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
         rows = table_rows(config.group_size, config.window_size, config.fetch_groups)
         policy = TablePolicy(rows, first_token_limit=serving.first_token_limit)
     cuda = loaded.model.device.type == "cuda"
+    chunk_size = serving.chunk_size or SERVED_CHUNK["cuda" if cuda else "cpu"]
     with one_line():
         scheduler = Scheduler(
             loaded.model,
@@ -90,7 +91,10 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
             queue_limit=serving.queue_limit,
             client_sizes=serving.client_sizes,
-            chunk_size=serving.chunk_size or SERVED_CHUNK["cuda" if cuda else "cpu"],
+            chunk_size=chunk_size,
+            # A GPU takes as long for them as full attention for half as many, and less than the
+            # host for two chunks.
+            later_chunk_size=2 * chunk_size if cuda else None,
             max_length=serving.max_length or UNLIMITED,
         )
     return scheduler, loaded.tokenizer

@@ -25,6 +25,9 @@ from corecontext.cost import CacheBytes
 from corecontext.integrations.hf.cache_layers import CCALayer
 from corecontext.serve.rows import RowShape, with_store_of
 
+EARLY_CHUNKS = 4
+"""Chunks of a prompt before larger ones may follow: where most prompts that begin alike part."""
+
 
 def _key(config: CCAConfig | None, parent: Node | None, tokens: Sequence[int]) -> tuple:
     """Return the key of a node. Its parent is hashed by identity, so the hash of a late chunk takes
@@ -109,6 +112,8 @@ class PrefixStore:
     """Bytes that it may hold; 0 keeps none."""
     shape: RowShape
     """Sizes of the model's cache."""
+    later_chunk_size: int | None = None
+    """Tokens of a chunk behind the first EARLY_CHUNKS; None for as many."""
 
     def __post_init__(self) -> None:
         self.nbytes = 0
@@ -123,14 +128,21 @@ class PrefixStore:
     def find(self, config: CCAConfig | None, prompt: Sequence[int]) -> Node | None:
         """Find the longest beginning that leaves at least one token of the prompt to read."""
         node = None
-        for end in range(self.chunk_size, len(prompt), self.chunk_size):
-            chunk = prompt[end - self.chunk_size : end]
-            child = self._nodes.get(_key(config, node, chunk))
+        start = 0
+        while (end := self.chunk_end(start)) < len(prompt):
+            child = self._nodes.get(_key(config, node, prompt[start:end]))
             if child is None:
                 break
             node = child
             node.last_use = next(self._clock)
+            start = end
         return node
+
+    def chunk_end(self, start: int) -> int:
+        """Return where the chunk ends that begins at `start`: the same for all prompts."""
+        if start < EARLY_CHUNKS * self.chunk_size or self.later_chunk_size is None:
+            return start + self.chunk_size
+        return start + self.later_chunk_size
 
     def add(
         self,

@@ -39,10 +39,12 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     prompt = slot.request.prompt
     scored = slot.request.prompt_logprobs
     start = slot.read
-    size = prefixes.chunk_size
+    chunk_end = prefixes.chunk_end(start)
+    if slot.config is None:  # full attention's later chunks take longer than the first
+        chunk_end = start + prefixes.chunk_size
     if scored:
-        size = min(size, SCORED_CHUNK)
-    end = min(len(prompt), start + size)
+        chunk_end = min(chunk_end, start + SCORED_CHUNK)
+    end = min(len(prompt), chunk_end)
     mask, pads = None, [0]  # one row without padding
     # Other requests have other settings, so the model gets this one's for the chunk only.
     with configured(handle_of(model), slot.config and slot.pool.reading):
@@ -58,7 +60,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
 
     # Keep the state for prompts that begin alike; they are found by whole chunks. A prompt that is
     # scored is read in other chunks.
-    if end - start == prefixes.chunk_size and not scored and _shares(slot):
+    if end == chunk_end and not scored and _shares(slot):
         room = memory.unallocated + prefixes.nbytes
         slot.node = prefixes.add(slot.config, slot.node, prompt[start:end], slot.cache, room)
     if end < len(prompt):

@@ -73,6 +73,8 @@ class Scheduler:
     """Different (g, s, k) that requests may choose at once; 0 forbids a choice."""
     chunk_size: int = SERVED_CHUNK["cpu"]
     """Tokens of a prompt read in a turn."""
+    later_chunk_size: int | None = None
+    """The same behind the first four chunks, under CCA; None for as many."""
     policy: Policy | None = None
     """Chooses (g, s) or (g, s, k) for requests that do not; None leaves the model's own. A model
     with a g for each layer keeps its g."""
@@ -105,7 +107,7 @@ class Scheduler:
             shape,
             budget,
             min(self.rows_per_pool, self.max_rows),
-            PrefixStore(self.chunk_size, prefix_bytes, shape),
+            PrefixStore(self.chunk_size, prefix_bytes, shape, self.later_chunk_size),
             self.batch,
         )
         self.admission = Admission(
