@@ -303,7 +303,7 @@ def test_the_bytes_of_a_row():
     fetch = A.replace(fetch_groups=2, fetch_index="mean", core_mass=False)
     compact = shape.row_bytes(A.replace(core_mass=False), 100)
     assert shape.row_bytes(fetch, 100) == compact + 3 * 2 * (100 * 64 + 25 * 32)
-    host = fetch.replace(store="host")
+    host = fetch.replace(store="host", fetch_slots=0)
     assert shape.bytes_of(host, 100) == (compact + 3 * 2 * 25 * 32, 3 * 2 * 100 * 64)
     slots = 4 * (4 * 64 + 12) + 4 * 26
     by_slots = (compact + 3 * 2 * (25 * 32 + slots), 3 * 2 * 100 * 64)
@@ -698,7 +698,9 @@ def test_a_request_that_has_ended_holds_nothing(model, monkeypatch, how):
     assert held == (None,) * 5
     assert neighbour.end_reason is None
     finish(scheduler)
-    assert neighbour.made == 9 and scheduler.memory.used == 0 and not scheduler.memory.pools
+    assert neighbour.made == 9 and scheduler.memory.used == 0
+    # On a GPU an idle pool stays, with its captured steps.
+    assert scheduler.batch.fixed or not scheduler.memory.pools
 
 
 def test_a_request_ends_once_where_the_device_breaks_on_its_way_to_a_row(model, monkeypatch):

@@ -14,7 +14,7 @@ from test_prefill import LENGTH, ROTARY, buffers, inputs, lengths
 from transformers import DynamicCache
 
 from corecontext import CCAConfig, enabled
-from corecontext.cache import UNDO_LIMIT, CompactLayer, layer, whole_rows
+from corecontext.cache import UNDO_LIMIT, CompactLayer, full, layer, whole_rows
 from corecontext.integrations.hf.cache_layers import compact_layer, make_compact
 from corecontext.integrations.hf.cache_name import with_cache
 
@@ -197,6 +197,17 @@ def test_an_error_leaves_few_tokens_as_they_are(name, monkeypatch):
             fed(layers[0], inputs(), 21, [1 if name == "step_on_all" else 9])
     both(layers, 21, [1, 9, 1])
     assert_same(layers)
+
+
+def test_attention_may_lay_out_a_step_in_any_way(monkeypatch):
+    """Some of PyTorch's kernels return heads behind tokens in memory."""
+    attend = full.step_attention
+
+    def other_layout(*arguments):
+        return attend(*arguments).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(full, "step_attention", other_layout)
+    both(pair(), 0, [20, 1, 1])
 
 
 def test_rows_must_stay():

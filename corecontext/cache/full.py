@@ -229,7 +229,7 @@ def step_on_all(
             keys, values = (x.narrow(2, 0, end) for x in buffers)
             # The r query heads of a KV head are rows of one product.
             grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
-            return step_attention(grouped, keys, values, scale).view(q.shape)
+            return step_attention(grouped, keys, values, scale).reshape(q.shape)
     slot = (seen - pad).clamp(0, room - 1)[:, None]  # [B, 1]
     for buffer, x in zip(buffers, (k, v)):
         write(buffer, slot, x)
