@@ -48,7 +48,7 @@ class CacheMemory:
         used_device = used_host = allocated_device = allocated_host = 0
         for pool in list(self.pools):
             row = self.shape.bytes_of(pool.config, pool.max_length)
-            # A prompt that is read has a promised row, and a cache as large to be read into.
+            # A prompt that is read has a promised row, and a cache of its own to be read into.
             used_rows = len(pool.slots) + pool.promised
             reading = self.shape.bytes_of(pool.reading, pool.max_length)
             # Where full attention reads a prompt, its raw tokens are on the device, too.
