@@ -57,8 +57,8 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
                 length = bench.prompt_length - config.window_size - sinks
                 options += ["--replay", str(bench.hit_share), str(length)]
             options += ["--model", folder]
-        options += bench.options("model", "cache_mib", "max_running", "rows_per_pool")
-        options += bench.options("chunk_size", "dtype", "device")
+        options += bench.options("model", "cache_mib", "host_cache_mib", "max_running")
+        options += bench.options("rows_per_pool", "chunk_size", "dtype", "device")
         log = Path(folder) / "log"
         env = {key: value for key, value in package_path().items() if key != "CORECONTEXT_API_KEY"}
         with log.open("w") as out:

@@ -69,6 +69,8 @@ class ServeBench:
     """Nearest tokens kept as they are, s. Default: the checkpoint's, else the package's."""
     cache_mib: int | None = None
     """As for serve."""
+    host_cache_mib: int | None = None
+    """As for serve."""
     max_running: int = 64
     """As for serve."""
     rows_per_pool: int | None = None
@@ -157,6 +159,8 @@ class ServeBench:
             duration = {"requests": self.requests}
         if self.replays(variant):
             more["hit_share"] = self.hit_share
+        if self.host_cache_mib is not None:
+            more["host_cache_mib"] = self.host_cache_mib
         return {
             "mode": self.mode,
             "variant": variant,

@@ -165,7 +165,9 @@ def test_a_day_and_a_rise_on_one_server(tmp_path, monkeypatch, capfd):
     rise += ["--growth", "2", "--variant", "fixed", "--variant", "cca:4:16"]
     rise += ["--plot", "rise.svg"]
 
-    with original(ServeBench(model=model, device="cpu", cache_mib=64), "elastic") as url:
+    bench = ServeBench(model=model, device="cpu", cache_mib=64, host_cache_mib=32)
+    assert bench.params("fixed")["host_cache_mib"] == 32
+    with original(bench, "elastic") as url:
 
         @contextmanager
         def same(bench, variant):
