@@ -93,8 +93,8 @@ class CacheMemory:
 
     def _needed(self, config: CCAConfig | None, room: int) -> int:
         """Return the bytes of a row and of the cache into which its prompt is read."""
-        # mutant serve: memory forgets the prompts that are read
         reading = self.shape.reading_bytes(self._read_as(config, room), room)
+        # mutant serve: memory forgets the prompts that are read
         return self.shape.row_bytes(config, room) + reading
 
     def _read_as(self, config: CCAConfig | None, room: int) -> CCAConfig | None:
