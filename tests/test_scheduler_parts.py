@@ -249,9 +249,10 @@ def test_the_longest_beginning_leaves_a_token_to_read(store):
 
 def test_later_chunks_of_all_prompts_end_in_the_same_places():
     store = PrefixStore(2, 40, None)
-    assert [store.chunk_end(start) for start in (0, 6, 8, 10)] == [2, 8, 10, 12]
+    assert [store.chunk_end(A, start) for start in (0, 6, 8, 10)] == [2, 8, 10, 12]
     store.later_chunk_size = 5
-    assert [store.chunk_end(start) for start in (0, 6, 8, 13)] == [2, 8, 13, 18]
+    assert [store.chunk_end(A, start) for start in (0, 6, 8, 13)] == [2, 8, 13, 18]
+    assert [store.chunk_end(None, start) for start in (0, 6, 8, 13)] == [2, 8, 10, 15]
 
 
 def test_the_beginning_that_was_not_used_for_longest_goes_first(store):

@@ -129,7 +129,7 @@ class PrefixStore:
         """Find the longest beginning that leaves at least one token of the prompt to read."""
         node = None
         start = 0
-        while (end := self.chunk_end(start)) < len(prompt):
+        while (end := self.chunk_end(config, start)) < len(prompt):
             child = self._nodes.get(_key(config, node, prompt[start:end]))
             if child is None:
                 break
@@ -138,9 +138,11 @@ class PrefixStore:
             start = end
         return node
 
-    def chunk_end(self, start: int) -> int:
-        """Return where the chunk ends that begins at `start`: the same for all prompts."""
-        if start < EARLY_CHUNKS * self.chunk_size or self.later_chunk_size is None:
+    def chunk_end(self, config: CCAConfig | None, start: int) -> int:
+        """Return where the chunk ends that begins at `start`, the same for all prompts with these
+        settings. Full attention's later chunks take longer than the first, and stay as they are."""
+        is_early = start < EARLY_CHUNKS * self.chunk_size or config is None
+        if is_early or self.later_chunk_size is None:
             return start + self.chunk_size
         return start + self.later_chunk_size
 

@@ -39,9 +39,7 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
     prompt = slot.request.prompt
     scored = slot.request.prompt_logprobs
     start = slot.read
-    chunk_end = prefixes.chunk_end(start)
-    if slot.config is None:  # full attention's later chunks take longer than the first
-        chunk_end = start + prefixes.chunk_size
+    chunk_end = prefixes.chunk_end(slot.config, start)
     if scored:
         chunk_end = min(chunk_end, start + SCORED_CHUNK)
     end = min(len(prompt), chunk_end)
