@@ -615,6 +615,21 @@ def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
             Engine(model).stream(tokens(1, 20), max_new_tokens=3, **{name: 1})
 
 
+@pytest.mark.parametrize("budget, is_kept", [(6, True), (5, False)])
+def test_idle_caches_keep_host_memory_while_half_of_it_is_left(monkeypatch, budget, is_kept):
+    monkeypatch.setitem(WHOLE_TOKENS, "cuda", 0)
+    model = tiny_model()
+    with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
+        row = 64 * 2 * 16 * 4 * 2 * 2  # of all layers and KV heads
+        engine = Engine(model, static=True, host_bytes_budget=budget * row)
+        caches = []
+        for length in (30, 80, 30, 80):  # 1 and 2 rows of 64 tokens
+            with engine.stream(tokens(1, length), max_new_tokens=3) as stream:
+                caches += [stream.session for _ in stream][:1]
+        assert engine.host_bytes_kept == (3 if is_kept else 2) * row
+        assert (caches[2:] == caches[:2]) == is_kept
+
+
 def test_tokens_are_of_the_models_vocabulary_and_device(model):
     engine = Engine(model)
     engine._check_tokens(torch.tensor([[0, 95]]))

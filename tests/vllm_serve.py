@@ -24,7 +24,7 @@ import torch
 import vllm
 import vllm_engine
 from openai import OpenAI
-from vllm_engine import GPU
+from vllm_engine import GPU, say
 
 from corecontext import CCAConfig
 from corecontext.inference import Engine
@@ -118,12 +118,15 @@ def main(minutes: float, store: str, name: str) -> dict:
             texts = vllm_engine.real_prompts(folder, 96)
         saved = json.loads(Path(folder, "config.json").read_text())
         Path(folder, "config.json").write_text(json.dumps({**saved, "cca": config.to_dict()}))
-        engine = Engine(model)
+        # One cache for all prompts: in caches of their own each would pin memory and capture steps.
+        engine = Engine(model, max_length=max(map(len, texts)) + TOKENS)
         inputs = [torch.tensor([text], device=model.device) for text in texts]
         wanted = [engine.generate(prompt, max_new_tokens=TOKENS)[0] for prompt in inputs]
+        say("our Engine answered")
         environment = install(Path(plugins))
         options = f"{SERVED} {SIZES[name]} --kv-cache-memory-bytes {CACHE_BYTES[name]}"
         with served(folder, options.split(), environment) as server:
+            say("the server runs")
             client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
 
             def check(number: int, leaves: bool) -> None:
@@ -136,6 +139,7 @@ def main(minutes: float, store: str, name: str) -> dict:
             for number in range(len(texts)):
                 check(number, False)
             before = megabytes(server.process)
+            say("each prompt was answered once")
             end = time.monotonic() + 60 * minutes
 
             def work(seed: int) -> None:
@@ -148,6 +152,7 @@ def main(minutes: float, store: str, name: str) -> dict:
                 thread.start()
             for thread in threads:
                 thread.join()
+            say(f"{counts['requests']} requests, {counts['wrong']} wrong")
             bench = [*VLLM, *BENCH.split(), "--base-url", server.url, "--tokenizer", folder]
             done = subprocess.run(bench, env=environment, stdout=sys.stderr)
             time.sleep(5)

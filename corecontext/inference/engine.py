@@ -19,6 +19,10 @@ from corecontext.inference.stream import Generation, Prompt, Stream
 from corecontext.integrations.hf.enabling import handle_of
 from corecontext.integrations.hf.rotation import rotated_length
 
+IDLE_SHARE = 0.5
+"""Most of the free host memory that a new cache and idle ones take. To pin memory anew, and to
+capture steps on it, takes longer than to read a short prompt."""
+
 
 @dataclass(eq=False, repr=False)
 class Engine:
@@ -171,20 +175,21 @@ class Engine:
         """Raise unless a request's raw tokens fit in host memory beside those of running requests;
         idle caches can go."""
         needed = self._host_bytes(key)
-        if not needed:
-            return
-        free = self.host_bytes_budget
-        if free is None:
-            available = available_bytes()
-            free = needed if available is None else available + self.host_bytes_kept
-        else:
-            free -= sum(self._host_bytes(session.key) for session in self._busy)
-        if needed > free:
+        free = self._free_host_bytes() if needed else None
+        if free is not None and needed > free:
             raise MemoryError(
                 f"raw tokens must fit in host memory, got {needed} bytes for {key.batch} rows of "
                 f"{key.max_length} tokens with {max(0, free)} bytes free. Use fewer or shorter "
                 "rows, a larger host_bytes_budget, cache_dtype='int8' or fetch_groups=0."
             )
+
+    def _free_host_bytes(self) -> int | None:
+        """Return the bytes of host memory that idle and new sessions may take together; None where
+        the system does not say."""
+        if self.host_bytes_budget is None:
+            available = available_bytes()
+            return None if available is None else available + self.host_bytes_kept
+        return self.host_bytes_budget - sum(self._host_bytes(x.key) for x in self._busy)
 
     def _host_bytes(self, key: SessionKey) -> int:
         """Bytes of raw tokens in host memory of a session."""
@@ -267,15 +272,10 @@ class Engine:
         self._check_host_memory(key)  # another request may have come since
         session = self._idle.pop(key, None)
         if session is None:
-            # Free idle sessions before the new one is allocated, not after: all that hold host
-            # memory, if it needs some, and the oldest.
-            if self._host_bytes(key):
-                # mutant inference: idle caches keep their host memory
-                self._idle = OrderedDict(
-                    (k, x) for k, x in self._idle.items() if not x.allocated_host_bytes
-                )
+            # Free idle sessions before the new one is allocated, not after.
             if self.keep:
                 self._evict(self.keep - 1)
+            self._make_host_room(self._host_bytes(key))
             session = Session(
                 self.model,
                 self.handle,
@@ -296,6 +296,17 @@ class Engine:
         self._idle[session.key] = session
         self._idle.move_to_end(session.key)
         self._evict(self.keep)
+
+    def _make_host_room(self, needed: int) -> None:
+        """Drop the oldest idle sessions with raw tokens in host memory until the others and
+        `needed` bytes more leave enough of what is free."""
+        if not needed:
+            return
+        limit = IDLE_SHARE * (self._free_host_bytes() or 0)
+        for key in [key for key, x in self._idle.items() if x.allocated_host_bytes]:
+            if needed + self.host_bytes_kept > limit:
+                # mutant inference: idle caches keep their host memory
+                del self._idle[key]
 
     def _evict(self, count: int) -> None:
         """Drop the oldest idle sessions until `count` are left."""

@@ -14,8 +14,8 @@ from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
 """Share of the available host memory for caches without a GPU."""
-HOST_SHARE = 0.5
-"""Share of the available host memory for raw tokens of fetch."""
+HOST_SHARE = 0.75
+"""Share of the available host memory for raw tokens of fetch: the model is loaded by then."""
 FORCED_S = 5.0
 """Seconds for the model's thread to end after a second signal."""
 

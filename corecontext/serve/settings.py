@@ -81,8 +81,8 @@ class Serving:
     host_cache_mib: Annotated[
         int | None,
         typer.Option(
-            help="Budget of raw tokens in host memory (--store host), MiB. Default: half of the "
-            "memory available."
+            help="Budget of raw tokens in host memory (--store host), MiB. Default: three "
+            "quarters of the memory available."
         ),
     ] = None
     max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64
