@@ -12,7 +12,7 @@ from budgets import make_inputs, results_and_gradients
 
 from corecontext.ops import capability as chips
 from corecontext.ops import partial
-from corecontext.ops.api import cca_attention, choose_backend, pool_core_tokens
+from corecontext.ops.api import TRITON_DTYPES, cca_attention, choose_backend, pool_core_tokens
 from corecontext.ops.autograd import cca_attention_backward_op, cca_attention_op
 from corecontext.ops.merge import merge
 from corecontext.ops.packed import _interior_mask
@@ -479,6 +479,9 @@ def test_every_generation_has_kernels_that_it_can_run(
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 1, 2000, 64))
     try:
         assert choose_backend("auto", q) == backend
+        single = SimpleNamespace(device=q.device, dtype=torch.float32, shape=q.shape)
+        assert choose_backend("auto", single) == "packed"
+        assert choose_backend("auto", single, TRITON_DTYPES) == backend
         assert partial._kernel(q, q, partial.Scoring(1.0)) == kernel
         takes = hopper.takes(q, Spec(16, 64, scale=1.0))
         assert takes == (capability == (9, 0) and hip is None)

@@ -11,6 +11,7 @@ from test_triton_fetch_step import HALF, assert_rows, fed, reference, tensors
 
 from corecontext import CCAConfig, Rotary
 from corecontext.cache import CompactLayer
+from corecontext.cache import layer as layer_module
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.raw_store import Format
 from corecontext.ops.spec import Spec
@@ -65,6 +66,25 @@ def test_slots_are_those_of_the_store(num_slots):
             assert torch.equal(getattr(store, name), getattr(wanted, name)), name
     assert 0 < store.hits < store.lookups < 24 * 16
     assert (store.table[..., 30] == -1).all()
+
+
+def test_a_step_with_slots_is_one_of_triton_in_float32_too(monkeypatch):
+    """Other steps would ask the device for the groups that have none."""
+
+    def on_gpu(backend, q, triton_dtypes):
+        return "triton" if q.dtype in triton_dtypes else "packed"
+
+    monkeypatch.setattr(layer_module, "choose_backend", on_gpu)
+    config = CCAConfig.paper(4, 8, prefill="fetch", fetch_groups=2)
+    rotary = Rotary.from_theta(100.0, 16)
+    qkv = tensors(1, 4, 2, 40, 16)
+    layer = CompactLayer(config.replace(store="host", fetch_slots=3), rotary, max_length=40)
+    out = fed(layer, qkv, 33)
+    assert_rows(out, reference(config, rotary, qkv)[:, :, 33:], torch.float32)
+    assert not layer.asks_device
+    near = CompactLayer(config, rotary, max_length=40)
+    near.attend(*qkv)
+    assert near._slots() is None and not near.asks_device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)

@@ -31,7 +31,14 @@ from corecontext.cache.slots import read, write
 from corecontext.cache.stores import has_own_memory
 from corecontext.cache.unchanged import unchanged_by_errors, write_last
 from corecontext.cache.whole_rows import WholeRows
-from corecontext.ops.api import attend, backend_module, choose_backend, outside_autocast
+from corecontext.ops.api import (
+    AUTO_DTYPES,
+    TRITON_DTYPES,
+    attend,
+    backend_module,
+    choose_backend,
+    outside_autocast,
+)
 from corecontext.ops.batch import find_segments
 from corecontext.ops.fetch.prompt_rule import NO_END, Reading, most_read, reading_of
 from corecontext.ops.spec import Inputs, Ragged, Slots
@@ -383,7 +390,9 @@ class CompactLayer(SavedState):
         if fetches and self.store is None:
             return
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)
-        if choose_backend(self.config.backend, head) != "triton":
+        # Where groups have slots, another step asks the device which have none: it is not captured.
+        dtypes = TRITON_DTYPES if isinstance(self.store, SlotStore) else AUTO_DTYPES
+        if choose_backend(self.config.backend, head, dtypes) != "triton":
             return
         module = backend_module("triton", self.keys)
         self._step = module.decode_step

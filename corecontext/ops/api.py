@@ -21,18 +21,22 @@ from corecontext.ops.rotary import Rotary
 from corecontext.ops.spec import EACH_ROW, Inputs, Ragged, Spec, Tokens, check_rotary
 from corecontext.ops.torch_attention import scaled_attention
 
-# Dtypes for which "auto" takes Triton; in float32 `packed` (cuBLAS) is faster.
-_AUTO_TRITON = (torch.bfloat16, torch.float16)
+AUTO_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes in which "auto" takes Triton; in float32 `packed` (cuBLAS) is faster."""
+TRITON_DTYPES = (*AUTO_DTYPES, torch.float32)
+"""Dtypes that Triton takes."""
 # Found out at import: torch.compile cannot trace find_spec.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def choose_backend(backend: str, q: Tensor) -> str:
-    """Return the name of the backend that takes this call; an explicit request never falls
-    back."""
+def choose_backend(
+    backend: str, q: Tensor, triton_dtypes: Sequence[torch.dtype] = AUTO_DTYPES
+) -> str:
+    """Return the name of the backend that takes this call: of Triton, for "auto", in some dtypes
+    only. An explicit request never falls back."""
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
-        suits_triton = q.device.type == "cuda" and q.dtype in _AUTO_TRITON
+        suits_triton = q.device.type == "cuda" and q.dtype in triton_dtypes
         if suits_triton and _unsupported_reason("triton", q) is None:
             return "triton"
         return "packed" if packed.unsupported_reason(q) is None else "reference"
