@@ -770,7 +770,7 @@ def made(monkeypatch):
 def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     assert build.make_scheduler(Serving("m"))[1] == "tokenizer"
     defaults = dict(made.options)
-    assert (defaults["cache_bytes"], defaults["host_bytes"]) == (12345, 3 * 2**19)
+    assert (defaults["cache_bytes"], defaults["host_bytes"]) == (12345, 2**20)
     assert (defaults["rows_per_pool"], defaults["chunk_size"]) == (8, 256)
     assert defaults["later_chunk_size"] is None
     made.device = torch.device("cuda")
@@ -848,10 +848,11 @@ def test_the_budget_is_set_or_a_share_of_the_free_memory(monkeypatch):
 
 
 def test_the_budget_of_host_memory_is_set_or_a_share_of_what_is_available(monkeypatch):
-    for available, budget in ((1000, 750), (0, 1), (-5, 1), (None, 3 * 2**29)):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for available, *budgets in ((1000, 750, 500), (0, 1, 1), (-5, 1, 1), (None, 3 * 2**29, 2**30)):
         monkeypatch.setattr(host_memory, "available_bytes", lambda given=available: given)
-        assert build._host_bytes(Serving()) == budget
-    assert build._host_bytes(Serving(host_cache_mib=3)) == 3 * 2**20
+        assert [build._host_bytes(Serving(), device) for device in (gpu, cpu)] == budgets
+    assert build._host_bytes(Serving(host_cache_mib=3), gpu) == 3 * 2**20
 
 
 @pytest.mark.parametrize("host, family", [("127.0.0.1", "AF_INET"), ("::1", "AF_INET6")])

@@ -14,8 +14,9 @@ from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
 """Share of the available host memory for caches without a GPU."""
-HOST_SHARE = 0.75
-"""Share of the available host memory for raw tokens of fetch: the model is loaded by then."""
+HOST_SHARES = {"cuda": 0.75, "cpu": 0.5}
+"""Share of the available host memory for raw tokens of fetch; all else is on a GPU, where there is
+one."""
 FORCED_S = 5.0
 """Seconds for the model's thread to end after a second signal."""
 
@@ -86,7 +87,7 @@ def make_scheduler(serving: Serving) -> tuple[Any, Any]:
             full=serving.method == "full",
             policy=policy,
             cache_bytes=_cache_bytes(serving, loaded.model.device),
-            host_bytes=_host_bytes(serving),
+            host_bytes=_host_bytes(serving, loaded.model.device),
             max_rows=serving.max_running,
             rows_per_pool=serving.rows_per_pool or (16 if cuda else 8),
             queue_limit=serving.queue_limit,
@@ -113,12 +114,13 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
     return max(1, int(CPU_SHARE * _available_host_bytes(default=2**32)))
 
 
-def _host_bytes(serving: Serving) -> int:
+def _host_bytes(serving: Serving, device: Any) -> int:
     """Return the budget of raw tokens in host memory: `host_cache_mib`, else a share of the memory
     that is available now."""
     if serving.host_cache_mib is not None:
         return serving.host_cache_mib * 2**20
-    return max(1, int(HOST_SHARE * _available_host_bytes(default=2**31)))
+    share = HOST_SHARES["cuda" if device.type == "cuda" else "cpu"]
+    return max(1, int(share * _available_host_bytes(default=2**31)))
 
 
 def _available_host_bytes(default: int) -> int:

@@ -82,7 +82,7 @@ class Serving:
         int | None,
         typer.Option(
             help="Budget of raw tokens in host memory (--store host), MiB. Default: three "
-            "quarters of the memory available."
+            "quarters of the memory available beside a GPU, half without one."
         ),
     ] = None
     max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64
