@@ -790,7 +790,7 @@ def test_the_settings_of_a_server_reach_its_model_and_its_scheduler(made):
     )
     policy = made.options["policy"]
     assert policy == TablePolicy(((0.5, 4, 8), (0.8, 8, 4), (1.0, 16, 2)), first_token_limit=3.0)
-    chosen |= {"policy": policy, "max_rows": 2, "later_chunk_size": 14}
+    chosen |= {"policy": policy, "max_rows": 2, "later_chunk_size": 14, "host_bytes": 3 * 2**19}
     assert made.options == {**defaults, **chosen}
     made.config = made.config.replace(fetch_groups=8)
     build.make_scheduler(Serving("m", policy="elastic"))
