@@ -124,16 +124,22 @@ def _load(record: Record) -> str:
         load = f"requests of {p['length']:,} tokens"
         if p.get("memory_share", 0.9) != 0.9:
             load += f", {p['memory_share']:.0%} of the memory"
+        load += _steps(p)
     elif "length" in p:
         load = f"{shown_tokens(p['length'])} alone"
     else:
         load = f"{shown_tokens(p['prompt_length'])} + {p['new_tokens']:,}"
-        if p.get("most_batched", 8192) != 8192:
-            load += f" in steps of {p['most_batched']:,}"
+        load += _steps(p)
     weights = p.get("weights", "bfloat16")  # older records do not name them
     if weights != "bfloat16":
         load += f", {weights} weights"
     return f"{load}, torch.compile" if p.get("compiled") else load
+
+
+def _steps(params: dict[str, Any]) -> str:
+    """Describe the most tokens of a step, where they are not vLLM's own number on most GPUs."""
+    most = params.get("most_batched", 8192)
+    return "" if most == 8192 else f" in steps of {most:,}"
 
 
 def _loads(row: Row) -> str:

@@ -615,19 +615,33 @@ def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
             Engine(model).stream(tokens(1, 20), max_new_tokens=3, **{name: 1})
 
 
-@pytest.mark.parametrize("budget, is_kept", [(6, True), (5, False)])
-def test_idle_caches_keep_host_memory_while_half_of_it_is_left(monkeypatch, budget, is_kept):
+# Of memory in rows of 64 tokens: the budget, what is available beside idle caches, and what idle
+# caches keep after requests of 1, 2 and 3 rows, which two caches of 1 and 2 rows came before.
+@pytest.mark.parametrize(
+    "budget, free, kept",
+    [
+        (12, None, [1, 3, 6]),
+        (11, None, [1, 3, 5]),  # the oldest goes
+        (None, 12, [1, 3, 6]),
+        (2**30, 8, [1, 3, 5]),
+        (6, None, [1, 3, 3]),
+        (5, None, [1, 2, 3]),
+        (None, None, [1, 2, 3]),
+    ],
+)
+def test_idle_caches_keep_host_memory_while_half_of_it_is_left(monkeypatch, budget, free, kept):
     monkeypatch.setitem(WHOLE_TOKENS, "cuda", 0)
     model = tiny_model()
+    row = 64 * 2 * 16 * 4 * 2 * 2  # of all layers and KV heads
+    monkeypatch.setattr(engine_module, "available_bytes", lambda: free and free * row)
     with corecontext.enabled(model, CONFIG.replace(fetch_groups=2, store="host")):
-        row = 64 * 2 * 16 * 4 * 2 * 2  # of all layers and KV heads
-        engine = Engine(model, static=True, host_bytes_budget=budget * row)
-        caches = []
-        for length in (30, 80, 30, 80):  # 1 and 2 rows of 64 tokens
-            with engine.stream(tokens(1, length), max_new_tokens=3) as stream:
-                caches += [stream.session for _ in stream][:1]
-        assert engine.host_bytes_kept == (3 if is_kept else 2) * row
-        assert (caches[2:] == caches[:2]) == is_kept
+        engine = Engine(model, static=True, keep=3, host_bytes_budget=budget and budget * row)
+        for rows in (1, 2, 3):
+            engine.generate(tokens(1, 64 * rows - 30), max_new_tokens=3)
+            assert engine.host_bytes_kept == kept[rows - 1] * row
+        caches = [*engine._idle.values()]
+        engine.generate(tokens(1, 64 * 3 - 30), max_new_tokens=3)
+        assert [*engine._idle.values()] == caches  # the last request's is used again
 
 
 def test_tokens_are_of_the_models_vocabulary_and_device(model):

@@ -10,10 +10,11 @@ import triton.language as tl
 from test_triton_fetch_step import HALF, assert_rows, fed, reference, tensors
 
 from corecontext import CCAConfig, Rotary
-from corecontext.cache import CompactLayer
+from corecontext.cache import CompactLayer, state, stores
 from corecontext.cache import layer as layer_module
 from corecontext.cache.host_slots import SlotStore
 from corecontext.cache.raw_store import Format
+from corecontext.ops.fetch import prompt_rule
 from corecontext.ops.spec import Spec
 from corecontext.ops.triton.decode.find_slots import give_slots
 
@@ -68,13 +69,14 @@ def test_slots_are_those_of_the_store(num_slots):
     assert (store.table[..., 30] == -1).all()
 
 
+def by_dtype(backend, q, triton_dtypes):
+    """As `choose_backend` on a GPU."""
+    return "triton" if q.dtype in triton_dtypes else "packed"
+
+
 def test_a_step_with_slots_is_one_of_triton_in_float32_too(monkeypatch):
     """Other steps would ask the device for the groups that have none."""
-
-    def on_gpu(backend, q, triton_dtypes):
-        return "triton" if q.dtype in triton_dtypes else "packed"
-
-    monkeypatch.setattr(layer_module, "choose_backend", on_gpu)
+    monkeypatch.setattr(layer_module, "choose_backend", by_dtype)
     config = CCAConfig.paper(4, 8, prefill="fetch", fetch_groups=2)
     rotary = Rotary.from_theta(100.0, 16)
     qkv = tensors(1, 4, 2, 40, 16)
@@ -85,6 +87,32 @@ def test_a_step_with_slots_is_one_of_triton_in_float32_too(monkeypatch):
     near = CompactLayer(config, rotary, max_length=40)
     near.attend(*qkv)
     assert near._slots() is None and not near.asks_device
+
+
+def test_raw_tokens_that_move_to_host_memory_get_the_step_with_slots(monkeypatch):
+    """A cache that grows has them on the device while they are few, and its compact form from the
+    first token on where rows have padding."""
+    monkeypatch.setattr(layer_module, "choose_backend", by_dtype)
+    for module in (layer_module, state, stores):
+        monkeypatch.setattr(module, "has_own_memory", lambda device: True)
+    for name, length in (("PROMPT_LENGTHS", 24), ("STEP_LENGTHS", 24), ("WHOLE_TOKENS", 48)):
+        monkeypatch.setattr(prompt_rule, name, dict.fromkeys(("cpu", "cuda"), length))
+    monkeypatch.setattr(CCAConfig, "slots_for", lambda config, length, **options: 3)
+    config = CCAConfig.paper(4, 8, fetch_groups=2, fetch_index="bits:2")
+    rotary = Rotary.from_theta(100.0, 16)
+    qkv = tensors(2, 4, 2, 40, 16)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[1, :3] = False
+    outs = []
+    for store in ("host", "device"):
+        layer = CompactLayer(config.replace(store=store), rotary, begins_on_device=True)
+        outs.append(layer.attend(*(x[:, :, :20] for x in qkv), attention_mask=mask))
+        for t in range(20, 40):
+            outs.append(layer.attend(*(x[:, :, t : t + 1] for x in qkv)))
+            has_slots = store == "host" and t >= 24
+            assert isinstance(layer.store, SlotStore) == has_slots
+            assert (layer._slots() is not None) == has_slots and not layer.asks_device
+    torch.testing.assert_close(torch.cat(outs[:21], 2), torch.cat(outs[21:], 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)

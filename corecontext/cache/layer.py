@@ -390,7 +390,7 @@ class CompactLayer(SavedState):
         if fetches and self.store is None:
             return
         head = self.keys.new_empty(1, 1, 1, self.keys.shape[3], dtype=self.dtype)
-        # Where groups have slots, another step asks the device which have none: it is not captured.
+        # Where groups have slots, any other step asks the device which groups have none.
         dtypes = TRITON_DTYPES if isinstance(self.store, SlotStore) else AUTO_DTYPES
         if choose_backend(self.config.backend, head, dtypes) != "triton":
             return

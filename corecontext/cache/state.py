@@ -225,6 +225,8 @@ class LayerState(Entries):
         # mutant fetch: tokens from before the move to host memory are lost
         store.take(before, max(0, self._longest))
         self.store = store
+        # mutant fetch: raw tokens that moved to host memory keep the step of the device
+        self._choose_step()
         self._waits = False
 
     def _with_answer(self, length: int) -> int:

@@ -20,8 +20,8 @@ from corecontext.integrations.hf.enabling import handle_of
 from corecontext.integrations.hf.rotation import rotated_length
 
 IDLE_SHARE = 0.5
-"""Most of the free host memory that a new cache and idle ones take. To pin memory anew, and to
-capture steps on it, takes longer than to read a short prompt."""
+"""Share of the free host memory up to which idle caches stay beside a new one. To pin memory anew,
+and to capture steps on it, takes longer than to read a short prompt."""
 
 
 @dataclass(eq=False, repr=False)
@@ -66,10 +66,11 @@ class Engine:
     cache_bytes_budget: int | None = None
     """Bytes that caches may take on the device; only reported to the policy."""
     host_bytes_budget: int | None = None
-    """Most bytes of raw tokens in host memory (`CCAConfig.store`); None is the memory available
-    when a request comes."""
+    """Most bytes of raw tokens in host memory (`CCAConfig.store`), within the memory available when
+    a request comes; None is all of that."""
     keep: int = 2
-    """Idle sessions (caches with their graphs) kept for later requests."""
+    """Idle sessions (caches with their graphs) kept for later requests; fewer where their raw
+    tokens and those of a new one take more than half of the free host memory."""
 
     time_to_first_token: float | None = field(default=None, init=False)
     """Seconds from the start of the last request to its first token."""
@@ -184,12 +185,14 @@ class Engine:
             )
 
     def _free_host_bytes(self) -> int | None:
-        """Return the bytes of host memory that idle and new sessions may take together; None where
-        the system does not say."""
-        if self.host_bytes_budget is None:
-            available = available_bytes()
-            return None if available is None else available + self.host_bytes_kept
-        return self.host_bytes_budget - sum(self._host_bytes(x.key) for x in self._busy)
+        """Return the bytes of host memory that idle and new sessions may take together, by the
+        budget and by what is available; None where neither is known."""
+        available = available_bytes()
+        limits = [] if available is None else [available + self.host_bytes_kept]
+        if self.host_bytes_budget is not None:
+            busy = sum(self._host_bytes(session.key) for session in self._busy)
+            limits.append(self.host_bytes_budget - busy)
+        return min(limits, default=None)
 
     def _host_bytes(self, key: SessionKey) -> int:
         """Bytes of raw tokens in host memory of a session."""

@@ -32,8 +32,11 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 def choose_backend(
     backend: str, q: Tensor, triton_dtypes: Sequence[torch.dtype] = AUTO_DTYPES
 ) -> str:
-    """Return the name of the backend that takes this call: of Triton, for "auto", in some dtypes
-    only. An explicit request never falls back."""
+    """Return the name of the backend that takes this call; an explicit request never falls back.
+
+    Args:
+        triton_dtypes: Dtypes in which "auto" may take Triton.
+    """
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
         suits_triton = q.device.type == "cuda" and q.dtype in triton_dtypes

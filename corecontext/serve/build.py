@@ -15,8 +15,8 @@ from corecontext.serve.settings import Serving
 CPU_SHARE = 0.25
 """Share of the available host memory for caches without a GPU."""
 HOST_SHARES = {"cuda": 0.75, "cpu": 0.5}
-"""Share of the available host memory for raw tokens of fetch; all else is on a GPU, where there is
-one."""
+"""Share of the available host memory for raw tokens of fetch, by device. Beside a GPU all other
+caches are on it."""
 FORCED_S = 5.0
 """Seconds for the model's thread to end after a second signal."""
 

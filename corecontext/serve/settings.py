@@ -81,8 +81,9 @@ class Serving:
     host_cache_mib: Annotated[
         int | None,
         typer.Option(
-            help="Budget of raw tokens in host memory (--store host), MiB. Default: three "
-            "quarters of the memory available beside a GPU, half without one."
+            help="Budget of raw tokens in host memory (--store host), MiB. Default: beside "
+            "a GPU three quarters of the memory available, which several servers cannot share; "
+            "without one half."
         ),
     ] = None
     max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 64

@@ -130,7 +130,8 @@ def capacity_table(
             f"taken from it too{host}"
         ),
     )
-    for column in ("tokens of\na request", "full", "CCA", ""):
+    method = "fetch" if config.fetch_groups else "CCA"
+    for column in ("tokens of\na request", "full", method, ""):
         table.add_column(column, justify="right", no_wrap=True)
     for length in lengths:
         full, compact = held_tokens(cost, config, length, free, slots)
