@@ -1,6 +1,6 @@
 """Declare the table of vLLM: a row for each quantity and load, methods beside each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ def _load(record: Record) -> str:
     return f"{load}, torch.compile" if p.get("compiled") else load
 
 
-def _steps(params: dict[str, Any]) -> str:
+def _steps(params: Mapping[str, Any]) -> str:
     """Describe the most tokens of a step, where they are not vLLM's own number on most GPUs."""
     most = params.get("most_batched", 8192)
     return "" if most == 8192 else f" in steps of {most:,}"

@@ -106,8 +106,10 @@ CASES["fetch, host, shared choices"] = {
 }
 # A step chooses all groups, so a preempted request may read its answer again as a prompt.
 CASES["fetch, all groups, small cache"] = {**CASES["fetch, small cache"], "fetch": ALL_GROUPS}
+# The longest requests leave groups out.
 CASES["fetch, 64 requests"] = {
     **CASES["fetch"],
+    "fetch": {"fetch_groups": 1, "window_size": 4},
     "tokens": 2,
     "few": True,
     "requests": 64,
@@ -115,7 +117,12 @@ CASES["fetch, 64 requests"] = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 96,
 }
-CASES["fetch, host, 64 requests"] = {**CASES["fetch, 64 requests"], "fetch": HOST}
+FEW_GROUPS = CASES["fetch, 64 requests"]["fetch"]
+CASES["fetch, host, 64 requests"] = {**CASES["fetch, 64 requests"], "fetch": {**FEW_GROUPS, **HOST}}
+CASES["fetch, host, all groups, small cache"] = {
+    **CASES["fetch, all groups, small cache"],
+    "fetch": {**ALL_GROUPS, "store": "host"},
+}
 CASES["fetch, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2"}}
 CASES["fetch, host, small cache"] = {**CASES["fetch, small cache"], "fetch": HOST}
 CASES["fetch, host, drafts"] = {**CASES["drafts"], "fetch": {"fetch_index": "pairs:2", **HOST}}
