@@ -615,8 +615,8 @@ def test_host_memory_of_idle_caches_is_free_for_others(monkeypatch):
             Engine(model).stream(tokens(1, 20), max_new_tokens=3, **{name: 1})
 
 
-# Of memory in rows of 64 tokens: the budget, what is available beside idle caches, and what idle
-# caches keep after requests of 1, 2 and 3 rows, which two caches of 1 and 2 rows came before.
+# In rows of 64 tokens: the budget, the memory available beside idle caches, and what idle caches
+# keep after each of three requests, of 1, 2 and 3 rows.
 @pytest.mark.parametrize(
     "budget, free, kept",
     [
