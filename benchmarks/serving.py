@@ -113,12 +113,13 @@ def run_serve_bench(
     records: list[Record] = []
     for variant in bench.variants:
         with served(bench, variant) as url:
-            warm_up(bench, url)
-            trial = _Trial(bench, variant, url, device)
-            measure = {"day": trial.day, "rising": trial.rising, "saturated": trial.saturated}
-            for new in measure[bench.mode]():
-                records += new
-                on_records(new)
+            for load in bench.loads():
+                warm_up(load, url)
+                trial = _Trial(load, variant, url, device)
+                measure = {"day": trial.day, "rising": trial.rising, "saturated": trial.saturated}
+                for new in measure[bench.mode]():
+                    records += new
+                    on_records(new)
     return records
 
 

@@ -49,6 +49,8 @@ def _columns(records: Sequence[Record]) -> list[Column]:
 
     return [
         Column("variant", lambda total: total.params["variant"], left=True),
+        Column("prompt", lambda total: str(total.params["prompt_length"])),
+        Column("at once", lambda total: str(total.params.get("requests", "-"))),
         Column("offered /s", lambda total: three(total.params["offered_per_s"])),
         Column("done /s", lambda total: three(total.value)),
         Column("tokens /s", value("serve.tokens_per_s")),

@@ -1,6 +1,8 @@
 """Settings of the serving benchmark."""
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.options import check_choices, check_positive, option
@@ -43,8 +45,8 @@ class ServeBench:
     """As for serve."""
     shape: str | None = None
     """llama3.1-8b: a model of these sizes with random weights."""
-    prompt_length: int = 1024
-    """Tokens of each prompt; all are distinct."""
+    prompt_lengths: tuple[int, ...] = option((1024,), name="prompt-length")
+    """Tokens of each prompt; all are distinct (repeatable)."""
     shared_length: int = 0
     """Tokens that all prompts begin with."""
     new_tokens: int = 64
@@ -59,8 +61,8 @@ class ServeBench:
     """Factor from one rate of a rising load to the next."""
     first_token_limit: float = 2.0
     """Median seconds to the first token at which a rising load ends."""
-    requests: int = 32
-    """Requests to a saturated server, all at once."""
+    counts: tuple[int, ...] = option((32,), name="requests")
+    """Requests to a saturated server, all at once (repeatable)."""
     seed: int = 0
     """Seed of arrivals and prompts."""
     group_size: int | None = None
@@ -97,19 +99,24 @@ class ServeBench:
         for variant in self.variants:
             self.server_options(variant)
         check_positive(
-            prompt_length=self.prompt_length,
+            prompt_length=self.prompt_lengths,
             new_tokens=self.new_tokens,
-            requests=self.requests,
+            requests=self.counts,
             max_running=self.max_running,
         )
+        if not self.prompt_lengths or not self.counts:
+            raise ValueError("prompt-length and requests must be given at least once.")
+        if self.hit_share is not None and len(self.prompt_lengths) > 1:
+            raise ValueError("hit_share must come with one prompt-length, got several.")
         if self.hit_share is not None and (not 0 <= self.hit_share <= 1 or self.shape is None):
             raise ValueError(
                 f"hit_share must be in 0 .. 1, and come with --shape, got {self.hit_share}."
             )
-        if not 0 <= self.shared_length < self.prompt_length:
+        shortest = min(self.prompt_lengths)
+        if not 0 <= self.shared_length < shortest:
             raise ValueError(
-                f"shared_length must be at least 0 and less than prompt_length "
-                f"{self.prompt_length}, got {self.shared_length}."
+                "shared_length must be at least 0 and less than prompt_length "
+                f"{shortest}, got {self.shared_length}."
             )
         for name in ("seconds", "base_rate", "peak_rate", "first_token_limit"):
             if not 0 < getattr(self, name) < float("inf"):
@@ -119,6 +126,28 @@ class ServeBench:
                 f"peak_rate must be at least base_rate {self.base_rate} and growth more than 1, "
                 f"got {self.peak_rate} and {self.growth}."
             )
+
+    def loads(self) -> "Iterator[ServeBench]":
+        """Yield the benchmark of each length of prompts, and number of requests to a saturated
+        server, that one server gets one after the other: each of a seed of its own, so that no
+        prompt begins as an earlier one."""
+        counts = self.counts if self.mode == "saturated" else self.counts[:1]
+        pairs = itertools.product(self.prompt_lengths, counts)
+        for number, (length, count) in enumerate(pairs):
+            seed = self.seed + number
+            yield replace(self, prompt_lengths=(length,), counts=(count,), seed=seed)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of each prompt of one load."""
+        (length,) = self.prompt_lengths
+        return length
+
+    @property
+    def requests(self) -> int:
+        """Requests of one load to a saturated server."""
+        (count,) = self.counts
+        return count
 
     def server_options(self, variant: str) -> list[str]:
         """Return a variant's options of `corecontext serve`.

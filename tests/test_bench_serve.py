@@ -63,12 +63,26 @@ def test_a_server_is_warmed_up_by_other_prompts_and_a_saturated_one_by_its_whole
 
     monkeypatch.setattr(serving, "replay", replayed)
     for mode, count, new_tokens in (("rising", 4, 16), ("saturated", 9, 40)):
-        bench = ServeBench(mode=mode, requests=9, prompt_length=5, new_tokens=40)
+        bench = ServeBench(mode=mode, counts=(9,), prompt_lengths=(5,), new_tokens=40)
         serving.warm_up(bench, "")
         asyncio.run(serving._replay(bench, "", [0.0] * 9))
         (few, short, warming), (*_, measured) = sent[-2:]
         assert (few, short) == (count, new_tokens)
         assert not {tuple(x) for x in warming} & {tuple(x) for x in measured}
+
+
+def test_one_server_gets_all_loads_none_of_whose_prompts_begin_alike():
+    given = {"prompt_lengths": (5, 9), "counts": (2, 3)}
+    loads = list(ServeBench(mode="saturated", **given).loads())
+    assert [(x.prompt_length, x.requests) for x in loads] == [(5, 2), (5, 3), (9, 2), (9, 3)]
+    assert [x.params("full")["requests"] for x in loads] == [2, 3, 2, 3]
+    begins = {
+        tuple(prompt_of(number, x.prompt_length, 0, x.seed)[:5])
+        for x in loads
+        for number in range(-x.requests, x.requests)
+    }
+    assert len(begins) == sum(2 * x.requests for x in loads)
+    assert [x.prompt_length for x in ServeBench(mode="day", **given).loads()] == [5, 9]
 
 
 def test_a_server_that_is_not_there_is_an_error_of_each_request():
@@ -92,6 +106,9 @@ def test_a_server_that_is_not_there_is_an_error_of_each_request():
         ({"peak_rate": 0.1}, "peak_rate must be at least base_rate"),
         ({"growth": 1.0}, "peak_rate must be"),
         ({"hit_share": 0.9}, "hit_share must be in 0 .. 1, and come with --shape"),
+        ({"prompt_lengths": ()}, "prompt-length and requests must be given"),
+        ({"prompt_lengths": (9, 5), "shared_length": 7}, "shared_length must be"),
+        ({"prompt_lengths": (9, 5), "hit_share": 0.9}, "hit_share must come with one"),
         ({"hit_share": 1.1, "shape": "llama3.1-8b"}, "hit_share must be in"),
     ],
     ids=str,

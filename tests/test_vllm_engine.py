@@ -33,7 +33,9 @@ CASES += ["two workers, raw heads", "two stages, raw heads"]
 CASES += ["two workers, fetch", "two workers, fetch, host"]
 GPU_CASES = ["captured", "graphs", "many", "real", "raw heads, captured", "real, raw heads"]
 GPU_CASES += ["fetch, captured", "fetch, host, captured", "fetch, many", "fetch, host, many"]
-GPU_CASES += ["real, fetch", "real, fetch, host", "qwen3, 16K", "qwen3, 16K, host"]
+GPU_CASES += ["fetch, graphs", "fetch, host, graphs"]
+GPU_CASES += ["real, fetch", "real, fetch, drafts", "real, fetch, all groups, small cache"]
+GPU_CASES += ["real, fetch, host", "real, fetch, host, drafts", "qwen3, 16K", "qwen3, 16K, host"]
 CASES += [pytest.param(case, marks=ON_GPU) for case in GPU_CASES]
 
 

@@ -171,6 +171,8 @@ if GPU:
     }
     CASES["fetch, captured"] = {**CASES["fetch"], **CASES["captured"]}
     CASES["fetch, host, captured"] = {**CASES["fetch, host"], **CASES["captured"]}
+    CASES["fetch, graphs"] = {**CASES["fetch"], **CASES["graphs"]}
+    CASES["fetch, host, graphs"] = {**CASES["fetch, host"], **CASES["graphs"]}
     CASES["fetch, many"] = {**CASES["many"], "fetch": {}, "num_gpu_blocks_override": 600}
     CASES["fetch, host, many"] = {**CASES["fetch, many"], "fetch": HOST}
     CASES["real"] = {
@@ -193,6 +195,17 @@ if GPU:
     sizes = {"engine": 16, "max_num_seqs": 16, "kv_cache_memory_bytes": 768 << 20}
     CASES["real, fetch"] = {**CASES["real"], **sizes, "fetch": preset}
     CASES["real, fetch, host"] = {**CASES["real, fetch"], "fetch": {**preset, "store": "host"}}
+    CASES["real, fetch, drafts"] = {**CASES["real, fetch"], "speculative_config": NGRAMS}
+    CASES["real, fetch, host, drafts"] = {
+        **CASES["real, fetch, host"],
+        "speculative_config": NGRAMS,
+    }
+    # Room for about five requests, which a step sees whole.
+    CASES["real, fetch, all groups, small cache"] = {
+        **CASES["real, fetch"],
+        "fetch": {**preset, "fetch_groups": 64},
+        "kv_cache_memory_bytes": 112 << 20,
+    }
     few = {2: 2, 18: 2, 20: 0, 24: 0}  # layers and their heads that keep every token
     raw = [tuple(1 if few.get(i) == head else 16 for head in range(3)) for i in range(30)]
     CASES["real, raw heads"] = {**CASES["real"], "layer_group_sizes": tuple(raw)}
