@@ -13,6 +13,7 @@ from corecontext.inference.session import configured
 from corecontext.integrations.hf.cache_layers import cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache
 from corecontext.loading import load
+from corecontext.ops.fetch import prompt_rule
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records
 from corecontext.serve import memory
@@ -159,6 +160,30 @@ def test_a_server_equals_recomputing(monkeypatch, store, num_slots, near_share):
             reading = {slot.pool.reading.store for slot in scheduler.reading}
             assert reading <= {"device" if near_share else store}
         assert [slot.cached_tokens for slot in slots[2:]] == [48, 32]
+        for ids, new in zip(prompts, made):
+            truth = recompute(model, torch.tensor([ids]), len(new))[0, len(ids) :]
+            assert new == truth.tolist()
+
+
+@pytest.mark.parametrize("store, fixed", [("host", False), ("device", True), ("host", True)])
+def test_short_requests_of_a_server_run_under_full_attention(monkeypatch, store, fixed):
+    """In steps with long ones, which choose: all get what recomputing gives."""
+    monkeypatch.setattr(prompt_rule, "PROMPT_LENGTHS", {})
+    monkeypatch.setattr(prompt_rule, "STEP_LENGTHS", {})
+    model = tiny_model()
+    prompts = [tokens(1, length)[0].tolist() for length in (16, 70, 3, 66)]
+    with corecontext.enabled(model, CONFIG.replace(prefill="auto", fetch_share=1, store=store)):
+        scheduler = Scheduler(model, chunk_size=16, rows_per_pool=2)
+        scheduler.batch.fixed = fixed
+        scheduler.memory.runs_short_whole = True
+        made = [[] for _ in prompts]
+        slots = [scheduler.submit(Request(ids, 12), new.append) for ids, new in zip(prompts, made)]
+        settings = {}
+        while not scheduler.idle:
+            scheduler.run_turn()
+            settings.update({slots.index(slot): slot.config for slot in scheduler.active()})
+        assert [settings[i] is None for i in range(4)] == [True, False, True, False]
+    with corecontext.enabled(model, CONFIG):
         for ids, new in zip(prompts, made):
             truth = recompute(model, torch.tensor([ids]), len(new))[0, len(ids) :]
             assert new == truth.tolist()

@@ -122,6 +122,29 @@ def test_bytes_of_raw_tokens_count_where_they_are():
     assert allocated == ((3 + 2) * 100 + 2 * 7, 5 * 300)
 
 
+def test_requests_of_which_nothing_is_left_out_run_under_full_attention():
+    """Where their rows are small, and the settings ask for nothing else."""
+    config = CCAConfig(4, 10, fetch_groups=3, sink_size=6, store="device")
+    longest = 8 + 3 * 4 + 13
+    memory = make_memory(2 * 64 * 8)
+    assert memory.held_as(config, longest) == config  # no steps are captured
+    memory.runs_short_whole = True
+    assert memory.held_as(config, longest) is None
+    assert memory.held_as(config, longest + 1) == config
+    assert memory.held_as(A, 1) == A  # core tokens, which the model may be trained with
+    assert memory.held_as(None, 99) is None
+    for asked in ({"prefill": "fetch"}, {"cache_dtype": "int8"}, {"group_size": 8}):
+        other = config.replace(**asked)
+        assert (memory.held_as(other, longest) is None) == ("group_size" in asked)
+    memory.budget -= 1
+    assert memory.held_as(config, longest) == config
+
+    memory.budget += 1
+    assert memory.place(config, longest).config is None
+    assert memory.place(config, longest + 1).config == config
+    assert memory.fits(config, longest)
+
+
 def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():
     memory = make_memory(10_000)
     long, fitting = make_pool(memory, 192), make_pool(memory, 128)

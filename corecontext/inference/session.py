@@ -47,19 +47,23 @@ class SessionKey(NamedTuple):
 def runs_full_attention(model: Any, handle: Handle | None, key: SessionKey, static: bool) -> bool:
     """Whether requests of a session run under full attention, because that is the fastest for so
     few tokens (`most_whole`); `static` asks for fixed buffers."""
-    # Without CCA a model has its own caches, and so have sliding-window layers (`hybrid`).
-    if handle is None or handle.hybrid or key.config is None:
-        return False
-    # Layers of several devices share no padding, and PyTorch's attention has no softcap.
-    text = model.config.get_text_config(decoder=True)
-    # mutant inference: a short request loses the softcap
-    if num_devices(model) > 1 or getattr(text, "attn_logit_softcapping", None) is not None:
+    if handle is None or key.config is None or not may_run_full_attention(model, handle):
         return False
     device = model.device.type
     # Fixed buffers on a CPU are for compiled steps, which take compact layers only.
     if static and device == "cpu":
         return False
     return key.batch * key.max_length <= most_whole(key.config, device)
+
+
+def may_run_full_attention(model: Any, handle: Handle) -> bool:
+    """Whether a model's layers can run under full attention in our caches: not sliding-window
+    layers, which have caches of their own (`hybrid`), nor layers of several devices, which share no
+    padding, nor those with a softcap, which PyTorch's attention has not."""
+    text = model.config.get_text_config(decoder=True)
+    # mutant inference: a short request loses the softcap
+    has_softcap = getattr(text, "attn_logit_softcapping", None) is not None
+    return not handle.hybrid and num_devices(model) == 1 and not has_softcap
 
 
 def num_devices(model: Any) -> int:

@@ -5,13 +5,16 @@ from dataclasses import dataclass, field
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes
 from corecontext.inference.limits import rounded_up
+from corecontext.ops.fetch.prompt_rule import most_whole
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
+from corecontext.visibility import most_fetched_whole, num_sinks
 
 NEAR_SHARE = 0.125
 """Most of the budget that the cache takes into which a prompt is read with its raw tokens on the
-device, where its row has them in host memory."""
+device, where its row has them in host memory; and that a pool of rows takes under full attention
+where fetch was asked for."""
 
 
 @dataclass(eq=False)
@@ -28,6 +31,9 @@ class CacheMemory:
     """Beginnings of prompts; its limit is its share of the budget."""
     batch: DecodeBatch
     """Decodes from the pools, and has captured steps of them."""
+    runs_short_whole: bool = False
+    """Whether requests of which fetch leaves nothing out run under full attention: the same
+    attention, in less time where steps are captured."""
     pools: list[RowPool] = field(default_factory=list)
 
     @property
@@ -89,7 +95,19 @@ class CacheMemory:
     def fits(self, config: CCAConfig | None, length: int) -> bool:
         """Whether an empty server could hold a request: its row, and the cache into which its
         prompt is read."""
-        return self._needed(config, rounded_up(length)) <= self.budget
+        return self._needed(self.held_as(config, length), rounded_up(length)) <= self.budget
+
+    def held_as(self, config: CCAConfig | None, length: int) -> CCAConfig | None:
+        """Return the settings of the row of a request: its own, or None for full attention."""
+        if config is None or not self.runs_short_whole or not most_whole(config, "cuda"):
+            return config
+        g = config.group_size
+        sizes = (config.window_size, num_sinks(config.sink_size, g), config.fetch_groups)
+        # mutant serve: long requests run under full attention
+        if length > most_fetched_whole(g, *sizes):
+            return config
+        pool_bytes = self.rows_per_pool * self.shape.row_bytes(None, rounded_up(length))
+        return None if pool_bytes <= NEAR_SHARE * self.budget else config
 
     def _needed(self, config: CCAConfig | None, room: int) -> int:
         """Return the bytes of a row and of the cache into which its prompt is read."""
@@ -111,6 +129,7 @@ class CacheMemory:
         new one, else any that fits, else a new one in place of idle pools. None if nothing fits;
         idle memory is evicted even then."""
         room = rounded_up(length)
+        config = self.held_as(config, length)
         needed = self._needed(config, room)
         fitting = [pool for pool in self.pools if pool.has_room(config, length)]
         best = min(fitting, key=lambda pool: pool.max_length, default=None)

@@ -22,6 +22,7 @@ from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import position_limit
 from corecontext.inference.policy import Load, Policy
 from corecontext.inference.sampling import choose_rows
+from corecontext.inference.session import may_run_full_attention
 from corecontext.integrations.hf.rotation import fix_rotation
 from corecontext.serve.admission import Admission, servable_handle
 from corecontext.serve.errors import Code, InvalidRequest, RequestError, draining
@@ -109,6 +110,7 @@ class Scheduler:
             min(self.rows_per_pool, self.max_rows),
             PrefixStore(self.chunk_size, prefix_bytes, shape, self.later_chunk_size),
             self.batch,
+            self.batch.fixed and may_run_full_attention(self.model, self.handle),
         )
         self.admission = Admission(
             self.max_length, self.memory, self.handle.config, self.full, self.policy
@@ -256,7 +258,7 @@ class Scheduler:
                 self.waiting.popleft()
                 self._end(slot, "error", error)
                 continue
-            slot.config = config
+            slot.config = pool.config
             slot.started = time.monotonic()
             slot.pool = pool
             pool.promised += 1
