@@ -15,7 +15,9 @@ from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
 from corecontext.data.needles import ANSWER, ANSWER_TOKENS
 from corecontext.demo import compare, report
+from corecontext.demo import pace as pace_module
 from corecontext.demo.compare import ASSETS, DemoSettings, plan, run_demo
+from corecontext.demo.measure_method import read
 from corecontext.demo.pace import Pace, rates_of
 from corecontext.demo.prompts import Prompt
 from corecontext.demo.report import print_report
@@ -30,6 +32,7 @@ DOCUMENT = (
     * 40
 )
 COST = ModelCost(2, 4, 2, 16, 1000, 100)
+QUICK = Pace(COST, 0.0, 1e-12, 0.0, 0.0)
 POOLING = {"preset": "pooling", "group_size": 8, "window_size": 64, "sinks": 0}
 TEMPLATE = (
     "{% for m in messages %}[USER]{{ m.content }}[END]{% endfor %}"
@@ -94,7 +97,7 @@ def test_methods_are_measured_in_processes_only_where_memory_is_the_processs(set
         )
     for device in ("cpu", "cuda"):
         monkeypatch.setattr(compare, "pick_device", lambda name, device=device: device)
-        monkeypatch.setattr(compare, "_within_budget", lambda settings, prompts, methods: prompts)
+        monkeypatch.setattr(Pace, "of", lambda *given: QUICK)
         assert run_demo(settings).records[0].device == device
     assert done == ["apart"] * 3 + ["here"] * 3
 
@@ -271,25 +274,84 @@ def test_the_command_writes_what_it_shows(result, tmp_path, capfd, monkeypatch):
     assert json.loads(records.read_text().splitlines()[0])["name"] == "demo.first_token_s"
 
 
-@pytest.mark.parametrize("token_s, count", [(0.01, 3), (0.018, 2), (0.2, 1)])
-def test_a_slow_machine_asks_fewer_questions(of_a_user, monkeypatch, capsys, token_s, count):
-    """As many as the time allows, at least one, and as many as asked for."""
+def run_at(token_s: float, settings, monkeypatch):
+    """Return the prompts of a run on a machine that takes `token_s` seconds a token."""
     pace = Pace(COST, 1.0, token_s / 2000, 0.0, 0.0)
     monkeypatch.setattr(Pace, "of", lambda *given: pace)
     monkeypatch.setattr(compare.time, "process_time", lambda: 9.0)
+    prompts, methods = compare._within_budget(settings, plan(settings))
+    assert methods == compare._methods(settings, len(prompts[0].token_ids))
+    return prompts
+
+
+@pytest.mark.parametrize("token_s, count", [(0.01, 3), (0.02, 2), (0.2, 1)])
+def test_a_slow_machine_asks_fewer_questions(of_a_user, monkeypatch, capsys, token_s, count):
+    """As many as the time allows, at least one, and as many as asked for."""
     by_default = dataclasses.replace(of_a_user, num_questions=None)
-    methods = {"full": {}, "window": {"window_size": 20}, "default": {}, "adapted": {}}
-    prompts = compare._within_budget(by_default, plan(by_default), methods)
+    prompts = run_at(token_s, by_default, monkeypatch)
     assert len(prompts) == count
     length = len(prompts[0].token_ids)
     # The output head takes a tenth of the layers' operations, for perplexity.
     readings = max(count, min(3, int(6 / (length * token_s))))
-    seconds = round(9 + 4 * (1 + (readings + count / 10) * length * token_s))
+    seconds = round(9 + 3 * (1 + (readings + count / 10) * length * token_s))
     shown = capsys.readouterr().err
     assert f"{length} tokens: about {seconds} seconds in all" in shown
     assert seconds <= compare.BUDGET_S or count == 1
+    assert ("This takes longer than two minutes: a smaller model" in shown) == (seconds > 120)
     asked = dataclasses.replace(of_a_user, num_questions=3)
-    assert len(compare._within_budget(asked, plan(asked), methods)) == 3
+    assert len(run_at(0.2, asked, monkeypatch)) == 3
+    assert capsys.readouterr().err.endswith("smaller number for --max-tokens or --questions.\n")
+
+
+@pytest.fixture
+def of_a_long_text(of_a_user, tmp_path, monkeypatch) -> DemoSettings:
+    """Default sizes for a user's model and a text of more tokens than it reads."""
+    monkeypatch.setattr(compare, "CPU_TOKENS", 5120)
+    (tmp_path / "long.txt").write_text(DOCUMENT * 4)
+    change = {"num_questions": None, "max_tokens": None, "document": str(tmp_path / "long.txt")}
+    return dataclasses.replace(of_a_user, **change)
+
+
+@pytest.mark.parametrize(
+    "token_s, count, most",
+    [
+        (0.001, 3, 5120),
+        (0.002, 2, 5120),
+        (0.005, 1, 5120),
+        (0.01, 1, 2560),
+        (0.02, 1, 1280),
+        (0.025, 1, 1024),
+        (9.0, 1, 1024),
+    ],
+)
+def test_a_slower_one_reads_fewer_tokens(of_a_long_text, monkeypatch, capsys, token_s, count, most):
+    """Half, a quarter and so on, where one question takes too long; never less than 1,024."""
+    prompts = run_at(token_s, of_a_long_text, monkeypatch)
+    assert len(prompts) == count
+    assert most - 8 <= len(prompts[0].token_ids) <= most
+    assert ("longer than two minutes" in capsys.readouterr().err) == (token_s == 9)
+
+
+@pytest.mark.parametrize(
+    "change, device, count, most",
+    [
+        ({"max_tokens": 3000}, "cpu", 1, 3000),
+        ({"num_questions": 2}, "cpu", 2, 5120),
+        ({"num_questions": 1}, "cpu", 1, 1024),
+        ({"model": None}, "cpu", 1, 5000),
+        ({}, "cuda", 3, 7936),
+        # Twice the tokens that CCA needs.
+        ({"attention": {"group_size": 4, "window_size": 900}}, "cpu", 1, 2 * (900 + 4 + 128)),
+        ({"attention": {"group_size": 4, "window_size": 2500}}, "cpu", 1, 5120),
+    ],
+    ids=str,
+)
+def test_what_is_given_stays(of_a_long_text, monkeypatch, change, device, count, most):
+    monkeypatch.setattr(compare, "BUNDLED_CPU_TOKENS", 5000)
+    monkeypatch.setattr(compare, "pick_device", lambda name: device)
+    prompts = run_at(9.0, dataclasses.replace(of_a_long_text, **change), monkeypatch)
+    assert len(prompts) == count
+    assert most - 8 <= len(prompts[0].token_ids) <= most
 
 
 def test_the_pace_is_measured_on_two_beginnings(of_a_user):
@@ -301,8 +363,25 @@ def test_the_pace_is_measured_on_two_beginnings(of_a_user):
     assert rates_of(COST, *given) == pytest.approx((3e-9, 1e-9))
     # Attention that seems to take no time, or more than the weights.
     assert rates_of(COST, (512, 1.0), (4096, 2.0))[1] == 0
-    assert rates_of(COST, (512, 0.0), (512, 2.0))[1] == 0
+    of_weights, of_attention = rates_of(COST, (512, 2.0), (512, 2.0))
+    assert of_weights > of_attention * (1 - 1e-9) > 0
     assert min(rates_of(COST, (512, 0.1), (4096, 99.0))) > 0
+
+
+def test_a_slow_model_reads_one_beginning(of_a_user, monkeypatch):
+    """Its estimate must not take the time that the demo has."""
+    given = []
+
+    def slow(model, token_ids):
+        given.append(len(token_ids))
+        return read(model, token_ids)._replace(seconds=3.0)
+
+    monkeypatch.setattr(pace_module, "read", slow)
+    monkeypatch.setattr(pace_module, "IMPORTS", [sys.executable, "-S", "-c", ""])
+    pace = Pace.of(of_a_user.source, "auto", "cpu", [1] * 1200)
+    assert given == [64, 512]
+    full = pace.weights_s * 2 * pace.cost.linear_weights * 512
+    assert full + pace.attention_s * pace.full(512).attention == pytest.approx(3.0)
 
 
 def test_the_pace_knows_what_each_method_reads():

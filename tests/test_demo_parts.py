@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from corecontext.cost import ModelCost
 from corecontext.data.retrieval import Fact
 from corecontext.demo import compare, measure_method, report
 from corecontext.demo.compare import DemoResult, DemoSettings, plan, run_demo
 from corecontext.demo.measure_method import Reading
+from corecontext.demo.pace import Pace
 from corecontext.demo.prompts import Prompt, Question, fact_prompt
 from corecontext.files import UserError
 from corecontext.integrations.hf import adapter as hf_adapter
@@ -339,7 +341,8 @@ def result(monkeypatch) -> DemoResult:
     questions = [Question(FACT, depth, 9, 5, [1]) for depth in (0.25, 0.5, 0.75)]
     monkeypatch.setattr(compare, "plan", lambda settings: [Prompt([1] * 100, [], questions)])
     monkeypatch.setattr(compare, "_measure_apart", result_of)
-    monkeypatch.setattr(compare, "_within_budget", lambda settings, prompts, methods: prompts)
+    pace = Pace(ModelCost(2, 4, 2, 16, 1000, 100), 0.0, 1e-12, 0.0, 0.0)
+    monkeypatch.setattr(Pace, "of", lambda *given: pace)
     return run_demo(DemoSettings(device="cpu"))
 
 

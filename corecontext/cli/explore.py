@@ -45,14 +45,14 @@ def demo(
         int | None,
         typer.Option(
             help="Cut the document to this many tokens. Default: all of it; on a CPU 22528, with "
-            "--model 2560."
+            "--model 2560, or half and down to 1024 where one prompt takes longer than two minutes."
         ),
     ] = None,
     questions: Annotated[
         int | None,
         typer.Option(
             help="Facts to plant and ask for (default 6), or with --model prompts, each with a "
-            "number to find (default 3; on a CPU as many as two minutes allow)."
+            "number to find (default 3; on a CPU as many as two minutes allow, at least 1)."
         ),
     ] = None,
     dtype: Dtype = "auto",

@@ -36,9 +36,13 @@ BUNDLED_CPU_TOKENS = 22528
 """Tokens of the document that the bundled model reads on a CPU by default."""
 CPU_TOKENS = 2560
 """Tokens of the document that another model reads on a CPU by default."""
+LEAST_CPU_TOKENS = 1024
+"""Fewest tokens of the document that another model reads because CPU_TOKENS take too long."""
+LIMIT_S = 120.0
+"""Most seconds of a run on a CPU by default; one that takes longer by the estimate says so."""
 BUDGET_S = 100.0
-"""Most seconds that a run on a CPU may take by the estimate, which may be too low: it takes at most
-two minutes. A model that takes longer is asked fewer questions by default."""
+"""Seconds within LIMIT_S for the estimate, which may be too low. A run that takes longer has fewer
+questions by default, and one question about fewer tokens."""
 FACTS = 6
 """Questions to the bundled model by default."""
 NEEDLES = 3
@@ -62,7 +66,8 @@ class DemoSettings:
     None: FACTS, or as many as the time allows, at most NEEDLES."""
     max_tokens: int | None = None
     """The document, facts included, is cut to this many tokens. None: the model's limit, on a CPU
-    at most BUNDLED_CPU_TOKENS, or CPU_TOKENS for another model than the bundled one."""
+    at most BUNDLED_CPU_TOKENS, or CPU_TOKENS for another model than the bundled one, and halved
+    where one question takes too long."""
     attention: Mapping[str, Any] = field(default_factory=dict)
     """Settings of CCA that are given, by name; others are the checkpoint's, or the defaults."""
     dtype: str = "auto"
@@ -92,8 +97,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     prompts = plan(settings)
     device = pick_device(settings.device)
     measure = _measure_apart if device == "cpu" else _measure_here
-    methods = _methods(settings, len(prompts[0].token_ids))
-    prompts = _within_budget(settings, prompts, methods)
+    prompts, methods = _within_budget(settings, prompts)
     results = {
         method: measure(title_of(method), settings.source, options, prompts)
         for method, options in methods.items()
@@ -168,36 +172,79 @@ def same_bytes_window(settings: DemoSettings, config: CCAConfig, length: int) ->
 
 
 def _within_budget(
-    settings: DemoSettings, prompts: list[Prompt], methods: Mapping[str, Mapping[str, Any]]
-) -> list[Prompt]:
-    """Print how long the command takes; return the prompts, fewer where their default number takes
-    too long on a CPU."""
-    device = pick_device(settings.device)
+    settings: DemoSettings, prompts: list[Prompt]
+) -> tuple[list[Prompt], dict[str, dict[str, Any]]]:
+    """Print how long the command takes; return the prompts, fewer or shorter where they take too
+    long on a CPU (`_smaller`), and the options of each method."""
     # Until now one thread has worked: its seconds are those since the command began.
     spent_s = time.process_time() - time.perf_counter()
     pace = Pace.of(settings.source, settings.dtype, settings.device, prompts[0].token_ids)
     spent_s += time.perf_counter()
+    while True:
+        methods = _methods(settings, len(prompts[0].token_ids))
+        seconds = spent_s + _seconds(settings, pace, prompts, methods)
+        smaller = _smaller(settings, prompts)
+        if seconds <= BUDGET_S or smaller is None:
+            break
+        prompts = plan(smaller)
+    print(_forecast(seconds, prompts, len(methods)), file=sys.stderr)
+    return prompts, methods
+
+
+def _seconds(
+    settings: DemoSettings,
+    pace: Pace,
+    prompts: Sequence[Prompt],
+    methods: Mapping[str, Mapping[str, Any]],
+) -> float:
+    """Estimate how long all methods take."""
     length = len(prompts[0].token_ids)
-    cca = pace.cca(_config(settings), length, device)
+    cca = pace.cca(_config(settings), length, pick_device(settings.device))
     window = pace.window(methods["window"]["window_size"], length)
     works = {"full": pace.full(length), "window": window}  # all others are CCA
+    return sum(pace.seconds(works.get(method, cca), prompts) for method in methods)
 
-    def seconds(count: int) -> float:
-        read = prompts[:count]
-        return spent_s + sum(pace.seconds(works.get(method, cca), read) for method in methods)
 
+def _smaller(settings: DemoSettings, prompts: Sequence[Prompt]) -> DemoSettings | None:
+    """Return the settings of the next smaller run on a CPU: a question fewer, or one question about
+    half of the tokens; None where these are as few as can be, or as given."""
+    if pick_device(settings.device) != "cpu":
+        return None
     count = len(prompts)
-    can_be_fewer = device == "cpu" and settings.num_questions is None
-    while can_be_fewer and count > 1 and seconds(count) > BUDGET_S:
-        count -= 1
-    if count < len(prompts):
-        prompts = plan(replace(settings, num_questions=count))
-    print(
-        f"{len(methods)} methods read {count} prompt{'s' * (count > 1)} of {length} tokens: about "
-        f"{round(seconds(count))} seconds in all, by measured beginnings",
-        file=sys.stderr,
+    if settings.num_questions is None and count > 1:
+        return replace(settings, num_questions=count - 1)
+    if count > 1 or settings.max_tokens is not None or settings.model is None:
+        return None
+    length = len(prompts[0].token_ids)
+    # Twice those that CCA needs: a window that holds most of a prompt would show nothing.
+    least = max(LEAST_CPU_TOKENS, 2 * _least_tokens(settings, NEEDLE_TOKENS))
+    if length <= least:
+        return None
+    return replace(settings, num_questions=1, max_tokens=max(least, length // 2))
+
+
+def _least_tokens(settings: DemoSettings, added: int) -> int:
+    """Return the fewest tokens of which CCA differs from full attention, where `added` of them are
+    not the document's."""
+    config = _config(settings)
+    return config.window_size + config.group_size + added
+
+
+def _forecast(seconds: float, prompts: Sequence[Prompt], num_methods: int) -> str:
+    """Say how long the command takes, and what to do where that is longer than it should be."""
+    count = len(prompts)
+    length = len(prompts[0].token_ids)
+    text = (
+        f"{num_methods} methods read {count} prompt{'s' * (count > 1)} of {length} tokens: about "
+        f"{round(seconds)} seconds in all, by measured beginnings"
     )
-    return prompts
+    if seconds <= LIMIT_S:
+        return text
+    options = "--max-tokens or --questions" if count > 1 else "--max-tokens"
+    return (
+        f"{text}. This takes longer than two minutes: a smaller model takes less time, and so does "
+        f"a smaller number for {options}."
+    )
 
 
 def plan(settings: DemoSettings) -> list[Prompt]:
@@ -238,8 +285,7 @@ def plan(settings: DemoSettings) -> list[Prompt]:
     else:
         prompts = needle_prompts(tokenizer, document, count, max_tokens)
         added = NEEDLE_TOKENS
-    config = _config(settings)
-    least = config.window_size + config.group_size + added
+    least = _least_tokens(settings, added)
     tokens = len(prompts[0].token_ids)
     if tokens < least:
         raise UserError(

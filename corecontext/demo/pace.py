@@ -1,4 +1,4 @@
-"""Estimate the time of a run of the demo from two measured beginnings of its prompt."""
+"""Estimate the time of a run of the demo from measured beginnings of its prompt."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from corecontext.demo.measure_method import (
     DECODE_WARM_UP,
     PREFILL_BUDGET_S,
     PREFILLS,
+    WARM_UP_TOKENS,
     read,
     step,
 )
@@ -31,7 +32,8 @@ IMPORTS = [sys.executable, "-W", "ignore", "-c", "import corecontext.demo.measur
 BEGINNING = 512
 """Tokens of the first beginning."""
 SECOND_S = 2.0
-"""Seconds that the second beginning may take, if a token takes as long as in the first."""
+"""Seconds that the second beginning may take, if a token takes as long as in the first; a model
+whose first one takes longer reads no second one."""
 LONGEST = 8192
 """Most tokens of the second beginning."""
 STEPS = 5
@@ -79,17 +81,20 @@ class Pace:
         cost = ModelCost.of(loaded.model.config, loaded.model)
         with torch.inference_mode():
             ids = token_ids[:BEGINNING]
-            read(loaded.model, ids)  # a first call loads code
-            first_s = read(loaded.model, ids).seconds
-            longer = token_ids[: min(LONGEST, int(len(ids) * max(2.0, SECOND_S / first_s)))]
-            second = read(loaded.model, longer)
+            read(loaded.model, ids[:WARM_UP_TOKENS])  # a first call loads code
+            second = first = read(loaded.model, ids)
+            longer = ids
+            if first.seconds < SECOND_S:
+                ratio = max(2.0, SECOND_S / first.seconds)
+                longer = token_ids[: min(LONGEST, int(len(ids) * ratio))]
+                second = read(loaded.model, longer)
             seconds = []
             for _ in range(STEPS):
                 begin = time.perf_counter()
                 int(step(loaded.model, second.first, second.cache))  # waits for the token
                 seconds.append(time.perf_counter() - begin)
             step_s = statistics.median(seconds)
-        rates = rates_of(cost, (len(ids), first_s), (len(longer), second.seconds))
+        rates = rates_of(cost, (len(ids), first.seconds), (len(longer), second.seconds))
         step_bytes = cost.weight_bytes() + cost.cache_bytes(len(longer))
         return cls(cost, start_s, *rates, step_s / step_bytes)
 
@@ -136,16 +141,18 @@ def rates_of(
     """Return `weights_s` and `attention_s` of a `Pace`, from (tokens, seconds) of two readings:
     seconds = weights_s * _weights + attention_s * _attention for each of them.
 
-    Noise may give impossible rates: attention_s is at least 0 and at most weights_s.
+    Noise may give impossible rates: attention_s is at least 0 and at most weights_s. Both are the
+    same where the two prompts have one length.
     """
     first_tokens, first_s = first
     second_tokens, second_s = second
     # _weights grows as the tokens, so the first equation times their ratio cancels it.
     ratio = second_tokens / first_tokens
+    attention_s = second_s / cost.prefill_flops(second_tokens)  # if both rates are one
     # 0 for two prompts of one length, which cannot tell the rates apart.
     extra = _attention(cost, second_tokens) - ratio * _attention(cost, first_tokens)
-    attention_s = max(0.0, (second_s - ratio * first_s) / extra) if extra > 0 else 0.0
-    attention_s = min(attention_s, second_s / cost.prefill_flops(second_tokens))
+    if extra > 0:
+        attention_s = min(attention_s, max(0.0, (second_s - ratio * first_s) / extra))
     rest_s = second_s - attention_s * _attention(cost, second_tokens)
     return rest_s / _weights(cost, second_tokens), attention_s
 
