@@ -1,5 +1,8 @@
 """Estimate the costs and savings of CCA for a model, by arithmetic alone: no weights are loaded."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,9 +10,16 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from corecontext.cache.host_memory import available_bytes
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes, ModelCost, attention_flops, empty_model, fetch_flops
-from corecontext.inference.limits import CACHE_SHARE
+from corecontext.inference.limits import (
+    CACHE_SHARE,
+    HOST_SHARES,
+    NEAR_SHARE,
+    rounded_down,
+    rounded_up,
+)
 from corecontext.loading import check_architecture, load_config, one_line
 from corecontext.methods import PRESET, cca_config
 from corecontext.terminal import console
@@ -29,6 +39,7 @@ def print_info(
     untested: bool = False,
     gpu_gib: float | None = None,
     with_vllm: bool = False,
+    host_gib: float | None = None,
 ) -> None:
     """Print which preset fits at the largest length, and operations and cache bytes for full
     attention and CCA by length, as on a GPU: in the checkpoint's dtype, with slots.
@@ -40,6 +51,7 @@ def print_info(
         untested: Accept a model type that no test has.
         gpu_gib: Memory of the GPU; None if unknown.
         with_vllm: Print the tokens too that vLLM's cache holds on this GPU.
+        host_gib: Host memory beside the GPU; None takes what is available on this machine.
     """
     # Bad settings fail before the model is looked for.
     cca_config(None, settings)
@@ -70,7 +82,7 @@ def print_info(
         room = None
         if gpu_gib is not None:
             weights = cost.itemsize * sum(weight.numel() for weight in model.parameters())
-            room = max(0, int(CACHE_SHARE * (gpu_gib * 2**30 - weights)))
+            room = Room.of(gpu_gib, weights, host_gib)
         advice = preset_advice(name, cost, saved, max(lengths), room)
         print(advice.verdict, advice.way, sep="\n")
         console().print(advice.table)
@@ -86,8 +98,94 @@ def print_info(
             console().print(f"CCA cannot be enabled: {error}")
 
 
+class Room(NamedTuple):
+    """Hold the bytes that a server has for caches beside a GPU."""
+
+    device: int
+    """Bytes on the GPU."""
+    host: float = math.inf
+    """Bytes in host memory; infinite if unknown."""
+    of_host: str = ""
+    """Whose memory the bytes in host memory are a share of."""
+
+    @classmethod
+    def of(cls, gpu_gib: float, weights: int, host_gib: float | None) -> Room:
+        """Return a server's shares of the memory of a GPU less `weights` bytes, and of host memory:
+        as given in GiB, else of what is available on this machine."""
+        device = max(0, int(CACHE_SHARE * (gpu_gib * 2**30 - weights)))
+        available = available_bytes() if host_gib is None else int(host_gib * 2**30)
+        if available is None:
+            return cls(device)
+        share = HOST_SHARES["cuda"]
+        whose = "this machine's available" if host_gib is None else "the given"
+        words = f"{share:.0%} of {whose} {_bytes(available)}"
+        return cls(device, max(0, int(share * available)), words)
+
+    def share_of(self, taken: CacheBytes) -> float:
+        """Return the share that a cache takes of the memory that has less room for it."""
+        return max(taken.device / max(1, self.device), taken.host / max(1, self.host))
+
+    @property
+    def host_words(self) -> str:
+        """The room in host memory in words."""
+        if not self.of_host:
+            return "unknown room, which --host-memory states"
+        return f"room for {_bytes(self.host)} ({self.of_host})"
+
+
+class Needed(NamedTuple):
+    """Count the bytes of a request that a server holds until its prompt is read."""
+
+    row: CacheBytes
+    """Of its cache."""
+    reading: CacheBytes
+    """Of the caches into which the prompt is read."""
+
+    @classmethod
+    def of(cls, cost: ModelCost, config: CCAConfig, length: int, room: Room) -> Needed:
+        """Count those of a request of `length` tokens under settings, as
+        `serve.memory.CacheMemory.fits` does."""
+        row = mean_bytes(cost, _with_slots(config, length), length)
+        reading = row
+        if config.fetches_from_host:
+            near = mean_bytes(cost, config.replace(store="device", fetch_slots=None), length)
+            if near.device <= NEAR_SHARE * room.device:
+                reading = near
+        if config.keeps_raw_while_reading:
+            raw = mean_bytes(cost, FULL_ATTENTION, length)
+            reading = CacheBytes(reading.device + raw.device, reading.host)
+        return cls(row, reading)
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.row.device + self.reading.device
+
+    @property
+    def host(self) -> int:
+        """All bytes in host memory."""
+        return self.row.host + self.reading.host
+
+    def fits(self, room: Room) -> bool:
+        """Whether a server without other requests has room. It divides one budget: a cache takes
+        the larger one of its shares of both memories."""
+        return sum(map(room.share_of, self)) <= 1
+
+
+def longest_fitting(
+    cost: ModelCost, configs: Mapping[str, CCAConfig], length: int, room: Room
+) -> tuple[str, int]:
+    """Return the settings that fit the most tokens below `length`, and how many, one of the lengths
+    that a server gives to rows; ("", 0) if none fit."""
+    while length > 1 and (length := rounded_down(length - 1)):
+        for label, config in configs.items():
+            if Needed.of(cost, config, length, room).fits(room):
+                return label, length
+    return "", 0
+
+
 class Advice(NamedTuple):
-    """Say which settings fit on a GPU, and how many bytes each takes."""
+    """Say which settings fit on a GPU and in host memory, and how many bytes each takes."""
 
     verdict: str
     """A line: the settings that fit, or that none do."""
@@ -97,53 +195,116 @@ class Advice(NamedTuple):
 
 
 def preset_advice(
-    name: str, cost: ModelCost, saved: CCAConfig | None, length: int, room: int | None
+    name: str, cost: ModelCost, saved: CCAConfig | None, length: int, room: Room | None
 ) -> Advice:
-    """Choose the first settings whose cache of `length` tokens fits.
+    """Choose the first settings under which a server holds a request of `length` tokens, or those
+    that hold the most tokens of it.
 
     Args:
         saved: The checkpoint's settings, tried before the presets; None if it has none.
-        room: Bytes for caches on the device. None if unknown: then the checkpoint's settings are
-            taken, or the preset `default`.
+        room: Bytes for caches. None if unknown: then the checkpoint's settings are taken, or the
+            preset `default`.
     """
     configs = {preset: CCAConfig.preset(preset) for preset in OFFERED}
     if saved is not None:
         configs = {OWN: saved, **configs}
-    full = mean_bytes(cost, FULL_ATTENTION, length)
+    offered = {"full attention": FULL_ATTENTION, **configs}
     costs = {
         label: mean_bytes(cost, _with_slots(config, length), length)
-        for label, config in configs.items()
+        for label, config in offered.items()
     }
-    table = _advice_table({"full attention": full, **costs}, length, room)
     if room is None:
         fitting = "default" if saved is None else OWN
-    else:
-        fitting = next((label for label in costs if costs[label].device <= room), "")
-    if not fitting:
-        least = min(costs, key=lambda label: costs[label].device)
-        return Advice(
-            f"nothing fits: {length} tokens take {_bytes(costs[least].device)} on the device with "
-            f"{least}, and there is room for {_bytes(room or 0)}",
-            "take a smaller --length, a larger GPU, or weights of fewer bits",
-            table,
-        )
-    device, host = costs[fitting]
-    slots = ", slots included" if configs[fitting].fetches_from_host else ""
+        table = _advice_table(costs, length)
+        return Advice(_takes(fitting, costs, length, room), _run(name, fitting), table)
+    needed = {
+        label: Needed.of(cost, config, rounded_up(length), room)
+        for label, config in offered.items()
+    }
+    table = _advice_table(costs, length, room, needed)
+    for label in configs:
+        if needed[label].fits(room):
+            verdict = _takes(label, costs, length, room, needed[label])
+            return Advice(verdict, _run(name, label), table)
+    reason = _too_much(needed, [*configs], room)
+    label, longest = longest_fitting(cost, configs, length, room)
+    if label:
+        verdict = f"{label} fits {longest} tokens, not {length}: those take {reason}"
+        return Advice(verdict + _pointer(label), _run(name, label, longest), table)
+    return Advice(
+        f"nothing fits: {length} tokens take {reason}",
+        "take a smaller --length, a larger GPU, more host memory, or weights of fewer bits",
+        table,
+    )
+
+
+def _takes(
+    label: str,
+    costs: Mapping[str, CacheBytes],
+    length: int,
+    room: Room | None,
+    needed: Needed | None = None,
+) -> str:
+    """Say what the cache of `length` tokens takes under settings that fit, or may fit."""
+    device, host = costs[label]
+    slots = ", slots included" if host else ""
+    full = costs["full attention"].device
     verdict = (
-        f"{fitting}{'' if room is None else ' fits'}: {length} tokens take {_bytes(device)} on the "
-        f"device{slots}, where full attention takes {_bytes(full.device)}"
+        f"{label}{'' if room is None else ' fits'}: {length} tokens take {_bytes(device)} on the "
+        f"device{slots}, where full attention takes {_bytes(full)}"
     )
     if host:
         verdict += f", and {_bytes(host)} in host memory"
-    option = "" if fitting == OWN else f" --preset {fitting}"
-    return Advice(verdict, f"run: corecontext serve --model {name}{option}", table)
+    if host and room is not None and needed is not None:
+        if needed.reading.host:
+            verdict += f", {_bytes(needed.host)} while a server reads them"
+        verdict += f", with {room.host_words}"
+    return verdict + _pointer(label)
 
 
-def _advice_table(costs: Mapping[str, CacheBytes], length: int, room: int | None) -> Table:
-    """Make the table of the bytes that each of the settings takes, full attention first."""
+def _too_much(needed: Mapping[str, Needed], labels: Sequence[str], room: Room) -> str:
+    """Say which memory a request has too little of under settings none of which fit: host memory
+    under the first that would fit on the device, else the device under those that take least."""
+    on_device = room._replace(host=math.inf)
+    label = next((label for label in labels if needed[label].fits(on_device)), None)
+    if label is not None:
+        return (
+            f"{_bytes(needed[label].host)} in host memory with {label} while a server reads them, "
+            f"with {room.host_words}"
+        )
+    label = min(labels, key=lambda label: needed[label].device)
+    return (
+        f"{_bytes(needed[label].device)} on the device with {label} while a server reads them, "
+        f"with room for {_bytes(room.device)}"
+    )
+
+
+def _pointer(label: str) -> str:
+    """Say where a preset's measured quality and time are; nothing of a checkpoint's settings, which
+    only its user can measure."""
+    return "" if label == OWN else "; quality and time, as measured: docs/choose.md"
+
+
+def _run(name: str, label: str, max_length: int | None = None) -> str:
+    """Return the line with the command that serves a model under settings."""
+    option = "" if label == OWN else f" --preset {label}"
+    limit = "" if max_length is None else f" --max-length {max_length}"
+    return f"run: corecontext serve --model {name}{option}{limit}"
+
+
+def _advice_table(
+    costs: Mapping[str, CacheBytes],
+    length: int,
+    room: Room | None = None,
+    needed: Mapping[str, Needed] | None = None,
+) -> Table:
+    """Make the table of the bytes that each of the settings takes, full attention first, and where
+    the room is known of whether a server has it."""
     title = f"the cache of {length} tokens, slots included"
     if room is not None:
-        title += f", with room for {_bytes(room)}"
+        title += f", with room for {_bytes(room.device)}"
+        if room.of_host:
+            title += f" and {_bytes(room.host)} in host memory"
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("settings")
     for column in ("on the device", "", "in host memory"):
@@ -154,8 +315,8 @@ def _advice_table(costs: Mapping[str, CacheBytes], length: int, room: int | None
     for label, (device, host) in costs.items():
         ratio = f"{full / device:.1f}x less" if device < full else "more" if device > full else ""
         cells = [label, _bytes(device), ratio, _bytes(host) if host else ""]
-        if room is not None:
-            cells.append("yes" if device <= room else "no")
+        if room is not None and needed is not None:
+            cells.append("yes" if needed[label].fits(room) else "no")
         table.add_row(*cells)
     return table
 

@@ -196,12 +196,12 @@ def test_info(monkeypatch, calls):
     sizes = {"group_size": 3, "window_size": 5, "sinks": 2}
     fetch = {**STORED_VALUES, "cache_dtype": "int8", "core_mass": False}
     assert [args for _, args, _ in calls] == [
-        ("m", sizes, [7, 8], True, None, False),
-        ("m", {}, None, False, None, False),
-        ("m", fetch, None, False, None, False),
+        ("m", sizes, [7, 8], True, None, False, None),
+        ("m", {}, None, False, None, False, None),
+        ("m", fetch, None, False, None, False, None),
     ]
-    assert main("info --model m --vllm --gpu-memory 80") == 0
-    assert calls[3][1][-2:] == (80, True)
+    assert main("info --model m --vllm --gpu-memory 80 --host-memory 64") == 0
+    assert calls[3][1][-3:] == (80, True, 64)
 
 
 def test_convert(monkeypatch, calls, capsys):

@@ -1,5 +1,6 @@
 """The estimates of `corecontext info`: figures, lengths, and shares of layers and heads."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,11 @@ from transformers import AutoConfig
 from corecontext import CCAConfig, info
 from corecontext.cli import main
 from corecontext.cost import ModelCost, attention_flops, fetch_flops, operator_flops
+from corecontext.inference import limits
 from corecontext.integrations.vllm import capacity
+from corecontext.model_sizes import ModelSizes
+from corecontext.serve.memory import CacheMemory
+from corecontext.serve.rows import RowShape
 
 
 @pytest.mark.parametrize(
@@ -143,35 +148,121 @@ def test_the_limit_has_the_scaling_of_the_rotation_and_dynamic_scaling_is_said(t
         assert ("CCA cannot be enabled: rotary embedding 'dynamic' changes" in shown) is refused
 
 
-def test_the_first_settings_whose_cache_fits_are_advised():
+def room_for(config: CCAConfig, length: int, less: int = 0) -> info.Room:
+    """Return just the room on the device in which a server holds a request, less some bytes."""
+    needed = info.Needed.of(COST, config, limits.rounded_up(length), info.Room(0))
+    return info.Room(needed.device - less)
+
+
+def test_the_first_settings_that_fit_are_advised():
     """The fastest first, those of the checkpoint before all, and none where none fits."""
     length = 100_000
-    costs = {}
-    for name in ("device", "default", "small"):
-        config = CCAConfig.preset(name)
-        slots = 96 if name == "default" else 48 if name == "small" else 0  # those of a GPU
-        costs[name] = COST.config_bytes(config.replace(fetch_slots=slots), length)
+    configs = {name: CCAConfig.preset(name) for name in ("device", "default", "small")}
+    rooms = {name: room_for(config, length) for name, config in configs.items()}
     own = CCAConfig.pooling(64, 100)
-    least = COST.config_bytes(own, length).device
-    assert costs["device"].device > costs["default"].device > costs["small"].device > least
-    for name, (device, host) in costs.items():
-        advice = info.preset_advice("m", COST, None, length, device)
+    least = room_for(own, length).device
+    assert rooms["device"].device > rooms["default"].device > rooms["small"].device > least
+    for name, config in configs.items():
+        slots = config.slots_for(length, on_gpu=True)  # those of a GPU
+        device, host = COST.config_bytes(config.replace(fetch_slots=slots), length)
+        advice = info.preset_advice("m", COST, None, length, rooms[name])
         assert advice.verdict.startswith(f"{name} fits: 100000 tokens take {info._bytes(device)} ")
+        assert advice.verdict.endswith("; quality and time, as measured: docs/choose.md")
         assert advice.way == f"run: corecontext serve --model m --preset {name}"
         assert (f"and {info._bytes(host)} in host memory" in advice.verdict) is (host > 0)
+        unknown = "with unknown room, which --host-memory states"
+        assert (unknown in advice.verdict) is (host > 0)
         assert (" on the device, slots included, where " in advice.verdict) is (host > 0)
         fits = [*advice.table.columns[-1].cells]
-        assert fits.count("yes") == [*costs][::-1].index(name) + 1 + (name == "device")
-    too_small = costs["small"].device - 1
-    nothing = info.preset_advice("m", COST, None, length, too_small)
-    assert nothing.verdict.startswith("nothing fits: 100000 tokens take ")
-    assert nothing.way.startswith("take a smaller --length")
+        assert fits.count("yes") == [*configs][::-1].index(name) + 1 + (name == "device")
+    too_small = room_for(configs["small"], length, less=1)
+    shorter = info.preset_advice("m", COST, None, length, too_small)
+    assert shorter.verdict.startswith("small fits 98304 tokens, not 100000: those take ")
+    room = info._bytes(too_small.device)
+    reason = f" on the device with small while a server reads them, with room for {room}"
+    assert reason in shorter.verdict
+    assert shorter.way == "run: corecontext serve --model m --preset small --max-length 98304"
     ours = info.preset_advice("m", COST, own, length, too_small)
     assert ours.verdict.startswith("the checkpoint's own fits: ")
+    assert "docs/" not in ours.verdict
     assert ours.way == "run: corecontext serve --model m"
+    nothing = info.preset_advice("m", COST, None, length, info.Room(0))
+    assert nothing.verdict.startswith("nothing fits: 100000 tokens take ")
+    assert nothing.way.startswith("take a smaller --length")
     unknown = info.preset_advice("m", COST, None, length, None)
     assert unknown.verdict.startswith("default: 100000 tokens take ")
     assert len(unknown.table.columns) == 4
+
+
+RAW = 2 * 2 * 2 * 16 * 4
+"""Bytes of a raw token of `COST`."""
+
+
+@pytest.mark.parametrize("dtype, share", [("auto", 1), ("int8", 20 / 64)])
+def test_host_memory_is_weighed_too(dtype, share):
+    """Twice the bytes of the raw tokens: of the row, and of the cache the prompt is read into."""
+    length = 65536
+    own = CCAConfig.preset("default", cache_dtype=dtype)
+    room = room_for(own, length)._replace(of_host="75% of the given 1 GiB")
+    raw = int(length * RAW * share)
+    enough = info.preset_advice("m", COST, own, length, room._replace(host=2 * raw))
+    assert enough.verdict.startswith("the checkpoint's own fits: 65536 tokens take ")
+    assert enough.verdict.endswith(
+        f", and {info._bytes(raw)} in host memory, {info._bytes(2 * raw)} while a server reads "
+        f"them, with room for {info._bytes(2 * raw)} (75% of the given 1 GiB)"
+    )
+    little = info.preset_advice("m", COST, own, length, room._replace(host=raw))
+    assert little.verdict == (
+        f"the checkpoint's own fits 32768 tokens, not 65536: those take {info._bytes(2 * raw)} in "
+        "host memory with the checkpoint's own while a server reads them, with room for "
+        f"{info._bytes(raw)} (75% of the given 1 GiB)"
+    )
+    assert little.way == "run: corecontext serve --model m --max-length 32768"
+    assert [*little.table.columns[-1].cells].count("yes") == 0
+
+
+def test_without_host_memory_all_is_kept_on_the_device():
+    none = {"host": 0, "of_host": "75% of the given 0 B"}
+    room = room_for(CCAConfig.preset("device"), 65536)._replace(**none)
+    whole = info.preset_advice("m", COST, None, 65536, room)
+    assert whole.verdict.startswith("device fits: ")
+    assert "in host memory" not in whole.verdict
+    room = room_for(CCAConfig.preset("small"), 65536)._replace(**none)
+    part = info.preset_advice("m", COST, None, 65536, room)
+    held = int(
+        part.way.removeprefix("run: corecontext serve --model m --preset device --max-length")
+    )
+    assert 64 <= held < 65536
+    needed = info._bytes(2 * 65536 * RAW)
+    assert part.verdict.startswith(
+        f"device fits {held} tokens, not 65536: those take {needed} in host memory with small while"
+    )
+
+
+@pytest.mark.parametrize("length", [64, 4096, 65536, 81920, 106496])
+def test_what_fits_is_what_an_empty_server_takes(length):
+    """By the server's own rule: for presets and others, and room for just less, and more."""
+    configs = [CCAConfig.preset(name) for name in info.OFFERED]
+    configs += [CCAConfig.pooling(8, 64, prefill="full"), configs[1].replace(cache_dtype="int8")]
+    sizes = ModelSizes(COST.query_heads, COST.kv_heads, COST.head_dim, COST.num_layers)
+    seen = set()
+    for config in configs:
+        slots = config.replace(fetch_slots=config.slots_for(length, on_gpu=True))
+        for device, host in itertools.product((1, 2, 3, 20, 40), (0.9, 1.1, 1.9, 2.1, 9)):
+            room = info.Room(device * length * 300, int(host * length * RAW))
+            shape = RowShape(sizes, COST.itemsize, room.device / room.host)
+            memory = CacheMemory(shape, room.device, 1, None, None)
+            fits = info.Needed.of(COST, config, length, room).fits(room)
+            assert fits is memory.fits(slots, length), (config, room)
+            seen.add(fits)
+    assert length == 64 or seen == {False, True}
+
+
+def test_lengths_are_rounded_down_to_those_of_rows():
+    for length in range(1, 5000):
+        down = limits.rounded_down(length)
+        assert down <= length < limits.rounded_up(down + 1) + (length == down)
+        assert down == 0 or limits.rounded_up(down) == down
 
 
 def test_bytes_are_the_mean_of_the_heads():
@@ -180,7 +271,7 @@ def test_bytes_are_the_mean_of_the_heads():
     assert info.mean_bytes(COST, varied, 1000) == tuple(sum(x) / 2 for x in zip(*each))
 
 
-def test_the_command_advises_unless_settings_are_given(tmp_path, capfd):
+def test_the_command_advises_unless_settings_are_given(tmp_path, capfd, monkeypatch):
     model = save_tiny_model(tmp_path / "model")
     line = ["info", "--model", model, "--length", "4000"]
     assert main([*line, "--gpu-memory", "1"]) == 0
@@ -189,6 +280,21 @@ def test_the_command_advises_unless_settings_are_given(tmp_path, capfd):
     assert second == f"run: corecontext serve --model {model} --preset device"
     assert main([*line, "--gpu-memory", "1e-5"]) == 0
     assert capfd.readouterr().out.startswith("nothing fits: ")
+    monkeypatch.setattr(info, "available_bytes", lambda: 48 * 2**20)
+    line[-1] = "65536"
+    tight = [*line, "--gpu-memory", "0.03"]
+    assert main(tight) == 0
+    first, second, *_ = capfd.readouterr().out.splitlines()
+    assert first.startswith("default fits 36864 tokens, not 65536: those take 64.0 MiB in host ")
+    assert " with room for 36.0 MiB (75% of this machine's available 48.0 MiB)" in first
+    assert second.endswith(" --preset default --max-length 36864")
+    assert main([*tight, "--host-memory", "1"]) == 0
+    first, *_ = capfd.readouterr().out.splitlines()
+    assert first.startswith("default fits: 65536 tokens take ")
+    assert ", with room for 768 MiB (75% of the given 1.00 GiB); quality and time" in first
+    monkeypatch.setattr(info, "available_bytes", lambda: None)
+    assert main(tight) == 0
+    assert ", with unknown room, which --host-memory states; " in capfd.readouterr().out
     assert main([*line, "--preset", "small"]) == 0
     assert "corecontext serve" not in capfd.readouterr().out
 
@@ -243,6 +349,8 @@ def test_vllms_cache_with_heads_that_keep_every_token():
         (["--vllm", "--gpu-memory", "0"], "gpu_memory must be more than 0, got 0.0."),
         (["--vllm", "--gpu-memory", "1e-5"], "gpu_memory must be more than the weights'"),
         (["--gpu-memory", "-1"], "gpu_memory must be more than 0, got -1.0."),
+        (["--host-memory", "-1"], "host_memory must be at least 0, got -1.0."),
+        (["--host-memory", "8"], "host_memory must be given with gpu_memory on a machine without"),
     ],
 )
 def test_memory_that_holds_no_cache_of_vllm(options, message, tmp_path, capfd, monkeypatch):

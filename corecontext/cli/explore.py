@@ -246,6 +246,13 @@ def info(
         float | None,
         typer.Option(help="Memory of the GPU in GiB: says which preset fits. Default: this one's."),
     ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Host memory beside the GPU in GiB, for raw tokens. Default: what is available on "
+            "this machine."
+        ),
+    ] = None,
     untested: Untested = False,
 ) -> None:
     """Estimate the costs and savings of CCA for a model, by length; loads no weights."""
@@ -254,5 +261,9 @@ def info(
     from corecontext.info import print_info
     from corecontext.integrations.vllm.capacity import gpu_gib
 
+    if host_memory is not None and not 0 <= host_memory < float("inf"):
+        raise UserError(f"host_memory must be at least 0, got {host_memory}.")
     gib = gpu_gib(gpu_memory, is_needed=vllm)
-    print_info(model, settings, length, untested, gib, vllm)
+    if host_memory is not None and gib is None:
+        raise UserError("host_memory must be given with gpu_memory on a machine without a GPU.")
+    print_info(model, settings, length, untested, gib, vllm, host_memory)

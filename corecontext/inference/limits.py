@@ -12,6 +12,12 @@ from corecontext.model_sizes import ModelSizes
 
 CACHE_SHARE = 0.8
 """Share of a GPU's free memory that a server gives to its caches."""
+HOST_SHARES = {"cuda": 0.75, "cpu": 0.5}
+"""Share of the available host memory for raw tokens of fetch in a server, by device. Beside a GPU
+all other caches are on it."""
+NEAR_SHARE = 0.125
+"""Most of a server's budget that the cache takes into which a prompt is read with its raw tokens on
+the device, where its row has them in host memory."""
 
 
 def position_limit(config: Any) -> int | None:
@@ -75,8 +81,19 @@ def host_bytes_of(config: Any, dtype: torch.dtype, cca: CCAConfig, length: int) 
 def rounded_up(length: int) -> int:
     """Round a length up to one of few: a power of two, or one of seven equal steps to the next.
     That adds less than an eighth; below 512 tokens, where steps are 64, less than 64."""
-    step = max(64, 1 << max(0, length.bit_length() - 4))
+    step = _step(length)
     return -(-length // step) * step
+
+
+def rounded_down(length: int) -> int:
+    """Round a length down to one that `rounded_up` leaves as it is; below 64 tokens to 0."""
+    step = _step(length)
+    return length // step * step
+
+
+def _step(length: int) -> int:
+    """Return the tokens between a length's neighbours to which it is rounded."""
+    return max(64, 1 << max(0, length.bit_length() - 4))
 
 
 def whole_does_not_fit(config: Any, dtype: torch.dtype, length: int, free: int) -> str:

@@ -14,9 +14,6 @@ from corecontext.serve.settings import Serving
 
 CPU_SHARE = 0.25
 """Share of the available host memory for caches without a GPU."""
-HOST_SHARES = {"cuda": 0.75, "cpu": 0.5}
-"""Share of the available host memory for raw tokens of fetch, by device. Beside a GPU all other
-caches are on it."""
 FORCED_S = 5.0
 """Seconds for the model's thread to end after a second signal."""
 
@@ -117,6 +114,8 @@ def _cache_bytes(serving: Serving, device: Any) -> int:
 def _host_bytes(serving: Serving, device: Any) -> int:
     """Return the budget of raw tokens in host memory: `host_cache_mib`, else a share of the memory
     that is available now."""
+    from corecontext.inference.limits import HOST_SHARES
+
     if serving.host_cache_mib is not None:
         return serving.host_cache_mib * 2**20
     share = HOST_SHARES["cuda" if device.type == "cuda" else "cpu"]

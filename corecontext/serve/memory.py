@@ -4,17 +4,12 @@ from dataclasses import dataclass, field
 
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes
-from corecontext.inference.limits import rounded_up
+from corecontext.inference.limits import NEAR_SHARE, rounded_up
 from corecontext.ops.fetch.prompt_rule import most_whole
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
 from corecontext.visibility import most_fetched_whole, num_sinks
-
-NEAR_SHARE = 0.125
-"""Most of the budget that the cache takes into which a prompt is read with its raw tokens on the
-device, where its row has them in host memory; and that a pool of rows takes under full attention
-where fetch was asked for."""
 
 
 @dataclass(eq=False)
