@@ -15,7 +15,7 @@ NEWEST = (0, 33)
 RELEASES = "vLLM 0.29 to 0.33"
 OLDER = "vLLM 0.23 to 0.25"
 OLDER_COMMIT = "7a5d12b0"
-"""The last commit that takes them: `git checkout` it in a clone, and install."""
+"""The last commit that takes them: check it out in a clone, and install from there."""
 
 
 def release_of(version: str) -> tuple[int, int] | None:
@@ -42,21 +42,21 @@ def register() -> None:
     version = vllm.__version__
     release = release_of(version)
     if release is not None and release < OLDEST:
-        _refuse(version, f"{OLDER} go with commit {OLDER_COMMIT} of corecontext")
+        _refuse(version, f"commit {OLDER_COMMIT} of corecontext takes {OLDER}")
         return
     try:
         _register()
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
         if is_tested(version):
             raise
-        _refuse(version, f"a newer one has other interfaces ({error})")
+        _refuse(version, f"this newer release has other interfaces ({error})")
 
 
 def _refuse(version: str, reason: str) -> None:
     """Warn that a release of vLLM goes on without core context."""
     warnings.warn(
-        f"core context is not available in vLLM {version}, only in {RELEASES}: {reason}. Install "
-        "one of them to serve models with it.",
+        f"core context is not available in vLLM {version}: this version of corecontext takes "
+        f"{RELEASES}, and {reason}",
         stacklevel=3,
     )
 
