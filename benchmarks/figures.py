@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.fetch_tables import fetch_markdown, passes_markdown
-from benchmarks.headline import headline_markdown
+from benchmarks.headline import default_markdown, headline_markdown
 from benchmarks.model_figure import draw_model, draw_sweep
 from benchmarks.model_tables import model_markdown
 from benchmarks.operator_figure import draw_operator
@@ -66,6 +66,7 @@ def _of_presets(records: Sequence[Record]) -> str:
 
 
 TABLES: Sequence[PageTable] = (
+    PageTable("headline, default", "operator user vllm", default_markdown),
     PageTable("headline", "operator model", headline_markdown),
     PageTable("demo", "demo", demo_table),
     PageTable("demo, whole", "demo_whole", demo_table),
