@@ -24,6 +24,8 @@ PAGES = {
 ASSETS = ("LICENSE", "CITATION.cff", "results/*.svg", "results/*.jsonl")
 LINK = re.compile(r"(\]\(|src=\")([^)#\"\s]+)")
 EQUATION = re.compile(r"^```math\n(.*?)^```$", re.S | re.M)
+FORMULA = re.compile(r"\$`([^`]+)`\$")
+"""A formula in a line, as the repository's pages write it."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -47,7 +49,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return match[1] + site_link(match[2], source, target)
 
     markdown = LINK.sub(link, markdown)
-    return EQUATION.sub(lambda match: mathml(match[1]), markdown)
+    markdown = EQUATION.sub(
+        lambda match: f'<div class="equation">{mathml(match[1], "block")}</div>', markdown
+    )
+    return FORMULA.sub(lambda match: mathml(match[1], "inline"), markdown)
 
 
 def site_link(link: str, source: str, target: str) -> str:
@@ -61,8 +66,8 @@ def site_link(link: str, source: str, target: str) -> str:
     return relpath(path, dirname(target) or ".")
 
 
-def mathml(latex: str) -> str:
-    """Return an equation as MathML, which browsers draw without a script."""
+def mathml(latex: str, display: str) -> str:
+    """Return an equation as MathML, a "block" or "inline": browsers draw it without a script."""
     # Line breaks and spacing commands are for the reader of the source.
     text = " ".join(latex.split())
-    return f'<div class="equation">{latex2mathml.converter.convert(text, display="block")}</div>'
+    return latex2mathml.converter.convert(text, display=display)
