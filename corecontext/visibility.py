@@ -69,13 +69,6 @@ def first_core_query(group_size: int, window_size: int) -> int:
     return window_size + group_size - 1
 
 
-def most_fetched_whole(group_size: int, window_size: int, sinks: int, fetch_groups: int) -> int:
-    """Count the tokens of the longest text whose last query sees every token raw where it fetches
-    k = `fetch_groups` groups: the first n = `sinks`, k groups, and the raw tokens of the window,
-    s + g - 1."""
-    return sinks + fetch_groups * group_size + window_capacity(group_size, window_size)
-
-
 def window_capacity(group_size: int, window_size: int) -> int:
     """Count the raw tokens that a cache must keep for later queries: s + g - 1, the query's own
     included."""

@@ -1,11 +1,14 @@
 """Models that fetch: every way of generating, the engine, and the command line."""
 
+import contextlib
+
 import pytest
 import torch
 from families import recompute, stateless, tiny_model, tokens
 
 import corecontext
 from corecontext import CCAConfig
+from corecontext.cache.raw_store import num_bytes
 from corecontext.cli import main
 from corecontext.inference import Engine
 from corecontext.inference.limits import host_bytes_of
@@ -167,26 +170,39 @@ def test_a_server_equals_recomputing(monkeypatch, store, num_slots, near_share):
 
 @pytest.mark.parametrize("store, fixed", [("host", False), ("device", True), ("host", True)])
 def test_short_requests_of_a_server_run_under_full_attention(monkeypatch, store, fixed):
-    """In steps with long ones, which choose: all get what recomputing gives."""
-    monkeypatch.setattr(prompt_rule, "PROMPT_LENGTHS", {})
-    monkeypatch.setattr(prompt_rule, "STEP_LENGTHS", {})
+    """In steps with others, which choose, and from beginnings that they share: all get what
+    recomputing gives. Those that ask for sizes, or score their prompt, get what they ask for."""
+    for table in ("PROMPT_LENGTHS", "STEP_LENGTHS"):
+        monkeypatch.setattr(prompt_rule, table, {})
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 64)
     model = tiny_model()
-    prompts = [tokens(1, length)[0].tolist() for length in (16, 70, 3, 66)]
+    first = tokens(1, 70)[0].tolist()
+    prompts = [first[:40], first, first[:33] + first[:8], first[2:], first[4:30], first[7:30]]
+    options = [{}, {}, {}, {}, {"fetch_groups": 3}, {"prompt_logprobs": True, "logprobs": 1}]
+    wholes = [True, False, True, False, False, False]
     with corecontext.enabled(model, CONFIG.replace(prefill="auto", fetch_share=1, store=store)):
         scheduler = Scheduler(model, chunk_size=16, rows_per_pool=2)
         scheduler.batch.fixed = fixed
         scheduler.memory.runs_short_whole = True
         made = [[] for _ in prompts]
-        slots = [scheduler.submit(Request(ids, 12), new.append) for ids, new in zip(prompts, made)]
+        slots = [
+            scheduler.submit(Request(ids, 12, **more), new.append)
+            for ids, more, new in zip(prompts, options, made)
+        ]
         settings = {}
         while not scheduler.idle:
             scheduler.run_turn()
             settings.update({slots.index(slot): slot.config for slot in scheduler.active()})
-        assert [settings[i] is None for i in range(4)] == [True, False, True, False]
-    with corecontext.enabled(model, CONFIG):
-        for ids, new in zip(prompts, made):
+        assert [settings[i] is None for i in range(len(prompts))] == wholes
+        assert slots[2].cached_tokens == 32
+        for node in scheduler.memory.prefixes._nodes.values():
+            if node.key[0] is None:
+                held = [x for tensors in node.cores for x in tensors]
+                assert node.nbytes == num_bytes(held) == node.counted.device
+    for ids, whole, new in zip(prompts, wholes, made):
+        with contextlib.nullcontext() if whole else corecontext.enabled(model, CONFIG):
             truth = recompute(model, torch.tensor([ids]), len(new))[0, len(ids) :]
-            assert new == truth.tolist()
+        assert new == truth.tolist()
 
 
 @pytest.mark.parametrize("store", ["device", "host"])

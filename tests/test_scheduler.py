@@ -973,9 +973,9 @@ def test_warming_up_leaves_nothing_behind(model, full, fixed):
     scheduler, tried = Scheduler(model, chunk_size=16, full=full, capture=False), []
     scheduler.batch.fixed = fixed
     place = scheduler.memory.place
-    scheduler.memory.place = lambda config, length: (
+    scheduler.memory.place = lambda config, length, *rest: (
         tried.append((config and (config.group_size, config.window_size), length))
-        or place(config, length)
+        or place(config, length, *rest)
     )
     warm_up(scheduler, TablePolicy(((0.5, 5, 13), (1.0, 10, 30))).sizes)
     assert [sizes for sizes, _ in tried] == ([None] if full else [(5, 13), (5, 13), (10, 30)])

@@ -22,6 +22,7 @@ from corecontext.files import UserError
 from corecontext.inference import Load, TablePolicy, fuse
 from corecontext.inference.sampling import INVALID, InvalidLogits
 from corecontext.model_sizes import ModelSizes
+from corecontext.ops.fetch import prompt_rule
 from corecontext.serve import build, prefix, reading, step
 from corecontext.serve import scheduler as scheduler_module
 from corecontext.serve.admission import Admission
@@ -122,27 +123,42 @@ def test_bytes_of_raw_tokens_count_where_they_are():
     assert allocated == ((3 + 2) * 100 + 2 * 7, 5 * 300)
 
 
-def test_requests_of_which_nothing_is_left_out_run_under_full_attention():
-    """Where their rows are small, and the settings ask for nothing else."""
-    config = CCAConfig(4, 10, fetch_groups=3, sink_size=6, store="device")
-    longest = 8 + 3 * 4 + 13
-    memory = make_memory(2 * 64 * 8)
-    assert memory.held_as(config, longest) == config  # no steps are captured
+def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch):
+    """Half of the budget, and no beginning makes room; where the settings ask for nothing else."""
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 128)
+    config = CCAConfig(4, 10, fetch_groups=3, store="device")
+    memory = make_memory(1200, share=300, fixed=True)
+    assert memory.place(config, 100).config == config  # no steps are captured
+    memory.clear()
     memory.runs_short_whole = True
-    assert memory.held_as(config, longest) is None
-    assert memory.held_as(config, longest + 1) == config
-    assert memory.held_as(A, 1) == A  # core tokens, which the model may be trained with
-    assert memory.held_as(None, 99) is None
-    for asked in ({"prefill": "fetch"}, {"cache_dtype": "int8"}, {"group_size": 8}):
-        other = config.replace(**asked)
-        assert (memory.held_as(other, longest) is None) == ("group_size" in asked)
-    memory.budget -= 1
-    assert memory.held_as(config, longest) == config
+    assert memory.place(config, 129).config == config
+    assert memory.place(config, 100, may_be_whole=False).config == config
+    for asked in ({"prefill": "fetch"}, {"cache_dtype": "int8"}, {"fetch_groups": 0}):
+        assert memory.place(config.replace(**asked), 100).config is not None
+    assert memory.place(None, 100).config is None
+    memory.clear()
 
-    memory.budget += 1
-    assert memory.place(config, longest).config is None
-    assert memory.place(config, longest + 1).config == config
-    assert memory.fits(config, longest)
+    pools = []
+    for _ in range(6):
+        pools.append(memory.place(config, 100))
+        pools[-1].slots.append(object())
+    assert [pool.config for pool in pools] == [None] * 4 + [config] * 2
+    assert [pool.rows for pool in pools[:4]] == [2] * 4 and len({*pools[:4]}) == 2
+    pools[0].slots.pop()
+    assert memory.place(config, 60) is pools[0]
+
+    # Idle pools of another length make room, beginnings do not.
+    memory.clear()
+    memory.place(config, 128)
+    memory.place(config, 128).promised = 0
+    make_pool(memory, 64, rows=4)
+    for pool in memory.pools:
+        pool.slots = [object()] * (pool.config is not None)
+    fill_prefixes(memory, 30)
+    assert memory.place(config, 30).config is None
+    fill_prefixes(memory, 85)
+    memory.pools = [pool for pool in memory.pools if pool.config is not None]
+    assert memory.place(config, 128).config == config
 
 
 def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():

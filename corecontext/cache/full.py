@@ -33,6 +33,7 @@ class FullLayer:
 
     # Attributes of a `CompactLayer`, in whose place this layer can be:
     config = None  # no settings of CCA
+    store = None  # its buffers are the raw tokens
     is_empty = False  # the first append is like later ones
     padding_known = True  # no mask is ever needed
     asks_device = False
@@ -75,6 +76,30 @@ class FullLayer:
         self.length = 0
         if self._counts:
             self.seen = self.seen.zero_() if isinstance(self.seen, Tensor) else 0
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the prompts so far, padding included."""
+        return self.length
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of keys and values."""
+        return self.buffers[0].dtype
+
+    def copy_since(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy keys and values of the tokens after the first `length`; the first list, for what is
+        kept of the end only, is empty (saving.py)."""
+        return [], [x[:, :, length : self.length].clone() for x in self.buffers]
+
+    def fill(self, buffers: Sequence[Tensor], length: int) -> None:
+        """Take the first `length` tokens of prompts: keys and values [B, Hkv, length, D]."""
+        self._check_room(length)
+        self._allocate(buffers[0])
+        for buffer, x in zip(self.buffers, buffers):
+            buffer[:, :, :length] = x
+        self.length = length
+        self.seen += length
 
     @property
     def nbytes(self) -> int:

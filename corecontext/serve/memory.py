@@ -1,5 +1,6 @@
 """Divide one budget of bytes among rows of cache, prompts being read, and shared beginnings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from corecontext.config import CCAConfig
@@ -9,7 +10,9 @@ from corecontext.ops.fetch.prompt_rule import most_whole
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool, RowShape
 from corecontext.serve.step import DecodeBatch
-from corecontext.visibility import most_fetched_whole, num_sinks
+
+WHOLE_SHARE = 0.5
+"""Most of the budget that rows take under full attention where fetch was asked for."""
 
 
 @dataclass(eq=False)
@@ -27,8 +30,8 @@ class CacheMemory:
     batch: DecodeBatch
     """Decodes from the pools, and has captured steps of them."""
     runs_short_whole: bool = False
-    """Whether requests of which fetch leaves nothing out run under full attention: the same
-    attention, in less time where steps are captured."""
+    """Whether short requests for fetch (`most_whole`) run under full attention while there is room,
+    because it takes less time."""
     pools: list[RowPool] = field(default_factory=list)
 
     @property
@@ -90,19 +93,7 @@ class CacheMemory:
     def fits(self, config: CCAConfig | None, length: int) -> bool:
         """Whether an empty server could hold a request: its row, and the cache into which its
         prompt is read."""
-        return self._needed(self.held_as(config, length), rounded_up(length)) <= self.budget
-
-    def held_as(self, config: CCAConfig | None, length: int) -> CCAConfig | None:
-        """Return the settings of the row of a request: its own, or None for full attention."""
-        if config is None or not self.runs_short_whole or not most_whole(config, "cuda"):
-            return config
-        g = config.group_size
-        sizes = (config.window_size, num_sinks(config.sink_size, g), config.fetch_groups)
-        # mutant serve: long requests run under full attention
-        if length > most_fetched_whole(g, *sizes):
-            return config
-        pool_bytes = self.rows_per_pool * self.shape.row_bytes(None, rounded_up(length))
-        return None if pool_bytes <= NEAR_SHARE * self.budget else config
+        return self._needed(config, rounded_up(length)) <= self.budget
 
     def _needed(self, config: CCAConfig | None, room: int) -> int:
         """Return the bytes of a row and of the cache into which its prompt is read."""
@@ -119,15 +110,22 @@ class CacheMemory:
         small = self.shape.row_bytes(near, room) <= NEAR_SHARE * self.budget
         return near if small else config
 
-    def place(self, config: CCAConfig | None, length: int) -> RowPool | None:
-        """Choose a pool with a free row: the shortest, if at most twice as long as needed, else a
-        new one, else any that fits, else a new one in place of idle pools. None if nothing fits;
-        idle memory is evicted even then."""
+    def place(
+        self, config: CCAConfig | None, length: int, may_be_whole: bool = True
+    ) -> RowPool | None:
+        """Choose a pool with a free row, under full attention where a request of these settings
+        and length may run so and there is room.
+
+        Of those the shortest, if at most twice as long as needed, else a new one, else any that
+        fits, else a new one in place of idle pools. None if nothing fits; idle memory is evicted
+        even then.
+        """
         room = rounded_up(length)
-        config = self.held_as(config, length)
+        # mutant serve: a request that asks for its own sizes runs under full attention
+        if may_be_whole and self._has_whole_room(config, length):
+            config = None
         needed = self._needed(config, room)
-        fitting = [pool for pool in self.pools if pool.has_room(config, length)]
-        best = min(fitting, key=lambda pool: pool.max_length, default=None)
+        best = self._shortest(config, length)
         if best is not None:
             # The prompt is read into a cache of its own, which must fit, too.
             if best.max_length <= 2 * room and self.free(best.reading_bytes, keep=best):
@@ -140,12 +138,44 @@ class CacheMemory:
             return self._allocate(config, room)
         return None
 
+    def _shortest(self, config: CCAConfig | None, length: int) -> RowPool | None:
+        """Return the shortest pool of these settings with a free row for `length` tokens."""
+        fitting = [pool for pool in self.pools if pool.has_room(config, length)]
+        return min(fitting, key=lambda pool: pool.max_length, default=None)
+
+    def _has_whole_room(self, config: CCAConfig | None, length: int) -> bool:
+        """Whether a row for fetch can be under full attention: it is short, and neither takes too
+        much of the budget nor the place of a beginning."""
+        room = rounded_up(length)
+        if config is None or not self.runs_short_whole or room > most_whole(config, "cuda"):
+            return False
+        row = self.shape.row_bytes(None, room)
+        pool = self._shortest(None, length)
+        if pool is not None and pool.max_length > 2 * room:
+            pool = None
+        # mutant serve: rows under full attention take the whole budget
+        if pool is None and row > self._whole_share_left(busy_only=True):
+            return False
+        idle = sum(x.nbytes for x in self.pools if x.is_idle and x is not pool)
+        needed = 2 * row if pool is None else pool.reading_bytes
+        return self.allocated - idle + needed <= self.budget
+
+    def _whole_share_left(self, busy_only: bool) -> int:
+        """Return the bytes that further rows under full attention may take, where fetch was asked
+        for; `busy_only` leaves out idle pools, which can go."""
+        pools = [x for x in self.pools if x.config is None and not (busy_only and x.is_idle)]
+        return int(WHOLE_SHARE * self.budget) - sum(pool.nbytes for pool in pools)
+
     def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
         """Add a pool of as many rows as leave room to read a prompt and for the prefixes' share."""
         row = self.shape.row_bytes(config, room)
         read_as = self._read_as(config, room)
         reading = self.shape.reading_bytes(read_as, room)
         spare = self.unallocated - reading - self._prefix_share_left
+        if config is None and self.runs_short_whole:
+            if row > self._whole_share_left(busy_only=False):
+                self._drop_idle(lambda pool: pool.config is None)
+            spare = min(spare, self._whole_share_left(busy_only=False))
         rows = max(1, min(self.rows_per_pool, spare // row))
         fixed = self.batch.fixed
         pool = RowPool(config, rows, room, self.shape, fixed=fixed, reading=read_as)
@@ -162,9 +192,7 @@ class CacheMemory:
             Whether they are free.
         """
         if wanted + self._prefix_share_left > self.unallocated:
-            for pool in list(self.pools):
-                if pool.is_idle and pool is not keep:
-                    self.drop(pool)
+            self._drop_idle(lambda pool: pool is not keep)
         # Beginnings are evicted only for a request that fits in no other way.
         missing = wanted - self.unallocated
         if missing > 0:
@@ -181,6 +209,12 @@ class CacheMemory:
         # On a GPU it is kept, with its captured steps, until its memory is needed.
         if pool.is_idle and not self.batch.fixed:
             self.drop(pool)
+
+    def _drop_idle(self, may_go: Callable[[RowPool], bool]) -> None:
+        """Drop the idle pools that may go."""
+        for pool in list(self.pools):
+            if pool.is_idle and may_go(pool):
+                self.drop(pool)
 
     def drop(self, pool: RowPool) -> None:
         """Free a pool's rows and captured steps."""

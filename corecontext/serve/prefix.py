@@ -2,7 +2,8 @@
 
 A prompt is read in chunks of one size. After each chunk, the cache's state becomes a node of a
 tree, a child of the node of the chunk before. A node holds the window and sinks at its end, and the
-core tokens of its chunk, with fetch also the chunk's raw tokens and index. Requests branch where
+core tokens of its chunk, with fetch also the chunk's raw tokens and index; under full attention it
+holds the chunk's raw tokens. Requests branch where
 chunks end, so a branched request is read in the very chunks, and has the very numbers, that it
 would have alone.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corecontext.cache import CompactLayer, HeadsLayer, parts_of
+from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
 from corecontext.cache.host_memory import copies_in_host_memory
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes
@@ -46,7 +47,7 @@ class Node:
     """
 
     def __init__(
-        self, key: tuple, layers: Sequence[CompactLayer | HeadsLayer], shape: RowShape
+        self, key: tuple, layers: Sequence[CompactLayer | HeadsLayer | FullLayer], shape: RowShape
     ) -> None:
         self.key = key
         config, parent, _ = key
@@ -56,8 +57,10 @@ class Node:
         self.length = layers[0].seq_len
         before = 0 if parent is None else parent.length
         caches = [cache for layer in layers for cache in parts_of(layer)]
-        self.layers = [(layer.config, parts_of(layer)[0].spec.rotary) for layer in layers]
-        """Settings and rotation of each layer."""
+        self.layers: list[tuple] = []
+        """Settings and rotation of each compact layer; none under full attention."""
+        if config is not None:
+            self.layers = [(layer.config, parts_of(layer)[0].spec.rotary) for layer in layers]
         self.dtypes = [cache.dtype for cache in caches]
         """Of each cache in the layers, before rounding."""
         self.raw, self.cores = zip(*(cache.copy_since(before) for cache in caches))
@@ -188,12 +191,18 @@ class PrefixStore:
         return node if self._nodes.get(key) is node else None
 
     def load(self, node: Node, cache: Any, reading: CCAConfig | None) -> None:
-        """Fill an empty cache of a model with a beginning; `reading` says where raw tokens are."""
+        """Fill an empty cache of a model with a beginning; `reading` says where raw tokens are.
+        Under full attention the cache has its layers already."""
         path = [node]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
         path.reverse()
 
+        if not node.layers:
+            for index, layer in enumerate(cache.layers):
+                pieces = zip(*(chunk.cores[index] for chunk in path))
+                layer.compact.fill([torch.cat(x, 2) for x in pieces], node.length)
+            return
         # Make empty layers; fill each with the last chunk's raw entries and all core tokens, in the
         # order of the text.
         cache.layers = []

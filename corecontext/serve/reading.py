@@ -69,9 +69,9 @@ def read_next_chunk(model: Any, slot: Slot, memory: CacheMemory) -> Tensor | Non
 
 def _shares(slot: Slot) -> bool:
     """Whether other prompts may continue from this one's beginning: not where full attention reads
-    them and needs raw tokens, which a node without fetch does not have."""
+    them for a row without raw tokens, of which a node has none."""
     # mutant prefill: a prompt goes on from a beginning without raw tokens
-    return slot.config is not None and not slot.config.keeps_raw_while_reading
+    return slot.config is None or not slot.config.keeps_raw_while_reading
 
 
 def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
@@ -80,19 +80,21 @@ def _begin(model: Any, slot: Slot, memory: CacheMemory) -> None:
     slot.ids = torch.tensor([list(request.prompt)], device=model.device)
     slot.generator = torch.Generator(model.device)
     slot.generator.manual_seed(request.seed)
+    # Buffers would grow by a quarter at a time, beyond the bytes of a row that they are counted as.
+    length = len(request.prompt)
     if slot.config is None:
         layers = [FullLayer(request.length) for _ in range(memory.shape.sizes.layers)]
         slot.cache = Cache(layers=[GivenLayer(layer) for layer in layers])
-        return
-    # Buffers would grow by a quarter at a time, beyond the bytes of a row that they are counted as.
-    length = len(request.prompt)
-    # mutant serve: the cache of a prompt grows beyond its row
-    slot.cache = GrowingCache(model.config, planned_length=length)
+    else:
+        # mutant serve: the cache of a prompt grows beyond its row
+        slot.cache = GrowingCache(model.config, planned_length=length)
     # mutant serve: a prompt that is scored begins with the cache of another
     if not request.prompt_logprobs and _shares(slot):
         slot.node = memory.prefixes.find(slot.config, request.prompt)
-    if slot.node is not None:
-        memory.prefixes.load(slot.node, slot.cache, slot.pool.reading)
+    if slot.node is None:
+        return
+    memory.prefixes.load(slot.node, slot.cache, slot.pool.reading)
+    slot.read = slot.cached_tokens = slot.node.length
+    if slot.config is not None:
         for layer in slot.cache.layers:
             layer.compact.plan(length)
-        slot.read = slot.cached_tokens = slot.node.length

@@ -67,6 +67,12 @@ class Request:
         return self.sizes != self.NO_SIZES
 
     @property
+    def may_be_whole(self) -> bool:
+        """Whether full attention may run the request where that takes less time: it neither has
+        sizes of its own nor scores its prompt, which is to measure the model's settings."""
+        return not self.chooses_sizes and not self.prompt_logprobs
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt and of the longest answer."""
         return len(self.prompt) + self.max_new_tokens

@@ -54,7 +54,8 @@ class RowShape:
 
         Args:
             config: CCA's settings; None is full attention.
-            before: First tokens whose core tokens and raw tokens for fetch are held elsewhere.
+            before: First tokens whose core tokens, and raw tokens with fetch or under full
+                attention, are held elsewhere.
         """
         device, host = self.bytes_of(config, max_length, before)
         # mutant serve: raw tokens in host memory are not counted
@@ -75,7 +76,7 @@ class RowShape:
         dim = self.sizes.head_dim
         if config is None:
             heads = self.sizes.layers * self.sizes.kv_heads
-            return CacheBytes(heads * max_length * 2 * dim * self.itemsize, 0)
+            return CacheBytes(heads * (max_length - before) * 2 * dim * self.itemsize, 0)
         device = host = 0
         layers = Counter(config.of_layer(index) for index in range(self.sizes.layers))
         for layer, count in layers.items():

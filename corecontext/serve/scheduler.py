@@ -110,7 +110,7 @@ class Scheduler:
             min(self.rows_per_pool, self.max_rows),
             PrefixStore(self.chunk_size, prefix_bytes, shape, self.later_chunk_size),
             self.batch,
-            self.batch.fixed and may_run_full_attention(self.model, self.handle),
+            not self.full and self.batch.fixed and may_run_full_attention(self.model, self.handle),
         )
         self.admission = Admission(
             self.max_length, self.memory, self.handle.config, self.full, self.policy
@@ -245,7 +245,7 @@ class Scheduler:
             try:
                 load = self.load(len(slot.request.prompt))
                 config = self.admission.settings_for(slot.request, load)
-                pool = self.memory.place(config, slot.request.length)
+                pool = self.memory.place(config, slot.request.length, slot.request.may_be_whole)
                 if pool is None and self.num_active:
                     return
                 if pool is None:

@@ -3,12 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from corecontext.config import CCAConfig
 from corecontext.graphs import WARM_UP
 from corecontext.inference.policy import SIZE_NAMES, Sizes
 from corecontext.serve.request import Request
 from corecontext.serve.scheduler import Scheduler
-from corecontext.visibility import most_fetched_whole, num_sinks
 
 
 def warm_up(scheduler: Scheduler, sizes: Iterable[Sizes] = ()) -> None:
@@ -18,27 +16,23 @@ def warm_up(scheduler: Scheduler, sizes: Iterable[Sizes] = ()) -> None:
     Sizes that do not fit the budget are left out.
     """
     config = scheduler.admission.config
+    memory = scheduler.memory
+    runs_short_whole = memory.runs_short_whole
     if scheduler.full or config.varies:
         sizes = ()
-    for chosen in dict.fromkeys([(), *sizes]):
-        own = dict(zip(SIZE_NAMES, chosen))
-        _run(scheduler, max(scheduler.chunk_size, _most_raw(config, **own)) + 1, own)
-    if not scheduler.full and scheduler.memory.held_as(config, 1) is None:
+    try:
+        memory.runs_short_whole = False
+        for chosen in dict.fromkeys([(), *sizes]):
+            chosen_sizes: dict[str, Any] = dict(zip(SIZE_NAMES, chosen))
+            g = chosen_sizes.get("group_size", config.group_size)
+            s = chosen_sizes.get("window_size", config.window_size)
+            # Core tokens are used only in prompts longer than a group and a window.
+            _run(scheduler, max(scheduler.chunk_size, g + s) + 1, chosen_sizes)
+    finally:
+        memory.runs_short_whole = runs_short_whole
+    if runs_short_whole:
         _run(scheduler, 1, {})
     scheduler.clear()
-
-
-def _most_raw(
-    config: CCAConfig,
-    group_size: int | None = None,
-    window_size: int | None = None,
-    fetch_groups: int | None = None,
-) -> int:
-    """Count the tokens of the longest text whose last query sees each of them raw: core tokens, or
-    a choice among groups, are used in longer ones only. Sizes that are None are the model's."""
-    g, s = group_size or config.group_size, window_size or config.window_size
-    k = config.fetch_groups if fetch_groups is None else fetch_groups
-    return most_fetched_whole(g, s, num_sinks(config.sink_size, g), k)
 
 
 def _run(scheduler: Scheduler, length: int, own_sizes: dict[str, Any]) -> None:
