@@ -5,7 +5,9 @@ On a GPU decoding steps are captured; without one kernels run in Triton's interp
 
 Prompts of many lengths, half of which begin alike; some clients leave before their answer ends.
 Prints a record of the faults seen: answers that are not those of our Engine, requests and pages in
-use at the end; with the megabytes of the server when it had answered each prompt once and then.
+use at the end, memory that grows; with the megabytes of the server, and of its GPU, on which
+nothing else may run, when it had answered each prompt once, in the middle of the mixed requests, at
+their end, and behind `vllm bench serve`.
 """
 
 import json
@@ -33,6 +35,8 @@ from reproduction.real.served import NAME, VLLM, served
 
 TOKENS = 12
 CLIENTS = 16 if GPU else 4
+MOST_GROWN = 256
+"""Megabytes by which the server may grow in the second half of the time."""
 LEAVES = 0.2
 """Share of the requests whose client leaves."""
 MODEL = Path(__file__).parent.parent / "corecontext" / "assets" / "demo_model"
@@ -138,7 +142,9 @@ def main(minutes: float, store: str, name: str) -> dict:
 
             for number in range(len(texts)):
                 check(number, False)
-            before = megabytes(server.process)
+            taken = [megabytes(server.process)]
+            half = threading.Timer(30 * minutes, lambda: taken.append(megabytes(server.process)))
+            half.start()
             say("each prompt was answered once")
             end = time.monotonic() + 60 * minutes
 
@@ -153,6 +159,9 @@ def main(minutes: float, store: str, name: str) -> dict:
             for thread in threads:
                 thread.join()
             say(f"{counts['requests']} requests, {counts['wrong']} wrong")
+            half.join()
+            taken.append(megabytes(server.process))
+            grown = max(end - middle for middle, end in zip(taken[1], taken[2]))
             bench = [*VLLM, *BENCH.split(), "--base-url", server.url, "--tokenizer", folder]
             done = subprocess.run(bench, env=environment, stdout=sys.stderr)
             time.sleep(5)
@@ -163,7 +172,8 @@ def main(minutes: float, store: str, name: str) -> dict:
                 "running": metric(server.url, "num_requests_running")
                 + metric(server.url, "num_requests_waiting"),
                 "pages_in_use": metric(server.url, "kv_cache_usage_perc"),
-                "megabytes": [before, megabytes(server.process)],
+                "megabytes": [*taken, megabytes(server.process)],
+                "grown": grown,
             }
 
 
@@ -171,6 +181,7 @@ if __name__ == "__main__":
     minutes, store, model = (*sys.argv[1:], *("device", "random")[len(sys.argv) - 2 :])
     seen = main(float(minutes), store, model)
     failed = sum(seen[name] != 0 for name in ("bench_serve", "running", "pages_in_use"))
+    failed += seen["grown"] > MOST_GROWN
     params = {"check": "vllm serve", "minutes": float(minutes), "store": store, "model": model}
     device = device_name("cuda" if GPU else "cpu")
     record = make_record("checks.failed", failed + seen["wrong"], {**params, **seen}, device=device)
