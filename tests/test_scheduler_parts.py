@@ -160,6 +160,13 @@ def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch
     memory.pools = [pool for pool in memory.pools if pool.config is not None]
     assert memory.place(config, 128).config == config
 
+    # An idle pool of rows too long goes, beginnings stay.
+    memory = make_memory(3000, share=750, fixed=True)
+    memory.runs_short_whole = True
+    make_pool(memory, 960, rows=2, config=None)
+    fill_prefixes(memory, 40)
+    assert memory.place(config, 100).max_length == 128 and memory.prefixes.nbytes == 400
+
 
 def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():
     memory = make_memory(10_000)

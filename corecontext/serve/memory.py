@@ -122,10 +122,13 @@ class CacheMemory:
         """
         room = rounded_up(length)
         # mutant serve: a request that asks for its own sizes runs under full attention
-        if may_be_whole and self._has_whole_room(config, length):
+        is_whole = may_be_whole and self._has_whole_room(config, length)
+        if is_whole:
             config = None
         needed = self._needed(config, room)
         best = self._shortest(config, length)
+        if best is not None and is_whole and best.max_length > 2 * room:
+            best = None  # to read into a row so long could take the place of beginnings
         if best is not None:
             # The prompt is read into a cache of its own, which must fit, too.
             if best.max_length <= 2 * room and self.free(best.reading_bytes, keep=best):

@@ -10,8 +10,8 @@ from corecontext.serve.scheduler import Scheduler
 
 
 def warm_up(scheduler: Scheduler, sizes: Iterable[Sizes] = ()) -> None:
-    """Run a made-up request with the model's own sizes and one with each of `sizes`, and a short
-    one where those run in another way; then free their memory.
+    """Run a made-up request with the model's own sizes and one with each of `sizes`, and short
+    ones where those run in another way; then free their memory.
 
     Sizes that do not fit the budget are left out.
     """
@@ -31,7 +31,8 @@ def warm_up(scheduler: Scheduler, sizes: Iterable[Sizes] = ()) -> None:
     finally:
         memory.runs_short_whole = runs_short_whole
     if runs_short_whole:
-        _run(scheduler, 1, {})
+        for length in (1, scheduler.chunk_size + 1):
+            _run(scheduler, length, {})
     scheduler.clear()
 
 
