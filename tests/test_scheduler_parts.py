@@ -163,9 +163,9 @@ def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch
     # An idle pool of rows too long goes, beginnings stay.
     memory = make_memory(3000, share=750, fixed=True)
     memory.runs_short_whole = True
-    make_pool(memory, 960, rows=2, config=None)
-    fill_prefixes(memory, 40)
-    assert memory.place(config, 100).max_length == 128 and memory.prefixes.nbytes == 400
+    make_pool(memory, 960, rows=3, config=None)
+    fill_prefixes(memory, 5)
+    assert memory.place(config, 100).max_length == 128 and memory.prefixes.nbytes == 50
 
 
 def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():
