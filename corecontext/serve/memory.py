@@ -1,5 +1,6 @@
 """Divide one budget of bytes among rows of cache, prompts being read, and shared beginnings."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -126,9 +127,8 @@ class CacheMemory:
         if is_whole:
             config = None
         needed = self._needed(config, room)
-        best = self._shortest(config, length)
-        if best is not None and is_whole and best.max_length > 2 * room:
-            best = None  # to read into a row so long could take the place of beginnings
+        # To read into a longer row under full attention could take the place of beginnings.
+        best = self._shortest(config, length, 2 * room if is_whole else math.inf)
         if best is not None:
             # The prompt is read into a cache of its own, which must fit, too.
             if best.max_length <= 2 * room and self.free(best.reading_bytes, keep=best):
@@ -141,10 +141,12 @@ class CacheMemory:
             return self._allocate(config, room)
         return None
 
-    def _shortest(self, config: CCAConfig | None, length: int) -> RowPool | None:
-        """Return the shortest pool of these settings with a free row for `length` tokens."""
+    def _shortest(self, config: CCAConfig | None, length: int, most: float) -> RowPool | None:
+        """Return the shortest pool of these settings with a free row for `length` tokens and at
+        most `most`."""
         fitting = [pool for pool in self.pools if pool.has_room(config, length)]
-        return min(fitting, key=lambda pool: pool.max_length, default=None)
+        best = min(fitting, key=lambda pool: pool.max_length, default=None)
+        return best if best is not None and best.max_length <= most else None
 
     def _has_whole_room(self, config: CCAConfig | None, length: int) -> bool:
         """Whether a row for fetch can be under full attention: it is short, and neither takes too
@@ -153,9 +155,7 @@ class CacheMemory:
         if config is None or not self.runs_short_whole or room > most_whole(config, "cuda"):
             return False
         row = self.shape.row_bytes(None, room)
-        pool = self._shortest(None, length)
-        if pool is not None and pool.max_length > 2 * room:
-            pool = None
+        pool = self._shortest(None, length, 2 * room)
         # mutant serve: rows under full attention take the whole budget
         if pool is None and row > self._whole_share_left(busy_only=True):
             return False
