@@ -1,6 +1,7 @@
 """Check each address that a kernel reads or writes in Triton's interpreter: it must lie in the
-memory of one of the kernel's tensors."""
+memory of one of the kernel's tensors, or of those that a test names."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,19 @@ def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(arguments.base)
 
 
+_reached: list[torch.Tensor] = []
+
+
+@contextlib.contextmanager
+def reaching(*tensors: torch.Tensor) -> Iterator[None]:
+    """Allow tensors whose addresses a kernel reads from a table."""
+    _reached.extend(tensors)
+    try:
+        yield
+    finally:
+        _reached.clear()
+
+
 def install() -> None:
     """Check all kernels from now on."""
     memory = CheckedMemory(interpreter._interpreter)
@@ -80,7 +94,7 @@ def install() -> None:
 
     def prepare_and_allow(self: Any, given: Any, named: Any) -> Any:
         prepared = prepare(self, given, named)
-        memory.allow(tensors_in((*prepared[0], *prepared[1].values())))
+        memory.allow(tensors_in((*prepared[0], *prepared[1].values(), _reached)))
         return prepared
 
     interpreter.GridExecutor._init_args_hst = prepare_and_allow

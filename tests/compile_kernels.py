@@ -47,6 +47,7 @@ from corecontext.ops.triton.decode import plan as decode_plan
 from corecontext.ops.triton.launch import power_of_2
 from corecontext.ops.triton.paged import attend_pages as paged_attend
 from corecontext.ops.triton.paged import attend_rows as paged_attend_rows
+from corecontext.ops.triton.paged import copy_tokens as paged_copy
 from corecontext.ops.triton.paged import gather as paged_gather
 from corecontext.ops.triton.paged import group_slots
 from corecontext.ops.triton.paged import pool_pages as paged_pool
@@ -153,6 +154,7 @@ PAGED_FETCH = (
 )
 PAGED = (
     paged_store._store_kernel,
+    paged_copy._copy_kernel,
     paged_pool._pool_pages_kernel,
     paged_attend._attend_pages_kernel,
     paged_gather._gather_kernel,
@@ -359,6 +361,8 @@ def paged_kernels(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel]:
     blocks = dict(zip(("BLOCK_T", "BLOCK_H", "BLOCK_D"), tile))
     sizes = {"NUM_HEADS": 8, "HEAD_DIM": dim, **blocks, "num_warps": 4}
     yield Kernel(paged_store._store_kernel, sizes, types)
+    copied = {"layers_ptr": "i64", "slots_ptr": "i64", "far_slots_ptr": "i64", "strides": (3, 3)}
+    yield Kernel(paged_copy._copy_kernel, {**sizes, "ALIGNED": 16}, copied)
     flags = {"HAS_MASS": True, "HAS_SLOTS": True, "ALIGNMENT": 16}
     blocks = {"PAGES": (16, 4), "GROUP": 16, "BLOCK_E": paged_gather.BLOCK_E, "num_warps": 4}
     sizes = {**columns, **flags, **blocks}

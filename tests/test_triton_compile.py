@@ -46,7 +46,7 @@ FETCH = {
 }
 LOSS = {"loss_kernel"}
 PAGED = {"_store_kernel", "_pool_pages_kernel", "_gather_kernel", "_attend_pages_kernel"}
-PAGED |= {"_rows_kernel", "_attend_rows_kernel", "_slots_kernel"}
+PAGED |= {"_rows_kernel", "_attend_rows_kernel", "_slots_kernel", "_copy_kernel"}
 HOPPER = {
     "_attend_fwd_hopper",
     "_attend_bwd_hopper",

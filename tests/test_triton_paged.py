@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton")
 
+import bounds_check
+
 from corecontext import CCAConfig, Rotary, cca_attention
 from corecontext.cache.host_memory import host_zeros
 from corecontext.integrations.vllm import host_writes
@@ -372,29 +374,36 @@ def test_padding_of_a_captured_batch_changes_nothing():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_few_programs_store_all_tokens_beside_other_work(monkeypatch, kv_heads):
-    """On a GPU to host memory, on a stream of their own, which the last layer waits for."""
+@pytest.mark.parametrize("count", [0, 1, 20, 50])
+def test_tokens_are_in_host_memory_when_the_next_step_begins(monkeypatch, kv_heads, count):
+    """Few are stored by the last layer for all, many by each layer, on a stream of their own."""
     device = torch.get_default_device()
     monkeypatch.setattr(paged_store, "STORED_BYTES", 256)
     monkeypatch.setattr(host_writes, "PROGRAMS", 2)
     monkeypatch.setattr(host_writes, "FEWEST", 8)
-    k, v = torch.randn(2, 50, kv_heads, DIM)
-    places = torch.randperm(64)[:50]
-    places[::7] = -1
     writes = HostWrites(most_captured=20)
     assert writes.fewest == 21
-    shape = (3, 2, 16, 4, kv_heads, DIM)
-    for memory, (count, is_last) in zip(
-        host_zeros(shape, k.dtype, device), ((50, False), (20, False), (50, True))
-    ):
-        pages = Pages(memory[0], memory[1], places)
-        writes.store((k, v), places[:count], pages, is_last)
-        assert (writes.stream is not None) == (device.type == "cuda")
-        if is_last or count == 20:
-            wanted = torch.zeros(2, 64, kv_heads, DIM)
-            stored = places[:count] >= 0
-            wanted[:, places[:count][stored]] = torch.stack((k, v))[:, :count][:, stored]
-            assert memory.view(wanted.shape).equal(wanted)
+    new = torch.randn(3, 2, count, kv_heads, DIM)
+    slots, far_slots = torch.randperm(64)[:count], torch.randperm(60)[:count]
+    far_slots[3::7] = -1
+    # Of three layers keys and values, which alternate; pages of 4 tokens, in host memory of 5.
+    raw = torch.randn(3, 16, 4, kv_heads, 2, DIM)
+    far = host_zeros((3, 12, kv_heads, 5, 2, DIM), raw.dtype, device).transpose(2, 3)
+    wanted = torch.zeros(3, 60, kv_heads, 2, DIM)
+    stored = far_slots >= 0
+    wanted[:, far_slots[stored]] = new[:, :, stored].permute(0, 2, 3, 1, 4)
+    for number in range(3):
+        k, v = new[number]
+        raw[number].flatten(0, 1)[slots] = new[number].permute(1, 2, 0, 3)
+        pages = [Pages(x[number][..., 0, :], x[number][..., 1, :], slots) for x in (raw, far)]
+        with bounds_check.reaching(raw, far):
+            writes.store((k, v), (slots, far_slots), pages, is_last=number == 2)
+    slots.fill_(0)  # the next step writes its own
+    far_slots.fill_(0)
+    writes.wait()
+    assert far.flatten(1, 2).equal(wanted)  # nothing else is written
+    assert (writes.stream is not None) == (device.type == "cuda")
+    assert not writes.layers
 
 
 def dtypes_of(arguments):

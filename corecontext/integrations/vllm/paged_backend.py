@@ -123,6 +123,7 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
         table = vllm_config.compilation_config.static_forward_context
         for name in layer_names:
             check_group(kv_cache_spec, table[name].get_kv_cache_spec(vllm_config))
+        self.host_pages = getattr(table[layer_names[0]], "host_pages", None)
         # Only window pages hold first tokens, which the runner might not pass on.
         self.is_checked = not (
             isinstance(kv_cache_spec, WindowSpec) and kv_cache_spec.layout.sink_pages
@@ -162,6 +163,8 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     ) -> StepMetadata:
         """Return the description of a step; nothing is copied and nothing waits for the device."""
         common = common_attn_metadata
+        if self.host_pages is not None:
+            self.host_pages.writes.wait()
         if not self.is_checked:
             rows = (common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound)
             layout = self.kv_cache_spec.layout
@@ -426,7 +429,8 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
         if host is not None and not stores_far:
             # Beside the layer's products: attention has launches that wait for single programs.
             cache = self.caches.cores
-            cache.host_pages.writes.store((key, value), core_slots, host.pages, cache.is_last)
+            slots = (step.slots, core_slots)
+            cache.host_pages.writes.store(new[:2], slots, (raw, host.pages), cache.is_last)
 
     def _attend_raw(
         self,

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from corecontext.ops.spec import Spec
+from corecontext.ops.triton.paged.copy_tokens import copy_tokens
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.group_slots import FarPages
 from corecontext.ops.triton.paged.pages import Batch, IndexPages, Pages
@@ -36,5 +37,7 @@ def compile_for_any_prompt(
     pool_pages(q, (k, v, slots), none, (raw.table, cores.table), plan)
     pages, kept = far or FarPages(raw)
     if far is not None:
-        store_tokens(k, v, torch.full_like(slots, -1), pages)
+        nowhere = torch.full_like(slots, -1)
+        store_tokens(k, v, nowhere, pages)
+        copy_tokens([(raw, pages)], nowhere, nowhere)
     gather_chunk((k, v), Span.of(0, 1, spec), pages, cores, spec, kept)
