@@ -37,6 +37,7 @@ from corecontext.ops.triton.paged.attend_pages import (
 )
 from corecontext.ops.triton.paged.batch_parts import Kind, attend_parts, parts_of
 from corecontext.ops.triton.paged.chunk import attend_longest_chunk
+from corecontext.ops.triton.paged.copy_tokens import copy_tokens
 from corecontext.ops.triton.paged.first_prompt import compile_for_any_prompt
 from corecontext.ops.triton.paged.group_slots import FarPages, GroupSlots
 from corecontext.ops.triton.paged.pages import Batch, Pages
@@ -170,6 +171,7 @@ class Server(NamedTuple):
         stores_far = self.far is not None and max(counts) == 1
         if self.far is not None and not stores_far:
             store_tokens(k, v, slots, far)
+            copy_tokens([(raw, far)] * 2, slots, slots)
         plan = PoolPlan.of(raw, cores, self.spec, q.shape[1], self.index, self.far)
         pool_pages(q, (k, v, slots), batch, (raw.table, cores.table), plan, stores_far)
         if not self.config.fetch_groups:
