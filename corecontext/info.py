@@ -13,15 +13,12 @@ from rich.table import Table
 from corecontext.cache.host_memory import available_bytes
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes, ModelCost, attention_flops, empty_model, fetch_flops
-from corecontext.inference.limits import (
-    CACHE_SHARE,
-    HOST_SHARES,
-    NEAR_SHARE,
-    rounded_down,
-    rounded_up,
-)
+from corecontext.inference.limits import CACHE_SHARE, HOST_SHARES, rounded_down, rounded_up
+from corecontext.inference.policy import Load, settings_for
+from corecontext.inference.room import Needed, RowShape
 from corecontext.loading import check_architecture, load_config, one_line
 from corecontext.methods import PRESET, cca_config
+from corecontext.model_sizes import ModelSizes
 from corecontext.terminal import console
 from corecontext.visibility import group_size_for, num_sinks
 
@@ -121,9 +118,9 @@ class Room(NamedTuple):
         words = f"{share:.0%} of {whose} {_bytes(available)}"
         return cls(device, max(0, int(share * available)), words)
 
-    def share_of(self, taken: CacheBytes) -> float:
-        """Return the share that a cache takes of the memory that has less room for it."""
-        return max(taken.device / max(1, self.device), taken.host / max(1, self.host))
+    def fits(self, needed: Needed) -> bool:
+        """Whether a server without other requests has room."""
+        return needed.of_budget <= self.device
 
     @property
     def host_words(self) -> str:
@@ -133,43 +130,11 @@ class Room(NamedTuple):
         return f"room for {_bytes(self.host)} ({self.of_host})"
 
 
-class Needed(NamedTuple):
-    """Count the bytes of a request that a server holds until its prompt is read."""
-
-    row: CacheBytes
-    """Of its cache."""
-    reading: CacheBytes
-    """Of the caches into which the prompt is read."""
-
-    @classmethod
-    def of(cls, cost: ModelCost, config: CCAConfig, length: int, room: Room) -> Needed:
-        """Count those of a request of `length` tokens under settings, as
-        `serve.memory.CacheMemory.fits` does."""
-        row = mean_bytes(cost, _with_slots(config, length), length)
-        reading = row
-        if config.fetches_from_host:
-            near = mean_bytes(cost, config.replace(store="device", fetch_slots=None), length)
-            if near.device <= NEAR_SHARE * room.device:
-                reading = near
-        if config.keeps_raw_while_reading:
-            raw = mean_bytes(cost, FULL_ATTENTION, length)
-            reading = CacheBytes(reading.device + raw.device, reading.host)
-        return cls(row, reading)
-
-    @property
-    def device(self) -> int:
-        """All bytes on the device."""
-        return self.row.device + self.reading.device
-
-    @property
-    def host(self) -> int:
-        """All bytes in host memory."""
-        return self.row.host + self.reading.host
-
-    def fits(self, room: Room) -> bool:
-        """Whether a server without other requests has room. It divides one budget: a cache takes
-        the larger one of its shares of both memories."""
-        return sum(map(room.share_of, self)) <= 1
+def needed_for(cost: ModelCost, config: CCAConfig | None, length: int, room: Room) -> Needed:
+    """Count the bytes of a request of `length` tokens in a server; None is full attention."""
+    sizes = ModelSizes(cost.query_heads, cost.kv_heads, cost.head_dim, cost.num_layers)
+    shape = RowShape(sizes, cost.itemsize, room.device / max(1, room.host))
+    return shape.needed(config and _sized(config, length), rounded_up(length), room.device)
 
 
 def longest_fitting(
@@ -179,7 +144,7 @@ def longest_fitting(
     that a server gives to rows; ("", 0) if none fit."""
     while length > 1 and (length := rounded_down(length - 1)):
         for label, config in configs.items():
-            if Needed.of(cost, config, length, room).fits(room):
+            if room.fits(needed_for(cost, config, length, room)):
                 return label, length
     return "", 0
 
@@ -208,22 +173,19 @@ def preset_advice(
     configs = {preset: CCAConfig.preset(preset) for preset in OFFERED}
     if saved is not None:
         configs = {OWN: saved, **configs}
-    offered = {"full attention": FULL_ATTENTION, **configs}
+    offered = {"full attention": None, **configs}
     costs = {
-        label: mean_bytes(cost, _with_slots(config, length), length)
+        label: mean_bytes(cost, _sized(config or FULL_ATTENTION, length), length)
         for label, config in offered.items()
     }
     if room is None:
         fitting = "default" if saved is None else OWN
         table = _advice_table(costs, length)
         return Advice(_takes(fitting, costs, length, room), _run(name, fitting), table)
-    needed = {
-        label: Needed.of(cost, config, rounded_up(length), room)
-        for label, config in offered.items()
-    }
+    needed = {label: needed_for(cost, config, length, room) for label, config in offered.items()}
     table = _advice_table(costs, length, room, needed)
     for label in configs:
-        if needed[label].fits(room):
+        if room.fits(needed[label]):
             verdict = _takes(label, costs, length, room, needed[label])
             return Advice(verdict, _run(name, label), table)
     reason = _too_much(needed, [*configs], room)
@@ -265,8 +227,7 @@ def _takes(
 def _too_much(needed: Mapping[str, Needed], labels: Sequence[str], room: Room) -> str:
     """Say which memory a request has too little of under settings none of which fit: host memory
     under the first that would fit on the device, else the device under those that take least."""
-    on_device = room._replace(host=math.inf)
-    label = next((label for label in labels if needed[label].fits(on_device)), None)
+    label = next((label for label in labels if needed[label].device <= room.device), None)
     if label is not None:
         return (
             f"{_bytes(needed[label].host)} in host memory with {label} while a server reads them, "
@@ -316,7 +277,7 @@ def _advice_table(
         ratio = f"{full / device:.1f}x less" if device < full else "more" if device > full else ""
         cells = [label, _bytes(device), ratio, _bytes(host) if host else ""]
         if room is not None and needed is not None:
-            cells.append("yes" if needed[label].fits(room) else "no")
+            cells.append("yes" if room.fits(needed[label]) else "no")
         table.add_row(*cells)
     return table
 
@@ -361,13 +322,11 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     if config.fetches_from_host:
         table.add_column("in host\nmemory", justify="right", no_wrap=True)
     for length in lengths:
-        if config.num_groups:  # g follows from the length
-            fractions = {group_size_for(length, config.window_size, config.num_groups): 1.0}
+        sized = _sized(config, length)
         full = _costs(cost, length, FULL_ATTENTION)
         compact = [0.0, 0.0, 0.0, 0.0]  # the mean of `_costs` over KV heads
-        for g, fraction in fractions.items():
-            sized = _with_slots(config, length).replace(group_size=g, num_groups=None)
-            costs = _costs(cost, length, sized)
+        for g, fraction in _fractions(cost, sized).items():
+            costs = _costs(cost, length, sized.replace(group_size=g))
             compact = [total + fraction * value for total, value in zip(compact, costs)]
         *compared, host = compact
         cells = []
@@ -379,9 +338,11 @@ def info_table(cost: ModelCost, config: CCAConfig, lengths: Sequence[int], kind:
     return table
 
 
-def _with_slots(config: CCAConfig, length: int) -> CCAConfig:
-    """Return the settings with the slots of a GPU, whatever this machine has."""
-    return config.replace(fetch_slots=config.slots_for(length, on_gpu=True))
+def _sized(config: CCAConfig, length: int) -> CCAConfig:
+    """Return the settings of a prompt of `length` tokens: g in place of `num_groups`, and the slots
+    of a GPU, whatever this machine has."""
+    sized = settings_for(config, None, None, length, None, Load())
+    return sized.replace(fetch_slots=config.slots_for(length, on_gpu=True))
 
 
 def _fractions(cost: ModelCost, config: CCAConfig) -> dict[int, float]:

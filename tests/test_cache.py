@@ -13,8 +13,9 @@ import corecontext
 from corecontext import CCAConfig, CompactKVCache, Rotary, cca_attention, cost
 from corecontext.cache import UNDO_LIMIT, CompactLayer, FullLayer
 from corecontext.cache import layer as layer_module
+from corecontext.inference.room import RowShape
 from corecontext.model_sizes import ModelSizes
-from corecontext.serve.rows import RowPool, RowShape
+from corecontext.serve.rows import RowPool
 
 pytestmark = pytest.mark.usefixtures("default_device")
 D = 16

@@ -17,8 +17,9 @@ from corecontext.cache import CompactLayer, host_memory, host_store
 from corecontext.cache.host_slots import FREE
 from corecontext.cache.raw_store import Newest
 from corecontext.cost import ModelCost, fetch_flops, store_bytes
+from corecontext.inference.room import RowShape
 from corecontext.model_sizes import ModelSizes
-from corecontext.serve.rows import RowPool, RowShape
+from corecontext.serve.rows import RowPool
 from corecontext.visibility import num_visible_cores
 
 aten = torch.ops.aten

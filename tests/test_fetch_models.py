@@ -10,8 +10,9 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.cache.raw_store import num_bytes
 from corecontext.cli import main
-from corecontext.inference import Engine
+from corecontext.inference import Engine, room
 from corecontext.inference.limits import host_bytes_of
+from corecontext.inference.room import RowShape
 from corecontext.inference.session import configured
 from corecontext.integrations.hf.cache_layers import cache_bytes
 from corecontext.integrations.hf.cache_name import returned_cache
@@ -19,10 +20,8 @@ from corecontext.loading import load
 from corecontext.ops.fetch import prompt_rule
 from corecontext.perplexity import document_nll
 from corecontext.record import read_records
-from corecontext.serve import memory
 from corecontext.serve.errors import InvalidRequest
 from corecontext.serve.request import Request
-from corecontext.serve.rows import RowShape
 from corecontext.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("default_device")
@@ -143,7 +142,7 @@ def test_a_cache_counts_its_raw_tokens():
 def test_a_server_equals_recomputing(monkeypatch, store, num_slots, near_share):
     """Rows that come and go, of prompts that begin alike and are read from the device or from host
     memory."""
-    monkeypatch.setattr(memory, "NEAR_SHARE", near_share)
+    monkeypatch.setattr(room, "NEAR_SHARE", near_share)
     model = tiny_model()
     config = CONFIG.replace(store=store, fetch_index="pairs:2", fetch_slots=num_slots)
     first = tokens(1, 70)[0].tolist()

@@ -15,10 +15,10 @@ from corecontext import CCAConfig, info
 from corecontext.cli import main
 from corecontext.cost import ModelCost, attention_flops, fetch_flops, operator_flops
 from corecontext.inference import limits
+from corecontext.inference.room import RowShape
 from corecontext.integrations.vllm import capacity
 from corecontext.model_sizes import ModelSizes
 from corecontext.serve.memory import CacheMemory
-from corecontext.serve.rows import RowShape
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_limit_has_the_scaling_of_the_rotation_and_dynamic_scaling_is_said(t
 
 def room_for(config: CCAConfig, length: int, less: int = 0) -> info.Room:
     """Return just the room on the device in which a server holds a request, less some bytes."""
-    needed = info.Needed.of(COST, config, limits.rounded_up(length), info.Room(0))
+    needed = info.needed_for(COST, config, length, info.Room(0))
     return info.Room(needed.device - less)
 
 
@@ -244,6 +244,7 @@ def test_what_fits_is_what_an_empty_server_takes(length):
     """By the server's own rule: for presets and others, and room for just less, and more."""
     configs = [CCAConfig.preset(name) for name in info.OFFERED]
     configs += [CCAConfig.pooling(8, 64, prefill="full"), configs[1].replace(cache_dtype="int8")]
+    configs += [CCAConfig(head_group_sizes=(1, 8))]
     sizes = ModelSizes(COST.query_heads, COST.kv_heads, COST.head_dim, COST.num_layers)
     seen = set()
     for config in configs:
@@ -252,7 +253,7 @@ def test_what_fits_is_what_an_empty_server_takes(length):
             room = info.Room(device * length * 300, int(host * length * RAW))
             shape = RowShape(sizes, COST.itemsize, room.device / room.host)
             memory = CacheMemory(shape, room.device, 1, None, None)
-            fits = info.Needed.of(COST, config, length, room).fits(room)
+            fits = room.fits(info.needed_for(COST, config, length, room))
             assert fits is memory.fits(slots, length), (config, room)
             seen.add(fits)
     assert length == 64 or seen == {False, True}

@@ -21,12 +21,13 @@ import corecontext
 from corecontext import CCAConfig
 from corecontext.inference import Engine, Sampling
 from corecontext.inference.policy import TablePolicy
+from corecontext.inference.room import RowShape
 from corecontext.inference.sampling import InvalidLogits
 from corecontext.serve import request as request_module
 from corecontext.serve.errors import Code, RequestError
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.request import Request
-from corecontext.serve.rows import RowPool, RowShape
+from corecontext.serve.rows import RowPool
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.step import _graph_memory
 from corecontext.serve.warm_up import warm_up

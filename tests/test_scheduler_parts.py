@@ -20,6 +20,7 @@ from corecontext.cache.full import FullLayer
 from corecontext.cost import CacheBytes, entry_bytes
 from corecontext.files import UserError
 from corecontext.inference import Load, TablePolicy, fuse
+from corecontext.inference.room import RowShape
 from corecontext.inference.sampling import INVALID, InvalidLogits
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.fetch import prompt_rule
@@ -31,7 +32,7 @@ from corecontext.serve.logprobs import add_logprobs, add_prompt_logprobs, logpro
 from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.request import Request, Slot, TokenLogprobs
-from corecontext.serve.rows import IDLE, PooledLayer, RowPool, RowShape
+from corecontext.serve.rows import IDLE, PooledLayer, RowPool
 from corecontext.serve.scheduler import Scheduler
 from corecontext.serve.settings import Serving
 from corecontext.serve.step import DecodeBatch
@@ -64,13 +65,14 @@ def finish(scheduler):
 # Memory
 
 
-class Bytes:
+class Bytes(RowShape):
     """A shape whose rows take a byte for each token."""
 
-    def row_bytes(self, config, max_length, before=0):
-        return max_length - before
+    def __init__(self):
+        super().__init__(sizes=None, itemsize=1)
 
-    reading_bytes = row_bytes
+    def bytes_of(self, config, max_length, before=0):
+        return CacheBytes(max_length - before, 0)
 
 
 def make_memory(budget, rows_per_pool=2, share=0, fixed=False):
@@ -112,15 +114,15 @@ def test_bytes_are_counted_by_rows_prompts_and_beginnings():
     assert make_memory(256).fits(A, 65) and not make_memory(255).fits(A, 65)
 
 
-def test_bytes_of_raw_tokens_count_where_they_are():
+def test_bytes_of_raw_tokens_count_where_they_are(monkeypatch):
     """Those by which full attention reads a prompt are on the device."""
+    monkeypatch.setattr(Bytes, "bytes_of", lambda self, config, n, before=0: CacheBytes(n, 3 * n))
     memory = make_memory(10_000)
-    memory.shape.bytes_of = lambda config, length: CacheBytes(length, 3 * length)
-    memory.shape.reading_bytes = lambda config, length: length + 7
-    make_pool(memory, 100, rows=3, used=1, promised=2)
+    config = A.replace(prefill="full")
+    make_pool(memory, 100, rows=3, config=config, used=1, promised=2)
     used, allocated = memory.counted()
-    assert used == ((1 + 2 * 2) * 100 + 2 * 7, 5 * 300)
-    assert allocated == ((3 + 2) * 100 + 2 * 7, 5 * 300)
+    assert used == ((1 + 2 * 2) * 100 + 2 * 100, 5 * 300)
+    assert allocated == ((3 + 2) * 100 + 2 * 100, 5 * 300)
 
 
 def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch):

@@ -1,5 +1,5 @@
 """Engine: prompts in chunks (prefill.py, chunk_size.py), captured steps (session.py), sampling,
-limits, settings by load (policy.py)."""
+limits, bytes of a server's rows (room.py), settings by load (policy.py)."""
 
 from corecontext.inference.engine import Engine
 from corecontext.inference.policy import Load, Policy, TablePolicy

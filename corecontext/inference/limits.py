@@ -15,9 +15,6 @@ CACHE_SHARE = 0.8
 HOST_SHARES = {"cuda": 0.75, "cpu": 0.5}
 """Share of the available host memory for raw tokens of fetch in a server, by device. Beside a GPU
 all other caches are on it."""
-NEAR_SHARE = 0.125
-"""Most of a server's budget that the cache takes into which a prompt is read with its raw tokens on
-the device, where its row has them in host memory."""
 
 
 def position_limit(config: Any) -> int | None:

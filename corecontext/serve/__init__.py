@@ -1,2 +1,2 @@
-"""OpenAI-compatible server: scheduler.py, rows of cache and their bytes (rows.py, memory.py),
+"""OpenAI-compatible server: scheduler.py, rows of cache within a budget (rows.py, memory.py),
 shared beginnings (prefix.py), HTTP, metrics."""

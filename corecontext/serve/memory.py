@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes
-from corecontext.inference.limits import NEAR_SHARE, rounded_up
+from corecontext.inference.limits import rounded_up
+from corecontext.inference.room import RowShape
 from corecontext.ops.fetch.prompt_rule import most_whole
 from corecontext.serve.prefix import PrefixStore
-from corecontext.serve.rows import RowPool, RowShape
+from corecontext.serve.rows import RowPool
 from corecontext.serve.step import DecodeBatch
 
 WHOLE_SHARE = 0.5
@@ -55,10 +56,8 @@ class CacheMemory:
             row = self.shape.bytes_of(pool.config, pool.max_length)
             # A prompt that is read has a promised row, and a cache of its own to be read into.
             used_rows = len(pool.slots) + pool.promised
-            reading = self.shape.bytes_of(pool.reading, pool.max_length)
-            # Where full attention reads a prompt, its raw tokens are on the device, too.
-            raw_bytes = pool.reading_bytes - self.shape.row_bytes(pool.reading, pool.max_length)
-            reading_device = pool.promised * (reading.device + raw_bytes)
+            reading = self.shape.reading_of(pool.reading, pool.max_length)
+            reading_device = pool.promised * reading.device
             reading_host = pool.promised * reading.host
             used_device += used_rows * row.device + reading_device
             used_host += used_rows * row.host + reading_host
@@ -98,18 +97,7 @@ class CacheMemory:
 
     def _needed(self, config: CCAConfig | None, room: int) -> int:
         """Return the bytes of a row and of the cache into which its prompt is read."""
-        reading = self.shape.reading_bytes(self._read_as(config, room), room)
-        # mutant serve: memory forgets the prompts that are read
-        return self.shape.row_bytes(config, room) + reading
-
-    def _read_as(self, config: CCAConfig | None, room: int) -> CCAConfig | None:
-        """Return the settings by which a prompt is read: with the raw tokens on the device, where
-        they take little of the budget. Each chunk reads those of all chunks before."""
-        if config is None or not config.fetches_from_host:
-            return config
-        near = config.replace(store="device", fetch_slots=None)
-        small = self.shape.row_bytes(near, room) <= NEAR_SHARE * self.budget
-        return near if small else config
+        return self.shape.needed(config, room, self.budget).of_budget
 
     def place(
         self, config: CCAConfig | None, length: int, may_be_whole: bool = True
@@ -172,7 +160,7 @@ class CacheMemory:
     def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
         """Add a pool of as many rows as leave room to read a prompt and for the prefixes' share."""
         row = self.shape.row_bytes(config, room)
-        read_as = self._read_as(config, room)
+        read_as = self.shape.read_as(config, room, self.budget)
         reading = self.shape.reading_bytes(read_as, room)
         spare = self.unallocated - reading - self._prefix_share_left
         if config is None and self.runs_short_whole:

@@ -23,8 +23,9 @@ from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
 from corecontext.cache.host_memory import copies_in_host_memory
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes
+from corecontext.inference.room import RowShape
 from corecontext.integrations.hf.cache_layers import CCALayer
-from corecontext.serve.rows import RowShape, with_store_of
+from corecontext.serve.rows import with_store_of
 
 EARLY_CHUNKS = 4
 """Chunks of a prompt before larger ones may follow: where most prompts that begin alike part."""

@@ -13,11 +13,11 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from corecontext.inference.policy import SIZE_NAMES
+from corecontext.inference.room import RowShape
 from corecontext.serve.errors import RequestError, internal_error
 from corecontext.serve.logprobs_writer import LogprobsWriter
 from corecontext.serve.metrics import sizes_of
 from corecontext.serve.request import Slot
-from corecontext.serve.rows import RowShape
 from corecontext.serve.worker import Answer
 
 log = logging.getLogger("corecontext.serve")

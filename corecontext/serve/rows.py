@@ -8,8 +8,6 @@ position right: -600 for a prompt of 700 tokens that joins after 100 steps.
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
@@ -21,92 +19,13 @@ from corecontext.cache import CompactLayer, FullLayer, HeadsLayer, parts_of
 from corecontext.cache.raw_store import RawStore
 from corecontext.cache.stores import new_store
 from corecontext.config import CCAConfig
-from corecontext.cost import CacheBytes, entry_bytes, store_bytes
-from corecontext.model_sizes import ModelSizes
-from corecontext.visibility import num_complete_groups, num_sinks, window_capacity
+from corecontext.inference.room import RowShape
 
 IDLE = 2**30
 """Padding of a row without a request: its position stays negative, so a kernel stores nothing."""
 
 Layer = CompactLayer | HeadsLayer | FullLayer
 """A layer's cache; a `HeadsLayer` has a `CompactLayer` for the KV heads of each g."""
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """Sizes of a model's cache, by which bytes of rows are counted."""
-
-    sizes: ModelSizes
-    """Layers, heads and head size."""
-    itemsize: int
-    """Bytes of a number in the cache before it is rounded."""
-    host_rate: float = 0.0
-    """Bytes of the budget that a byte in host memory takes: the budget over that of host memory.
-    So what fits the budget fits both."""
-
-    @classmethod
-    def of(cls, config: Any, dtype: torch.dtype, host_rate: float = 0.0) -> RowShape:
-        """Read the sizes off a Hugging Face config."""
-        return cls(ModelSizes.of(config), dtype.itemsize, host_rate)
-
-    def row_bytes(self, config: CCAConfig | None, max_length: int, before: int = 0) -> int:
-        """Return the bytes of the budget that a row of `max_length` tokens takes over all layers.
-
-        Args:
-            config: CCA's settings; None is full attention.
-            before: First tokens whose core tokens, and raw tokens with fetch or under full
-                attention, are held elsewhere.
-        """
-        device, host = self.bytes_of(config, max_length, before)
-        # mutant serve: raw tokens in host memory are not counted
-        return max(device, math.ceil(host * self.host_rate))
-
-    def reading_bytes(self, config: CCAConfig | None, max_length: int) -> int:
-        """Return the bytes of the cache into which a row's prompt is read: as many as a row's, and
-        those of all raw tokens if full attention reads it."""
-        size = self.row_bytes(config, max_length)
-        # mutant prefill: memory forgets the raw tokens of prompts
-        if config is not None and config.keeps_raw_while_reading:
-            size += self.row_bytes(None, max_length)
-        return size
-
-    def bytes_of(self, config: CCAConfig | None, max_length: int, before: int = 0) -> CacheBytes:
-        """Return the bytes of a row on the device and in host memory; arguments as of
-        `row_bytes`."""
-        dim = self.sizes.head_dim
-        if config is None:
-            heads = self.sizes.layers * self.sizes.kv_heads
-            return CacheBytes(heads * (max_length - before) * 2 * dim * self.itemsize, 0)
-        device = host = 0
-        layers = Counter(config.of_layer(index) for index in range(self.sizes.layers))
-        for layer, count in layers.items():
-            group_sizes = layer.head_group_sizes or (layer.group_size,) * self.sizes.kv_heads
-            for g, heads_of_layer in Counter(group_sizes).items():
-                heads = count * heads_of_layer
-                # Bytes of one KV head with this g, of which these layers have `heads`.
-                head = layer.replace(head_group_sizes=None, group_size=g)
-                entries = self.entries(head, max_length)
-                store = store_bytes(head, max_length, dim, self.itemsize)
-                if before:
-                    entries -= num_complete_groups(before - num_sinks(head.sink_size, g), g)
-                    earlier = store_bytes(head, before, dim, self.itemsize)
-                    store = CacheBytes(*(x - y for x, y in zip(store, earlier)))
-                compact = entries * entry_bytes(head, dim, self.itemsize)
-                # mutant serve: raw tokens on the device are not counted
-                device += heads * (compact + store.device)
-                host += heads * store.host
-        return CacheBytes(device, host)
-
-    def entries(self, config: CCAConfig | None, max_length: int) -> int:
-        """Count the entries of a row in one layer, whose settings these are: the ring, the sinks,
-        and a core token for each group after them."""
-        if config is None:
-            return max_length
-        g = config.group_size
-        n = num_sinks(config.sink_size, g)
-        ring = window_capacity(g, config.window_size)
-        # mutant sinks: forgotten by a server's rows
-        return ring + min(n, max_length) + num_complete_groups(max_length - n, g)
 
 
 def with_store_of(config: CCAConfig, like: CCAConfig | None) -> CCAConfig:

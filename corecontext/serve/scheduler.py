@@ -21,6 +21,7 @@ from corecontext.inference.chunk_size import SERVED_CHUNK
 from corecontext.inference.fuse import Fused
 from corecontext.inference.limits import position_limit
 from corecontext.inference.policy import Load, Policy
+from corecontext.inference.room import RowShape
 from corecontext.inference.sampling import choose_rows
 from corecontext.inference.session import may_run_full_attention
 from corecontext.integrations.hf.rotation import fix_rotation
@@ -31,7 +32,7 @@ from corecontext.serve.memory import CacheMemory
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.reading import read_next_chunk
 from corecontext.serve.request import Request, Slot, TokenLogprobs
-from corecontext.serve.rows import RowPool, RowShape
+from corecontext.serve.rows import RowPool
 from corecontext.serve.step import DecodeBatch
 
 READING_AT_ONCE = 4
