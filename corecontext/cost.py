@@ -251,7 +251,7 @@ class ModelCost:
         """Count bytes cached after seq_len tokens, sliding-window layers included."""
         entries = cache_entries(seq_len, group_size, window_size, sinks)
         compact = cache_bytes(entries, self.num_layers, self.kv_heads, self.head_dim, self.itemsize)
-        return compact + self._sliding_bytes(seq_len)
+        return compact + self.sliding_bytes(seq_len)
 
     def config_bytes(self, config: CCAConfig, seq_len: int) -> CacheBytes:
         """Count bytes cached after seq_len tokens under CCA's settings of one g, on the device and
@@ -262,10 +262,10 @@ class ModelCost:
         compact *= entry_bytes(config, self.head_dim, self.itemsize)
         store = store_bytes(config, seq_len, self.head_dim, self.itemsize)
         heads = self.num_layers * self.kv_heads
-        device = heads * (compact + store.device) + self._sliding_bytes(seq_len)
+        device = heads * (compact + store.device) + self.sliding_bytes(seq_len)
         return CacheBytes(device, heads * store.host)
 
-    def _sliding_bytes(self, seq_len: int) -> int:
+    def sliding_bytes(self, seq_len: int) -> int:
         """Count bytes cached by sliding-window layers."""
         entries = sum(min(seq_len, window) for window in self.windows)
         return cache_bytes(entries, 1, self.kv_heads, self.head_dim, self.itemsize)

@@ -80,7 +80,8 @@ def print_info(
         if gpu_gib is not None:
             weights = cost.itemsize * sum(weight.numel() for weight in model.parameters())
             room = Room.of(gpu_gib, weights, host_gib)
-        advice = preset_advice(name, cost, saved, max(lengths), room)
+        options = f"--model {name}{' --untested' if untested else ''}"
+        advice = preset_advice(options, cost, saved, max(lengths), room)
         print(advice.verdict, advice.way, sep="\n")
         console().print(advice.table)
     console().print(*tables)
@@ -119,7 +120,7 @@ class Room(NamedTuple):
         return cls(device, max(0, int(share * available)), words)
 
     def fits(self, needed: Needed) -> bool:
-        """Whether a server without other requests has room."""
+        """Whether there is room without other requests."""
         return needed.of_budget <= self.device
 
     @property
@@ -131,10 +132,17 @@ class Room(NamedTuple):
 
 
 def needed_for(cost: ModelCost, config: CCAConfig | None, length: int, room: Room) -> Needed:
-    """Count the bytes of a request of `length` tokens in a server; None is full attention."""
+    """Count the bytes of a request of `length` tokens, under full attention where `config` is None:
+    in a server, or of a model with sliding-window layers, which none takes, in `generate`, whose
+    one cache is that into which the prompt is read."""
     sizes = ModelSizes(cost.query_heads, cost.kv_heads, cost.head_dim, cost.num_layers)
     shape = RowShape(sizes, cost.itemsize, room.device / max(1, room.host))
-    return shape.needed(config and _sized(config, length), rounded_up(length), room.device)
+    config = config and _sized(config, length)
+    if not cost.windows:
+        return shape.needed(config, rounded_up(length), room.device)
+    device, host = shape.reading_of(config, length)
+    cache = CacheBytes(device + cost.sliding_bytes(length), host)
+    return Needed(CacheBytes(0, 0), cache, shape.budget_bytes(cache))
 
 
 def longest_fitting(
@@ -160,12 +168,13 @@ class Advice(NamedTuple):
 
 
 def preset_advice(
-    name: str, cost: ModelCost, saved: CCAConfig | None, length: int, room: Room | None
+    options: str, cost: ModelCost, saved: CCAConfig | None, length: int, room: Room | None
 ) -> Advice:
-    """Choose the first settings under which a server holds a request of `length` tokens, or those
-    that hold the most tokens of it.
+    """Choose the first settings under which a server, or `generate` where none takes the model,
+    holds a request of `length` tokens, or those that hold the most tokens of it.
 
     Args:
+        options: Of commands, by which they load the model.
         saved: The checkpoint's settings, tried before the presets; None if it has none.
         room: Bytes for caches. None if unknown: then the checkpoint's settings are taken, or the
             preset `default`.
@@ -181,18 +190,18 @@ def preset_advice(
     if room is None:
         fitting = "default" if saved is None else OWN
         table = _advice_table(costs, length)
-        return Advice(_takes(fitting, costs, length, room), _run(name, fitting), table)
+        return Advice(_takes(fitting, costs, length, room), _run(options, cost, fitting), table)
     needed = {label: needed_for(cost, config, length, room) for label, config in offered.items()}
     table = _advice_table(costs, length, room, needed)
     for label in configs:
         if room.fits(needed[label]):
             verdict = _takes(label, costs, length, room, needed[label])
-            return Advice(verdict, _run(name, label), table)
+            return Advice(verdict, _run(options, cost, label), table)
     reason = _too_much(needed, [*configs], room)
     label, longest = longest_fitting(cost, configs, length, room)
     if label:
         verdict = f"{label} fits {longest} tokens, not {length}: those take {reason}"
-        return Advice(verdict + _pointer(label), _run(name, label, longest), table)
+        return Advice(verdict + _pointer(label), _run(options, cost, label, longest), table)
     return Advice(
         f"nothing fits: {length} tokens take {reason}",
         "take a smaller --length, a larger GPU, more host memory, or weights of fewer bits",
@@ -218,8 +227,8 @@ def _takes(
     if host:
         verdict += f", and {_bytes(host)} in host memory"
     if host and room is not None and needed is not None:
-        if needed.reading.host:
-            verdict += f", {_bytes(needed.host)} while a server reads them"
+        if needed.row.host and needed.reading.host:
+            verdict += f", {_bytes(needed.host)} while they are read"
         verdict += f", with {room.host_words}"
     return verdict + _pointer(label)
 
@@ -230,12 +239,12 @@ def _too_much(needed: Mapping[str, Needed], labels: Sequence[str], room: Room) -
     label = next((label for label in labels if needed[label].device <= room.device), None)
     if label is not None:
         return (
-            f"{_bytes(needed[label].host)} in host memory with {label} while a server reads them, "
+            f"{_bytes(needed[label].host)} in host memory with {label} while they are read, "
             f"with {room.host_words}"
         )
     label = min(labels, key=lambda label: needed[label].device)
     return (
-        f"{_bytes(needed[label].device)} on the device with {label} while a server reads them, "
+        f"{_bytes(needed[label].device)} on the device with {label} while they are read, "
         f"with room for {_bytes(room.device)}"
     )
 
@@ -246,11 +255,14 @@ def _pointer(label: str) -> str:
     return "" if label == OWN else "; quality and time, as measured: docs/choose.md"
 
 
-def _run(name: str, label: str, max_length: int | None = None) -> str:
-    """Return the line with the command that serves a model under settings."""
-    option = "" if label == OWN else f" --preset {label}"
+def _run(options: str, cost: ModelCost, label: str, max_length: int | None = None) -> str:
+    """Return the line with the command that takes a model under settings."""
+    if label != OWN:
+        options += f" --preset {label}"
+    if cost.windows:
+        return f"run: corecontext generate {options} --prompt-file FILE"
     limit = "" if max_length is None else f" --max-length {max_length}"
-    return f"run: corecontext serve --model {name}{option}{limit}"
+    return f"run: corecontext serve {options}{limit}"
 
 
 def _advice_table(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import tiny_model
 from tiny_model import save_tiny_model
 from transformers import AutoConfig
 
@@ -16,8 +17,11 @@ from corecontext.cli import main
 from corecontext.cost import ModelCost, attention_flops, fetch_flops, operator_flops
 from corecontext.inference import limits
 from corecontext.inference.room import RowShape
+from corecontext.integrations.hf import attention_interface
 from corecontext.integrations.vllm import capacity
 from corecontext.model_sizes import ModelSizes
+from corecontext.serve import build
+from corecontext.serve.build import make_scheduler
 from corecontext.serve.memory import CacheMemory
 
 
@@ -165,7 +169,7 @@ def test_the_first_settings_that_fit_are_advised():
     for name, config in configs.items():
         slots = config.slots_for(length, on_gpu=True)  # those of a GPU
         device, host = COST.config_bytes(config.replace(fetch_slots=slots), length)
-        advice = info.preset_advice("m", COST, None, length, rooms[name])
+        advice = info.preset_advice("--model m", COST, None, length, rooms[name])
         assert advice.verdict.startswith(f"{name} fits: 100000 tokens take {info._bytes(device)} ")
         assert advice.verdict.endswith("; quality and time, as measured: docs/choose.md")
         assert advice.way == f"run: corecontext serve --model m --preset {name}"
@@ -176,22 +180,38 @@ def test_the_first_settings_that_fit_are_advised():
         fits = [*advice.table.columns[-1].cells]
         assert fits.count("yes") == [*configs][::-1].index(name) + 1 + (name == "device")
     too_small = room_for(configs["small"], length, less=1)
-    shorter = info.preset_advice("m", COST, None, length, too_small)
+    shorter = info.preset_advice("--model m", COST, None, length, too_small)
     assert shorter.verdict.startswith("small fits 98304 tokens, not 100000: those take ")
     room = info._bytes(too_small.device)
-    reason = f" on the device with small while a server reads them, with room for {room}"
+    reason = f" on the device with small while they are read, with room for {room}"
     assert reason in shorter.verdict
     assert shorter.way == "run: corecontext serve --model m --preset small --max-length 98304"
-    ours = info.preset_advice("m", COST, own, length, too_small)
+    ours = info.preset_advice("--model m", COST, own, length, too_small)
     assert ours.verdict.startswith("the checkpoint's own fits: ")
     assert "docs/" not in ours.verdict
     assert ours.way == "run: corecontext serve --model m"
-    nothing = info.preset_advice("m", COST, None, length, info.Room(0))
+    nothing = info.preset_advice("--model m", COST, None, length, info.Room(0))
     assert nothing.verdict.startswith("nothing fits: 100000 tokens take ")
     assert nothing.way.startswith("take a smaller --length")
-    unknown = info.preset_advice("m", COST, None, length, None)
+    unknown = info.preset_advice("--model m", COST, None, length, None)
     assert unknown.verdict.startswith("default: 100000 tokens take ")
     assert len(unknown.table.columns) == 4
+
+
+@pytest.mark.parametrize("prefill", ["auto", "full"])
+def test_a_model_with_sliding_windows_needs_one_cache(prefill):
+    """No server takes it; `generate` reads the prompt into the cache of the answer."""
+    length = 1000
+    own = CCAConfig.pooling(8, 64, prefill=prefill)
+    cost = replace(COST, windows=(512,))
+    taken = cost.config_bytes(own, length).device + (prefill == "full") * length * RAW
+    for less, words in ((0, "fits: 1000 "), (1, "fits 960 ")):
+        advice = info.preset_advice("--model m", cost, own, length, info.Room(taken - less))
+        assert advice.verdict.startswith(f"the checkpoint's own {words}tokens")
+        assert advice.way == "run: corecontext generate --model m --prompt-file FILE"
+    host = CCAConfig.preset("default", fetch_slots=0)
+    needed = info.needed_for(cost, host, length, info.Room(2**30, 2**30))
+    assert (needed.device, needed.host) == cost.config_bytes(host, length)
 
 
 RAW = 2 * 2 * 2 * 16 * 4
@@ -205,16 +225,16 @@ def test_host_memory_is_weighed_too(dtype, share):
     own = CCAConfig.preset("default", cache_dtype=dtype)
     room = room_for(own, length)._replace(of_host="75% of the given 1 GiB")
     raw = int(length * RAW * share)
-    enough = info.preset_advice("m", COST, own, length, room._replace(host=2 * raw))
+    enough = info.preset_advice("--model m", COST, own, length, room._replace(host=2 * raw))
     assert enough.verdict.startswith("the checkpoint's own fits: 65536 tokens take ")
     assert enough.verdict.endswith(
-        f", and {info._bytes(raw)} in host memory, {info._bytes(2 * raw)} while a server reads "
-        f"them, with room for {info._bytes(2 * raw)} (75% of the given 1 GiB)"
+        f", and {info._bytes(raw)} in host memory, {info._bytes(2 * raw)} while they are "
+        f"read, with room for {info._bytes(2 * raw)} (75% of the given 1 GiB)"
     )
-    little = info.preset_advice("m", COST, own, length, room._replace(host=raw))
+    little = info.preset_advice("--model m", COST, own, length, room._replace(host=raw))
     assert little.verdict == (
         f"the checkpoint's own fits 32768 tokens, not 65536: those take {info._bytes(2 * raw)} in "
-        "host memory with the checkpoint's own while a server reads them, with room for "
+        "host memory with the checkpoint's own while they are read, with room for "
         f"{info._bytes(raw)} (75% of the given 1 GiB)"
     )
     assert little.way == "run: corecontext serve --model m --max-length 32768"
@@ -224,11 +244,11 @@ def test_host_memory_is_weighed_too(dtype, share):
 def test_without_host_memory_all_is_kept_on_the_device():
     none = {"host": 0, "of_host": "75% of the given 0 B"}
     room = room_for(CCAConfig.preset("device"), 65536)._replace(**none)
-    whole = info.preset_advice("m", COST, None, 65536, room)
+    whole = info.preset_advice("--model m", COST, None, 65536, room)
     assert whole.verdict.startswith("device fits: ")
     assert "in host memory" not in whole.verdict
     room = room_for(CCAConfig.preset("small"), 65536)._replace(**none)
-    part = info.preset_advice("m", COST, None, 65536, room)
+    part = info.preset_advice("--model m", COST, None, 65536, room)
     held = int(
         part.way.removeprefix("run: corecontext serve --model m --preset device --max-length")
     )
@@ -298,6 +318,36 @@ def test_the_command_advises_unless_settings_are_given(tmp_path, capfd, monkeypa
     assert ", with unknown room, which --host-memory states; " in capfd.readouterr().out
     assert main([*line, "--preset", "small"]) == 0
     assert "corecontext serve" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [None, CCAConfig.pooling(4, 16)])
+@pytest.mark.parametrize("options", [[], ["--untested"]])
+@pytest.mark.parametrize(
+    "family, command", [("llama", "serve"), ("qwen2-hybrid", "generate"), ("gemma3", "generate")]
+)
+def test_the_printed_command_takes_the_model(
+    family, command, options, settings, tmp_path, capfd, monkeypatch
+):
+    """With enough memory and with little: a server starts, or a text is generated."""
+    model = save_tiny_model(tmp_path / "model")
+    changed = tiny_model(family, vocab_size=256, max_position_embeddings=8192)
+    changed.config.cca = settings and settings.to_dict()
+    changed.save_pretrained(model)
+    if options:
+        monkeypatch.setattr(attention_interface, "TESTED", ())
+    text = tmp_path / "text"
+    text.write_text("to be continued " * 4)
+    served = []
+    monkeypatch.setattr(build, "run", lambda serving: served.append(make_scheduler(serving)))
+    for gib, fits in (("1", " fits: "), ("7e-4", " fits ")):
+        assert main(["info", "--model", model, *options, "--gpu-memory", gib]) == 0
+        verdict, way, *_ = capfd.readouterr().out.splitlines()
+        assert fits in verdict
+        words = way.removeprefix("run: corecontext ").replace("FILE", str(text)).split()
+        assert words[0] == command
+        assert main([*words, *(["--max-new-tokens", "2"] if command == "generate" else [])]) == 0
+        capfd.readouterr()
+    assert len(served) == 2 * (command == "serve")
 
 
 def test_tokens_in_the_cache_of_vllm(tmp_path, capfd):
