@@ -73,9 +73,9 @@ def served(bench: ServeBench, variant: str) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            # Such as of steps that run uncaptured, whose times say little.
             for line in dict.fromkeys(log.read_text(errors="replace").splitlines()):
-                if "Warning: " in line:
+                # Such as of steps that run uncaptured, whose times say little.
+                if "Warning: " in line or '"level": "error"' in line:
                     print(f"{variant}: {line}", file=sys.stderr)
 
 
@@ -218,7 +218,10 @@ class _Trial:
         title = f"{self.variant}, {text}, {len(due)} requests"
         with progress(title, max(1, len(due))) as advance:
             requests = _replay(self.bench, self.url, due, first_number, lambda seen: advance(1))
-            return asyncio.run(requests)
+            seen = asyncio.run(requests)
+        for error, count in Counter(each.error for each in seen if each.error).items():
+            print(f"{self.variant}: {count} requests failed: {error}", file=sys.stderr)
+        return seen
 
     def _summary(
         self, arrived: Sequence[Seen], ended: Sequence[Seen], seconds: float, **more: Any

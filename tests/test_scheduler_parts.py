@@ -126,7 +126,7 @@ def test_bytes_of_raw_tokens_count_where_they_are(monkeypatch):
 
 
 def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch):
-    """Half of the budget, and no beginning makes room; where the settings ask for nothing else."""
+    """It leaves the share of beginnings; where the settings ask for nothing else."""
     monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 128)
     config = CCAConfig(4, 10, fetch_groups=3, store="device")
     memory = make_memory(1200, share=300, fixed=True)
@@ -141,26 +141,24 @@ def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch
     memory.clear()
 
     pools = []
-    for _ in range(6):
+    for _ in range(8):
         pools.append(memory.place(config, 100))
         pools[-1].slots.append(object())
-    assert [pool.config for pool in pools] == [None] * 4 + [config] * 2
-    assert [pool.rows for pool in pools[:4]] == [2] * 4 and len({*pools[:4]}) == 2
-    pools[0].slots.pop()
-    assert memory.place(config, 60) is pools[0]
+        if len(pools) == 6:
+            pools[0].slots.pop()
+            assert memory.place(config, 60) is pools[0]
+            pools[0].slots.append(object())
+    assert [pool.config for pool in pools] == [None] * 6 + [config] * 2
+    assert [pool.rows for pool in pools[:6]] == [2] * 6 and len({*pools[:6]}) == 3
 
     # Idle pools of another length make room, beginnings do not.
     memory.clear()
-    memory.place(config, 128)
-    memory.place(config, 128).promised = 0
-    make_pool(memory, 64, rows=4)
-    for pool in memory.pools:
-        pool.slots = [object()] * (pool.config is not None)
     fill_prefixes(memory, 30)
-    assert memory.place(config, 30).config is None
-    fill_prefixes(memory, 85)
-    memory.pools = [pool for pool in memory.pools if pool.config is not None]
-    assert memory.place(config, 128).config == config
+    idle, busy = make_pool(memory, 64, rows=4), make_pool(memory, 100, rows=4, used=1)
+    assert memory.place(config, 128).config is None and memory.pools[0] is busy
+    assert idle in memory.forgotten and memory.prefixes.nbytes == 300
+    busy.rows = 6
+    assert memory.place(config, 30).config == config and memory.prefixes.nbytes == 300
 
     # An idle pool of rows too long goes, beginnings stay.
     memory = make_memory(3000, share=750, fixed=True)

@@ -1,7 +1,6 @@
 """Divide one budget of bytes among rows of cache, prompts being read, and shared beginnings."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from corecontext.config import CCAConfig
@@ -12,9 +11,6 @@ from corecontext.ops.fetch.prompt_rule import most_whole
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool
 from corecontext.serve.step import DecodeBatch
-
-WHOLE_SHARE = 0.5
-"""Most of the budget that rows take under full attention where fetch was asked for."""
 
 
 @dataclass(eq=False)
@@ -137,25 +133,16 @@ class CacheMemory:
         return best if best is not None and best.max_length <= most else None
 
     def _has_whole_room(self, config: CCAConfig | None, length: int) -> bool:
-        """Whether a row for fetch can be under full attention: it is short, and neither takes too
-        much of the budget nor the place of a beginning."""
+        """Whether a row for fetch can be under full attention: it is short, and leaves beginnings
+        their share of the budget."""
         room = rounded_up(length)
         if config is None or not self.runs_short_whole or room > most_whole(config, "cuda"):
             return False
-        row = self.shape.row_bytes(None, room)
         pool = self._shortest(None, length, 2 * room)
-        # mutant serve: rows under full attention take the whole budget
-        if pool is None and row > self._whole_share_left(busy_only=True):
-            return False
         idle = sum(x.nbytes for x in self.pools if x.is_idle and x is not pool)
-        needed = 2 * row if pool is None else pool.reading_bytes
-        return self.allocated - idle + needed <= self.budget
-
-    def _whole_share_left(self, busy_only: bool) -> int:
-        """Return the bytes that further rows under full attention may take, where fetch was asked
-        for; `busy_only` leaves out idle pools, which can go."""
-        pools = [x for x in self.pools if x.config is None and not (busy_only and x.is_idle)]
-        return int(WHOLE_SHARE * self.budget) - sum(pool.nbytes for pool in pools)
+        needed = 2 * self.shape.row_bytes(None, room) if pool is None else pool.reading_bytes
+        # mutant serve: rows under full attention take the share of beginnings
+        return self.allocated - idle + needed + self._prefix_share_left <= self.budget
 
     def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
         """Add a pool of as many rows as leave room to read a prompt and for the prefixes' share."""
@@ -163,10 +150,6 @@ class CacheMemory:
         read_as = self.shape.read_as(config, room, self.budget)
         reading = self.shape.reading_bytes(read_as, room)
         spare = self.unallocated - reading - self._prefix_share_left
-        if config is None and self.runs_short_whole:
-            if row > self._whole_share_left(busy_only=False):
-                self._drop_idle(lambda pool: pool.config is None)
-            spare = min(spare, self._whole_share_left(busy_only=False))
         rows = max(1, min(self.rows_per_pool, spare // row))
         fixed = self.batch.fixed
         pool = RowPool(config, rows, room, self.shape, fixed=fixed, reading=read_as)
@@ -183,7 +166,9 @@ class CacheMemory:
             Whether they are free.
         """
         if wanted + self._prefix_share_left > self.unallocated:
-            self._drop_idle(lambda pool: pool is not keep)
+            for pool in list(self.pools):
+                if pool.is_idle and pool is not keep:
+                    self.drop(pool)
         # Beginnings are evicted only for a request that fits in no other way.
         missing = wanted - self.unallocated
         if missing > 0:
@@ -200,12 +185,6 @@ class CacheMemory:
         # On a GPU it is kept, with its captured steps, until its memory is needed.
         if pool.is_idle and not self.batch.fixed:
             self.drop(pool)
-
-    def _drop_idle(self, may_go: Callable[[RowPool], bool]) -> None:
-        """Drop the idle pools that may go."""
-        for pool in list(self.pools):
-            if pool.is_idle and may_go(pool):
-                self.drop(pool)
 
     def drop(self, pool: RowPool) -> None:
         """Free a pool's rows and captured steps."""

@@ -105,13 +105,15 @@ class Scheduler:
         shape = RowShape.of(self.model.config, self.model.dtype, host_rate)
         self.batch = DecodeBatch(self.model, capture=self.capture)
         prefix_bytes = 0 if self.full else int(PREFIX_SHARE * budget)
+        fetches = bool(self.handle.config.fetch_groups) and not self.full
+        may_be_whole = fetches and may_run_full_attention(self.model, self.handle)
         self.memory = CacheMemory(
             shape,
             budget,
             min(self.rows_per_pool, self.max_rows),
             PrefixStore(self.chunk_size, prefix_bytes, shape, self.later_chunk_size),
             self.batch,
-            not self.full and self.batch.fixed and may_run_full_attention(self.model, self.handle),
+            may_be_whole and self.batch.fixed,
         )
         self.admission = Admission(
             self.max_length, self.memory, self.handle.config, self.full, self.policy
