@@ -25,6 +25,7 @@ from corecontext.inference.sampling import INVALID, InvalidLogits
 from corecontext.model_sizes import ModelSizes
 from corecontext.ops.fetch import prompt_rule
 from corecontext.serve import build, prefix, reading, step
+from corecontext.serve import memory as serve_memory
 from corecontext.serve import scheduler as scheduler_module
 from corecontext.serve.admission import Admission
 from corecontext.serve.errors import Code, InvalidRequest, RequestError
@@ -141,15 +142,18 @@ def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch
     memory.clear()
 
     pools = []
-    for _ in range(8):
+    for _ in range(6):
         pools.append(memory.place(config, 100))
         pools[-1].slots.append(object())
-        if len(pools) == 6:
-            pools[0].slots.pop()
-            assert memory.place(config, 60) is pools[0]
-            pools[0].slots.append(object())
-    assert [pool.config for pool in pools] == [None] * 6 + [config] * 2
-    assert [pool.rows for pool in pools[:6]] == [2] * 6 and len({*pools[:6]}) == 3
+    assert [pool.config for pool in pools] == [None] * 6
+    assert [pool.rows for pool in pools] == [2] * 6 and len({*pools}) == 3
+    assert memory.place(config, 100).config == config
+    # Beside many such rows one waits for the next.
+    monkeypatch.setattr(serve_memory, "MANY_WHOLE", 6)
+    assert memory.place(config, 100) is None
+    assert memory.place(config, 100, may_be_whole=False).config == config
+    pools[0].slots.pop()
+    assert memory.place(config, 60) is pools[0]
 
     # Idle pools of another length make room, beginnings do not.
     memory.clear()

@@ -12,6 +12,10 @@ from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool
 from corecontext.serve.step import DecodeBatch
 
+MANY_WHOLE = 16
+"""Rows under full attention with which a step is so full that further rows, which choose, would
+slow it by as much as they add: a short request waits for a row of its kind instead."""
+
 
 @dataclass(eq=False)
 class CacheMemory:
@@ -103,11 +107,16 @@ class CacheMemory:
 
         Of those the shortest, if at most twice as long as needed, else a new one, else any that
         fits, else a new one in place of idle pools. None if nothing fits; idle memory is evicted
-        even then.
+        even then. None, too, where many rows run under full attention and this one could, but for
+        room.
         """
         room = rounded_up(length)
         # mutant serve: a request that asks for its own sizes runs under full attention
-        is_whole = may_be_whole and self._has_whole_room(config, length)
+        is_short = may_be_whole and self._is_short(config, room)
+        is_whole = is_short and self._has_whole_room(length)
+        # mutant serve: a short request chooses beside many rows under full attention
+        if is_short and not is_whole and self._num_whole >= MANY_WHOLE:
+            return None
         if is_whole:
             config = None
         needed = self._needed(config, room)
@@ -132,12 +141,19 @@ class CacheMemory:
         best = min(fitting, key=lambda pool: pool.max_length, default=None)
         return best if best is not None and best.max_length <= most else None
 
-    def _has_whole_room(self, config: CCAConfig | None, length: int) -> bool:
-        """Whether a row for fetch can be under full attention: it is short, and leaves beginnings
-        their share of the budget."""
+    def _is_short(self, config: CCAConfig | None, room: int) -> bool:
+        """Whether a row of `room` tokens for fetch takes less time under full attention."""
+        return config is not None and self.runs_short_whole and room <= most_whole(config, "cuda")
+
+    @property
+    def _num_whole(self) -> int:
+        """Requests that have or will get a row under full attention."""
+        return sum(len(x.slots) + x.promised for x in self.pools if x.config is None)
+
+    def _has_whole_room(self, length: int) -> bool:
+        """Whether there is room for a row under full attention that leaves beginnings their share
+        of the budget."""
         room = rounded_up(length)
-        if config is None or not self.runs_short_whole or room > most_whole(config, "cuda"):
-            return False
         pool = self._shortest(None, length, 2 * room)
         idle = sum(x.nbytes for x in self.pools if x.is_idle and x is not pool)
         needed = 2 * self.shape.row_bytes(None, room) if pool is None else pool.reading_bytes
