@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -41,13 +42,27 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
+def call_of(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a method that does not keep its object alive, for a step that the object
+    owns: else the caches of both would stay in memory until Python collects garbage."""
+    # mutant graphs: a dropped owner of a step keeps its memory
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        owned = weak()
+        assert owned is not None, "a step is called by its owner"
+        return owned(*arguments)
+
+    return call
+
+
 @dataclass(eq=False)
 class CapturedStep:
     """Call a function, after its first calls by replaying a CUDA graph of it.
 
     The function must read and write tensors that never move, and must not wait for the device. Its
     results are the graph's memory: the next call overwrites them. The step keeps the function
-    alive, and so the tensors that the graph reads.
+    alive, and so the tensors that the graph reads, but for a `call_of` its owner's method.
     """
 
     function: Callable[[], Any]

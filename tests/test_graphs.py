@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from corecontext import graphs
-from corecontext.graphs import WARM_UP, CapturedStep
+from corecontext.graphs import WARM_UP, CapturedStep, call_of
 
 
 class Stream:
@@ -118,6 +118,30 @@ def test_nothing_is_collected_while_a_step_is_recorded(cuda):
     assert events[:1] == ["ran"] and gc.isenabled()
     gc.collect()
     assert set(events) == {"ran", "before", "now"}
+
+
+def test_the_owner_of_a_step_goes_with_its_last_reference(cuda):
+    """Its caches must not stay in memory until garbage is collected."""
+
+    class Owner:
+        def __init__(self):
+            self.calls = 0
+            self.step = CapturedStep(call_of(self.run))
+
+        def run(self):
+            self.calls += 1
+
+    gc.disable()
+    try:
+        owner = Owner()
+        for _ in range(WARM_UP + 2):
+            owner.step()
+        assert owner.calls == WARM_UP + 1 and owner.step.recorded
+        alive = weakref.ref(owner)
+        del owner
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_streams_wait_for_each_other_around_a_warm_up(cuda, monkeypatch):

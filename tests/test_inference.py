@@ -1,7 +1,9 @@
 """Whole-model inference: the engine, generate() and one full forward agree token by token; limits,
 policy."""
 
+import gc
 import warnings
+import weakref
 from unittest import mock
 
 import pytest
@@ -779,6 +781,34 @@ def test_a_smaller_window_captures_its_steps_anew(model, monkeypatch):
         for _ in range(2):
             next(stream)
         assert len(made) == 2
+
+
+def test_a_cache_that_is_dropped_is_freed_at_once(model, monkeypatch):
+    """With its captured steps, of which it is the owner."""
+
+    class Captured:
+        def __init__(self, function, **options):
+            self.function = function
+
+        def __call__(self):
+            self.function()
+
+    monkeypatch.setattr(sessions, "CapturedStep", Captured)
+    engine = Engine(model, static=True)
+    with engine.stream(tokens(1, 40), max_new_tokens=9) as stream:
+        next(stream)
+        stream.session.capture = True
+        list(stream)
+    [session] = engine._idle.values()
+    assert session._captured
+    alive = weakref.ref(session.cache.layers[0].compact)
+    del stream, session
+    gc.disable()
+    try:
+        engine.clear()
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_fused_modules_change_no_token(model):

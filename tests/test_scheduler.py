@@ -1046,9 +1046,14 @@ def test_steps_are_captured_again_after_all_pools_were_given_up(model, monkeypat
     for _ in range(2):
         ask(40, 4).submit(scheduler)
         finish(scheduler)
-        assert [step.run.recorded for step in batch._steps.values()] == [True]
-        for pool in list(scheduler.memory.pools):
-            scheduler.memory.drop(pool)
-        gc.collect()
+        assert [step._captured.recorded for step in batch._steps.values()] == [True]
+        buffers = [weakref.ref(pool._buffers[0][0]) for pool in scheduler.memory.pools]
+        gc.disable()  # nothing but the last reference frees memory
+        try:
+            while scheduler.memory.pools:
+                scheduler.memory.drop(scheduler.memory.pools[0])
+            assert buffers and not [one for one in buffers if one() is not None]
+        finally:
+            gc.enable()
         assert not batch._steps
     assert not [one for one in recwarn if "cannot be captured" in str(one.message)]

@@ -2,7 +2,7 @@
 pool by pool."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
-from corecontext.graphs import WARM_UP, CapturedStep
+from corecontext.graphs import WARM_UP, CapturedStep, call_of
 from corecontext.integrations.hf.cache_layers import GivenLayer
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.serve.rows import PooledLayer, RowPool
@@ -25,7 +25,7 @@ PoolRows = tuple[tuple[RowPool, int], ...]
 
 @dataclass(eq=False)
 class Step:
-    """A step over the rows of some pools: its buffers, and the call that runs it."""
+    """A step over the rows of some pools: its buffers, and its graph on a GPU."""
 
     model: Any
     """Its forward makes the step."""
@@ -42,16 +42,19 @@ class Step:
         self.positions = torch.zeros_like(self.tokens)
         by_layer = zip(*(pool.layers for pool, _ in self.pool_rows))
         self.cache = Cache(layers=[GivenLayer(PooledLayer(x, counts)) for x in by_layer])
-        self.run: Callable[[], Tensor] = self._run
-        """Feeds `tokens`; returns logits [rows, vocabulary], valid until the next step."""
+        self._captured: CapturedStep | None = None
         if self.memory is not None:
-            self.run = CapturedStep(
-                self._run,
+            self._captured = CapturedStep(
+                call_of(self._run),
                 name=f"a step of {type(self.model).__name__}",
                 warm_up=self.warm_up,
                 memory=self.memory,
                 device=device,
             )
+
+    def run(self) -> Tensor:
+        """Feed `tokens`; return logits [rows, vocabulary], valid until the next step."""
+        return self._run() if self._captured is None else self._captured()
 
     @torch.no_grad()
     def _run(self) -> Tensor:
