@@ -42,7 +42,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def call_of(method: Callable[..., Any]) -> Callable[..., Any]:
+def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a call of a method that does not keep its object alive, for a step that the object
     owns: else the caches of both would stay in memory until Python collects garbage."""
     # mutant graphs: a dropped owner of a step keeps its memory
@@ -62,7 +62,7 @@ class CapturedStep:
 
     The function must read and write tensors that never move, and must not wait for the device. Its
     results are the graph's memory: the next call overwrites them. The step keeps the function
-    alive, and so the tensors that the graph reads, but for a `call_of` its owner's method.
+    alive, and so the tensors that the graph reads; its owner gives it a `weak_call`.
     """
 
     function: Callable[[], Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def print_info(
         if gpu_gib is not None:
             weights = cost.itemsize * sum(weight.numel() for weight in model.parameters())
             room = Room.of(gpu_gib, weights, host_gib)
-        options = f"--model {name}{' --untested' if untested else ''}"
+        options = f"--model {shlex.quote(name)}{' --untested' if untested else ''}"
         advice = preset_advice(options, cost, saved, max(lengths), room)
         print(advice.verdict, advice.way, sep="\n")
         console().print(advice.table)

@@ -171,7 +171,7 @@ class Server(NamedTuple):
         stores_far = self.far is not None and max(counts) == 1
         if self.far is not None and not stores_far:
             store_tokens(k, v, slots, far)
-            copy_tokens([(raw, far)] * 2, slots, slots)
+            copy_tokens([(raw, far)] * 2, *torch.stack((slots, slots)))
         plan = PoolPlan.of(raw, cores, self.spec, q.shape[1], self.index, self.far)
         pool_pages(q, (k, v, slots), batch, (raw.table, cores.table), plan, stores_far)
         if not self.config.fetch_groups:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from corecontext import graphs
-from corecontext.graphs import WARM_UP, CapturedStep, call_of
+from corecontext.graphs import WARM_UP, CapturedStep, weak_call
 
 
 class Stream:
@@ -126,7 +126,7 @@ def test_the_owner_of_a_step_goes_with_its_last_reference(cuda):
     class Owner:
         def __init__(self):
             self.calls = 0
-            self.step = CapturedStep(call_of(self.run))
+            self.step = CapturedStep(weak_call(self.run))
 
         def run(self):
             self.calls += 1

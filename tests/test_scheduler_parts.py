@@ -152,8 +152,11 @@ def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch
     monkeypatch.setattr(serve_memory, "MANY_WHOLE", 6)
     assert memory.place(config, 100) is None
     assert memory.place(config, 100, may_be_whole=False).config == config
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 192)
+    assert memory.place(config, 150).config == config  # too long for one of these
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 128)
     pools[0].slots.pop()
-    assert memory.place(config, 60) is pools[0]
+    assert memory.place(config, 64) is pools[0]
 
     # Idle pools of another length make room, beginnings do not.
     memory.clear()

@@ -1,7 +1,9 @@
 """The kernels over block tables against the reference: on the GPU where there is one, else in
 Triton's interpreter."""
 
+import contextlib
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from corecontext.ops.triton.paged import pool_pages as paged_pool
 from corecontext.ops.triton.paged import store_tokens as paged_store
 from corecontext.ops.triton.paged.attend_pages import attend_pages, compile_for_any_batch
 from corecontext.ops.triton.paged.batch_parts import Kind, attend_parts, parts_of
+from corecontext.ops.triton.paged.copy_tokens import copy_tokens
 from corecontext.ops.triton.paged.gather import Span, gather_chunk
 from corecontext.ops.triton.paged.pages import Batch, Pages, alignment_of
 from corecontext.ops.triton.paged.pool_pages import PoolPlan, pool_pages
@@ -404,6 +407,43 @@ def test_tokens_are_in_host_memory_when_the_next_step_begins(monkeypatch, kv_hea
     assert far.flatten(1, 2).equal(wanted)  # nothing else is written
     assert (writes.stream is not None) == (device.type == "cuda")
     assert not writes.layers
+
+
+def test_stores_of_few_tokens_outlast_their_step(monkeypatch):
+    """As on a GPU, whose other stream runs when the next step waits for it: that step may have
+    written its own slots by then."""
+    later = []
+    side = SimpleNamespace(device=None, wait_stream=lambda other: None)
+
+    def wait_stream(stream):
+        assert stream is side
+        while later:
+            later.pop(0)()
+
+    current = SimpleNamespace(device=None, wait_stream=wait_stream)
+    monkeypatch.setattr(host_writes, "on_gpu", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: side)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(
+        host_writes, "copy_tokens", lambda *given: later.append(lambda: copy_tokens(*given))
+    )
+    raw, far = torch.randn(2, 2, 4, 4, 1, DIM), torch.zeros(2, 2, 4, 4, 1, DIM)
+    slots, far_slots = torch.randperm(16)[:5], torch.randperm(16)[:5]
+    places = (slots.clone(), far_slots.clone())
+    writes = HostWrites(most_captured=0)
+    for layer in range(2):
+        pages = [Pages(x[layer, 0], x[layer, 1], places[0]) for x in (raw, far)]
+        with bounds_check.reaching(raw, far):
+            writes.store((raw, raw), places, pages, is_last=layer == 1)
+    assert not far.any() and len(later) == 1
+    for x in places:
+        x.zero_()
+    with bounds_check.reaching(raw, far):
+        writes.wait()
+    kept, stored = raw.flatten(2, 3), far.flatten(2, 3)
+    assert stored[:, :, far_slots].equal(kept[:, :, slots])
 
 
 def dtypes_of(arguments):

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("vllm", reason="the plug-in to vLLM needs vllm")
 
+import bounds_check
 from transformers import LlamaConfig
 from vllm import forward_context
 from vllm.model_executor.layers.attention import attention as vllm_attention
@@ -45,6 +46,7 @@ from corecontext.integrations.vllm import (
     plugin,
 )
 from corecontext.integrations.vllm.engine_options import check_server
+from corecontext.integrations.vllm.host_writes import HostWrites
 from corecontext.integrations.vllm.model_settings import rotary_of, settings_of
 from corecontext.integrations.vllm.offloading import complete_tokens
 from corecontext.integrations.vllm.whole_prompts import flash_attention
@@ -243,6 +245,8 @@ def step(runner: Runner, requests: list[Request], counts: list[int], config: CCA
     metadata = runner.metadata(requests, counts)
     spans = [(r.num_computed_tokens, r.num_computed_tokens + n) for r, n in zip(requests, counts)]
     context = SimpleNamespace(attn_metadata=metadata)
+    hosts = [x.host.tokens for x in runner.layers.values() if getattr(x, "host", None)]
+    caches = [*hosts, *(layer.kv_cache for layer in runner.layers.values())]
     for i, (name, layer) in enumerate(list(runner.layers.items())[:LAYERS]):
         q, k, v = (
             torch.cat(parts)
@@ -255,7 +259,8 @@ def step(runner: Runner, requests: list[Request], counts: list[int], config: CCA
         )
         padding = torch.full((2, HEADS, DIM), torch.nan)
         out = torch.cat((torch.empty_like(q), padding))
-        with forward_context.override_forward_context(context):
+        override = forward_context.override_forward_context(context)
+        with override, bounds_check.reaching(*caches):
             layer.impl.forward(
                 *(layer, torch.cat((q, padding)), k, v, layer.kv_cache, metadata[name]),
                 output=out,
@@ -336,6 +341,19 @@ def test_prompts_are_read_by_their_rule_and_answers_choose(
     for request in (a, c):
         request.append_output_token_ids([9, 8])
     assert step(runner, [c, a], [1, 2], settings) == 0
+
+
+def test_a_step_waits_for_the_stores_of_the_one_before(make_layers, monkeypatch):
+    waited = []
+    monkeypatch.setattr(HostWrites, "wait", lambda self: waited.append(self))
+    fetch = {"fetch_groups": 1, "fetch_index": "bits:2", "store": "host", "core_mass": True}
+    config = vllm_config(group_size=4, window_size=5, sink_size=4, **fetch)
+    make_layers(config)
+    runner = Runner(config, 60)
+    settings = CCAConfig.saved_in(config.model_config.hf_text_config)
+    assert step(runner, [runner.request("a", [*range(9)])], [9], settings) == 0
+    [cores] = {x.host_pages for x in runner.layers.values() if getattr(x, "host", None)}
+    assert waited == [cores.writes]
 
 
 def test_host_memory_that_holds_no_pages_of_raw_tokens_is_refused(make_layers, monkeypatch):

@@ -14,7 +14,7 @@ from corecontext.cache import parts_of
 from corecontext.cache.full import FullLayer
 from corecontext.cache.parts import Parts
 from corecontext.config import CCAConfig
-from corecontext.graphs import CapturedStep, call_of
+from corecontext.graphs import CapturedStep, weak_call
 from corecontext.inference.prefill import new_cache
 from corecontext.inference.sampling import Sampler
 from corecontext.integrations.hf.cache_layers import (
@@ -258,7 +258,7 @@ class Session:
             return
         if kind not in self._captured:
             self._captured[kind] = CapturedStep(
-                functools.partial(call_of(self._step), kind),
+                functools.partial(weak_call(self._step), kind),
                 name=f"a step of {type(self.model).__name__}",
                 generators=self.sampler.generators,
                 device=self.tokens.device,

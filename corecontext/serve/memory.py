@@ -14,7 +14,7 @@ from corecontext.serve.step import DecodeBatch
 
 MANY_WHOLE = 16
 """Rows under full attention with which a step is so full that further rows, which choose, would
-slow it by as much as they add: a short request waits for a row of its kind instead."""
+slow it by as much as they add: a short request waits for one of these rows instead."""
 
 
 @dataclass(eq=False)
@@ -107,15 +107,15 @@ class CacheMemory:
 
         Of those the shortest, if at most twice as long as needed, else a new one, else any that
         fits, else a new one in place of idle pools. None if nothing fits; idle memory is evicted
-        even then. None, too, where many rows run under full attention and this one could, but for
-        room.
+        even then. None, too, where a request would run under full attention but for room, and
+        many rows do so of which any that ends makes room.
         """
         room = rounded_up(length)
         # mutant serve: a request that asks for its own sizes runs under full attention
         is_short = may_be_whole and self._is_short(config, room)
         is_whole = is_short and self._has_whole_room(length)
         # mutant serve: a short request chooses beside many rows under full attention
-        if is_short and not is_whole and self._num_whole >= MANY_WHOLE:
+        if is_short and not is_whole and self._num_whole(length, 2 * room) >= MANY_WHOLE:
             return None
         if is_whole:
             config = None
@@ -145,10 +145,11 @@ class CacheMemory:
         """Whether a row of `room` tokens for fetch takes less time under full attention."""
         return config is not None and self.runs_short_whole and room <= most_whole(config, "cuda")
 
-    @property
-    def _num_whole(self) -> int:
-        """Requests that have or will get a row under full attention."""
-        return sum(len(x.slots) + x.promised for x in self.pools if x.config is None)
+    def _num_whole(self, length: int, most: int) -> int:
+        """Count the requests that have or will get a row under full attention with room for
+        `length` tokens, and for at most `most`."""
+        pools = (x for x in self.pools if x.config is None and length <= x.max_length <= most)
+        return sum(len(pool.slots) + pool.promised for pool in pools)
 
     def _has_whole_room(self, length: int) -> bool:
         """Whether there is room for a row under full attention that leaves beginnings their share

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from corecontext.cache import parts_of
-from corecontext.graphs import WARM_UP, CapturedStep, call_of
+from corecontext.graphs import WARM_UP, CapturedStep, weak_call
 from corecontext.integrations.hf.cache_layers import GivenLayer
 from corecontext.integrations.hf.cache_name import with_cache
 from corecontext.serve.rows import PooledLayer, RowPool
@@ -45,7 +45,7 @@ class Step:
         self._captured: CapturedStep | None = None
         if self.memory is not None:
             self._captured = CapturedStep(
-                call_of(self._run),
+                weak_call(self._run),
                 name=f"a step of {type(self.model).__name__}",
                 warm_up=self.warm_up,
                 memory=self.memory,

@@ -54,7 +54,7 @@ class HostWrites:
             pages: Of the device and of the host.
             is_last: Whether no later layer of the worker stores in this step.
         """
-        if slots[1].shape[0] >= self.fewest and new[0].device.type == "cuda":
+        if slots[1].shape[0] >= self.fewest and on_gpu(new[0]):
             self._store_layer(new, slots[1], pages[1], is_last)
             return
         self.layers.append(pages)
@@ -63,7 +63,8 @@ class HostWrites:
 
     def wait(self) -> None:
         """Let the current stream wait for what the step before stores. It must be called before
-        anything reads or writes pages."""
+        anything of a step reads or writes pages."""
+        self.layers = []  # those of a step that failed
         if self.is_pending:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.is_pending = False
@@ -84,7 +85,7 @@ class HostWrites:
     def _store_step(self, slots: tuple[Tensor, Tensor]) -> None:
         """Store the new tokens of all layers beside what follows the last one."""
         layers, self.layers = self.layers, []
-        if slots[0].device.type != "cuda":
+        if not on_gpu(slots[0]):
             copy_tokens(layers, *slots)
             return
         # The next step writes its slots where these are.
@@ -102,3 +103,8 @@ class HostWrites:
             self.stream = torch.cuda.Stream(device, priority=-1)
         self.stream.wait_stream(torch.cuda.current_stream(device))
         return self.stream
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU, which has more than one stream."""
+    return x.device.type == "cuda"

@@ -121,9 +121,10 @@ class BatchBuilder(AttentionMetadataBuilder[StepMetadata]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         table = vllm_config.compilation_config.static_forward_context
-        for name in layer_names:
-            check_group(kv_cache_spec, table[name].get_kv_cache_spec(vllm_config))
-        self.host_pages = getattr(table[layer_names[0]], "host_pages", None)
+        self.host_pages = None
+        for layer in map(table.get, layer_names):
+            check_group(kv_cache_spec, layer.get_kv_cache_spec(vllm_config))
+            self.host_pages = getattr(layer, "host_pages", None)
         # Only window pages hold first tokens, which the runner might not pass on.
         self.is_checked = not (
             isinstance(kv_cache_spec, WindowSpec) and kv_cache_spec.layout.sink_pages
@@ -427,7 +428,7 @@ class CoreContextAttention(AttentionImpl[StepMetadata]):
                 tokens = (query, key, value)
                 attend_parts(tokens, [run], raw, raw, self.raw_spec, out)
         if host is not None and not stores_far:
-            # Beside the layer's products: attention has launches that wait for single programs.
+            # Behind attention, which has launches that wait for single programs.
             cache = self.caches.cores
             slots = (step.slots, core_slots)
             cache.host_pages.writes.store(new[:2], slots, (raw, host.pages), cache.is_last)

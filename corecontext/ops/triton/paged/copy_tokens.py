@@ -23,7 +23,10 @@ def _page_rows(slots_ptr, tokens, exists, heads, strides, page_size):
     return at + heads * strides[2], slots >= 0
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_layers"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_layers"],
+    do_not_specialize_on_alignment=["slots_ptr", "far_slots_ptr"],
+)
 def _copy_kernel(
     base_ptr,
     layers_ptr,
