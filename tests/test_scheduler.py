@@ -146,7 +146,8 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
         assert [one.error for one in jobs] == [None] * count
         reasons = {one.end_reason for one in jobs}
         assert reasons <= {"stop", "length"}
-        if family == "llama":  # the others are too few to draw both on every device
+        # A GPU draws other tokens, and the requests of the other families are few.
+        if family == "llama" or not torch.cuda.is_available():
             assert len(reasons) == 2
         for one in jobs:
             assert one.tokens == alone(model, one)
