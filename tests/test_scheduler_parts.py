@@ -129,6 +129,7 @@ def test_bytes_of_raw_tokens_count_where_they_are(monkeypatch):
 def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch):
     """It leaves the share of beginnings; where the settings ask for nothing else."""
     monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 128)
+    monkeypatch.setattr(serve_memory, "MANY_WHOLE", 6)
     config = CCAConfig(4, 10, fetch_groups=3, store="device")
     memory = make_memory(1200, share=300, fixed=True)
     assert memory.place(config, 100).config == config  # no steps are captured
@@ -147,9 +148,7 @@ def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch
         pools[-1].slots.append(object())
     assert [pool.config for pool in pools] == [None] * 6
     assert [pool.rows for pool in pools] == [2] * 6 and len({*pools}) == 3
-    assert memory.place(config, 100).config == config
     # Beside many such rows one waits for the next.
-    monkeypatch.setattr(serve_memory, "MANY_WHOLE", 6)
     assert memory.place(config, 100) is None
     assert memory.place(config, 100, may_be_whole=False).config == config
     monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 192)
@@ -173,6 +172,56 @@ def test_short_requests_run_under_full_attention_while_there_is_room(monkeypatch
     make_pool(memory, 960, rows=3, config=None)
     fill_prefixes(memory, 5)
     assert memory.place(config, 100).max_length == 128 and memory.prefixes.nbytes == 50
+
+
+def test_few_rows_under_full_attention_leave_room_for_those_that_choose(monkeypatch):
+    """Where the cache holds few of them, they take half of it at most, and none beside rows that
+    choose."""
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 128)
+
+    def bytes_of(shape, config, length, before=0):
+        return CacheBytes(length if config is None else length // 2, 0)
+
+    monkeypatch.setattr(Bytes, "bytes_of", bytes_of)
+    config = CCAConfig(4, 10, fetch_groups=3, store="device")
+    memory = make_memory(1024, rows_per_pool=8, fixed=True)
+    memory.runs_short_whole = True
+    whole = memory.place(config, 100)
+    assert (whole.config, whole.rows) == (None, 4)
+    whole.slots = [object() for _ in range(4)]
+    choosing = memory.place(config, 100)
+    assert (choosing.config, choosing.rows) == (config, 7)
+    choosing.slots.append(object())
+    # Rows under full attention do not come again until no row chooses.
+    choosing.slots *= 7
+    memory.drop(whole)
+    assert memory.place(config, 100).config == config
+    choosing.slots.clear()
+    memory.pools.pop()
+    assert memory.place(config, 100).config is None
+
+
+def test_idle_rows_stay_for_the_next_prompt_while_another_is_read():
+    memory = make_memory(64 * 5 + 63, fixed=True)
+    used, idle = make_pool(memory, 64, rows=2, used=1), make_pool(memory, 64)
+    other = make_pool(memory, 64, config=B)
+    assert memory.place(A, 64) is used
+    used.promised = 1
+    idle.rows = 2
+    # It takes a cache to be read into, for which there is no room beside the first.
+    assert memory.place(A, 64) is None
+    assert memory.forgotten == [other] and memory.pools == [used, idle]
+    used.slots.append(object())
+    used.promised = 0
+    assert memory.place(A, 64) is idle
+
+
+def test_a_pool_is_made_when_prompts_have_been_read_if_it_has_more_rows_then():
+    memory = make_memory(64 * 5, rows_per_pool=4)
+    used = make_pool(memory, 64, used=0, promised=1)
+    assert memory.place(A, 64) is None
+    used.slots, used.promised = [object()], 0
+    assert memory.place(A, 64).rows == 3
 
 
 def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():
@@ -213,10 +262,10 @@ def test_idle_pools_go_before_beginnings_and_both_only_where_needed():
     idle, busy, kept = (make_pool(memory, n, used=u) for n, u in ((300, 0), (200, 1), (100, 0)))
     fill_prefixes(memory, 20)
     assert memory.free(200) and memory.forgotten == [] and memory.prefixes.nbytes == 200
-    assert memory.free(201, keep=kept)
+    assert memory.free(201, keep=[kept])
     assert memory.forgotten == [idle] and memory.pools == [busy, kept]
     assert memory.prefixes.nbytes == 200
-    assert memory.free(505, keep=kept) and memory.prefixes.nbytes == 190  # by whole beginnings
+    assert memory.free(505, keep=[kept]) and memory.prefixes.nbytes == 190  # by whole beginnings
     assert not memory.free(5000) and memory.pools == [busy] and memory.prefixes.nbytes == 0
     # Pools, too, go where only the share that beginnings may still fill would be missing.
     memory = make_memory(1000, share=200)
@@ -445,12 +494,16 @@ def test_steps_on_a_gpu_have_rows_in_powers_of_four_and_few_are_kept(model, monk
     batch = DecodeBatch(model, capture=False)
     sizes = [1, 2, 3, 4, 5, 15, 16, 17]
 
-    def rounded(rows, fixed):
-        pool = SimpleNamespace(fixed=fixed, rows=rows)
-        return [batch._rounded(SimpleNamespace(**vars(pool), slots=[0] * n)) for n in sizes]
+    def rounded(rows, fixed, beside=0):
+        pools = [SimpleNamespace(fixed=fixed, rows=rows, slots=[0] * n) for n in sizes]
+        other = SimpleNamespace(fixed=fixed, rows=12, slots=[0] * beside)
+        return [batch._rows_of([pool, other])[0][1] for pool in pools]
 
-    assert rounded(100, True) == [1, 4, 4, 4, 16, 16, 16, 64] and rounded(100, False) == sizes
+    assert rounded(100, True) == [1, 4, 4, 4, 16, 16, 16, 100] and rounded(100, False) == sizes
+    # All rows of each pool where they are many together.
     assert rounded(20, True) == [1, 4, 4, 4, 16, 16, 16, 20]
+    assert rounded(20, True, beside=12) == [1, 4, 4, 4, 20, 20, 20, 20]
+    assert rounded(20, False, beside=12) == sizes
 
     made = []
     monkeypatch.setattr(step, "Step", lambda *given: made.append(given) or given)

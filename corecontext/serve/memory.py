@@ -1,18 +1,19 @@
 """Divide one budget of bytes among rows of cache, prompts being read, and shared beginnings."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from corecontext.config import CCAConfig
 from corecontext.cost import CacheBytes
 from corecontext.inference.limits import rounded_up
-from corecontext.inference.room import RowShape
+from corecontext.inference.room import Needed, RowShape
 from corecontext.ops.fetch.prompt_rule import most_whole
 from corecontext.serve.prefix import PrefixStore
 from corecontext.serve.rows import RowPool
 from corecontext.serve.step import DecodeBatch
 
-MANY_WHOLE = 16
+MANY_WHOLE = 8
 """Rows under full attention with which a step is so full that further rows, which choose, would
 slow it by as much as they add: a short request waits for one of these rows instead."""
 
@@ -93,11 +94,7 @@ class CacheMemory:
     def fits(self, config: CCAConfig | None, length: int) -> bool:
         """Whether an empty server could hold a request: its row, and the cache into which its
         prompt is read."""
-        return self._needed(config, rounded_up(length)) <= self.budget
-
-    def _needed(self, config: CCAConfig | None, room: int) -> int:
-        """Return the bytes of a row and of the cache into which its prompt is read."""
-        return self.shape.needed(config, room, self.budget).of_budget
+        return self.shape.needed(config, rounded_up(length), self.budget).of_budget <= self.budget
 
     def place(
         self, config: CCAConfig | None, length: int, may_be_whole: bool = True
@@ -108,7 +105,8 @@ class CacheMemory:
         Of those the shortest, if at most twice as long as needed, else a new one, else any that
         fits, else a new one in place of idle pools. None if nothing fits; idle memory is evicted
         even then. None, too, where a request would run under full attention but for room, and
-        many rows do so of which any that ends makes room.
+        many rows do so of which any that ends makes room; and where idle rows like its own, which
+        have captured steps, would be evicted for a prompt that can be read after those before it.
         """
         room = rounded_up(length)
         # mutant serve: a request that asks for its own sizes runs under full attention
@@ -119,27 +117,59 @@ class CacheMemory:
             return None
         if is_whole:
             config = None
-        needed = self._needed(config, room)
-        # To read into a longer row under full attention could take the place of beginnings.
-        best = self._shortest(config, length, 2 * room if is_whole else math.inf)
+        best = self._shortest(config, length, 2 * room)
         if best is not None:
             # The prompt is read into a cache of its own, which must fit, too.
-            if best.max_length <= 2 * room and self.free(best.reading_bytes, keep=best):
+            # mutant serve: rows that are needed next go for a prompt that could wait
+            if self._waits_to_read(best, self._fitting(config, length, 2 * room)):
+                return None
+            if self.free(best.reading_bytes, keep=[best]):
                 return best
-            if needed <= self.unallocated:
-                return self._allocate(config, room)
-            if self.free(best.reading_bytes, keep=best):
-                return best
-        if self.free(needed):
-            return self._allocate(config, room)
-        return None
+        needed = self.shape.needed(config, room, self.budget)
+        # To read into a longer row under full attention could take the place of beginnings.
+        if best is None and not is_whole:
+            best = self._shortest(config, length, math.inf)
+        if best is not None and needed.of_budget <= self.unallocated:
+            return self._allocate(config, room, needed)
+        if best is not None and self.free(best.reading_bytes, keep=[best]):
+            return best
+        return self._allocate_with_room(config, room, needed)
+
+    def _allocate_with_room(
+        self, config: CCAConfig | None, room: int, needed: Needed
+    ) -> RowPool | None:
+        """Add a pool in place of idle pools and beginnings. None if a row and what its prompt is
+        read into do not fit, or if the pool would have more rows once the prompts that are read now
+        have been read: a step attends pool by pool."""
+        wanted = needed.of_budget
+        if wanted + self._prefix_share_left > self.unallocated:
+            self._drop_idle(wanted + (self.rows_per_pool - 1) * self.shape.budget_bytes(needed.row))
+        rows = self._num_rows(config, room, needed)
+        # mutant serve: many pools of a row in place of one
+        if rows < self._num_rows(config, room, needed, more=self._reading):
+            return None
+        return self._allocate(config, room, needed) if self.free(wanted) else None
 
     def _shortest(self, config: CCAConfig | None, length: int, most: float) -> RowPool | None:
         """Return the shortest pool of these settings with a free row for `length` tokens and at
         most `most`."""
-        fitting = [pool for pool in self.pools if pool.has_room(config, length)]
-        best = min(fitting, key=lambda pool: pool.max_length, default=None)
-        return best if best is not None and best.max_length <= most else None
+        fitting = self._fitting(config, length, most)
+        return min(fitting, key=lambda pool: pool.max_length, default=None)
+
+    def _fitting(self, config: CCAConfig | None, length: int, most: float) -> list[RowPool]:
+        """Return the pools of these settings with a free row for `length` tokens and at most
+        `most`."""
+        pools = (pool for pool in self.pools if pool.has_room(config, length))
+        return [pool for pool in pools if pool.max_length <= most]
+
+    def _waits_to_read(self, best: RowPool, alike: list[RowPool]) -> bool:
+        """Whether a prompt for a row of `best` waits until another has been read: without room for
+        both, idle pools of `alike`, whose rows are as good, would be evicted. Other idle pools are
+        evicted now, if needed."""
+        if self._drop_idle(best.reading_bytes, keep=alike):
+            return False
+        is_reading = any(pool.promised for pool in self.pools)
+        return is_reading and any(pool.is_idle for pool in alike)
 
     def _is_short(self, config: CCAConfig | None, room: int) -> bool:
         """Whether a row of `room` tokens for fetch takes less time under full attention."""
@@ -155,42 +185,71 @@ class CacheMemory:
         """Whether there is room for a row under full attention that leaves beginnings their share
         of the budget."""
         room = rounded_up(length)
+        row = self.shape.row_bytes(None, room)
         pool = self._shortest(None, length, 2 * room)
+        if pool is None and row > self._whole_left(room, busy_only=True):
+            return False
         idle = sum(x.nbytes for x in self.pools if x.is_idle and x is not pool)
-        needed = 2 * self.shape.row_bytes(None, room) if pool is None else pool.reading_bytes
+        needed = 2 * row if pool is None else pool.reading_bytes
         # mutant serve: rows under full attention take the share of beginnings
         return self.allocated - idle + needed + self._prefix_share_left <= self.budget
 
-    def _allocate(self, config: CCAConfig | None, room: int) -> RowPool:
+    def _whole_left(self, room: int, busy_only: bool) -> int:
+        """Return the bytes that further rows of `room` tokens under full attention may take: all
+        that leave beginnings their share if that holds many such rows, else half of the budget
+        while no row chooses, as few rows are no faster than many that choose. `busy_only` leaves
+        out idle pools, which can go."""
+        most = self.budget - self.prefixes.limit
+        # One more row is a prompt that is read.
+        if most < (MANY_WHOLE + 1) * self.shape.row_bytes(None, room):
+            chooses = any(pool.config is not None and not pool.is_idle for pool in self.pools)
+            # mutant serve: rows under full attention and rows that choose take turns on a budget
+            most = 0 if chooses else self.budget // 2
+        pools = (x for x in self.pools if x.config is None and not (busy_only and x.is_idle))
+        return most - sum(pool.nbytes for pool in pools)
+
+    def _allocate(self, config: CCAConfig | None, room: int, needed: Needed) -> RowPool:
         """Add a pool of as many rows as leave room to read a prompt and for the prefixes' share."""
-        row = self.shape.row_bytes(config, room)
+        rows = max(1, self._num_rows(config, room, needed))
         read_as = self.shape.read_as(config, room, self.budget)
-        reading = self.shape.reading_bytes(read_as, room)
-        spare = self.unallocated - reading - self._prefix_share_left
-        rows = max(1, min(self.rows_per_pool, spare // row))
         fixed = self.batch.fixed
         pool = RowPool(config, rows, room, self.shape, fixed=fixed, reading=read_as)
         self.pools.append(pool)
         return pool
 
-    def free(self, wanted: int, keep: RowPool | None = None) -> bool:
+    def _num_rows(self, config: CCAConfig | None, room: int, needed: Needed, more: int = 0) -> int:
+        """Return how many rows a new pool can have, with `more` bytes free."""
+        reading = self.shape.budget_bytes(needed.reading)
+        spare = self.unallocated + more - reading - self._prefix_share_left
+        if config is None and self.runs_short_whole:
+            spare = min(spare, self._whole_left(room, busy_only=False))
+        return min(self.rows_per_pool, spare // self.shape.budget_bytes(needed.row))
+
+    def free(self, wanted: int, keep: Collection[RowPool] = ()) -> bool:
         """Evict idle pools, then beginnings, until `wanted` bytes are free.
 
         Args:
-            keep: A pool that must stay, though it is idle.
+            keep: Pools that must stay, though they are idle.
 
         Returns:
             Whether they are free.
         """
-        if wanted + self._prefix_share_left > self.unallocated:
-            for pool in list(self.pools):
-                if pool.is_idle and pool is not keep:
-                    self.drop(pool)
+        self._drop_idle(wanted, keep)
         # Beginnings are evicted only for a request that fits in no other way.
         missing = wanted - self.unallocated
         if missing > 0:
             self.prefixes.trim(max(0, self.prefixes.nbytes - missing))
         return wanted <= self.unallocated
+
+    def _drop_idle(self, wanted: int, keep: Collection[RowPool] = ()) -> bool:
+        """Evict idle pools, but those to keep, until `wanted` bytes are free beside the share of
+        beginnings; return whether they are."""
+        for pool in list(self.pools):
+            if wanted + self._prefix_share_left <= self.unallocated:
+                return True
+            if pool.is_idle and pool not in keep:
+                self.drop(pool)
+        return wanted + self._prefix_share_left <= self.unallocated
 
     @property
     def _prefix_share_left(self) -> int:

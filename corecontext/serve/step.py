@@ -19,6 +19,10 @@ from corecontext.serve.rows import PooledLayer, RowPool
 KEEP_GRAPHS = 64
 """Captured steps that are kept, at most: each is for one set of pools and of rows in them."""
 
+MANY_ROWS = 16
+"""Requests beyond which a step runs over all rows of its pools: rows without a request add little
+to it then, and few different steps are captured, however many of which rows are in use."""
+
 PoolRows = tuple[tuple[RowPool, int], ...]
 """(pool, number of its first rows that a step runs over), for each pool."""
 
@@ -71,8 +75,9 @@ class DecodeBatch:
     """Decode the rows of pools together.
 
     On a GPU a step is captured once for each set of pools and of rows in them, rounded up to a
-    power of four: to capture takes as long as many steps, and rows without a request, which store
-    nothing, take next to no time. On a CPU only rows with a request are run.
+    power of four, or to all beyond MANY_ROWS: to capture takes as long as many steps, and rows
+    without a request, which store nothing, take next to no time. On a CPU only rows with a request
+    are run.
     """
 
     model: Any
@@ -97,7 +102,7 @@ class DecodeBatch:
         Args:
             pools: Pools with requests, always in the same order.
         """
-        pool_rows = tuple((pool, self._rounded(pool)) for pool in pools)
+        pool_rows = self._rows_of(pools)
         step = self._step_for(pool_rows)
         inputs: list[tuple[int, int]] = []  # (token, position) of each row
         for pool, count in pool_rows:
@@ -115,11 +120,20 @@ class DecodeBatch:
         by_pool = logits.split([count for _, count in pool_rows])
         return torch.cat([rows[: len(pool.slots)] for pool, rows in zip(pools, by_pool)])
 
-    def _rounded(self, pool: RowPool) -> int:
-        """Return the rows of a pool in a step: those in use, on a GPU rounded up."""
+    def _rows_of(self, pools: Sequence[RowPool]) -> PoolRows:
+        """Return the rows of each pool in a step: those in use, on a GPU rounded up."""
+        # mutant serve: a step is captured for each number of rows in use
+        is_many = sum(len(pool.slots) for pool in pools) > MANY_ROWS
+        return tuple((pool, self._rounded(pool, is_many)) for pool in pools)
+
+    @staticmethod
+    def _rounded(pool: RowPool, is_many: bool) -> int:
+        """Return the rows of a pool in a step, which may be one of many rows."""
         used = len(pool.slots)
         if not pool.fixed:
             return used
+        if is_many:
+            return pool.rows
         rows = 1
         while rows < used:
             rows *= 4
