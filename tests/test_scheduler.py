@@ -23,6 +23,7 @@ from corecontext.inference import Engine, Sampling
 from corecontext.inference.policy import TablePolicy
 from corecontext.inference.room import RowShape
 from corecontext.inference.sampling import InvalidLogits
+from corecontext.ops.fetch import prompt_rule
 from corecontext.serve import request as request_module
 from corecontext.serve.errors import Code, RequestError
 from corecontext.serve.prefix import PrefixStore
@@ -153,6 +154,36 @@ def test_requests_that_come_and_go_get_the_tokens_they_get_alone(family, fixed):
             assert one.tokens == alone(model, one)
         assert_counted(scheduler.memory.prefixes)
         assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("kind", ["whole", "choose", "full"])
+def test_a_second_burst_finds_the_pools_of_the_first(kind, monkeypatch):
+    """As steps over them are captured; whatever else the memory holds by then."""
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", 64 if kind == "whole" else 0)
+    fetching = CCAConfig(4, 8, fetch_groups=2, sink_size=4, store="device")
+    model = tiny_model()
+    with corecontext.enabled(model, fetching):
+        row = Scheduler(model).memory.shape.row_bytes(None, 64)
+        scheduler = Scheduler(
+            model, full=kind == "full", cache_bytes=19 * row, chunk_size=10, capture=False
+        )
+        scheduler.batch.fixed = True
+        scheduler.memory.runs_short_whole = kind == "whole"
+        dropped = []
+        monkeypatch.setattr(scheduler.batch, "forget", dropped.append)
+        for burst in range(2):
+            jobs = [ask(20, 44, seed=100 * burst + number) for number in range(24)]
+            for one in jobs:
+                one.submit(scheduler)
+            finish(scheduler)
+            assert [one.end_reason for one in jobs] == ["length"] * 24
+            if not burst:
+                pools = list(scheduler.memory.pools)
+        assert scheduler.memory.pools == pools and not dropped
+        sizes = [pool.rows for pool in pools]
+        # A row is what a prompt is read into, and a quarter is for beginnings, whose place is taken
+        # row by row.
+        assert sizes == {"full": [8, 8, 2], "whole": [8, 5], "choose": [8, 1, 1, 1]}[kind]
 
 
 def test_full_attention_from_a_static_cache():

@@ -120,8 +120,12 @@ class CacheMemory:
         best = self._shortest(config, length, 2 * room)
         if best is not None:
             # The prompt is read into a cache of its own, which must fit, too.
+            alike = self._fitting(config, length, 2 * room)
+            self._drop_idle(best.reading_bytes, keep=alike)
+            if best.reading_bytes <= self.unallocated:
+                return best
             # mutant serve: rows that are needed next go for a prompt that could wait
-            if self._waits_to_read(best, self._fitting(config, length, 2 * room)):
+            if self._reading and any(pool.is_idle for pool in alike):
                 return None
             if self.free(best.reading_bytes, keep=[best]):
                 return best
@@ -161,15 +165,6 @@ class CacheMemory:
         `most`."""
         pools = (pool for pool in self.pools if pool.has_room(config, length))
         return [pool for pool in pools if pool.max_length <= most]
-
-    def _waits_to_read(self, best: RowPool, alike: list[RowPool]) -> bool:
-        """Whether a prompt for a row of `best` waits until another has been read: without room for
-        both, idle pools of `alike`, whose rows are as good, would be evicted. Other idle pools are
-        evicted now, if needed."""
-        if self._drop_idle(best.reading_bytes, keep=alike):
-            return False
-        is_reading = any(pool.promised for pool in self.pools)
-        return is_reading and any(pool.is_idle for pool in alike)
 
     def _is_short(self, config: CCAConfig | None, room: int) -> bool:
         """Whether a row of `room` tokens for fetch takes less time under full attention."""
