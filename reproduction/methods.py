@@ -1,5 +1,6 @@
 """List the methods that are compared, and how a model is adapted to each."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ class Method(NamedTuple):
         return self.config is not None and self.name not in RIVALS
 
 
+@functools.cache
 def methods(size: Size) -> dict[str, Method]:
     """Return every method by name.
 

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -75,6 +76,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1800))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, which leave nearly none: each collection looks
+    through all objects so far."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the objects of imported modules, about a million, out of every garbage collection:
     Trainer collects garbage in each run."""
@@ -114,6 +126,13 @@ def record_check(request: pytest.FixtureRequest):
             append_records(path, [make_record("checks.failed", 0, params, command=command)])
 
     return append
+
+
+@pytest.fixture
+def left_streams_are_not_awaited(monkeypatch):
+    """datasets waits seconds where a stream of parquet files is left before its end, so that no
+    thread of it outlives the interpreter; this one lives on."""
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ The table of docs/numerics.md has the mutants. Prints the row of each; words cho
 contains one of them. A mutant that no test notices, or whose marker is missing, fails the run.
 """
 
+import functools
 import io
 import os
 import re
@@ -65,6 +66,13 @@ def read_faults() -> list[Fault]:
 FAULTS = read_faults()
 
 
+@functools.lru_cache(maxsize=2)
+def _sources(root: Path) -> list[tuple[Path, str]]:
+    """Read the files that may have markers, once for each folder in use."""
+    paths = (path for folder in MARKED for path in sorted((root / folder).rglob("*.py")))
+    return [(path, path.read_text(encoding="utf-8")) for path in paths]
+
+
 def find(fault: Fault, root: Path) -> Path:
     """Find the one file of the package that holds the fault's marker.
 
@@ -73,9 +81,9 @@ def find(fault: Fault, root: Path) -> Path:
     """
     lines = [
         path
-        for folder in MARKED
-        for path in sorted((root / folder).rglob("*.py"))
-        for line in path.read_text(encoding="utf-8").splitlines()
+        for path, source in _sources(root)
+        if fault.marker in source
+        for line in source.splitlines()
         if line.strip() == fault.marker
     ]
     if len(lines) != 1:
@@ -93,7 +101,7 @@ def planted(fault: Fault, source: str) -> str:
     """
     lines = source.splitlines(keepends=True)
     marked = next(i for i, line in enumerate(lines) if line.strip() == fault.marker)
-    first, last, indent = _statement_below(source, marked + 1)
+    first, last, indent = _statement_below(lines, marked + 1)
     faulty = textwrap.indent(fault.statement.strip("\n"), " " * indent) + "\n"
     if _tokens(faulty) == _tokens("".join(lines[first:last])):
         raise ValueError(
@@ -102,20 +110,18 @@ def planted(fault: Fault, source: str) -> str:
     return "".join([*lines[:first], faulty, *lines[last:]])
 
 
-def _statement_below(source: str, line: int) -> tuple[int, int, int]:
+def _statement_below(lines: list[str], line: int) -> tuple[int, int, int]:
     """Lines [first, last) and the indentation of the logical line at or below `line`, counted from
     0."""
     start: tuple[int, int] | None = None
-    blank = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    blank = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT)
+    for token in tokenize.generate_tokens(iter(lines[line:]).__next__):
         if token.type in blank:
             continue
         if start is None:
             start = token.start
         if token.type == tokenize.NEWLINE:
-            if start[0] > line:
-                return start[0] - 1, token.end[0], start[1]
-            start = None
+            return line + start[0] - 1, line + token.end[0], start[1]
     raise ValueError("no statement follows the marker.")
 
 

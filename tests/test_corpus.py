@@ -269,6 +269,7 @@ def beginning(tmp_path, tokenizer, names, tokens, **options):
     return read_beginning(names, tokenizer, tokens, Fields(), **options)
 
 
+@pytest.mark.usefixtures("left_streams_are_not_awaited")
 def test_a_beginning_has_as_many_tokens_as_asked_for(tmp_path, tokenizer, named, monkeypatch):
     names, texts = named
     read = beginning(tmp_path, tokenizer, names, 100)

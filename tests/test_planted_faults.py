@@ -1,6 +1,7 @@
 """Every mutant of planted_faults.py is caught by the test that it names."""
 
 import builtins
+import functools
 import re
 import symtable
 
@@ -8,6 +9,7 @@ import pytest
 from planted_faults import FAULTS, MARKED, ROOT, Fault, find, planted, run_tests
 
 
+@functools.cache
 def unknown_names(source: str) -> set[str]:
     """Global names that functions of a source use and nothing in it defines."""
     module = symtable.symtable(source, "", "exec")

@@ -176,6 +176,7 @@ def test_a_fixed_order_is_asked_of_torch_for_the_run_alone(setting, tmp_path, mo
             train(setting.replace(output=str(tmp_path / told[:3]), deterministic=True))
 
 
+@pytest.mark.usefixtures("left_streams_are_not_awaited")
 def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
     import datasets
 
@@ -197,10 +198,11 @@ def test_streamed_data_continues_bit_for_bit(setting, tmp_path, monkeypatch):
     train(config)
     want, config = weights(config), config.replace(output=str(tmp_path / "run"))
     stop_at(5, config)
+    documents = corpus.documents
     monkeypatch.setattr(corpus, "documents", mock.Mock(side_effect=AssertionError))
     assert train(config).resumed_from == 4  # and reads no text again
     assert_equal(weights(config), want)
-    monkeypatch.undo()
+    monkeypatch.setattr(corpus, "documents", documents)
     for change, message in (
         ({"long_tokens": 9, "source_field": "text"}, "long_tokens must be left out with streaming"),
         ({"context_length": 99_999}, "at least one row of 99999 tokens, got 6000 tokens"),
@@ -547,7 +549,14 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_compiled_parts_train_alike(setting, whole, tmp_path):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_parts_train_alike(setting, whole, tmp_path, monkeypatch, backend):
+    """aot_eager traces forward and backward passes as the real compiler, and runs what it traced."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: compile(*args, backend=backend, **options)
+    )
+    monkeypatch.setattr("corecontext.inference.fuse._rotating", {})
     config = setting.replace(output=str(tmp_path / "fused"), fuse=True)
     torch._dynamo.reset()
     counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]

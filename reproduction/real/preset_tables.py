@@ -78,10 +78,10 @@ def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
     """
     records = [r for r in records if _name(r) in METHODS and not r.params.get("trained_tokens")]
     needles = {"model": PLACES[0][0], "task": "needles"}
-    of_user = [r for r in records if r.name.startswith("user.") and r.params["model"] == SHAPE]
+    of_user = [r for r in records if _is_of_user(r)]
     # Speeds of one device, that of the last measurement.
-    records = [r for r in records if r not in of_user or r.device == of_user[-1].device]
-    lengths = {r.params["length"] for r in records if r in of_user}
+    records = [r for r in records if not _is_of_user(r) or r.device == of_user[-1].device]
+    lengths = {r.params["length"] for r in of_user if r.device == of_user[-1].device}
     measured = [length for length in LENGTHS if length in lengths]
     columns = [
         *(_gain(f"gain, {_place(*place)}", *place) for place in PLACES),
@@ -109,6 +109,11 @@ def presets_markdown(records: Sequence[Record], short: bool = False) -> str:
             for length in (ends[-1:] if short and show is shown_bytes else ends)
         ]
     return "\n".join(grouped((_method(METHODS),), columns, records)) + "\n"
+
+
+def _is_of_user(record: Record) -> bool:
+    """Whether a record is a measurement of what a user meets, on the large model."""
+    return record.name.startswith("user.") and record.params["model"] == SHAPE
 
 
 def bytes_markdown(records: Sequence[Record]) -> str:
