@@ -1,9 +1,13 @@
 """The demo: every method on the same prompts, the cache as the formula says, records as shown."""
 
 import dataclasses
+import io
 import json
+import runpy
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from families import tiny_model as family_model
@@ -14,7 +18,7 @@ from corecontext.cli import main
 from corecontext.config import CCAConfig
 from corecontext.cost import ModelCost
 from corecontext.data.needles import ANSWER, ANSWER_TOKENS
-from corecontext.demo import compare, report
+from corecontext.demo import compare, measure_method, report
 from corecontext.demo import pace as pace_module
 from corecontext.demo.compare import ASSETS, DemoSettings, plan, run_demo
 from corecontext.demo.measure_method import read
@@ -54,6 +58,17 @@ def settings(bundled, tmp_path_factory) -> DemoSettings:
     document = tmp_path_factory.mktemp("demo") / "document.txt"
     document.write_text(DOCUMENT)
     return DemoSettings(num_questions=3, max_tokens=1500, document=str(document), attention=POOLING)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_start():
+    """Start no processes that only import what this one has imported."""
+    command = pace_module.IMPORTS
+    assert command[:-1] == [sys.executable, "-W", "ignore", "-c"]
+    exec(command[-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pace_module, "IMPORTS", [sys.executable, "-S", "-c", ""])
+        yield
 
 
 @pytest.fixture
@@ -255,7 +270,19 @@ def test_a_process_that_dies(program, error, message, monkeypatch, capfd):
     assert ("a bug" in capfd.readouterr().err) is (error is RuntimeError)
 
 
-def test_the_errors_of_a_process_are_the_users():
+def test_the_errors_of_a_process_are_the_users(monkeypatch):
+    """The process is this one, which has imported what a new one would."""
+
+    def run(command, input, **options):
+        given, written = (io.TextIOWrapper(io.BytesIO(data)) for data in (input, b""))
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+            patch.setattr(sys, "stdin", given)
+            patch.setattr(sys, "stdout", written)
+            runpy.run_path(measure_method.__file__, run_name="__main__")
+        assert command[-2:] == ["-m", measure_method.__name__]
+        return SimpleNamespace(returncode=end.value.code, stdout=written.buffer.getvalue())
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
     with pytest.raises(UserError, match="^model './nothing' does not exist."):
         compare._measure_apart("CCA", "./nothing", {}, [Prompt([1], [True], [])])
 
@@ -377,7 +404,6 @@ def test_a_slow_model_reads_one_beginning(of_a_user, monkeypatch):
         return read(model, token_ids)._replace(seconds=3.0)
 
     monkeypatch.setattr(pace_module, "read", slow)
-    monkeypatch.setattr(pace_module, "IMPORTS", [sys.executable, "-S", "-c", ""])
     pace = Pace.of(of_a_user.source, "auto", "cpu", [1] * 1200)
     assert given == [64, 512]
     full = pace.weights_s * 2 * pace.cost.linear_weights * 512

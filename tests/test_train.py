@@ -551,7 +551,7 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_parts_train_alike(setting, whole, tmp_path, monkeypatch, backend):
-    """aot_eager traces forward and backward passes as the real compiler, and runs what it traced."""
+    """aot_eager traces both passes as the real compiler does, and runs what it traced."""
     compile = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda *args, **options: compile(*args, backend=backend, **options)
