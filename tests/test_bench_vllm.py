@@ -189,22 +189,21 @@ def test_a_process_does_what_it_is_asked_for(engine, asks, capsys, monkeypatch):
 
 CHILD = """
 import sys
-from benchmarks import vllm_turns
 from corecontext.record import Record
-bench = vllm_turns.bench_of(sys.argv[1])
-assert bench.memory_share == 0.4 and not bench.turns
+method, often, ready, keep = sys.argv[1:]
 print("a log")
-print(vllm_turns.READY, flush=True)
+print(ready, flush=True)
 asked = 0
 for line in sys.stdin:
-    if bench.methods == ("cca",) and asked == int(sys.argv[2]):
+    if method == "cca" and asked == int(often):
         sys.exit(7)
-    if line.strip() == vllm_turns.KEEP:
-        params = {"method": bench.methods[0]}
+    if line.strip() == keep:
+        params = {"method": method}
         print(Record("vllm.cache_tokens", asked, "tokens", params=params).to_json())
     asked += 1
-    print(vllm_turns.READY, flush=True)
+    print(ready, flush=True)
 """
+"""Imports no torch, which takes seconds."""
 
 
 @pytest.fixture
@@ -214,7 +213,11 @@ def children(monkeypatch):
 
     def answer(often):
         def start(program, **options):
-            return popen([sys.executable, "-c", CHILD, program[-1], str(often)], **options)
+            bench = vllm_turns.bench_of(program[-1])
+            assert bench.memory_share == 0.4 and not bench.turns
+            (method,) = bench.methods
+            asked = [method, str(often), vllm_turns.READY, vllm_turns.KEEP]
+            return popen([sys.executable, "-c", CHILD, *asked], **options)
 
         monkeypatch.setattr(vllm_turns.subprocess, "Popen", start)
 

@@ -3,6 +3,7 @@ process."""
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import context_parallel
 import pytest
 import torch
 from families import tiny_model
@@ -29,12 +31,16 @@ needs_distributed = pytest.mark.skipif(
 PROGRAM = Path(__file__).with_name("context_parallel.py")
 
 
+def free_port() -> str:
+    """Return a port of this machine that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 @contextlib.contextmanager
 def running(world: int, settings: str) -> Iterator[None]:
     """Run the program with `world` processes beside the block; a failure shows their output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     path = f"{PROGRAM.parent.parent}{os.pathsep}{PROGRAM.parent}"
     environment = {
         **os.environ,
@@ -44,7 +50,7 @@ def running(world: int, settings: str) -> Iterator[None]:
         "PYTHONPATH": path,
     }
     with subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(world), port, settings],
+        [sys.executable, str(PROGRAM), str(world), free_port(), settings],
         text=True,
         env=environment,
         stdout=subprocess.PIPE,
@@ -59,10 +65,24 @@ def running(world: int, settings: str) -> Iterator[None]:
 
 
 @needs_distributed
-def test_two_and_four_processes_equal_one():
+def test_two_and_four_processes_equal_one(monkeypatch):
     """The operator and its traffic, a model sharded by FSDP2, and a prefill."""
-    with running(4, ""):
-        pass
+    if torch.cuda.is_available():  # what CUDA has begun cannot be copied
+        with running(4, ""):
+            return
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def start():
+        sys.exit(context_parallel.main(4, free_port(), ""))
+
+    # A copy of this process has imported what a new one would import for seconds.
+    copied = multiprocessing.get_context("fork").Process(target=start)
+    copied.start()
+    try:
+        copied.join(250)
+        assert copied.exitcode == 0
+    finally:
+        copied.kill()
 
 
 @needs_distributed

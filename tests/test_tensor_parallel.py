@@ -11,6 +11,7 @@ import pytest
 import tensor_parallel
 import torch
 from tiny_model import save_tiny_model
+from torch.multiprocessing import start_processes
 
 PROGRAM = Path(__file__).with_name("tensor_parallel.py")
 
@@ -20,6 +21,11 @@ def start(folder: str, output: Path, device: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    if not torch.cuda.is_available():
+        # Copies of this process have imported what new ones would import for seconds.
+        arguments = (folder, str(output), port)
+        start_processes(tensor_parallel.process, arguments, nprocs=2, start_method="fork")
+        return
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -6,17 +6,17 @@ is being deleted. What a user would see after each, the names of the complete ch
 printed.
 """
 
-import gc
 import io
 import os
 import shutil
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import torch
 
-import corecontext.train.trainer  # noqa: F401  what the processes below would each import
+import corecontext.train.trainer  # noqa: F401  what the copies would each import
 from corecontext.train import TrainConfig, checkpoint
 from corecontext.train.run import train
 
@@ -52,15 +52,23 @@ def main(where: str, config: TrainConfig) -> None:
     train(config)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    gc.freeze()  # the children's collections skip what is imported
-    settings = eval(sys.argv[1])
+def kill_twice(config: TrainConfig) -> list[list[str]]:
+    """Run and kill copies of this process, which have its imports; return the names of the complete
+    checkpoints after each."""
+    found = []
     for place in ("optimizer.pt", "deletion"):
-        if not (
-            child := os.fork()
-        ):  # a process of its own, without the seconds that its imports would take
-            main(place, settings)
-            os._exit(0)
+        if not (child := os.fork()):
+            try:
+                torch.set_num_threads(1)  # those of this process are not copied
+                main(place, config)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        print(*(path.name for path in checkpoint.checkpoints(Path(settings.output))))
+        found.append([path.name for path in checkpoint.checkpoints(Path(config.output))])
+    return found
+
+
+if __name__ == "__main__":
+    print(kill_twice(eval(sys.argv[1])))
