@@ -2,6 +2,7 @@
 records."""
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -144,15 +145,16 @@ def test_a_captured_call_keeps_what_it_reads(monkeypatch):
     assert gone() is None
 
 
+def peak_bytes_here(module, function, arguments):
+    """Measure a peak in this process, as a fresh one would be told to."""
+    measure = getattr(importlib.import_module(module), function)
+    return measure(**json.loads(json.dumps(arguments)))
+
+
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """Peaks are measured in this process: the command's test runs subprocesses."""
-
-    def peak_bytes(module, function, arguments):
-        return operator.peak_bytes(**json.loads(json.dumps(arguments)))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "peak_bytes_in_subprocess", peak_bytes)
+        patch.setattr(operator, "peak_bytes_in_subprocess", peak_bytes_here)
         return operator.run_operator_bench(TINY)
 
 
@@ -528,6 +530,7 @@ def test_a_training_step_that_is_wrong_is_not_timed(monkeypatch):
 
 def test_the_operator_command(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(operator, "peak_bytes_in_subprocess", peak_bytes_here)
     sizes = "--length 256 --heads 2 --kv-heads 1 --head-dim 16 --window-size 32 --repeats 3"
     options = "--forward-only --memory-length 128 --json sub.jsonl --plot o.png"
     assert main(["operator", "--device", "cpu", *sizes.split(), *options.split()]) == 0

@@ -306,6 +306,7 @@ def test_needles_are_asked_by_http(data, model, tmp_path, monkeypatch, capsys):
     program, output = tmp_path / "vllm.py", tmp_path / "vllm.jsonl"
     program.write_text(SERVER)
     monkeypatch.setattr(real_served, "VLLM", (sys.executable, str(program)))
+    monkeypatch.setattr(real_served, "PAUSE_S", 0.05)
     command = ["served", "--model", model, "--data", str(data), "--needle-length", "320"]
     command += ["--output", str(output), "--needles", "2"]
     assert main([*command, "--method", "full", "--method", "default"]) == 0

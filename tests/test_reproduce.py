@@ -440,8 +440,27 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
     assert float(taught) == pytest.approx(float(loss) / 2, rel=1e-4)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
-def test_the_compiled_head_is_the_plain_one():
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler"),
+            ],
+        ),
+    ],
+)
+def test_the_compiled_head_is_the_plain_one(backend, monkeypatch):
+    """aot_eager traces both passes as the real compiler does, and runs what it traced."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: compile(*args, backend=backend, **options)
+    )
+    _fused_head.cache_clear()
+
     def run(head):
         generator = torch.Generator().manual_seed(0)
         weight, hidden, taught = (torch.randn(n, 32, generator=generator) for n in (100, 40, 40))

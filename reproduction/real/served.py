@@ -33,6 +33,8 @@ CLIENTS = 4
 """Questions asked at once."""
 SECONDS = 600.0
 """Longest start of the server, and longest answer."""
+PAUSE_S = 1.0
+"""Seconds between two looks whether the server answers."""
 
 
 class Server(NamedTuple):
@@ -75,7 +77,7 @@ def _wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
             return
-        time.sleep(1)
+        time.sleep(PAUSE_S)
     print(log.read_text(errors="replace"), file=sys.stderr)
     raise UserError(f"vllm serve must start, got exit code {process.returncode}. Its log is above.")
 
