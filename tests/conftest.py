@@ -135,6 +135,23 @@ def left_streams_are_not_awaited(monkeypatch):
     monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
 
 
+@pytest.fixture
+def compile_by(monkeypatch):
+    """A function that gives torch.compile a backend. "aot_eager" traces both passes as the real
+    compiler does and runs what it traced, without the seconds to minutes of code for a machine."""
+    compile = torch.compile
+
+    def choose(backend: object) -> None:
+        torch._dynamo.reset()
+        monkeypatch.setattr("corecontext.inference.fuse._rotating", {})
+        monkeypatch.setattr(
+            torch, "compile", lambda *args, **options: compile(*args, backend=backend, **options)
+        )
+
+    yield choose
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""

@@ -811,9 +811,10 @@ def test_a_cache_that_is_dropped_is_freed_at_once(model, monkeypatch):
         gc.enable()
 
 
-def test_fused_modules_change_no_token(model):
+def test_fused_modules_change_no_token(model, compile_by):
     """torch.compile with a backend that only traces: what is compiled is found, used, and put
     back."""
+    compile_by("aot_eager")
     engine, ids = Engine(model, static=True, chunk_size=10), tokens(1, 40)
     expected = engine.generate(ids, max_new_tokens=6)
     engine.fused = Fused(model)
@@ -850,19 +851,13 @@ def test_a_models_file_gets_its_own_rotation_back(model, monkeypatch):
 
 
 @pytest.fixture
-def tracing(monkeypatch):
-    """torch.compile that traces and runs what it traced, without the minutes of a real compiler;
-    counts graphs."""
+def tracing(compile_by):
+    """torch.compile that traces and runs what it traced; counts graphs."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: compile(*args, backend=counter, **options)
-    )
-    yield counter
-    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compile_by(counter)
+    return counter
 
 
 def test_a_fused_step_is_one_graph_and_changes_no_token(default_device, tracing):

@@ -453,12 +453,8 @@ def test_training_in_parts_is_training_at_once(corpus, monkeypatch):
         ),
     ],
 )
-def test_the_compiled_head_is_the_plain_one(backend, monkeypatch):
-    """aot_eager traces both passes as the real compiler does, and runs what it traced."""
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: compile(*args, backend=backend, **options)
-    )
+def test_the_compiled_head_is_the_plain_one(backend, compile_by):
+    compile_by(backend)
     _fused_head.cache_clear()
 
     def run(head):

@@ -555,15 +555,9 @@ def test_a_full_disk_keeps_no_process_from_what_all_gather(setting, tmp_path, mo
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_parts_train_alike(setting, whole, tmp_path, monkeypatch, backend):
-    """aot_eager traces both passes as the real compiler does, and runs what it traced."""
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: compile(*args, backend=backend, **options)
-    )
-    monkeypatch.setattr("corecontext.inference.fuse._rotating", {})
+def test_compiled_parts_train_alike(setting, whole, tmp_path, compile_by, backend):
+    compile_by(backend)
     config = setting.replace(output=str(tmp_path / "fused"), fuse=True)
-    torch._dynamo.reset()
     counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     train(config)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > counted
