@@ -31,7 +31,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--soak N and --fuzz N: the size of tests/test_soak.py and of tests of random cases."""
-    parser.addoption("--soak", type=int, default=20, help="requests of the soak test")
+    parser.addoption("--soak", type=int, default=12, help="requests of the soak test")
     parser.addoption("--fuzz", type=int, default=12, help="random cases")
     parser.addoption("--first", type=int, default=0, help="number of the first of them")
     parser.addoption("--record", help="file that gets a record of the soak or the fuzz")
@@ -172,4 +172,7 @@ def setting(tmp_path_factory):
     """A small training run: a tiny model, text in several documents, settings."""
     from train_runs import make_setting
 
-    return make_setting(tmp_path_factory.mktemp("train"))
+    # Drawing takes as long as a short run.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("corecontext.train.card._draw", lambda path, *curves: path.write_bytes(b""))
+        yield make_setting(tmp_path_factory.mktemp("train"))

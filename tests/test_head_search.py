@@ -188,8 +188,8 @@ def test_a_layer_that_alone_attends_makes_good_the_whole_loss():
 
 def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     out, json_path = tmp_path / "model", tmp_path / "layers.jsonl"
-    command = ["layers", TEXT, "--model", MODEL, "--length", "1024", "--rows", "1"]
-    command += ["--window-size", "32", "--device", "cpu"]
+    command = ["layers", TEXT, "--model", MODEL, "--length", "512", "--rows", "1"]
+    command += ["--group-size", "8", "--window-size", "16", "--device", "cpu"]
     assert main([*command, "--output", str(out), "--json", str(json_path)]) == 0
     printed = capsys.readouterr().out
     sizes = json.loads(printed[printed.index("layer_group_sizes = ") + 20 :].splitlines()[0])
@@ -199,7 +199,7 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     assert len(records) == len(sizes) == 8 and sizes.index(min(sizes)) == int(best.params["unit"])
     assert f"{best.value:.3f} <" in printed
     settings = json.loads((out / "config.json").read_text())["cca"]
-    assert settings["layer_group_sizes"] == sizes and settings["window_size"] == 32
+    assert settings["layer_group_sizes"] == sizes and settings["window_size"] == 16
     assert list(handle_of(corecontext.from_pretrained(str(out))).config.layer_group_sizes) == sizes
     assert main([*command, "--heads"]) == 0
     printed = capsys.readouterr().out
@@ -208,8 +208,8 @@ def test_the_command_finds_sizes_that_a_checkpoint_can_hold(tmp_path, capsys):
     for wrong, message in (
         (["--output", str(out)], "already exists. Give a new folder"),
         (["--length", "100000"], "length must be at most"),
-        (["--length", "64"], "at least"),
-        (["--length", "512"], "groups smaller than 16 fit"),
+        (["--length", "32"], "at least"),
+        (["--length", "128"], "groups smaller than 8 fit"),
         (["--count", "8"], "count must be 1 .. 7 of 8"),
         (["--count", "0"], "count must be 1 .. 7 of 8"),
         (["--rows", "0"], "rows must be"),

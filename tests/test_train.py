@@ -21,7 +21,7 @@ import train_killed
 import transformers
 from safetensors.torch import load_file
 from tiny_model import save_tiny_model
-from train_runs import ROOT, STEPS, assert_equal, stop_at, weights
+from train_runs import DRAW, ROOT, STEPS, assert_equal, stop_at, weights
 
 import corecontext
 from corecontext import terminal
@@ -46,6 +46,7 @@ def test_tiny_cpu_learns_and_its_checkpoint_loads_with_cca(tmp_path, capsys, mon
     import datasets
 
     monkeypatch.setattr(terminal, "LINE_EVERY_S", 0)
+    monkeypatch.setattr("corecontext.train.card._draw", DRAW)
     datasets.enable_progress_bars()
     recipe = str(ROOT / "recipes/tiny_cpu.py")
     out, cache = str(tmp_path / "run"), str(tmp_path / "cache")

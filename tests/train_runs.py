@@ -12,12 +12,14 @@ from tiny_model import save_tiny_model
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 pytest.importorskip("datasets", reason="training reads its data with datasets")
 
-from corecontext.train import TrainConfig, trainer
+from corecontext.train import TrainConfig, card, trainer
 from corecontext.train.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 6
 EVERY = 2
+DRAW = card._draw
+"""Draws the curve of a loss; the runs of `setting` draw none."""
 
 
 def make_setting(folder: Path) -> TrainConfig:
