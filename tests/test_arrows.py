@@ -58,6 +58,7 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
+@lru_cache
 def imported(path: Path) -> set[str]:
     """Return the dotted names of our modules that a file imports, at its top or in functions."""
     names: set[str] = set()

@@ -747,20 +747,18 @@ SETTINGS = {
 COMBINED = ("fp8", "heads-all", "all")
 
 
-# In rows of fixed size by default the settings that hold all others.
+# By default the settings that hold all others in rows of fixed size, the others in growing ones.
 @pytest.mark.parametrize(
     "setting, fixed",
     [
-        *(pytest.param(setting, False, id=f"{setting}-growing") for setting in SETTINGS),
-        *(
-            pytest.param(
-                setting,
-                True,
-                id=f"{setting}-fixed",
-                marks=[] if setting in COMBINED else [pytest.mark.slow],
-            )
-            for setting in SETTINGS
-        ),
+        pytest.param(
+            setting,
+            fixed,
+            id=f"{setting}-{'fixed' if fixed else 'growing'}",
+            marks=[] if fixed == (setting in COMBINED) else [pytest.mark.slow],
+        )
+        for fixed in (False, True)
+        for setting in SETTINGS
     ],
 )
 def test_eight_bits_and_a_g_for_each_layer(setting, fixed):
