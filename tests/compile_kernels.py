@@ -3,7 +3,8 @@ sm_90 gfx942 [all]`.
 
 Prints one JSON line for each kernel: the chip, its name, the bytes of shared memory it takes, what
 the chip has, and the bytes a thread spills where Triton's CUDA tools say so. Without `all`, each
-kernel in one form; with it all head sizes, dtypes and variants.
+kernel in one form, to machine code where it has assembly or is known to spill; with it all head
+sizes, dtypes and variants, to machine code.
 """
 
 import functools
@@ -451,31 +452,54 @@ def step_kernels_of(chip: Chip, dtype: torch.dtype, dim: int) -> Iterator[Kernel
         yield Kernel(attend_chosen.attend_chosen_kernel, sizes, STEP_TYPES)
 
 
+LONGEST = {
+    "index_keys_kernel": ("AS_CODES", True),
+    "score_kernel": ("PAGE", 4),
+    "_slots_kernel": ("CLAIMS", True),
+    "_pool_pages_kernel": ("STORES_FAR", True),
+    "select_kernel": ("BLOCK_N", 512),
+    "attend_chosen_kernel": ("HAS_SLOTS", True),
+    "merge_kernel": ("REMOVES", True),
+    "_attend_fwd_hopper": ("HAS_MASSES", True),
+    "_attend_bwd_hopper": ("HAS_MASS", True),
+    "_attend_dkv_kernel": ("FAR", True),
+    "_attend_pages_kernel": ("IN_PARTS", False),
+}
+"""A constant of the longest variant of kernels, which holds the code of the others."""
+WITH_CODE = {
+    # Assembly.
+    "score_kernel",
+    "_attend_fwd_hopper",
+    # Known to spill.
+    "_attend_bwd_hopper",
+    "fetch_dkv_kernel",
+    "group_scores_kernel",
+}
+"""Kernels that are compiled to machine code without `all`, too."""
+
+
 def is_default(kernel: Kernel, chip: str, dim: int) -> bool:
-    """Whether a kernel is compiled without `all`: each once, in its longest variants.
+    """Whether a kernel is compiled without `all`: each once, in its longest variant.
 
     On Hopper its own kernels. With head size 256 attention, whose tiles take the most shared
-    memory. The kernels with masses hold the code of those without.
+    memory, else with 128.
     """
     function, constants = kernel.function, kernel.constants
+    name, value = LONGEST.get(function.__name__, ("", None))
+    if name and constants[name] != value:
+        return False
     if function in ATTENTION and constants["FORM"].has_marks:
         return False  # holds little more than without
-    if function is KEY_GRADIENTS:
-        return constants["FAR"]
-    if function is paged_attend._attend_pages_kernel:
-        return dim == 256 and not constants["IN_PARTS"]
-    if dim != 128:
-        return function in ATTENTION
-    if function in (*FETCH, *CHOICE, *PAGED, *STEP, *LOSS):
-        rows = constants["FORM"].block_m if function in FETCH else constants.get("BLOCK_M")
-        return chip == "sm_86" and (function in STEP or rows != 16)
+    if dim != (256 if function in (*ATTENTION, paged_attend._attend_pages_kernel) else 128):
+        return False
+    if function in FETCH:
+        return constants["FORM"].block_m != 16
     if function is plain_step.step_kernel:
-        return constants["CACHE"].kind != "auto" or constants["CACHE"].sinks > 0
-    if function is merge_parts.merge_kernel:
-        return constants["REMOVES"]
-    if function.__name__ in ("_attend_fwd_hopper", "_attend_bwd_hopper"):
-        has_mass = constants.get("HAS_MASS", constants.get("HAS_MASSES"))
-        return has_mass and constants.get("HAS_MARKS", constants.get("SHARE") == 1)
+        return constants["CACHE"].kind == "fp8"
+    if function.__name__ == "_attend_fwd_hopper":
+        return constants["HAS_MARKS"]
+    if function.__name__ == "_attend_bwd_hopper":
+        return constants["SHARE"] == 1
     return True
 
 
@@ -653,11 +677,10 @@ def spilled(binary: bytes) -> int | None:
 
 
 def cases_of(name: str, everything: bool) -> Iterator[tuple[Kernel, torch.dtype, int]]:
-    """Kernels with their dtypes and head sizes; bfloat16 with head size 128 first, and the largest
-    where memory is least."""
+    """Kernels with their dtypes and head sizes; bfloat16 with head size 128 first."""
     chip = CHIPS[name][1]
     sizes = [(torch.bfloat16, 128)]
-    if everything or name == "sm_86":
+    if everything or name != "sm_90":
         sizes += [(torch.bfloat16, 256)]
     if everything:
         sizes += [
@@ -700,8 +723,7 @@ def main(names: list[str], everything: bool) -> None:
     for name in names:
         target, chip = CHIPS[name]
         for kernel, dtype, dim in cases_of(name, everything):
-            # Spills are read with head size 128; with others shared memory is all.
-            is_quick = not everything and dim != 128
+            is_quick = not everything and kernel.function.__name__ not in WITH_CODE
             os.environ["DISABLE_LLVM_OPT"] = str(int(is_quick))
             triton.knobs.runtime.add_stages_inspection_hook = without_code if is_quick else None
             made = compiled(kernel, target, dtype)
