@@ -173,11 +173,13 @@ class Fast:
         than the tensor beside it."""
         if type(x) is self.tensor:
             return x.handle.data if x.dtype.name == dtype.name else None
+        if type(x) is int and dtype.name in WHOLE:
+            least, greatest = WHOLE[dtype.name]
+            return x if least <= x <= greatest else None
         if type(x) is int:
-            bounds = WHOLE.get(dtype.name)
-            return x if bounds is None or bounds[0] <= x <= bounds[1] else None
+            return x if dtype.name in NUMBERS else None
         # NumPy lets a number of Python have the type of an array.
-        return x if type(x) is float and dtype.name not in WHOLE else None
+        return x if type(x) is float and dtype.is_floating() else None
 
     def is_block(self, *operands: Any) -> bool:
         """Return whether there is a block among tensors and numbers."""
@@ -306,8 +308,11 @@ class Fast:
             source, target = x.dtype.name, dst_ty.scalar.name
             if source == target:
                 return x
+            # These have ways of their own.
             is_narrower = source == "fp16" or (source == "fp64" and target == "fp16")
-            if source in NUMBERS and target in NUMBERS and not (rounding or named or is_narrower):
+            is_unsigned = target.startswith("uint")
+            is_other = rounding or named or is_narrower or is_unsigned
+            if source in NUMBERS and target in NUMBERS and not is_other:
                 data = x.handle.data.astype(NUMBERS[target])
                 return self.make(data, dst_ty.scalar, x.type is not x.dtype)
             return member(semantic, x, dst_ty, *rounding, **named)
