@@ -14,8 +14,8 @@ from corecontext.serve.rows import RowPool
 from corecontext.serve.step import DecodeBatch
 
 MANY_WHOLE = 8
-"""Rows under full attention with which a step is so full that further rows, which choose, would
-slow it by as much as they add: a short request waits for one of these rows instead."""
+"""Rows under full attention that answer as many short requests a second as any number of rows that
+choose (docs/benchmarks.md, "Serving"): beside them a short request waits for one of them."""
 
 
 @dataclass(eq=False)
