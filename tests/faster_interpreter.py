@@ -311,7 +311,8 @@ class Fast:
             # These have ways of their own.
             is_narrower = source == "fp16" or (source == "fp64" and target == "fp16")
             is_unsigned = target.startswith("uint")
-            is_other = rounding or named or is_narrower or is_unsigned
+            is_rounded = any(option is not None for option in (*rounding, *named.values()))
+            is_other = is_rounded or is_narrower or is_unsigned
             if source in NUMBERS and target in NUMBERS and not is_other:
                 data = x.handle.data.astype(NUMBERS[target])
                 return self.make(data, dst_ty.scalar, x.type is not x.dtype)

@@ -97,7 +97,7 @@ def test_functions(name):
     calculated = 0
     for number, (x, y) in enumerate(operands()):
         if name == "cast":
-            calls = [(x, kind) for kind in TYPES]
+            calls = [(x, kind, *rounding) for kind in TYPES for rounding in ((), (None,))]
         elif name == "where":
             calls = [(made(tl.int1, shape, number), x, y) for shape in ((4, 8), ())]
         else:
