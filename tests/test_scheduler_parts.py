@@ -2,6 +2,7 @@
 start of a server."""
 
 import asyncio
+import random
 import signal
 import socket
 from dataclasses import replace
@@ -222,6 +223,77 @@ def test_a_pool_is_made_when_prompts_have_been_read_if_it_has_more_rows_then():
     assert memory.place(A, 64) is None
     used.slots, used.promised = [object()], 0
     assert memory.place(A, 64).rows == 3
+
+
+class Traffic:
+    """Requests at random that are placed, read, decoded and ended, in memory without tensors."""
+
+    def __init__(self, memory, draw):
+        self.memory, self.draw = memory, draw
+        self.reading, self.running, self.ended, self.kept = [], [], 0, 0
+
+    def submit(self, config, length, may_be_whole):
+        """Let requests go on until one is placed."""
+        while (pool := self.memory.place(config, length, may_be_whole)) is None:
+            assert self.reading or self.running, "a request that fits waits forever"
+            self.step()
+        assert self.memory.allocated <= self.memory.budget
+        pool.promised += 1
+        self.reading.append(pool)
+        if len(self.reading) == 4 or self.draw.random() < 0.5:
+            self.step()
+
+    def step(self):
+        """Read a prompt, then end some requests."""
+        prefixes = self.memory.prefixes
+        if self.reading:
+            pool = self.reading.pop(self.draw.randrange(len(self.reading)))
+            pool.promised -= 1
+            pool.slots.append(object())
+            self.running.append(pool)
+            room = self.memory.unallocated + prefixes.nbytes
+            if min(room, prefixes.limit) >= prefixes.nbytes + 10:
+                self.kept += 1
+                node = SimpleNamespace(key=self.kept, parent=None, children=0, nbytes=10)
+                node.last_use = self.kept
+                prefixes._nodes[node.key] = node
+                prefixes.nbytes += 10
+        for pool in list(self.running):
+            if self.draw.random() < 0.1:
+                self.running.remove(pool)
+                pool.slots.pop()
+                self.memory.release(pool)
+                self.ended += 1
+        assert self.memory.allocated <= self.memory.budget
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_that_fits_is_placed_within_the_budget(seed, monkeypatch):
+    draw = random.Random(seed)
+    monkeypatch.setitem(prompt_rule.WHOLE_TOKENS, "cuda", draw.choice((0, 128, 512)))
+    factor = draw.choice((1, 4))
+
+    def bytes_of(shape, config, length, before=0):
+        return CacheBytes((length - before) // (1 if config is None else factor), 0)
+
+    monkeypatch.setattr(Bytes, "bytes_of", bytes_of)
+    fetching = CCAConfig(4, 10, fetch_groups=3, store="device")
+    memory = make_memory(draw.randint(200, 6000), draw.choice((1, 3, 8)), fixed=draw.random() < 0.7)
+    memory.prefixes.limit = draw.choice((0, memory.budget // 4))
+    memory.runs_short_whole = draw.random() < 0.7
+    traffic = Traffic(memory, draw)
+    lengths = [draw.randint(1, 1000) for _ in range(draw.choice((1, 2, 6)))]
+    count = 0
+    for _ in range(150):
+        config = draw.choice((A, fetching, fetching, None))
+        length = draw.choice(lengths)
+        if memory.fits(config, length):
+            traffic.submit(config, length, draw.random() < 0.9)
+            count += 1
+    while traffic.reading or traffic.running:
+        traffic.step()
+    assert traffic.ended == count
+    assert not any(pool.promised or pool.slots for pool in memory.pools)
 
 
 def test_a_request_gets_the_shortest_pool_that_is_not_much_too_long():
